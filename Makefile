@@ -1,0 +1,45 @@
+# Every target creates .venv and installs what it needs by itself.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# One thread per process: the processes of a pipeline share the cores.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help install train test lint format bench clean
+
+help:
+	@echo "make train   train the quickstart model on 4 local processes and print text that it writes"
+	@echo "make test    run all tests"
+	@echo "make lint    ruff and mypy"
+	@echo "make bench   measure vocabulary modes against each other and against torch's own schedule"
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+install: $(STAMP)
+
+train: $(STAMP)
+	$(BIN)/evenpipe train examples/quickstart.toml
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/balance.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

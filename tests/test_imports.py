@@ -1,0 +1,92 @@
+"""Who may import whom: the rule of the house, read from the imports themselves."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parent.parent / "src" / "evenpipe"
+
+# room -> rooms of ours that it may import. `errors` (two exception classes) is open to all.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "schedule": set(),
+    "simulate": {"schedule"},
+    "draw": {"schedule"},
+    "vocabulary": set(),
+    "model": set(),
+    "parallel": set(),
+    "costs": {"schedule", "vocabulary", "model"},
+    "runtime": {"schedule", "vocabulary", "model", "parallel"},
+    "memory": {"schedule", "simulate", "vocabulary", "model", "costs"},
+    "plan": {"memory", "simulate", "costs", "schedule"},
+    "interop": {"schedule"},
+    "train": {"schedule", "simulate", "draw", "vocabulary", "model", "parallel", "costs", "runtime", "memory", "plan"},
+}
+ANYTHING = set(MAY_IMPORT) | {"cli"}
+MAY_IMPORT["cli"] = ANYTHING - {"cli"}
+
+
+def room_of(path: Path) -> str:
+    relative = path.relative_to(SOURCE)
+    return relative.parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """Rooms of evenpipe that a file imports, at module level or inside functions, absolute or relative."""
+    rooms: set[str] = set()
+    package = ("evenpipe", *path.relative_to(SOURCE).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names = [module] if module != "evenpipe" else [f"evenpipe.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "evenpipe" and len(parts) > 1:
+                rooms.add(parts[1])
+    return rooms
+
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def test_the_rooms_are_those_of_the_rule() -> None:
+    found = {room_of(path) for path in FILES} - {"__init__"}
+    assert found <= ANYTHING, f"rooms without a rule: {sorted(found - ANYTHING)}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_room_imports_only_what_it_may(path: Path) -> None:
+    room = room_of(path)
+    if room == "__init__":
+        return
+    allowed = MAY_IMPORT[room] | {room, "errors", "__version__"}
+    assert imported_rooms(path) <= allowed
+
+
+def test_the_rule_has_no_circles() -> None:
+    done: set[str] = set()
+    while len(done) < len(MAY_IMPORT):
+        ready = {room for room, needs in MAY_IMPORT.items() if room not in done and needs <= done}
+        assert ready, f"a circle among {sorted(set(MAY_IMPORT) - done)}"
+        done |= ready
+
+
+def test_the_schedule_room_needs_no_torch() -> None:
+    for path in (SOURCE / "schedule").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom) and not node.level
+                else []
+            )
+            assert not any(name.split(".")[0] in {"torch", "transformers"} for name in names), path
