@@ -1,0 +1,29 @@
+"""The vocabulary layers: input embedding (E, G) and output layer with its loss (S, C, T), sharded by rows.
+
+Plain functions on tensors with no process group inside. Whoever calls them gathers, reduces and sends:
+`forward_shard` -> all-gather -> `combine` -> `hidden_gradient` -> reduce, and `backward_shard` (see output.py).
+"""
+
+from evenpipe.vocabulary.combination import Combined, combine
+from evenpipe.vocabulary.embedding import Routes, add_row_gradients, gather_rows, pick_row_gradients, place_rows, route
+from evenpipe.vocabulary.options import LossOptions
+from evenpipe.vocabulary.output import OutputState, backward_shard, forward_shard, hidden_gradient
+from evenpipe.vocabulary.shards import Shard, split
+
+__all__ = [
+    "Combined",
+    "LossOptions",
+    "OutputState",
+    "Routes",
+    "Shard",
+    "add_row_gradients",
+    "backward_shard",
+    "combine",
+    "forward_shard",
+    "gather_rows",
+    "hidden_gradient",
+    "pick_row_gradients",
+    "place_rows",
+    "route",
+    "split",
+]

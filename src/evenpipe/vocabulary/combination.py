@@ -1,0 +1,109 @@
+"""The barrier: the statistics of all shards become the loss and the coefficients of the gradient.
+
+Log-odds form. With M and s the maximum and the sum of exp(z_j - M) over all j other than the target t,
+
+    a = M - z_t + log s                       log of the odds against the target
+    loss = softplus(a)                        = lse - z_t
+    dloss/dz_t = -sigmoid(a)
+    dloss/dz_j = sigmoid(a) exp(z_j - M) / s
+
+Nothing here subtracts two numbers that are nearly equal because the model is confident, so a loss of 1e-12 has as many
+good digits as a loss of 1. The rescaling of shard-wise exponentials is that of arXiv 2411.05288, equations 5 and 6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from evenpipe.vocabulary.options import LossOptions
+
+MAXIMUM, SUM, TARGET, TOTAL, COUNT = range(5)
+"""Columns of the statistics of one shard, all but TARGET over the tokens other than the target: maximum of z;
+sum of exp(z - maximum); the target's z where the shard owns it, else 0; and with label smoothing the sum of
+z - maximum and the number of its terms. A shard without other tokens says (-inf, 0, ., 0, 0)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Combined:
+    """What the barrier yields; all [tokens], and equal bit for bit on every device. Ignored tokens have 0 throughout.
+
+    With g the weight of a token in the step's loss, the gradient with respect to the logits (before scale and soft-cap)
+    is, on a shard whose own maximum is m and whose stored exponentials are E:
+        others * exp(m - maximum) * E  +  uniform * (derivative of the soft-cap)  +  target on the target's column.
+    """
+
+    losses: Tensor
+    """Loss of each token, not weighted: with label smoothing and z-loss."""
+    log_probabilities: Tensor
+    """Logarithm of the label's probability, whatever the loss options."""
+    log_sum_exp: Tensor
+    """Over all logits, the target's included."""
+    maximum: Tensor
+    others: Tensor
+    target: Tensor
+    uniform: Tensor | None
+    """None without label smoothing."""
+
+
+@torch.no_grad()
+def combine(
+    statistics: Tensor, token_weights: Tensor, labels: Tensor, options: LossOptions, vocabulary: int
+) -> Combined:
+    """Finish the loss from the statistics of all shards.
+
+    statistics: [shards, tokens, options.statistics], as gathered from `forward_shard` on every device, in any order of
+        shards that is the same everywhere.
+    token_weights: [tokens], weight of each token in the step's loss (any sign; whatever stands at ignored tokens).
+    labels: [tokens] int64. vocabulary: number of tokens over all shards.
+    The arithmetic is in fp64 (on numbers per token and shard only), the result in the dtype of `statistics`.
+    """
+    if statistics.dim() != 3 or statistics.shape[1:] != (labels.shape[0], options.statistics):
+        raise ValueError(
+            f"statistics must be [shards, {labels.shape[0]}, {options.statistics}], not {list(statistics.shape)}."
+        )
+    table = statistics.double()
+    maxima = table[..., MAXIMUM]
+    maximum = maxima.amax(0)
+    maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
+    total = (table[..., SUM] * torch.exp(maxima - maximum)).sum(0)
+    target = table[..., TARGET].sum(0)
+
+    odds = maximum - target + total.log()
+    negative_log_probability = odds.clamp(min=0.0) + torch.log1p(torch.exp(-odds.abs()))
+    against, towards = torch.sigmoid(odds), torch.sigmoid(-odds)
+    log_sum_exp = target + negative_log_probability
+    losses = negative_log_probability
+
+    smoothing = options.label_smoothing
+    if smoothing:
+        counts = table[..., COUNT]
+        offsets = torch.where(counts > 0, maxima - maximum, 0.0)
+        total_above_target = (table[..., TOTAL] + counts * offsets).sum(0) + counts.sum(0) * (maximum - target)
+        losses = negative_log_probability - smoothing * total_above_target / vocabulary
+    # The z-loss adds tilt * p_j to the gradient with respect to every z_j.
+    tilt = 2.0 * options.z_loss * log_sum_exp
+    if options.z_loss:
+        losses = losses + options.z_loss * log_sum_exp.square()
+
+    valid = (labels != options.ignore_index).to(statistics.device)
+    weights = token_weights.to(statistics.device, torch.float64) * options.logit_scale
+    others = torch.where(total > 0, weights * (1.0 + tilt) * against / total, 0.0)
+    at_target = weights * (tilt * towards - against + smoothing)
+    if options.soft_cap is not None:
+        at_target = at_target * (1.0 - (target / options.soft_cap).square())
+
+    def finish(values: Tensor) -> Tensor:
+        return torch.where(valid, values, 0.0).to(statistics.dtype)
+
+    return Combined(
+        losses=finish(losses),
+        log_probabilities=finish(-negative_log_probability),
+        log_sum_exp=finish(log_sum_exp),
+        maximum=finish(maximum),
+        others=finish(others),
+        target=finish(at_target),
+        uniform=finish(weights * (-smoothing / vocabulary)) if smoothing else None,
+    )

@@ -1,0 +1,126 @@
+"""E and G: the input embedding, of which each device holds some rows.
+
+Every device knows the token ids, so each knows which rows come from whom, and how many, without asking. Rows travel
+from their owners to the first stage; their gradients travel back the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from evenpipe.vocabulary.shards import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Whose row each token of a microbatch needs. Made once per microbatch, by `route`."""
+
+    shards: tuple[Shard, ...]
+    token_ids: Tensor
+    """[tokens] int64, sorted by owner; tokens of one owner keep their order."""
+    order: Tensor | None
+    """[tokens] int64: `token_ids[k]` stands at position `order[k]` of the microbatch. None: at position k."""
+    counts: tuple[int, ...]
+    """Number of tokens per shard: the sizes of all messages."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the microbatch."""
+        return self.token_ids.shape[0]
+
+    def span(self, part: int) -> slice:
+        """Where the tokens owned by shard `part` stand in `token_ids` and `order`."""
+        start = sum(self.counts[:part])
+        return slice(start, start + self.counts[part])
+
+    def positions(self, part: int) -> Tensor:
+        """Ascending positions in the microbatch whose rows shard `part` owns."""
+        span = self.span(part)
+        if self.order is None:
+            return torch.arange(span.start, span.stop, device=self.token_ids.device)
+        return self.order[span]
+
+
+@torch.no_grad()
+def route(token_ids: Tensor, shards: Sequence[Shard], torch_device: torch.device | str | None = None) -> Routes:
+    """Find the owner of each token's row.
+
+    token_ids: [tokens] int64 (any shape is flattened). Best on the host: the sizes of messages are read from them.
+    shards: all shards of the matrix, in the order of their rows.
+    torch_device: where the indices are wanted; default that of token_ids.
+    Raises ValueError for a token id that is no row of the vocabulary.
+    """
+    ids = token_ids.reshape(-1)
+    vocabulary = shards[0].vocabulary
+    if ids.numel():
+        low, high = (int(value) for value in torch.aminmax(ids))
+        if low < 0 or high >= vocabulary:
+            wrong = low if low < 0 else high
+            raise ValueError(f"Token id {wrong} is outside the vocabulary, which has the ids 0 to {vocabulary - 1}.")
+    device = ids.device if torch_device is None else torch.device(torch_device)
+    if len(shards) == 1:
+        return Routes(tuple(shards), ids.to(device), None, (ids.numel(),))
+    stops = torch.tensor([shard.stop for shard in shards], device=ids.device)
+    owners = torch.bucketize(ids, stops, right=True)
+    order = torch.argsort(owners, stable=True)
+    counts = torch.bincount(owners, minlength=len(shards)).tolist()
+    return Routes(
+        tuple(shards),
+        ids[order].to(device, non_blocking=True),
+        order.to(device, non_blocking=True),
+        tuple(int(count) for count in counts),
+    )
+
+
+@torch.no_grad()
+def gather_rows(weight: Tensor, routes: Routes, part: int) -> Tensor:
+    """E: the rows that shard `part` contributes, [counts[part], hidden_size], in the order of `routes.positions(part)`.
+
+    weight: [rows of the shard, hidden_size].
+    """
+    shard = routes.shards[part]
+    ids = routes.token_ids[routes.span(part)]
+    return weight.index_select(0, ids - shard.start if shard.start else ids)
+
+
+@torch.no_grad()
+def place_rows(rows: Sequence[Tensor], routes: Routes) -> Tensor:
+    """At the first stage: put the rows of all shards (in the order of shards) in place, [tokens, hidden_size]."""
+    if routes.order is None:
+        return rows[0]
+    hidden = rows[0].new_empty(routes.tokens, rows[0].shape[1])
+    for part, shard_rows in enumerate(rows):
+        if routes.counts[part]:
+            hidden.index_copy_(0, routes.positions(part), shard_rows)
+    return hidden
+
+
+@torch.no_grad()
+def pick_row_gradients(gradient: Tensor, routes: Routes, part: int) -> Tensor:
+    """At the first stage: the rows of the gradient [tokens, hidden_size] that shard `part` needs."""
+    if routes.order is None:
+        return gradient
+    return gradient.index_select(0, routes.positions(part))
+
+
+@torch.no_grad()
+def add_row_gradients(
+    weight_gradient: Tensor, rows_gradient: Tensor, routes: Routes, part: int, padding_index: int | None = None
+) -> None:
+    """G: add the gradient of each owned row, in the order of positions: on a CPU every run gives the same bits.
+
+    weight_gradient: [rows of the shard, hidden_size], added to in place.
+    rows_gradient: [counts[part], hidden_size], as `pick_row_gradients` gives it.
+    padding_index: the token whose row gets no gradient, as in torch.nn.Embedding.
+    """
+    shard = routes.shards[part]
+    ids = routes.token_ids[routes.span(part)]
+    if padding_index is not None and shard.start <= padding_index < shard.stop:
+        kept = (ids != padding_index).nonzero().squeeze(1)
+        ids, rows_gradient = ids[kept], rows_gradient.index_select(0, kept)
+    if ids.numel():
+        weight_gradient.index_add_(0, ids - shard.start, rows_gradient.to(weight_gradient.dtype))

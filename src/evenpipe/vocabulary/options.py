@@ -1,0 +1,63 @@
+"""What the loss is made of, and what the output layer keeps between its two halves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Keep = Literal["probabilities", "nothing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOptions:
+    """Options of the output layer. With logits y = hidden weight^T + bias, the loss of a token with label t is
+
+        z = soft_cap tanh(logit_scale y / soft_cap)            (z = logit_scale y without a soft-cap)
+        lse = log sum_j exp(z_j)
+        loss = (1 - label_smoothing) (lse - z_t) + label_smoothing mean_j(lse - z_j) + z_loss lse^2
+
+    which is `torch.nn.functional.cross_entropy(z, labels, label_smoothing=...)` plus the z-loss.
+    Raises ValueError when a field is out of range.
+    """
+
+    label_smoothing: float = 0.0
+    """Share of the target that is spread evenly over the vocabulary, 0 to 1."""
+
+    z_loss: float = 0.0
+    """Factor on the square of the log-sum-exp (arXiv 2204.02311, section 5: 1e-4). At least 0."""
+
+    soft_cap: float | None = None
+    """Logits are squeezed into (-soft_cap, soft_cap). Greater than 0; None: no soft-cap."""
+
+    logit_scale: float = 1.0
+    """Multiplies the logits, bias included, before the soft-cap. Not 0."""
+
+    ignore_index: int = -100
+    """Tokens with this label have no loss and no gradient."""
+
+    keep: Keep = "probabilities"
+    """What stays between S and T: the exponentials, in the dtype of the hidden states ([tokens, rows of the shard]), or
+    nothing, and T computes the logits a second time (a third more arithmetic)."""
+
+    rows_per_block: int | None = None
+    """Tokens per block of logits in S. None: about 8 million logits per block and at least 256 tokens."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise ValueError(f"label_smoothing must lie between 0 and 1, not {self.label_smoothing}.")
+        if not (math.isfinite(self.z_loss) and self.z_loss >= 0.0):
+            raise ValueError(f"z_loss must be at least 0, not {self.z_loss}.")
+        if self.soft_cap is not None and not (math.isfinite(self.soft_cap) and self.soft_cap > 0.0):
+            raise ValueError(f"soft_cap must be greater than 0, or None for no soft-cap, not {self.soft_cap}.")
+        if not math.isfinite(self.logit_scale) or self.logit_scale == 0.0:
+            raise ValueError(f"logit_scale must be a finite number other than 0, not {self.logit_scale}.")
+        if self.keep not in get_args(Keep):
+            raise ValueError(f'keep must be "probabilities" or "nothing", not {self.keep!r}.')
+        if self.rows_per_block is not None and self.rows_per_block < 1:
+            raise ValueError(f"rows_per_block must be at least 1, or None, not {self.rows_per_block}.")
+
+    @property
+    def statistics(self) -> int:
+        """Numbers per token and shard that S hands to the barrier: the k of `combine`."""
+        return 5 if self.label_smoothing else 3

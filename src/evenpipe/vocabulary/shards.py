@@ -1,0 +1,50 @@
+"""Which rows of a [vocabulary, hidden_size] matrix belong to which device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rows `start` (inclusive) to `stop` (exclusive) of a vocabulary matrix.
+
+    `vocabulary` is the number of rows that stand for a token. Rows of the shard at or beyond it only pad the matrix:
+    they hold parameters, but never enter a softmax and never receive a gradient.
+    """
+
+    start: int
+    stop: int
+    vocabulary: int
+
+    def __post_init__(self) -> None:
+        if self.vocabulary < 1:
+            raise ValueError(f"vocabulary must be at least 1, not {self.vocabulary}.")
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"A shard needs 0 <= start <= stop, not {self.start} and {self.stop}.")
+
+    @property
+    def rows(self) -> int:
+        """Rows held here, padding included."""
+        return self.stop - self.start
+
+    @property
+    def tokens(self) -> int:
+        """Rows held here that stand for a token."""
+        return max(0, min(self.stop, self.vocabulary) - self.start)
+
+
+def split(vocabulary: int, parts: int, *, padded_rows: int | None = None) -> list[Shard]:
+    """Cut a vocabulary matrix into `parts` contiguous shards by `torch.chunk`'s rule (which DTensor's Shard(0) shares).
+
+    Each shard has c = ceil(rows / parts) rows, the last ones fewer or none: 9 rows in 4 parts are 3, 3, 3, 0.
+    `padded_rows` is the number of rows of the matrix when that is more than `vocabulary`.
+    Raises ValueError when parts < 1, vocabulary < 1, or padded_rows < vocabulary.
+    """
+    rows = vocabulary if padded_rows is None else padded_rows
+    if parts < 1:
+        raise ValueError(f"parts must be at least 1, not {parts}.")
+    if rows < vocabulary:
+        raise ValueError(f"padded_rows must be at least the vocabulary ({vocabulary}), not {padded_rows}.")
+    size = -(-rows // parts)
+    return [Shard(min(rows, size * part), min(rows, size * (part + 1)), vocabulary) for part in range(parts)]
