@@ -1,0 +1,181 @@
+"""What the rest of the program needs to know about a model, found once from a name, a config or a live model."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from evenpipe.errors import InputError
+from evenpipe.model.initialization import seeded
+from evenpipe.model.logits import probe_logits
+from evenpipe.model.structure import Structure, build_skeleton, find_layers, module_name, probe, replace_head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """A causal language model as the pipeline sees it. Names are those of Hugging Face's model in memory."""
+
+    config: PreTrainedConfig
+    """The model's config as the user gave it (a copy)."""
+    architecture: str
+    """Class name, for messages."""
+    layers: int
+    hidden_size: int
+    vocabulary_size: int
+    """Rows of the embedding matrix and of the head."""
+    tied: bool
+    """Embedding and head are one matrix. It is called `embedding_name`; `head_name` is not among the parameters then."""
+    embedding_name: str
+    head_name: str
+    head_bias_name: str | None
+    head_weight_shape: tuple[int, int]
+    padding_index: int | None
+    """Row of the embedding that is zero at the start and gets no gradient from the embedding."""
+    logit_scale: float
+    """Logits are multiplied by this, before the soft-cap."""
+    soft_cap: float | None
+    """Logits become cap * tanh(logits / cap)."""
+    maximum_length: int | None
+    """`max_position_embeddings`, where the config has one."""
+    structure: Structure
+    skeleton: PreTrainedModel = field(repr=False)
+    """The whole model on the meta device, fp32: names and shapes."""
+    source: str | None = None
+    """Hub name or folder that holds the weights; None: fresh weights, or those of `model`."""
+    model: nn.Module | None = field(default=None, repr=False)
+    """A live model that the stages copy their weights from."""
+    trust_remote_code: bool = False
+
+    @property
+    def vocabulary_names(self) -> tuple[str, ...]:
+        """Parameters that are sharded by rows and belong to no stage."""
+        names = (self.embedding_name, None if self.tied else self.head_name, self.head_bias_name)
+        return tuple(name for name in names if name is not None)
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Name -> shape of every parameter of the whole model; a tied head is not listed."""
+        return {name: parameter.shape for name, parameter in self.skeleton.named_parameters()}
+
+
+def describe(source: str | Path | PreTrainedConfig | nn.Module, *, trust_remote_code: bool = False) -> Description:
+    """Describes a model without reading its weights.
+
+    Args:
+        source: a hub name or local folder (its weights are used), a transformers config (fresh weights), or a live
+            transformers model (its weights are copied into the stages).
+        trust_remote_code: run Python code that comes with a hub model. Off unless asked for.
+
+    Raises:
+        InputError: not a causal language model of transformers, or one that cannot be cut exactly; one sentence says what is in the way.
+    """
+    live, name = None, None
+    model_class: type[PreTrainedModel] | None = None
+    if isinstance(source, PreTrainedModel):
+        live, model_class, config = source, type(source), source.config
+    elif isinstance(source, nn.Module):
+        raise InputError(
+            f"model = {type(source).__name__} is no transformers model: use Pipeline.from_modules for other modules."
+        )
+    elif isinstance(source, PreTrainedConfig):
+        config = source
+    elif isinstance(source, (str, Path)):
+        name = str(source)
+        config = _read_config(name, trust_remote_code)
+    else:
+        raise InputError(
+            f"model = {source!r} is neither a hub name, a folder, a transformers config nor a transformers model."
+        )
+    config = copy.deepcopy(config)
+    if getattr(config, "output_router_logits", False):
+        raise InputError("output_router_logits = true adds a router loss that is not computed here: set it to false.")
+    if model_class is None and type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
+        raise InputError(f"model_type = {config.model_type!r} has no causal language model in transformers.")
+    with seeded(), torch.enable_grad():
+        return _describe(config, model_class, live, name, trust_remote_code)
+
+
+def _read_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"model = {name!r} is neither a folder with a config.json nor a model that the hub gives out ({reason})."
+        ) from error
+
+
+def _describe(
+    config: PreTrainedConfig, model_class: Any, live: nn.Module | None, name: str | None, trust_remote_code: bool
+) -> Description:
+    try:
+        skeleton = build_skeleton(config, torch.float32, model_class, trust_remote_code)
+    except (ValueError, TypeError, AttributeError, KeyError, NotImplementedError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"transformers cannot build a model from this {type(config).__name__} ({reason}).") from error
+    architecture, model_class = type(skeleton).__name__, type(skeleton)
+    try:
+        embedding, head = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
+    except NotImplementedError:
+        embedding = head = None
+    _check_ends(architecture, embedding, head)
+    layers_name = find_layers(skeleton)
+    layers = len(skeleton.get_submodule(layers_name))
+    embedding_module, head_module = module_name(skeleton, embedding), module_name(skeleton, head)
+
+    fresh = build_skeleton(config, torch.float64, model_class)
+    structure = probe(fresh, layers_name, embedding_module, head_module, embedding.weight.shape[1])
+    # `fresh` now has layers that stand in and real parameters elsewhere: it can run with any logits in place of the head's.
+    logits_for: list[torch.Tensor] = []
+    replace_head(fresh, head_module, lambda hidden: logits_for[0])
+
+    def run(z: torch.Tensor) -> torch.Tensor:
+        logits_for[:] = [z]
+        with torch.no_grad():
+            hidden = torch.ones(z.shape[0], z.shape[1], embedding.weight.shape[1], dtype=torch.float64)
+            return fresh(inputs_embeds=hidden, use_cache=False, return_dict=True).logits
+
+    scale, cap = probe_logits(skeleton, run, head.weight.shape[0])
+    maximum_length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return Description(
+        config=config,
+        architecture=architecture,
+        layers=layers,
+        hidden_size=embedding.weight.shape[1],
+        vocabulary_size=embedding.weight.shape[0],
+        tied=embedding.weight is head.weight,
+        embedding_name=f"{embedding_module}.weight",
+        head_name=f"{head_module}.weight",
+        head_bias_name=f"{head_module}.bias" if head.bias is not None else None,
+        head_weight_shape=tuple(head.weight.shape),
+        padding_index=embedding.padding_idx,
+        logit_scale=scale,
+        soft_cap=cap,
+        maximum_length=maximum_length if isinstance(maximum_length, int) and maximum_length > 0 else None,
+        structure=structure,
+        skeleton=skeleton,
+        source=name,
+        model=live,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _check_ends(architecture: str, embedding: nn.Module | None, head: nn.Module | None) -> None:
+    """The vocabulary matrices must be an `nn.Embedding` and an `nn.Linear`, of one shape."""
+    refuse = f"{architecture} cannot be cut into stages: "
+    if not isinstance(embedding, nn.Embedding) or [*embedding._parameters] != ["weight"]:
+        raise InputError(f"{refuse}its input embedding is {type(embedding).__name__}, not an nn.Embedding.")
+    if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+        raise InputError(f"{refuse}its input embedding uses max_norm, scale_grad_by_freq or sparse gradients.")
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        raise InputError(f"{refuse}its output layer is {type(head).__name__}, not an nn.Linear.")
+    if embedding.weight.shape != head.weight.shape:
+        raise InputError(
+            f"{refuse}its embedding is {tuple(embedding.weight.shape)} and its output layer {tuple(head.weight.shape)}; they must agree."
+        )
