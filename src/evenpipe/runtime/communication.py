@@ -1,0 +1,414 @@
+"""The seam between the walker of a program and torch.distributed: communicators, and handles of what is under way.
+
+Every operation is asynchronous and returns a `Handle`. The handle owns the library's Work objects *and* the tensors
+until `wait()`: gloo loses a message whose Work is dropped, and both libraries read and write the tensors until the
+wait. From the call to the wait
+
+- what is sent must not be written to (nothing may have left yet: a changed tensor arrives changed);
+- what is received must not be read.
+
+Operations of one communicator are matched by their order alone (no tags: NCCL ignores them). The caller vouches for
+that order, and for equal shapes and dtypes on all members; the libraries check neither. Tensors must be contiguous.
+
+Where all operations go: gloo for tensors on the CPU, NCCL for tensors on a GPU of one's own. Where the default process
+group has no NCCL, because several processes share a GPU, tensors on a GPU are staged through pinned host memory and
+sent by gloo. That path, like NCCL's, was written without a GPU at hand and has not been run on one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evenpipe.errors import RunError
+from evenpipe.runtime.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What this process has put into a communicator and taken out of it. Only messages that were really sent count."""
+
+    messages: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+class Handle:
+    """One operation under way. Keep it until `wait()` has returned."""
+
+    __slots__ = ("_communicator", "_finish", "_peers", "_tensors", "_works", "what")
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        what: str,
+        peers: tuple[int, ...],
+        works: Sequence[dist.Work],
+        *,
+        tensors: Sequence[Tensor] = (),
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self.what = what
+        self._communicator = communicator
+        self._peers = peers
+        self._works = works
+        self._tensors = tensors
+        self._finish = finish
+
+    def wait(self, needed_by: str = "") -> None:
+        """Waits for the operation and lets go of its tensors; a second call does nothing. On NCCL only the current
+        stream waits.
+
+        needed_by: text of the pass that cannot start before, for the message of a failure.
+
+        Raises:
+            RunError: the operation failed, or another process did. Names what was awaited, from whom, and the first
+            cause.
+        """
+        if not self._works:
+            return
+        communicator = self._communicator
+        watch = communicator.watch
+        if watch is not None:
+            watch.awaiting(self.what, needed_by, communicator.name, self._peers)
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise communicator.failed(error, self.what, needed_by, self._peers) from error
+        if watch is not None and communicator.wait_blocks:
+            watch.arrived()
+        if self._finish is not None:
+            self._finish()
+        self._works, self._tensors, self._finish = (), (), None
+
+
+class Communicator:
+    """One process group and the operations on it, made by `Communicators`. Members, peers, roots: global ranks."""
+
+    def __init__(
+        self,
+        name: str,
+        members: tuple[int, ...],
+        rank: int,
+        group: dist.ProcessGroup | None,
+        *,
+        staging: Staging | None,
+        watch: Watch | None,
+    ) -> None:
+        self.name = name
+        self.members = members
+        self.rank = rank
+        self.position = members.index(rank)
+        self.others = tuple(member for member in members if member != rank)
+        self.group = group
+        self.watch = watch
+        self.wait_blocks = group is None or dist.get_backend(group) == "gloo"
+        self.traffic = Traffic()
+        self._staging = staging
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, peer: int, what: str) -> Handle:
+        """Sends `tensor` to `peer`, which receives the same shape and dtype. It may be written to after the wait."""
+        assert peer in self.others, f"{what}: process {peer} is not another member of {self.name} {self.members}"
+        return self._start(what, (peer,), lambda host: [dist.isend(host, peer, self.group)], reads=tensor)
+
+    def receive(self, buffer: Tensor, peer: int, what: str) -> Handle:
+        """Fills `buffer` with what `peer` sends. `buffer` may be read after the wait."""
+        assert peer in self.others, f"{what}: process {peer} is not another member of {self.name} {self.members}"
+        return self._start(what, (peer,), lambda host: [dist.irecv(host, peer, self.group)], writes=buffer)
+
+    # -- collectives: every member calls them in the same order ------------------------------------
+
+    def broadcast(self, tensor: Tensor, root: int, what: str) -> Handle:
+        """Root's `tensor` goes to all other members, into their `tensor`."""
+        given = {"reads": tensor} if root == self.rank else {"writes": tensor}
+        return self._collective(what, root, lambda host: dist.broadcast(host, root, self.group, async_op=True), **given)
+
+    def reduce(self, tensor: Tensor, root: int, what: str) -> Handle:
+        """Adds the members' `tensor`s into root's.
+
+        `tensor` belongs to the communicator from now on: root finds the sum in it after the wait, on all others its
+        content is destroyed. Hand over a scratch tensor. The sum is taken in the tensor's dtype (use fp32), and for
+        three and more members in an order of the library's choice: the same every time, but not that of the members.
+        """
+        given = {"both": tensor} if root == self.rank else {"reads": tensor}
+        return self._collective(
+            what, root, lambda host: dist.reduce(host, root, group=self.group, async_op=True), **given
+        )
+
+    def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Handle:
+        """Puts the `tensor` [...] of member i into row i of `output` [members, ...], on every member."""
+        shape = (len(self.members), *tensor.shape)
+        assert output.shape == shape, f"{what}: output is {tuple(output.shape)}, expected {shape}"
+        if self.group is None:
+            output[0].copy_(tensor)
+
+        def start(host: Tensor, host_output: Tensor) -> dist.Work:
+            rows = [
+                host_output[self.members.index(member)] for member in sorted(self.members)
+            ]  # as the group numbers them
+            return dist.all_gather(rows, host, group=self.group, async_op=True)
+
+        return self._collective(what, None, start, reads=tensor, writes=output, own_bytes=tensor.nbytes)
+
+    # -- rows: as many for each member as all know beforehand --------------------------------------
+
+    def gather_rows(self, rows: Tensor, counts: Sequence[int], root: int, what: str) -> Handle:
+        """Brings every member's rows to root, where they lie one after the other in the order of the members.
+
+        rows: [counts[position], ...] on a member; [sum(counts), ...] on root, with root's own rows already in their
+        place
+            (`rows[own_rows(counts)]`), the others' to be filled in.
+        counts: rows of each member, in the order of `members`; the same list on all. A member without rows sends no
+        message.
+        """
+        return self._rows(rows, counts, root, what, to_root=True)
+
+    def scatter_rows(self, rows: Tensor, counts: Sequence[int], root: int, what: str) -> Handle:
+        """Brings from root to every member its rows: gather_rows backwards, with the same shapes.
+
+        rows: [sum(counts), ...] on root, in the order of the members; root's own stay where they are.
+        [counts[position], ...], to be
+            filled, on the others.
+        """
+        return self._rows(rows, counts, root, what, to_root=False)
+
+    def own_rows(self, counts: Sequence[int]) -> slice:
+        """Where this member's rows lie in root's tensor."""
+        return self._parts(counts)[self.position]
+
+    def _parts(self, counts: Sequence[int]) -> list[slice]:
+        assert len(counts) == len(self.members), (
+            f"{len(counts)} counts for the {len(self.members)} members of {self.name}"
+        )
+        return [slice(stop - count, stop) for count, stop in zip(counts, accumulate(counts), strict=True)]
+
+    def _rows(self, rows: Tensor, counts: Sequence[int], root: int, what: str, to_root: bool) -> Handle:
+        at_root = root == self.rank
+        expected = sum(counts) if at_root else counts[self.position]
+        assert len(rows) == expected, (
+            f"{what}: {len(rows)} rows, expected {expected} (counts {list(counts)}, root {root})"
+        )
+        if at_root:
+            parts = self._parts(counts)
+            messages = [
+                (member, part)
+                for member, part in zip(self.members, parts, strict=True)
+                if member != root and part.start < part.stop
+            ]
+        else:
+            messages = [(root, slice(None))] if expected else []
+        if not messages:
+            return Handle(self, what, (), ())
+        sends = to_root != at_root
+        operation = dist.isend if sends else dist.irecv
+        own_bytes = rows[self.own_rows(counts)].nbytes if at_root else 0
+
+        def start(host: Tensor) -> list[dist.Work]:
+            # One batch on every side, so that NCCL runs root's messages as one operation.
+            return dist.batch_isend_irecv(
+                [dist.P2POp(operation, host[part], member, self.group) for member, part in messages]
+            )
+
+        # Root's own rows lie in the same tensor: a staged copy back must not lose them, hence "both".
+        given = {"reads": rows} if sends else {"both": rows}
+        peers = tuple(member for member, _ in messages)
+        return self._start(what, peers, start, **given, messages=len(messages), own_bytes=own_bytes)
+
+    # -- how an operation is started ---------------------------------------------------------------
+
+    def _collective(self, what: str, root: int | None, start: Callable[..., dist.Work], **given: Any) -> Handle:
+        assert root is None or root in self.members, (
+            f"{what}: root {root} is not a member of {self.name} {self.members}"
+        )
+        if self.group is None:
+            return Handle(self, what, (), ())
+        peers = self.others if root in (None, self.rank) else (root, *(other for other in self.others if other != root))
+        return self._start(what, peers, lambda *hosts: [start(*hosts)], **given)
+
+    def _start(
+        self,
+        what: str,
+        peers: tuple[int, ...],
+        start: Callable[..., list[dist.Work]],
+        *,
+        reads: Tensor | None = None,
+        writes: Tensor | None = None,
+        both: Tensor | None = None,
+        messages: int = 1,
+        own_bytes: int = 0,
+    ) -> Handle:
+        """Calls `start` with the tensors read, written, or both, in this order, or with their copies in host memory.
+
+        own_bytes: how much of what is received (or else of what is sent) is this member's own and does not travel.
+        """
+        tensors = [tensor for tensor in (reads, writes, both) if tensor is not None]
+        for tensor in tensors:
+            assert tensor.is_contiguous(), f"{what}: the tensor {tuple(tensor.shape)} is not contiguous"
+        finish = None
+        if self._staging is not None:
+            tensors, finish = self._staging.to_host(reads, writes, both)
+        try:
+            works = start(*tensors)
+        except RuntimeError as error:
+            raise self.failed(error, what, "", peers) from error
+        self.traffic.messages += messages
+        received = writes if writes is not None else both
+        if received is not None:
+            self.traffic.received_bytes += received.nbytes - own_bytes
+        if reads is not None:
+            self.traffic.sent_bytes += reads.nbytes - (own_bytes if received is None else 0)
+        return Handle(self, what, peers, works, tensors=tensors, finish=finish)
+
+    def failed(self, error: RuntimeError, what: str, needed_by: str, peers: tuple[int, ...]) -> RunError:
+        """The error to raise when an operation failed; the watch finds out the cause."""
+        if self.watch is not None:
+            self.watch.awaiting(what, needed_by, self.name, peers)
+            return self.watch.explain(error)
+        before = f" for {needed_by}" if needed_by else ""
+        return RunError(
+            f"process {self.rank}, awaiting {what}{before} from process {', '.join(map(str, peers))}: {error}"
+        )
+
+
+class Staging:
+    """Copies between a GPU and pinned host memory, for processes that share a GPU. Not yet run on one."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(torch_device)
+
+    def to_host(
+        self, reads: Tensor | None, writes: Tensor | None, both: Tensor | None
+    ) -> tuple[list[Tensor], Callable[[], None] | None]:
+        """Host copies of the tensors given, in this order, filled where they are read; and what to do after the wait.
+
+        Returns when the copies are complete, since gloo may read them at once. The host tensors live as long as the
+        handle.
+        """
+        given = [tensor for tensor in (reads, writes, both) if tensor is not None]
+        hosts = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in given]
+        out = [(tensor, host) for tensor, host in zip(given, hosts, strict=True) if tensor is not writes]
+        if out:  # a plain receive does not wait for what the GPU is computing
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                for tensor, host in out:
+                    host.copy_(tensor, non_blocking=True)
+            self._stream.synchronize()
+        back = [(tensor, host) for tensor, host in zip(given, hosts, strict=True) if tensor is not reads]
+
+        def finish() -> None:
+            for tensor, host in back:
+                tensor.copy_(host, non_blocking=True)  # pinned memory is not reused before this copy is done
+
+        return hosts, finish if back else None
+
+
+class Communicators:
+    """All communicators of this process, by name.
+
+    Making it is itself collective over all processes. In a program of one device (or outside torch.distributed) every
+    communicator has one member, and operations return at once.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[tuple[str, Sequence[int]]],
+        *,
+        timeout_seconds: float,
+        torch_device: torch.device | str = "cpu",
+        watch: Watch | None = None,
+    ) -> None:
+        """Makes one process group per entry, in the order given.
+
+        groups: (name, global ranks of the members). Every process passes the same list in the same order, with the
+        groups that it does
+            not belong to: making a group takes all processes. With several pipelines a name stands there once per
+            pipeline.
+        timeout_seconds: limit of every operation. A process that dies or hangs is found much earlier by the watch; this
+        one is for
+            processes that live and wait for each other.
+        torch_device: where the tensors are.
+        watch: is told what this process waits for, and asked for the cause when a wait fails.
+        """
+        self.torch_device = torch.device(torch_device)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        on_gpu = self.torch_device.type == "cuda"
+        nccl = on_gpu and dist.is_initialized() and "nccl" in dist.get_backend_config()
+        staging = None
+        if on_gpu and not nccl and dist.is_initialized():
+            staging = Staging(self.torch_device)
+            if rank == 0:
+                logger.warning(
+                    "processes share a GPU: communication goes through host memory, for tests rather than for speed"
+                )
+        self._by_name: dict[str, Communicator] = {}
+        for name, members in groups:
+            group = None
+            if len(members) > 1:
+                # A group does not inherit the timeout of the default one. Eager initialisation (device_id) gives NCCL
+                # one communicator per group from the start, and none per pair at the first message.
+                group = dist.new_group(
+                    list(members),
+                    timeout=timedelta(seconds=timeout_seconds),
+                    backend="nccl" if nccl else "gloo",
+                    group_desc=name,
+                    device_id=self.torch_device if nccl else None,
+                )
+            if rank in members:
+                assert name not in self._by_name, f"process {rank} belongs to two groups named {name}"
+                self._by_name[name] = Communicator(name, tuple(members), rank, group, staging=staging, watch=watch)
+
+    def __getitem__(self, name: str) -> Communicator:
+        return self._by_name[name]
+
+    def __iter__(self):
+        """The communicators in the order in which they were made."""
+        return iter(self._by_name.values())
+
+    def warm_up(self) -> None:
+        """Opens every connection once, one communicator after the other, all processes in the same order.
+
+        NCCL connects two processes at their first message and needs both there; in the middle of a step that can block
+        for ever. Each communicator carries one broadcast, reduce and all-gather, and rows from its first member to all
+        others and back.
+        """
+        for communicator in self:
+            if communicator.group is None:
+                continue
+            members, root = communicator.members, communicator.members[0]
+            tensor = torch.zeros(1, device=self.torch_device)
+            rows = torch.zeros(len(members) if communicator.rank == root else 1, device=self.torch_device)
+            counts = [1] * len(members)
+            before = replace(communicator.traffic)
+            for handle in (
+                communicator.scatter_rows(rows, counts, root, "first rows"),
+                communicator.gather_rows(rows, counts, root, "first rows back"),
+                communicator.broadcast(tensor, root, "first broadcast"),
+                communicator.reduce(tensor, root, "first reduce"),
+                communicator.all_gather(tensor.new_empty(len(members), 1), tensor, "first all-gather"),
+            ):
+                handle.wait("warm-up")
+            communicator.traffic = before
+
+    def traffic(self) -> dict[str, Traffic]:
+        """What this process has sent and received since the start, warm-up aside, by communicator."""
+        return {communicator.name: communicator.traffic for communicator in self}
+
+    def close(self) -> None:
+        """Destroys the groups. Every member calls it, when nothing is under way."""
+        for communicator in self:
+            if communicator.group is not None:
+                dist.destroy_process_group(communicator.group)
+        self._by_name.clear()

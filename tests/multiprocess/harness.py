@@ -1,0 +1,225 @@
+"""Runs a function in a few fresh processes that are joined by gloo, and brings back what it returned or raised.
+
+    results = run_processes(function, 3, "an argument")          # [function("an argument") of rank 0, 1, 2]
+
+A fork server imports torch and transformers once per pytest run (preload.py); every call then forks new processes from
+it in about 0.05 s each: no state is shared between tests, and a killed process costs nothing. Inside, the default
+process group is ready (gloo, its store in the parent, every wait limited by `GROUP_TIMEOUT`), with one thread per
+process.
+
+`function` is found by name in the child, so it stands at the top level of its test module; arguments, results and
+exceptions travel by pickle. What a process prints is kept in a file and shown when something fails.
+"""
+
+import datetime
+import faulthandler
+import functools
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+GROUP_TIMEOUT = datetime.timedelta(seconds=20)
+"""Limit of every collective and message; tests that make groups of their own pass it on (groups do not inherit it)."""
+
+LINGER_SECONDS = 3.0
+"""How long the other processes may go on once one has failed, so that their own words are collected too."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one process ended. `exit_code` as in multiprocessing: -9 for SIGKILL. `pid` is no more."""
+
+    rank: int
+    pid: int
+    exit_code: int | None
+    value: Any
+    exception: BaseException | None
+    seconds: float
+    printed: str
+
+
+def run_processes(
+    function: Callable[..., Any], processes: int, *arguments: Any, timeout_seconds: float = 60, group: bool = True
+) -> list[Any]:
+    """The values that `function(*arguments)` returned in each process, by rank.
+
+    An exception of a process is raised again here, the earliest one, with the traceback of its process as a note. A
+    process that ends otherwise (killed, or exit code not 0), or that outlives `timeout_seconds`, is an AssertionError
+    with all that the processes printed, their Python stacks included.
+    """
+    outcomes = run_outcomes(function, processes, *arguments, timeout_seconds=timeout_seconds, group=group)
+    raised = [outcome for outcome in outcomes if outcome.exception is not None]
+    if raised:
+        raise min(raised, key=lambda outcome: outcome.seconds).exception
+    if any(outcome.exit_code != 0 for outcome in outcomes):
+        raise AssertionError(describe(outcomes, timeout_seconds))
+    return [outcome.value for outcome in outcomes]
+
+
+def run_outcomes(
+    function: Callable[..., Any], processes: int, *arguments: Any, timeout_seconds: float = 60, group: bool = True
+) -> list[Outcome]:
+    """As run_processes, for tests in which processes fail: raises nothing, tells how each of them ended.
+
+    A process still there at `timeout_seconds`, or `LINGER_SECONDS` after another one failed, is killed (exit code -9).
+    With `group=False` there is no process group yet, only the environment that torchrun would set (RANK, MASTER_PORT,
+    ...).
+    """
+    import torch.distributed as dist
+
+    _start_fork_server()
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="evenpipe-test-") as folder:
+        context = multiprocessing.get_context("forkserver")
+        children = [
+            context.Process(
+                target=_child,
+                args=(rank, processes, store.port, Path(folder), function, arguments),
+                kwargs={"timeout_seconds": timeout_seconds, "group": group},
+                daemon=True,
+            )
+            for rank in range(processes)
+        ]
+        started = time.monotonic()
+        try:
+            for child in children:
+                child.start()
+            ended = _wait_for(children, started + timeout_seconds)
+        finally:
+            for child in children:
+                if child.pid is not None and child.exitcode is None:
+                    child.kill()
+            for child in children:
+                if child.pid is not None:
+                    child.join()
+        return [
+            _outcome(rank, child, Path(folder), ended.get(rank, time.monotonic()) - started)
+            for rank, child in enumerate(children)
+        ]
+
+
+def describe(outcomes: list[Outcome], timeout_seconds: float | None = None) -> str:
+    """All that is known of processes that ended badly, for the text of an assertion."""
+    limit = (
+        "" if timeout_seconds is None else f" (limit {timeout_seconds:g} s; -9 = killed, at the limit or by the test)"
+    )
+    lines = [f"processes ended with exit codes {[outcome.exit_code for outcome in outcomes]}{limit}"]
+    for outcome in outcomes:
+        lines.append(f"--- process {outcome.rank}: exit code {outcome.exit_code} after {outcome.seconds:.1f} s")
+        lines.append(outcome.printed)
+    return "\n".join(lines)
+
+
+@functools.cache
+def _start_fork_server() -> None:
+    """Starts the server with the test folder on its path, and makes sure that the preload really happened.
+
+    Python ignores a module that the server cannot import, which would only be seen as tests that take ten times as
+    long.
+    """
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), *(entry for entry in sys.path if entry)])
+    multiprocessing.set_forkserver_preload(["preload"])
+    with mock.patch.dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"):
+        multiprocessing.forkserver.ensure_running()
+    child = multiprocessing.get_context("forkserver").Process(target=_assert_preloaded)
+    child.start()
+    child.join(120)
+    assert child.exitcode == 0, f"the fork server has not imported {here / 'preload.py'}; import it to see why"
+
+
+def _assert_preloaded() -> None:
+    # Not by sys.modules: unpickling this function imported this module, and with it nothing of what is looked for.
+    sys.exit(0 if "preload" in sys.modules and "torch.distributed" in sys.modules else 1)
+
+
+def _wait_for(children: list[Any], deadline: float) -> dict[int, float]:
+    """Waits until all have ended, the deadline has passed, or one has failed and the others had time to say so."""
+    ended: dict[int, float] = {}
+    while len(ended) < len(children) and time.monotonic() < deadline:
+        waiting = [child.sentinel for rank, child in enumerate(children) if rank not in ended]
+        multiprocessing.connection.wait(waiting, deadline - time.monotonic())
+        for rank, child in enumerate(children):
+            if rank not in ended and child.exitcode is not None:
+                ended[rank] = time.monotonic()
+                if child.exitcode != 0:
+                    deadline = min(deadline, time.monotonic() + LINGER_SECONDS)
+    return ended
+
+
+def _outcome(rank: int, child: Any, folder: Path, seconds: float) -> Outcome:
+    value, exception = None, None
+    result = folder / f"result-{rank}"
+    if result.exists():
+        value, exception, note = pickle.loads(result.read_bytes())
+        if exception is not None:
+            exception.add_note(f"in process {rank}:\n{note}")
+    printed = folder / f"printed-{rank}"
+    text = printed.read_text(errors="replace") if printed.exists() else ""
+    return Outcome(rank, child.pid, child.exitcode, value, exception, seconds, text)
+
+
+def _child(rank, processes, port, folder, function, arguments, *, timeout_seconds, group) -> None:  # noqa: PLR0917
+    """The whole life of one process."""
+    printed = os.open(folder / f"printed-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(file=2)
+    faulthandler.dump_traceback_later(max(timeout_seconds - 2, timeout_seconds / 2), file=2)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.update(
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(processes),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store lives in the parent: nobody here opens one
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        }
+    )
+    value, exception, note = None, None, ""
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        if group:
+            dist.init_process_group("gloo", rank=rank, world_size=processes, timeout=GROUP_TIMEOUT)
+        value = function(*arguments)
+    except BaseException as error:
+        exception, note = error, traceback.format_exc()
+        print(note, file=sys.stderr)
+    (folder / f"result-{rank}.part").write_bytes(_pickled(value, exception, note))
+    (folder / f"result-{rank}.part").rename(folder / f"result-{rank}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if exception is None else 1)
+
+
+def _pickled(value: Any, exception: BaseException | None, note: str) -> bytes:
+    """One pickle; an exception that does not survive pickling is replaced by one that says the same."""
+    try:
+        content = pickle.dumps((value, exception, note))
+        pickle.loads(content)
+    except Exception as error:
+        if exception is None:
+            note = f"the result of the process cannot be pickled: {error!r}"
+        content = pickle.dumps((None, RuntimeError(note.strip().splitlines()[-1]), note))
+    return content

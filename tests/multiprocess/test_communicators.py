@@ -1,0 +1,284 @@
+"""Every operation of a communicator, at one to four processes: what arrives, what travels, who is left out."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import GROUP_TIMEOUT, run_processes
+
+from evenpipe.runtime.communication import Communicator, Communicators, Traffic
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
+
+
+def make(groups) -> Communicators:
+    return Communicators(groups, timeout_seconds=GROUP_TIMEOUT.total_seconds())
+
+
+def everyone() -> Communicator:
+    return make([("all", range(dist.get_world_size()))])["all"]
+
+
+def values(rank: int, *shape: int, dtype=torch.float32) -> torch.Tensor:
+    """A tensor that differs in every place and on every rank, exact in every dtype of the tests (bf16: up to 256)."""
+    count = torch.Size(shape).numel()
+    return (torch.arange(count) % 50 + 50 * rank).reshape(shape).to(dtype)
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def hops_around_the_ring():
+    """Every process sends three tensors to the next one and waits in another order than it posted."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    hops = [(f"F:{source}>{(source + 1) % size}", (source, (source + 1) % size)) for source in range(size)]
+    communicators = make(hops)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for dtype in DTYPES:
+        sent = [values(rank, 3, 2, dtype=dtype) + i for i in range(3)]
+        buffers = [torch.zeros(3, 2, dtype=dtype) for _ in range(3)]
+        receives = [
+            communicators[f"F:{before}>{rank}"].receive(b, before, f"receive {i}") for i, b in enumerate(buffers)
+        ]
+        sends = [communicators[f"F:{rank}>{after}"].send(t, after, f"send {i}") for i, t in enumerate(sent)]
+        for handle in (*reversed(receives), *sends):
+            handle.wait()
+            handle.wait()
+        for i, buffer in enumerate(buffers):
+            assert torch.equal(buffer, values(before, 3, 2, dtype=dtype) + i)
+    return communicators.traffic()
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_hops_arrive_in_posting_order_and_are_counted(processes):
+    bytes_sent = 3 * 6 * (4 + 8 + 2 + 8)
+    for rank, traffic in enumerate(run_processes(hops_around_the_ring, processes)):
+        after, before = (rank + 1) % processes, (rank - 1) % processes
+        assert traffic == {
+            f"F:{rank}>{after}": Traffic(messages=12, sent_bytes=bytes_sent),
+            f"F:{before}>{rank}": Traffic(messages=12, received_bytes=bytes_sent),
+        }
+
+
+def messages_without_elements():
+    communicator, rank = everyone(), dist.get_rank()
+    empty, full = torch.zeros(0, 4), values(0, 2, 4)
+    if rank == 0:
+        handles = [communicator.send(t, 1, "send") for t in (empty, full, empty)]
+    else:
+        full = torch.zeros(2, 4)
+        handles = [communicator.receive(t, 0, "receive") for t in (empty, full, empty)]
+    for handle in handles:
+        handle.wait()
+    assert torch.equal(full, values(0, 2, 4))
+
+
+def test_messages_without_elements_keep_their_place():
+    run_processes(messages_without_elements, 2)
+
+
+def a_handle_keeps_what_is_sent_alive():
+    """The sender drops the tensors, the receiver posts late; memory freed early would be filled by other tensors."""
+    communicator, rank = everyone(), dist.get_rank()
+    if rank == 0:
+        handles = [communicator.send(values(i, 500, 500), 1, "send") for i in range(8)]
+        litter = [torch.full((500, 500), -1.0) for _ in range(16)]
+        dist.barrier()
+        for handle in handles:
+            handle.wait()
+        return len(litter)
+    dist.barrier()
+    for i in range(8):
+        buffer = torch.zeros(500, 500)
+        communicator.receive(buffer, 0, "receive").wait()
+        assert torch.equal(buffer, values(i, 500, 500))
+    return None
+
+
+def test_a_handle_keeps_what_is_sent_alive():
+    run_processes(a_handle_keeps_what_is_sent_alive, 2)
+
+
+# -- collectives -----------------------------------------------------------------------------------
+
+
+def collectives():
+    rank, size, communicator = dist.get_rank(), dist.get_world_size(), everyone()
+    for root in range(size):
+        for dtype in DTYPES:
+            tensor = values(root, 4, 3, dtype=dtype) if rank == root else torch.zeros(4, 3, dtype=dtype)
+            communicator.broadcast(tensor, root, "X0").wait("S0")
+            assert torch.equal(tensor, values(root, 4, 3, dtype=dtype))
+
+            scratch = values(rank, 4, 3, dtype=dtype) % 30
+            communicator.reduce(scratch, root, "DX0").wait("1B0")
+            if rank == root:
+                assert torch.equal(scratch, sum(values(r, 4, 3, dtype=dtype) % 30 for r in range(size)))
+
+            output = torch.zeros(size, 4, 3, dtype=dtype)
+            communicator.all_gather(output, values(rank, 4, 3, dtype=dtype), "STATISTICS0").wait("C0")
+            assert torch.equal(output, torch.stack([values(r, 4, 3, dtype=dtype) for r in range(size)]))
+    return communicator.traffic
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+def test_collectives(processes):
+    rounds = 12 * (4 + 8 + 2 + 8)  # bytes of one tensor, over the dtypes
+    for traffic in run_processes(collectives, processes):
+        if processes == 1:
+            assert traffic == Traffic()
+            continue
+        others = processes - 1
+        assert traffic.messages == 3 * processes * len(DTYPES)
+        assert traffic.sent_bytes == rounds * (
+            1 + others + processes
+        )  # broadcast as root, reduce elsewhere, all-gather
+        assert traffic.received_bytes == rounds * (others + 1 + processes * others)
+
+
+def members_in_another_order_than_their_ranks():
+    rank, members = dist.get_rank(), (2, 0, 1)
+    communicator = make([("all", members)])["all"]
+    output = torch.zeros(3, 2)
+    communicator.all_gather(output, values(rank, 2), "STATISTICS0").wait()
+    assert torch.equal(output, torch.stack([values(member, 2) for member in members]))
+    counts = [1, 2, 3]
+    rows = values(9, 6, 2) if rank == 2 else torch.zeros(counts[members.index(rank)], 2)
+    communicator.scatter_rows(rows, counts, 2, "ROW_GRADIENTS0").wait()
+    mine = rows[communicator.own_rows(counts)] if rank == 2 else rows
+    assert torch.equal(mine, values(9, 6, 2)[communicator.own_rows(counts)])
+
+
+def test_rows_of_the_result_follow_the_order_of_the_members():
+    run_processes(members_in_another_order_than_their_ranks, 3)
+
+
+def one_name_for_two_pipelines():
+    """Processes 0, 1 and 2, 3 are two pipelines: the same names, in one list that all pass."""
+    rank = dist.get_rank()
+    mine = (0, 1) if rank < 2 else (2, 3)
+    communicators = make([("X", (0, 1)), ("DX", (0, 1)), ("X", (2, 3)), ("DX", (2, 3))])
+    communicators.warm_up()
+    tensor = torch.tensor([float(rank)])
+    communicators["DX"].reduce(tensor, mine[0], "DX0").wait()
+    communicators.close()
+    return tensor.item() if rank == mine[0] else None
+
+
+def test_one_name_for_two_pipelines():
+    assert run_processes(one_name_for_two_pipelines, 4) == [1.0, None, 5.0, None]
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def rows_there_and_back(cases):
+    rank, communicator = dist.get_rank(), everyone()
+    for counts, root, dtype in cases:
+        whole = values(1, sum(counts), 3, dtype=dtype)
+        own = communicator.own_rows(counts)
+        if rank == root:
+            gathered = torch.zeros_like(whole)
+            gathered[own] = whole[own]
+        else:
+            gathered = whole[own].clone()
+        communicator.gather_rows(gathered, counts, root, "ROWS0").wait("0F0")
+        scattered = whole.clone() if rank == root else torch.zeros(counts[rank], 3, dtype=dtype)
+        communicator.scatter_rows(scattered, counts, root, "ROW_GRADIENTS0").wait("G0")
+        if rank == root:
+            assert torch.equal(gathered, whole)
+            assert torch.equal(scattered, whole)
+        else:
+            assert torch.equal(scattered, whole[own])
+    return communicator.traffic
+
+
+ROWS = {
+    1: [[3], [0]],
+    2: [[0, 0], [0, 4], [4, 0], [1, 2]],
+    4: [[0, 0, 0, 0], [5, 0, 1, 0], [0, 7, 0, 2], [1, 1, 1, 1]],
+}
+
+
+@pytest.mark.parametrize("processes", ROWS)
+def test_rows_there_and_back_with_empty_members(processes):
+    cases = [(counts, root, dtype) for counts in ROWS[processes] for root in range(processes) for dtype in DTYPES[:3]]
+    traffics = run_processes(rows_there_and_back, processes, cases)
+    for rank, traffic in enumerate(traffics):
+        expected = Traffic()
+        for counts, root, dtype in cases:
+            moved = counts[rank] if rank != root else sum(counts) - counts[root]
+            expected.messages += 2 * sum(c > 0 for i, c in enumerate(counts) if i != root and rank in (root, i))
+            expected.sent_bytes += moved * 3 * dtype.itemsize
+            expected.received_bytes += moved * 3 * dtype.itemsize
+        assert traffic == expected
+
+
+# -- all together ----------------------------------------------------------------------------------
+
+
+def everything_under_way_at_once():
+    """As in a step: many operations on several communicators, posted before any wait, awaited in another order."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    names = ["X", "STATISTICS", "DX", "ROWS"]
+    communicators = make([(name, range(size)) for name in names])
+    communicators.warm_up()
+    assert all(traffic == Traffic() for traffic in communicators.traffic().values())
+    handles, checks = [], []
+    for i in range(6):
+        x = values(i, 200, 8) if rank == size - 1 else torch.zeros(200, 8)
+        dx = values(rank, 200, 8)
+        statistics = torch.zeros(size, 200, 3)
+        rows = values(i, size * 5, 8) if rank == 0 else torch.zeros(5, 8)
+        handles += [
+            communicators["X"].broadcast(x, size - 1, f"X{i}"),
+            communicators["STATISTICS"].all_gather(statistics, values(rank + i, 200, 3), f"STATISTICS{i}"),
+            communicators["DX"].reduce(dx, size - 1, f"DX{i}"),
+            communicators["ROWS"].scatter_rows(rows, [5] * size, 0, f"ROW_GRADIENTS{i}"),
+        ]
+        checks.append((i, x, dx, statistics, rows))
+    for handle in reversed(handles):
+        handle.wait()
+    for i, x, dx, statistics, rows in checks:
+        assert torch.equal(x, values(i, 200, 8))
+        assert torch.equal(statistics, torch.stack([values(r + i, 200, 3) for r in range(size)]))
+        assert rank != size - 1 or torch.equal(dx, sum(values(r, 200, 8) for r in range(size)))
+        assert rank == 0 or torch.equal(rows, values(i, size * 5, 8)[5 * rank : 5 * rank + 5])
+
+
+def test_everything_under_way_at_once():
+    run_processes(everything_under_way_at_once, 4)
+
+
+# -- misuse that only we could commit, and a single process ----------------------------------------
+
+
+def refusals():
+    rank, communicator = dist.get_rank(), everyone()
+    with pytest.raises(AssertionError, match=r"X0: the tensor \(3, 2\) is not contiguous"):
+        communicator.broadcast(torch.zeros(2, 3).t(), 0, "X0")
+    with pytest.raises(AssertionError, match="1RECV_F0: process 7 is not another member"):
+        communicator.receive(torch.zeros(1), 7, "1RECV_F0")
+    with pytest.raises(AssertionError, match="DX0: root 7 is not a member"):
+        communicator.reduce(torch.zeros(1), 7, "DX0")
+    with pytest.raises(AssertionError, match=r"STATISTICS0: output is \(3, 2\), expected \(2, 2\)"):
+        communicator.all_gather(torch.zeros(3, 2), torch.zeros(2), "STATISTICS0")
+    with pytest.raises(AssertionError, match="ROWS0: 4 rows, expected"):
+        communicator.gather_rows(torch.zeros(4, 2), [1, 2] if rank else [1, 4], 0, "ROWS0")
+
+
+def test_wrong_use_is_refused_before_anything_is_sent():
+    run_processes(refusals, 2)
+
+
+def test_a_single_process_needs_no_process_group():
+    assert not dist.is_initialized()
+    communicators = make([("X", (0,)), ("ROWS", (0,))])
+    communicators.warm_up()
+    tensor, output = torch.ones(3), torch.zeros(1, 3)
+    communicators["X"].broadcast(tensor, 0, "X0").wait()
+    communicators["X"].reduce(tensor, 0, "DX0").wait()
+    communicators["X"].all_gather(output, tensor, "STATISTICS0").wait()
+    communicators["ROWS"].gather_rows(tensor[:, None], [3], 0, "ROWS0").wait()
+    assert torch.equal(output[0], tensor)
+    assert communicators.traffic() == {"X": Traffic(), "ROWS": Traffic()}
+    communicators.close()
