@@ -1,0 +1,51 @@
+"""What runs where and in which order. Pure Python, no torch.
+
+Schedules are data: a generator writes an order, transforms lower it to a program, the checker passes it, and the event
+model times it.
+"""
+
+from __future__ import annotations
+
+from .costs import EQUAL_COSTS, Costs
+from .deadlock import DeadlockError
+from .dependencies import Dependencies, Route
+from .order import Order
+from .passes import Item, Kind, Pass, Transfer, TransferKind, parts_of
+from .placement import Placement
+from .planning import MODES, Schedule, plan_order, plan_program, vocabulary_mode
+from .program import Program
+from .registry import SCHEDULES, generate
+from .timeline import Event, Timeline
+from .timing import time_order
+from .transforms import add_communication, add_vocabulary, forward_only, interlace
+
+__all__ = [
+    "EQUAL_COSTS",
+    "MODES",
+    "SCHEDULES",
+    "Costs",
+    "DeadlockError",
+    "Dependencies",
+    "Event",
+    "Item",
+    "Kind",
+    "Order",
+    "Pass",
+    "Placement",
+    "Program",
+    "Route",
+    "Schedule",
+    "Timeline",
+    "Transfer",
+    "TransferKind",
+    "add_communication",
+    "add_vocabulary",
+    "forward_only",
+    "generate",
+    "interlace",
+    "parts_of",
+    "plan_order",
+    "plan_program",
+    "time_order",
+    "vocabulary_mode",
+]

@@ -1,0 +1,205 @@
+"""Who needs what: the one place that knows it. Timing, checker, communication transform and runtime all ask here.
+
+What a pass needs depends on its kind, its stage and its device, and is the same for every microbatch. A flow
+(`flows`) between devices becomes a `Route`, on which every microbatch has one transfer; a flow that stays on one
+device, and what a pass needs from earlier passes of its own stage, is a plain order of passes:
+
+    F -> B or I -> W        F -> R -> B        F -> O -> L -> B        S -> C -> T, or S -> T with two barriers
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Protocol
+
+from .flows import Flow, Site, flows
+from .passes import HOP_KINDS, STAGE_KINDS, VOCABULARY_KINDS, Kind, Pass, Transfer, TransferKind, parts_of
+from .placement import Placement
+
+What = tuple[Kind, int | None]
+"""Kind and stage of a pass whose device and microbatch are known."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """A flow between devices: a transfer without its microbatch. `number` counts the routes of a placement.
+
+    The data is ready when every producer has run. All members issue the transfer; consumers wait for it, except on
+    the device of the only producer, where it already is.
+    """
+
+    number: int
+    kind: TransferKind
+    members: tuple[int, ...]
+    root: int | None
+    communicator: str
+    producers: tuple[Site, ...]
+    consumers: tuple[Site, ...]
+
+    def transfer(self, device: int, microbatch: int, slice_: int = 0) -> Transfer:
+        """The transfer of one microbatch as `device` issues it: SEND_F at one end of a hop is RECV_F at the other."""
+        kind, stage = self.end(device)
+        return Transfer(kind, stage, microbatch, slice_, self.members, self.root, self.communicator)
+
+    def end(self, device: int) -> tuple[TransferKind, int | None]:
+        """Kind and stage of the transfers that `device` issues."""
+        if self.kind not in HOP_KINDS:
+            return self.kind, None
+        if device == self.members[0]:
+            return self.kind, self.producers[0].stage
+        return _RECEIVING[self.kind], self.consumers[0].stage
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What the passes of one kind and stage on one device need and give, for every microbatch alike."""
+
+    after: tuple[What, ...] = ()
+    """Passes of the same device that must have run."""
+    if_present: tuple[What, ...] = ()
+    """The same, where the order has them at all."""
+    waits: tuple[Route, ...] = ()
+    """Routes whose transfer must have completed."""
+    feeds: tuple[Route, ...] = ()
+    """Routes whose transfer becomes ready with this pass (and with the other producers, if there are several)."""
+
+
+class Schedulable(Protocol):
+    """What dependencies follow from: an Order or a Program."""
+
+    @property
+    def placement(self) -> Placement: ...
+    @property
+    def barriers(self) -> int: ...
+    @property
+    def forward_only(self) -> bool: ...
+
+
+class Dependencies:
+    """The routes of one placement, and the rule of every pass in it. With one device there are no routes."""
+
+    def __init__(self, placement: Placement, barriers: int = 0, forward_only: bool = False) -> None:
+        """`barriers` and `forward_only` as in `Order`."""
+        self.placement = placement
+        everything = list(flows(placement, barriers, forward_only))
+        self.routes = tuple(_routes([flow for flow in everything if not flow.local]))
+        self._rules = _rules(placement, barriers, forward_only, everything, self.routes)
+        self._route_of = {(*route.end(device), device): route for route in self.routes for device in route.members}
+
+    @classmethod
+    def of(cls, order: Schedulable) -> Dependencies:
+        """Those of an order or program."""
+        return cls(order.placement, order.barriers, order.forward_only)
+
+    def rule(self, device: int, kind: Kind, stage: int | None) -> Rule:
+        """The rule of a kind and stage on a device; an empty one for what does not belong there."""
+        return self._rules.get((device, kind, stage), _NO_RULE)
+
+    def after(self, item: Pass, device: int) -> tuple[Pass, ...]:
+        """Passes of the same device that must have run before `item`. B stands for B or I."""
+        return tuple(
+            Pass(kind, stage, part.microbatch, part.slice)
+            for part in parts_of(item)
+            for kind, stage in self.rule(device, part.kind, part.stage).after
+        )
+
+    def waits_for(self, item: Pass, device: int) -> tuple[Transfer, ...]:
+        """Transfers that must have completed on `device` before it runs `item`, as that device issues them."""
+        return tuple(
+            route.transfer(device, part.microbatch, part.slice)
+            for part in parts_of(item)
+            if part.microbatch is not None
+            for route in self.rule(device, part.kind, part.stage).waits
+        )
+
+    def feeds(self, item: Pass, device: int) -> tuple[Transfer, ...]:
+        """Transfers that carry what `item` makes on `device`, as that device issues them."""
+        return tuple(
+            route.transfer(device, part.microbatch, part.slice)
+            for part in parts_of(item)
+            if part.microbatch is not None
+            for route in self.rule(device, part.kind, part.stage).feeds
+        )
+
+    def route_of(self, transfer: Transfer, device: int) -> Route | None:
+        """The route of a transfer that `device` issues, by its kind and stage; None when there is no such route."""
+        return self._route_of.get((transfer.kind, transfer.stage, device))
+
+    def producers(self, transfer: Transfer, device: int) -> tuple[tuple[int, Pass], ...]:
+        """(device, pass) of each pass that makes a part of what `transfer`, issued by `device`, carries."""
+        route = self.route_of(transfer, device)
+        sites = () if route is None else route.producers
+        return tuple((site.device, site.at(transfer.microbatch, transfer.slice)) for site in sites)
+
+    def consumers(self, transfer: Transfer, device: int) -> tuple[tuple[int, Pass], ...]:
+        """(device, pass) of each pass that uses what `transfer`, issued by `device`, carries."""
+        route = self.route_of(transfer, device)
+        sites = () if route is None else route.consumers
+        return tuple((site.device, site.at(transfer.microbatch, transfer.slice)) for site in sites)
+
+
+def same_role(kind: Kind) -> Kind:
+    """B for I, which takes and gives the same as B towards other stages; any other kind for itself."""
+    return Kind.B if kind is Kind.I else kind
+
+
+def _routes(between_devices: list[Flow]) -> list[Route]:
+    return [
+        Route(number, flow.kind, flow.members, flow.root, flow.communicator, flow.producers, flow.consumers)
+        for number, flow in enumerate(between_devices)
+    ]
+
+
+def _rules(
+    placement: Placement, barriers: int, forward_only: bool, everything: list[Flow], routes: tuple[Route, ...]
+) -> dict[tuple[int, Kind, int | None], Rule]:
+    """The rule of every (device, kind, stage) of the placement."""
+    after: defaultdict[Site, list[What]] = defaultdict(list)
+    waits: defaultdict[Site, list[Route]] = defaultdict(list)
+    feeds: defaultdict[Site, list[Route]] = defaultdict(list)
+    for flow in everything:
+        for consumer in flow.consumers:
+            if all(producer.device == consumer.device for producer in flow.producers):
+                after[consumer] += [(producer.kind, producer.stage) for producer in flow.producers]
+    for route in routes:
+        for producer in route.producers:
+            feeds[producer].append(route)
+        for consumer in route.consumers:
+            if any(producer.device != consumer.device for producer in route.producers):
+                waits[consumer].append(route)
+    rules = {}
+    for device in range(placement.devices):
+        whats: list[What] = [(kind, stage) for stage in placement.stages_of(device) for kind in STAGE_KINDS]
+        whats += [(kind, None) for kind in VOCABULARY_KINDS]
+        for kind, stage in whats:
+            site = Site(device, same_role(kind), stage)
+            combines = barriers != 2 or forward_only
+            fixed, optional = _own_stage(kind, stage, combines)
+            rules[device, kind, stage] = Rule(
+                (*fixed, *after.get(site, ())), optional, tuple(waits.get(site, ())), tuple(feeds.get(site, ()))
+            )
+    return rules
+
+
+def _own_stage(kind: Kind, stage: int | None, combines: bool) -> tuple[tuple[What, ...], tuple[What, ...]]:
+    """What a pass needs from its own stage or shard, always and where present; `combines` = the order has C passes."""
+    match kind:
+        case Kind.B | Kind.I:
+            return ((Kind.F, stage),), ((Kind.R, stage), (Kind.L, stage))
+        case Kind.W:
+            return ((Kind.I, stage),), ()
+        case Kind.R | Kind.O:
+            return ((Kind.F, stage),), ()
+        case Kind.L:
+            return ((Kind.O, stage),), ()
+        case Kind.C:
+            return ((Kind.S, None),), ()
+        case Kind.T:
+            return ((Kind.C if combines else Kind.S, None),), ()
+        case _:
+            return (), ()
+
+
+_RECEIVING = {TransferKind.SEND_F: TransferKind.RECV_F, TransferKind.SEND_B: TransferKind.RECV_B}
+_NO_RULE = Rule()

@@ -1,0 +1,37 @@
+"""The rows of a schedule around a fault, for error messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .passes import Item
+
+AROUND = 4
+
+
+def excerpt(rows: Sequence[Sequence[Item | None]], marks: Mapping[int, int]) -> str:
+    """One line per device of `marks` (device -> position), with the passes around the marked one, which is bracketed.
+
+    >>> device 1: ... 1F1 1B0 [1F2] 1B1 ...
+    """
+    lines = []
+    for device in sorted(marks):
+        row, position = rows[device], marks[device]
+        start, stop = max(0, position - AROUND), min(len(row), position + AROUND + 1)
+        words = [_word(row[index], index == position) for index in range(start, stop)]
+        if position >= len(row):
+            words.append("[end]")
+        lines.append(
+            f"  device {device}: {'... ' if start else ''}{' '.join(words)}{' ...' if stop < len(row) else ''}"
+        )
+    return "\n".join(lines)
+
+
+def neighbours(rows: Sequence[Sequence[Item | None]], device: int, position: int) -> str:
+    """The excerpt of a device and those next to it, all round one position."""
+    return excerpt(rows, {near: position for near in (device - 1, device, device + 1) if 0 <= near < len(rows)})
+
+
+def _word(item: Item | None, marked: bool) -> str:
+    text = "." if item is None else str(item)
+    return f"[{text}]" if marked else text

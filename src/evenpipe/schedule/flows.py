@@ -1,0 +1,102 @@
+"""What flows between passes, for every microbatch alike.
+
+    F(s)      -> F(s+1)      hidden states, one hop
+    B(s+1)    -> B(s)        their gradient, one hop back
+    E         -> F(first)    ROWS: embedding rows, to the device of the first stage
+    B(first)  -> G           ROW_GRADIENTS: back to the shards
+    F(last)   -> S           X: broadcast of the last hidden states
+    S         -> C, or T     STATISTICS: all-gather; to T when the order has two barriers
+    C, or T   -> B(last)     DX: reduce of the hidden gradient
+
+E, G, S, C and T run on every device. B stands for I where a backward is split into I and W. An order for evaluation
+ends with STATISTICS to C. Sources: arXiv 2411.05288, sections 4 and 5 (one barrier: algorithm 2, two: algorithm 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .passes import HOP_KINDS, Kind, Pass, TransferKind
+from .placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Passes of one kind and stage (None for the vocabulary passes) on one device, whatever the microbatch."""
+
+    device: int
+    kind: Kind
+    stage: int | None = None
+
+    def at(self, microbatch: int, slice_: int = 0) -> Pass:
+        """The pass of this site for one microbatch."""
+        return Pass(self.kind, self.stage, microbatch, slice_)
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What every one of `producers` makes and each of `consumers` needs. Hops are named by their sending end."""
+
+    kind: TransferKind
+    producers: tuple[Site, ...]
+    consumers: tuple[Site, ...]
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Devices that take part: (source, destination) of a hop, else all, ascending."""
+        devices = [site.device for site in self.producers + self.consumers]
+        return tuple(devices) if self.kind in HOP_KINDS else tuple(sorted(set(devices)))
+
+    @property
+    def local(self) -> bool:
+        """Whether it stays on one device, so that nothing has to be transferred."""
+        return len(set(self.members)) == 1
+
+    @property
+    def root(self) -> int | None:
+        """The source of X and ROW_GRADIENTS, the destination of DX and ROWS; None for hops and STATISTICS."""
+        if self.kind in {TransferKind.X, TransferKind.ROW_GRADIENTS}:
+            return self.producers[0].device
+        if self.kind in {TransferKind.DX, TransferKind.ROWS}:
+            return self.consumers[0].device
+        return None
+
+    @property
+    def communicator(self) -> str:
+        """One per ordered pair and direction for hops (F:0>1), one for each collective; both of the rows share one."""
+        if self.kind in HOP_KINDS:
+            source, destination = self.members
+            return f"{'F' if self.kind is TransferKind.SEND_F else 'B'}:{source}>{destination}"
+        return TransferKind.ROWS.value if self.kind is TransferKind.ROW_GRADIENTS else self.kind.value
+
+
+def flows(placement: Placement, barriers: int, forward_only: bool) -> Iterator[Flow]:
+    """All flows of an order with this placement; `barriers` and `forward_only` as in `Order`."""
+    for stage, device in enumerate(placement.stage_device):
+        for successor in placement.successors(stage):
+            there = placement.device_of(successor)
+            yield Flow(TransferKind.SEND_F, (Site(device, Kind.F, stage),), (Site(there, Kind.F, successor),))
+            if not forward_only:
+                yield Flow(TransferKind.SEND_B, (Site(there, Kind.B, successor),), (Site(device, Kind.B, stage),))
+    if barriers:
+        yield from _vocabulary_flows(placement, barriers, forward_only)
+
+
+def _vocabulary_flows(placement: Placement, barriers: int, forward_only: bool) -> Iterator[Flow]:
+    def everywhere(kind: Kind) -> tuple[Site, ...]:
+        return tuple(Site(device, kind) for device in range(placement.devices))
+
+    def first(kind: Kind) -> tuple[Site]:
+        return (Site(placement.first_device, kind, 0),)
+
+    def last(kind: Kind) -> tuple[Site]:
+        return (Site(placement.last_device, kind, placement.stages - 1),)
+
+    combining = Kind.T if barriers == 2 and not forward_only else Kind.C
+    yield Flow(TransferKind.ROWS, everywhere(Kind.E), first(Kind.F))
+    yield Flow(TransferKind.X, last(Kind.F), everywhere(Kind.S))
+    yield Flow(TransferKind.STATISTICS, everywhere(Kind.S), everywhere(combining))
+    if not forward_only:
+        yield Flow(TransferKind.DX, everywhere(combining), last(Kind.B))
+        yield Flow(TransferKind.ROW_GRADIENTS, first(Kind.B), everywhere(Kind.G))

@@ -1,0 +1,86 @@
+"""An order: for each device, the list of its compute passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from evenpipe.errors import InputError
+
+from .passes import Pass, Transfer
+from .placement import Placement
+from .text import infer, rows_from_csv, rows_to_csv
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What each device computes, and in which order; what it waits for follows (`dependencies`).
+
+    `rows[device]` lists its passes; None is an idle slot, which has no effect. `barriers` counts the collectives of
+    the vocabulary layers that the backward of the last stage waits for: 0 means that the first and last stage hold
+    whole embedding and output layers, 1 is vocab-2, 2 is vocab-1. An order with `forward_only` evaluates: it has F,
+    and with barriers also E, S and C.
+    """
+
+    placement: Placement
+    microbatches: int
+    rows: tuple[tuple[Pass | None, ...], ...]
+    barriers: int = 0
+    forward_only: bool = False
+
+    def __post_init__(self) -> None:
+        validate_shape(self.placement, self.microbatches, len(self.rows), self.barriers)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.placement.devices
+
+    def passes(self, device: int) -> Iterator[Pass]:
+        """The passes of one device, without idle slots."""
+        return (item for item in self.rows[device] if item is not None)
+
+    def to_csv(self) -> str:
+        """One line per device, readable by `from_csv` and, where it has all the kinds, by torch's runtime."""
+        return rows_to_csv(self.rows)
+
+    @classmethod
+    def from_csv(
+        cls,
+        text: str,
+        *,
+        placement: Placement | None = None,
+        microbatches: int | None = None,
+        barriers: int | None = None,
+        forward_only: bool | None = None,
+    ) -> Order:
+        """Read an order. What is not given is inferred from the rows.
+
+        Raises InputError that names row and column of a cell that is not a pass (transfers belong into programs).
+        """
+        rows: list[tuple[Pass | None, ...]] = []
+        for number, row in enumerate(rows_from_csv(text), start=1):
+            passes: list[Pass | None] = []
+            for column, item in enumerate(row, start=1):
+                if isinstance(item, Transfer):
+                    raise InputError(f"row {number}, column {column}: '{item}' is a transfer; an order has passes only")
+                passes.append(item)
+            rows.append(tuple(passes))
+        unsaid = infer(rows)
+        return cls(
+            unsaid.placement if placement is None else placement,
+            unsaid.microbatches if microbatches is None else microbatches,
+            tuple(rows),
+            unsaid.barriers if barriers is None else barriers,
+            unsaid.forward_only if forward_only is None else forward_only,
+        )
+
+
+def validate_shape(placement: Placement, microbatches: int, rows: int, barriers: int) -> None:
+    """Raise InputError unless these numbers can describe an order."""
+    if rows != placement.devices:
+        raise InputError(f"there are {rows} rows for {placement.devices} devices; each device has one")
+    if microbatches < 1:
+        raise InputError(f"microbatches must be at least 1, not {microbatches}")
+    if barriers not in (0, 1, 2):
+        raise InputError(f"barriers must be 0, 1 or 2, not {barriers}")

@@ -1,0 +1,206 @@
+"""The words of a schedule: passes (compute) and transfers (communication), and their text form.
+
+    2F0     forward of stage 2, microbatch 0        S0      output layer, first half, microbatch 0, on this device
+    2F0.1   the same, slice 1 of its sequence       X0      broadcast of the last hidden states of microbatch 0
+    2RESHARD                                        2SEND_F0, 3RECV_F0   the two ends of one hop
+    (2F1;2B0)OVERLAP_F_B                            two passes run as one
+
+F, B, I, W, the four hops and the last two lines are written as `torch.distributed.pipelining` writes them. Parsing is
+strict: what is not exactly a word of this list is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import product
+
+from evenpipe.errors import InputError
+
+
+class Kind(StrEnum):
+    """What a pass does. Its text is the letter in an order."""
+
+    F = "F"
+    """Forward of a stage."""
+    B = "B"
+    """Full backward of a stage."""
+    I = "I"
+    """Gradient with respect to a stage's input."""
+    W = "W"
+    """Gradient with respect to a stage's weights."""
+    E = "E"
+    """Forward of this device's shard of the input embedding."""
+    G = "G"
+    """Gradient of that shard."""
+    S = "S"
+    """Output layer, first half, on this device's shard: logits and statistics."""
+    C = "C"
+    """Combine the gathered statistics, finish the loss, scale this shard's part of the hidden gradient."""
+    T = "T"
+    """Output layer, second half: the weight gradient; with two barriers the hidden gradient too."""
+    R = "R"
+    """Recompute a stage's activations before its backward."""
+    O = "O"
+    """Offload a stage's activations to the host."""
+    L = "L"
+    """Load them back."""
+    UNSHARD = "UNSHARD"
+    """torch's: gather a stage's sharded parameters."""
+    RESHARD = "RESHARD"
+    """torch's: free the gathered parameters of a stage."""
+    REDUCE_GRAD = "REDUCE_GRAD"
+    """torch's: reduce a stage's gradients over the replicas."""
+    OVERLAP_F_B = "OVERLAP_F_B"
+    """torch's: a forward and a backward run as one pass."""
+
+
+class TransferKind(StrEnum):
+    """What a transfer carries. `SEND_*` and `RECV_*` are the two ends of one hop; the others are collectives."""
+
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    X = "X"
+    """Broadcast of the last stage's output, to every device."""
+    STATISTICS = "STATISTICS"
+    """All-gather of the per-token statistics of every vocabulary shard."""
+    DX = "DX"
+    """Reduce of the hidden gradient, to the device of the last stage."""
+    ROWS = "ROWS"
+    """The embedding rows that each shard owns, to the device of the first stage."""
+    ROW_GRADIENTS = "ROW_GRADIENTS"
+    """Their gradients, from the device of the first stage to the owners."""
+
+
+STAGE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.O, Kind.L})
+"""Kinds that belong to a stage and a microbatch."""
+VOCABULARY_KINDS = frozenset({Kind.E, Kind.G, Kind.S, Kind.C, Kind.T})
+"""Kinds that every device runs once per microbatch, on its shard of the vocabulary."""
+SHARDING_KINDS = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
+"""Kinds that belong to a stage alone. They may stand anywhere, any number of times."""
+HOP_KINDS = frozenset({TransferKind.SEND_F, TransferKind.RECV_F, TransferKind.SEND_B, TransferKind.RECV_B})
+"""Kinds of transfer between two devices. All others are collectives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One unit of compute in an order.
+
+    `stage` is None for the vocabulary passes (E, G, S, C, T), `microbatch` is None for torch's sharding passes.
+    `slice` numbers the part of the sequence when sequences are cut. `parts` holds the passes of an OVERLAP_F_B, in the
+    order in which they start, and is empty otherwise.
+    """
+
+    kind: Kind
+    stage: int | None = None
+    microbatch: int | None = None
+    slice: int = 0
+    parts: tuple[Pass, ...] = ()
+
+    def __str__(self) -> str:
+        if self.parts:
+            return f"({';'.join(map(str, self.parts))}){self.kind.value}"
+        return _text(self.kind.value, self.stage, self.microbatch, self.slice)
+
+    @classmethod
+    def parse(cls, text: str) -> Pass:
+        """The pass that `text` spells, exactly; raises InputError for anything else."""
+        item = parse_item(text)
+        if isinstance(item, Transfer):
+            raise InputError(f"'{text}' is a transfer, where a pass such as 2F0 or S0 is expected")
+        return item
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One communication in a program, as one of its members issues it.
+
+    A hop has a `stage` (the producing one at the sending end, the receiving one at the other end) and
+    `members = (source, destination)`. A collective has no stage, and its `root` is the source of X and ROW_GRADIENTS,
+    the destination of DX and ROWS, and None for STATISTICS. `communicator` names the group that carries it, in which
+    all members issue their transfers in one order. `bytes` is its size where it is known, and is no part of identity.
+    """
+
+    kind: TransferKind
+    stage: int | None
+    microbatch: int
+    slice: int = 0
+    members: tuple[int, ...] = ()
+    root: int | None = None
+    communicator: str = ""
+    bytes: int = field(default=0, compare=False)
+
+    def __hash__(self) -> int:
+        # Not over `members`: there may be thousands of devices, and the rest already tells transfers apart.
+        return hash((self.kind, self.stage, self.microbatch, self.slice))
+
+    def __str__(self) -> str:
+        return _text(self.kind.value, self.stage, self.microbatch, self.slice)
+
+
+Item = Pass | Transfer
+"""What a row of a program holds."""
+
+
+def parts_of(item: Pass) -> tuple[Pass, ...]:
+    """The passes that `item` runs: itself, or the parts of an OVERLAP_F_B."""
+    return item.parts or (item,)
+
+
+def parse_item(text: str) -> Item:
+    """The pass or transfer that `text` spells; raises InputError when it is not exactly a word of a schedule.
+
+    A transfer read from text has no members yet: they follow from the placement (`Program.from_csv` fills them in).
+    """
+    if text.startswith("("):
+        return _parse_overlap(text)
+    match = _WORD.fullmatch(text)
+    if match is None:
+        raise InputError(f"'{text}' is not a pass or transfer; they are written as in 2F0, S0, 2F0.1, 2SEND_F0 or X0")
+    stage_text, name, microbatch_text, slice_text = match.groups()
+    stage = int(stage_text) if stage_text else None
+    microbatch = int(microbatch_text) if microbatch_text else None
+    slice_ = int(slice_text) if slice_text else 0
+    has_stage, has_microbatch = stage is not None, microbatch is not None
+    if (has_stage, has_microbatch) != _SHAPES[name]:
+        wanted = _text(name, 2 if _SHAPES[name][0] else None, 0 if _SHAPES[name][1] else None, 0)
+        raise InputError(f"'{text}' is not a pass or transfer; {name} is written as in {wanted}")
+    if name in _TRANSFERS:
+        assert microbatch is not None
+        return Transfer(_TRANSFERS[name], stage, microbatch, slice_)
+    return Pass(_KINDS[name], stage, microbatch, slice_)
+
+
+def _parse_overlap(text: str) -> Pass:
+    body, bracket, name = text[1:].rpartition(")")
+    words = body.split(";")
+    if not bracket or name != Kind.OVERLAP_F_B.value or len(words) < 2:
+        raise InputError(f"'{text}' is not a pass; passes run as one are written as in (2F1;2B0)OVERLAP_F_B")
+    parts = tuple(Pass.parse(word) for word in words)
+    if any(part.kind not in {Kind.F, Kind.B, Kind.I, Kind.W} for part in parts):
+        raise InputError(f"'{text}' is not a pass; only F, B, I and W may stand inside OVERLAP_F_B")
+    return Pass(Kind.OVERLAP_F_B, parts=parts)
+
+
+def _text(name: str, stage: int | None, microbatch: int | None, slice_: int) -> str:
+    text = name if stage is None else f"{stage}{name}"
+    if microbatch is not None:
+        text += str(microbatch)
+    return f"{text}.{slice_}" if slice_ else text
+
+
+_KINDS: dict[str, Kind] = {kind.value: kind for kind in Kind}
+_TRANSFERS: dict[str, TransferKind] = {kind.value: kind for kind in TransferKind}
+# name -> (has a stage, has a microbatch)
+_SHAPES: dict[str, tuple[bool, bool]] = {
+    **dict(product((kind.value for kind in STAGE_KINDS | HOP_KINDS), [(True, True)])),
+    **dict(product((kind.value for kind in VOCABULARY_KINDS), [(False, True)])),
+    **dict(product((kind.value for kind in TransferKind if kind not in HOP_KINDS), [(False, True)])),
+    **dict(product((kind.value for kind in SHARDING_KINDS), [(True, False)])),
+}
+_NUMBER = "(0|[1-9][0-9]*)"
+_NAMES = "|".join(sorted(_SHAPES, key=len, reverse=True))
+_WORD = re.compile(rf"{_NUMBER}?({_NAMES})(?:{_NUMBER}(?:\.([1-9][0-9]*))?)?")

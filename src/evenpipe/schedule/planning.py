@@ -1,0 +1,83 @@
+"""From a schedule and a vocabulary mode to the program that the runtime walks: the one entry point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from evenpipe.errors import InputError
+
+from .costs import Costs
+from .order import Order
+from .program import Program
+from .registry import generate, nearest
+from .transforms.communication import add_communication
+from .transforms.interlaced import interlace
+from .transforms.vocabulary import add_vocabulary
+
+Schedule = str | Order | Callable[[int, int], Order]
+"""A name in `SCHEDULES`, an order, or a function of devices and microbatches that returns one."""
+
+MODES = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")
+"""Vocabulary modes. The first two differ in how layers are cut only, and have the same orders."""
+
+_ALIASES = {"balanced": "vocab-2"}
+_BARRIERS = {"first-last": 0, "redistribute": 0, "interlaced": 2, "vocab-1": 2, "vocab-2": 1}
+
+
+def vocabulary_mode(name: str) -> str:
+    """The mode that `name` means, one of `MODES`; "balanced" is vocab-2. Raises InputError for an unknown one."""
+    mode = _ALIASES.get(name, name)
+    if mode not in MODES:
+        raise InputError(f"vocabulary mode '{name}' is unknown{nearest(name, (*MODES, *_ALIASES))}")
+    return mode
+
+
+def plan_order(
+    schedule: Schedule,
+    devices: int,
+    microbatches: int,
+    mode: str = "balanced",
+    costs: Costs | None = None,
+    **options: Any,
+) -> Order:
+    """The order of a schedule in a vocabulary mode; `options` are the generator's.
+
+    An order that has vocabulary passes already is taken as it stands when its barriers are those of the mode. Raises
+    InputError for unknown names, and for an order of another size or other barriers.
+    """
+    mode = vocabulary_mode(mode)
+    if isinstance(schedule, str):
+        order = generate(schedule, devices, microbatches, costs=costs, **options)
+    else:
+        order = schedule if isinstance(schedule, Order) else schedule(devices, microbatches)
+    if (order.devices, order.microbatches) != (devices, microbatches):
+        raise InputError(
+            f"the order is for {order.devices} devices and {order.microbatches} microbatches, "
+            f"not {devices} and {microbatches}"
+        )
+    if order.barriers:
+        if order.barriers != _BARRIERS[mode]:
+            raise InputError(
+                f"the order has {order.barriers} barriers, but vocabulary mode {mode} has {_BARRIERS[mode]}"
+            )
+        return order
+    if mode == "interlaced":
+        return interlace(order, costs)
+    return add_vocabulary(order, _BARRIERS[mode], costs) if _BARRIERS[mode] else order
+
+
+def plan_program(
+    schedule: Schedule,
+    devices: int,
+    microbatches: int,
+    mode: str = "balanced",
+    costs: Costs | None = None,
+    **options: Any,
+) -> tuple[Order, Program]:
+    """The order of a schedule in a vocabulary mode, and its program with communication, both checked.
+
+    Arguments and errors as for `plan_order`; an order that is not sound raises InputError with every fault found.
+    """
+    order = plan_order(schedule, devices, microbatches, mode, costs, **options)
+    return order, add_communication(order, costs)

@@ -1,0 +1,84 @@
+"""A program: an order lowered for execution, with every transfer standing at the place where it is issued."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .dependencies import Dependencies
+from .order import Order, validate_shape
+from .passes import Item, Pass, Transfer
+from .placement import Placement
+from .text import infer, rows_from_csv, rows_to_csv
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What each device computes and communicates. Fields are those of `Order`; rows hold transfers too.
+
+    A device issues a transfer when it comes to it, without waiting for it to complete; the first pass that uses its
+    data waits (`Dependencies.waits_for`).
+    """
+
+    placement: Placement
+    microbatches: int
+    rows: tuple[tuple[Item | None, ...], ...]
+    barriers: int = 0
+    forward_only: bool = False
+
+    def __post_init__(self) -> None:
+        validate_shape(self.placement, self.microbatches, len(self.rows), self.barriers)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.placement.devices
+
+    @property
+    def order(self) -> Order:
+        """The compute passes alone."""
+        rows = tuple(tuple(item for item in row if isinstance(item, Pass)) for row in self.rows)
+        return Order(self.placement, self.microbatches, rows, self.barriers, self.forward_only)
+
+    @property
+    def communicators(self) -> dict[str, tuple[int, ...]]:
+        """Members of each communicator that the program uses, by name, in the order of first use by device."""
+        return {item.communicator: item.members for row in self.rows for item in row if isinstance(item, Transfer)}
+
+    def to_csv(self) -> str:
+        """One line per device, readable by `from_csv` and, where it has all the kinds, by torch's runtime."""
+        return rows_to_csv(self.rows)
+
+    @classmethod
+    def from_csv(
+        cls,
+        text: str,
+        *,
+        placement: Placement | None = None,
+        microbatches: int | None = None,
+        barriers: int | None = None,
+        forward_only: bool | None = None,
+    ) -> Program:
+        """Read a program. What is not given is inferred, members and communicators of transfers from the placement.
+
+        A transfer that no pass of this placement needs keeps empty members, for the checker to name. Raises
+        InputError that names row and column of a cell that is neither a pass nor a transfer.
+        """
+        rows = rows_from_csv(text)
+        unsaid = infer(rows)
+        program = cls(
+            unsaid.placement if placement is None else placement,
+            unsaid.microbatches if microbatches is None else microbatches,
+            rows,
+            unsaid.barriers if barriers is None else barriers,
+            unsaid.forward_only if forward_only is None else forward_only,
+        )
+        dependencies = Dependencies.of(program)
+
+        def addressed(item: Item | None, device: int) -> Item | None:
+            if not isinstance(item, Transfer):
+                return item
+            route = dependencies.route_of(item, device)
+            return item if route is None else route.transfer(device, item.microbatch, item.slice)
+
+        filled = tuple(tuple(addressed(item, device) for item in row) for device, row in enumerate(rows))
+        return cls(program.placement, program.microbatches, filled, program.barriers, program.forward_only)

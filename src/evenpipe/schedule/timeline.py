@@ -1,0 +1,127 @@
+"""What ran when: the result of a simulation, and of a measured run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from .passes import Item, Kind, Pass, parts_of
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """`item` ran on `device` from `start` to `end`."""
+
+    device: int
+    item: Item
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Events of each device, in the order in which it ran them, in any one unit of time.
+
+    stage_bytes: what one forward of each stage stores until its backward, where known; for `peak_bytes`.
+    """
+
+    events: tuple[tuple[Event, ...], ...]
+    stage_bytes: tuple[float, ...] | None = None
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return len(self.events)
+
+    @cached_property
+    def spans(self) -> tuple[float, ...]:
+        """Per device, from the start of its first event to the end of its last."""
+        return tuple(
+            max(event.end for event in row) - min(event.start for event in row) if row else 0.0 for row in self.events
+        )
+
+    @property
+    def span(self) -> float:
+        """The longest span of any device."""
+        return max(self.spans)
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the first start to the last end, over all devices."""
+        rows = [event for row in self.events for event in row]
+        return max(event.end for event in rows) - min(event.start for event in rows) if rows else 0.0
+
+    @property
+    def skew(self) -> float:
+        """What devices' different starts and ends add to the span."""
+        return self.makespan - self.span
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Per device, the time in compute passes."""
+        return tuple(sum(times.values()) for times in self.busy_by_kind)
+
+    @cached_property
+    def busy_by_kind(self) -> tuple[dict[Kind, float], ...]:
+        """Per device and kind, the time in compute passes."""
+        result = []
+        for row in self.events:
+            times: dict[Kind, float] = {}
+            for event in row:
+                if isinstance(event.item, Pass):
+                    times[event.item.kind] = times.get(event.item.kind, 0.0) + event.end - event.start
+            result.append(times)
+        return tuple(result)
+
+    @property
+    def bubble(self) -> float:
+        """Idle time of the device with the longest span, within that span."""
+        device = max(range(self.devices), key=self.spans.__getitem__)
+        return self.spans[device] - self.busy[device]
+
+    @property
+    def bubble_rate(self) -> float:
+        """`bubble` over `span`; 0 when nothing takes time."""
+        return self.bubble / self.span if self.span else 0.0
+
+    @cached_property
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """Per device, the most stage activations that were forwarded and not yet released."""
+        return tuple(int(peak) for peak in self._peaks(None))
+
+    @cached_property
+    def peak_bytes(self) -> tuple[float, ...] | None:
+        """Per device, the most bytes that stage activations took; None when `stage_bytes` is not known."""
+        return None if self.stage_bytes is None else self._peaks(self.stage_bytes)
+
+    def _peaks(self, weights: tuple[float, ...] | None) -> tuple[float, ...]:
+        return tuple(
+            peak_activations([event.item for event in row if isinstance(event.item, Pass)], weights)
+            for row in self.events
+        )
+
+
+def peak_activations(row: list[Pass], weights: tuple[float, ...] | None = None) -> float:
+    """The most stage activations held while a device runs `row`, or the most bytes, with `weights` per stage.
+
+    A forward stores one; a full backward releases it, or the weight gradient where the backward is split.
+    """
+    held = peak = 0.0
+    for item in row:
+        for part in parts_of(item):
+            weight = 1.0 if weights is None or part.stage is None else weights[part.stage]
+            if part.kind is Kind.F:
+                held += weight
+                peak = max(peak, held)
+            elif part.kind in _RELEASING:
+                held -= weight
+    return peak
+
+
+def count_kinds(row: list[Pass]) -> Counter[Kind]:
+    """How many passes of each kind a row has."""
+    return Counter(part.kind for item in row for part in parts_of(item))
+
+
+_RELEASING = frozenset({Kind.B, Kind.W})

@@ -1,0 +1,13 @@
+"""Transforms of orders, in the order of use: vocabulary or interlaced, forward_only for evaluation, communication.
+
+All are pure functions from an order to another order, the last one to a program.
+"""
+
+from __future__ import annotations
+
+from .communication import add_communication
+from .forward_only import forward_only
+from .interlaced import interlace
+from .vocabulary import add_vocabulary
+
+__all__ = ["add_communication", "add_vocabulary", "forward_only", "interlace"]

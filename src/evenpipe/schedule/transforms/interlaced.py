@@ -1,0 +1,115 @@
+"""The interlaced transform: synchronous vocabulary passes, as in tensor parallelism (nnScaler, OSDI'24).
+
+All devices run S(i) and T(i) together, one directly after the other, and wait for each other in between. Any pass
+that is under way on some device at that instant delays all, so none may be. With one stage per device and full
+backwards that is the `alternating` layout: period T = F + B of one microbatch, the vocabulary passes at its start, no
+pass across it. Inside a period a device runs either B then F or F then B, alternating along the pipeline, B first on
+the last device, whose F(i+1) ends where S(i+1) starts:
+
+    device p-1   | S T(i)   B(i)     F(i+1) |
+    device p-2   | S T(i)   F(i+1)   B(i-1) |
+    device p-3   | S T(i)   B(i-2)   F(i+2) |
+
+With F = 1 and B = 2 forward hops cost 2, 1, 2, 1, ... from start to start and backward hops 4, 2, 4, 2, ...: a
+microbatch lives 4.5 units per stage instead of 3 (arXiv 2411.05288, section 6). A device with d devices behind it holds
+min(m, d + ceil(d / 2) + 1) activations, and the bubble is (p - 1) * (F + B), as in 1F1B.
+
+Other orders are kept `at_instants`: S(i) and T(i) are inserted when the last stage's F(i) ends, whatever is under way.
+"""
+
+from __future__ import annotations
+
+from evenpipe.errors import InputError
+from evenpipe.schedule.costs import EQUAL_COSTS, Costs
+from evenpipe.schedule.graph import Graph
+from evenpipe.schedule.order import Order
+from evenpipe.schedule.passes import SHARDING_KINDS, Kind, Pass, parts_of
+from evenpipe.schedule.placement import Placement
+from evenpipe.schedule.timing import run
+
+from .vocabulary import interval_of
+
+
+def interlace(order: Order, costs: Costs | None = None) -> Order:
+    """`order` with S and T of each microbatch next to each other on every device, and E and G an interval apart.
+
+    The result has two barriers: the backward of the last stage waits for T. Where the alternating layout applies, the
+    placement and the microbatches of `order` count, not its rows. Times of F, B, I and W in `costs` (equal stages by
+    default) decide which passes meet in a period. Raises InputError when the order already has vocabulary passes, only
+    evaluates, has torch's sharding passes, or takes no time.
+    """
+    costs = EQUAL_COSTS if costs is None else costs
+    if order.barriers or order.forward_only:
+        raise InputError("vocabulary passes can be added once only, and to an order that trains")
+    kinds = {item.kind for device in range(order.devices) for item in order.passes(device)}
+    if kinds & SHARDING_KINDS:
+        raise InputError("vocabulary passes cannot be added between UNSHARD, RESHARD and REDUCE_GRAD")
+    if kinds <= {Kind.F, Kind.B} and order.placement.stages == order.devices:
+        return alternating(order.placement, order.microbatches, costs)
+    return at_instants(order, costs)
+
+
+def at_instants(order: Order, costs: Costs) -> Order:
+    """The base order with S and T inserted on every device when the last stage's forward ends."""
+    graph = Graph.of(order)
+    times = run(order, graph, costs)
+    interval = interval_of(order, graph, times)
+    last = order.placement.stages - 1
+    # (time, place among equal times): a pass of the base order by its number in the event model, what is inserted
+    # directly behind the pass that it belongs to.
+    base: list[list[tuple[float, float, Pass]]] = [[] for _ in range(order.devices)]
+    inserted: list[tuple[float, float, Pass]] = []
+    for device in range(order.devices):
+        for number in range(graph.first[device], graph.first[device + 1]):
+            start, end, sequence = times.start[number], times.end[number], times.sequence[number]
+            for part in parts_of(graph.items[number]):
+                base[device].append((start, sequence, part))
+                i = part.microbatch
+                if part.kind is Kind.F and part.stage == last:
+                    inserted += [
+                        (end, sequence + 0.25, Pass(Kind.S, None, i)),
+                        (end, sequence + 0.5, Pass(Kind.T, None, i)),
+                    ]
+                if part.kind is Kind.F and part.stage == 0:
+                    inserted.append((start - interval, sequence + 0.125, Pass(Kind.E, None, i)))
+                if part.kind in {Kind.B, Kind.I} and part.stage == 0:
+                    inserted.append((start + interval, sequence + 0.125, Pass(Kind.G, None, i)))
+    rows = tuple(tuple(item for _, _, item in sorted([*row, *inserted], key=lambda placed: placed[:2])) for row in base)
+    return Order(order.placement, order.microbatches, rows, barriers=2)
+
+
+def alternating(placement: Placement, microbatches: int, costs: Costs) -> Order:
+    """The alternating layout for a placement with one stage per device."""
+    times = costs.stage_times(placement)
+    forward, backward = times[Kind.F], times[Kind.B]
+    if forward is None or backward is None:
+        raise InputError(f"costs: {'F' if forward is None else 'B'} is missing; give a number or a list")
+    period = max(f + b for f, b in zip(forward, backward, strict=True)) * (1 + 1e-9)
+    # Periods from the vocabulary passes of a microbatch to its F and its B, from the last stage to the first.
+    stages = placement.stages
+    f_period, b_period = [-1] * stages, [0] * stages
+    for stage in reversed(range(stages - 1)):
+        after = stage + 1
+        if backward_first(after, stages):
+            f_period[stage] = f_period[after] - (forward[stage] + forward[after] > period)
+            b_period[stage] = b_period[after] + (backward[stage] + backward[after] > period)
+        else:
+            f_period[stage] = f_period[after] - 1
+            b_period[stage] = b_period[after] + 1
+    # (period, place in it): 0 for S and T, then the two passes of the stage, then G and E.
+    shared: list[tuple[int, int, Pass]] = []
+    for i in range(microbatches):
+        shared += [(i, 0, Pass(Kind.S, None, i)), (i, 1, Pass(Kind.T, None, i))]
+        shared += [(i + f_period[0] - 1, 4, Pass(Kind.E, None, i)), (i + b_period[0] + 1, 5, Pass(Kind.G, None, i))]
+    rows: list[tuple[Pass, ...]] = [()] * placement.devices
+    for stage, device in enumerate(placement.stage_device):
+        f_place, b_place = (3, 2) if backward_first(stage, stages) else (2, 3)
+        row = [(i + f_period[stage], f_place, Pass(Kind.F, stage, i)) for i in range(microbatches)]
+        row += [(i + b_period[stage], b_place, Pass(Kind.B, stage, i)) for i in range(microbatches)]
+        rows[device] = tuple(item for _, _, item in sorted(row + shared, key=lambda placed: placed[:2]))
+    return Order(placement, microbatches, tuple(rows), barriers=2)
+
+
+def backward_first(stage: int, stages: int) -> bool:
+    """Whether a stage runs B then F in each period of the alternating layout: the last one does."""
+    return (stages - 1 - stage) % 2 == 0

@@ -1,0 +1,128 @@
+"""The vocabulary transform: put the passes of sharded embedding and output layers into any order.
+
+Every pass of the base order has a virtual time, its start when the base order runs alone. From there, with k barriers
+and the interval (the work of the busiest device per microbatch):
+
+    B, I, W     k intervals later, which makes room between the last stage's F and its B
+    S(i)        at the end of F(last, i)
+    C(i)        half an interval after S(i); with one barrier only
+    T(i)        one interval after S(i)
+    E(i)        one interval before F(first, i)
+    G(i)        one interval after B(first, i) as moved
+
+Each device sorted by virtual time is a correct order: no pass has an earlier time than what it needs, and where times
+are equal all devices rank passes alike. With equal costs the peak of a device grows by exactly k stage activations per
+stage that it holds. Source: arXiv 2411.05288, section 5 (building blocks and their intervals), appendix C (embedding).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evenpipe.errors import InputError
+from evenpipe.schedule.costs import EQUAL_COSTS, Costs
+from evenpipe.schedule.graph import Graph
+from evenpipe.schedule.order import Order
+from evenpipe.schedule.passes import SHARDING_KINDS, Kind, Pass, parts_of
+from evenpipe.schedule.timing import Run, run
+
+MOVED = frozenset({Kind.B, Kind.I, Kind.W, Kind.R, Kind.L})
+"""Passes that follow from the backward of the last stage, or prepare for what does."""
+
+INTERVAL = 2**20
+"""Virtual times are whole numbers, so many to an interval: rounding does not break ties, and half of it is exact."""
+
+Timed = tuple[int, int, int, Pass]
+"""Virtual time, then two ranks for equal times, then the pass."""
+
+
+def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> Order:
+    """`order` with E, S, C, T and G on every device, and 1 barrier (vocab-2) or 2 (vocab-1).
+
+    The times of F, B, I and W in `costs` (equal stages by default) set the virtual times; those of the vocabulary
+    passes have no influence. Raises InputError when the order already has vocabulary passes, only evaluates, has
+    torch's sharding passes, or takes no time.
+    """
+    if barriers not in (1, 2):
+        raise InputError(f"barriers must be 1 (vocab-2) or 2 (vocab-1), not {barriers}")
+    times = VirtualTimes.of(order, barriers, EQUAL_COSTS if costs is None else costs)
+    return Order(order.placement, order.microbatches, sorted_by_virtual_time(times), barriers)
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualTimes:
+    """Where every pass wants to stand. `base` has one list per device; all devices share `vocabulary`."""
+
+    base: tuple[tuple[Timed, ...], ...]
+    vocabulary: tuple[Timed, ...]
+
+    @classmethod
+    def of(cls, order: Order, barriers: int, costs: Costs) -> VirtualTimes:
+        """Those of `order` by the rules above."""
+        if order.barriers or order.forward_only:
+            raise InputError("vocabulary passes can be added once only, and to an order that trains")
+        graph = Graph.of(order)
+        if any(item.kind in SHARDING_KINDS for item in graph.items):
+            raise InputError("vocabulary passes cannot be added between UNSHARD, RESHARD and REDUCE_GRAD")
+        times = run(order, graph, costs)
+        interval = interval_of(order, graph, times)
+        if interval <= 0:
+            raise InputError("costs: F and B of at least one stage must be above 0 to place vocabulary passes")
+
+        def whole(time: float) -> int:
+            return round(time / interval * INTERVAL)
+
+        last_stage, ranks = order.placement.stages - 1, _RANKS[barriers]
+        base: list[tuple[Timed, ...]] = []
+        vocabulary: list[Timed] = []
+        for device in range(order.devices):
+            row: list[Timed] = []
+            for number in range(graph.first[device], graph.first[device + 1]):
+                for part in parts_of(graph.items[number]):
+                    moved = barriers * INTERVAL if part.kind in MOVED else 0
+                    start = whole(times.start[number]) + moved
+                    row.append((start, 0, times.sequence[number], part))
+                    if part.microbatch is None:
+                        continue
+                    wanted: list[tuple[Kind, int]] = []
+                    if part.kind is Kind.F and part.stage == last_stage:
+                        end = whole(times.end[number])
+                        wanted += [(Kind.S, end), (Kind.T, end + INTERVAL)]
+                        wanted += [(Kind.C, end + INTERVAL // 2)] if barriers == 1 else []
+                    if part.kind is Kind.F and part.stage == 0:
+                        wanted.append((Kind.E, start - INTERVAL))
+                    if part.kind in {Kind.B, Kind.I} and part.stage == 0:
+                        wanted.append((Kind.G, start + INTERVAL))
+                    for kind, time in wanted:
+                        rank = 1 + ranks.index(kind)
+                        vocabulary.append((time, rank, part.microbatch, Pass(kind, None, part.microbatch)))
+            base.append(tuple(row))
+        return cls(tuple(base), tuple(sorted(vocabulary, key=_place)))
+
+
+def interval_of(order: Order, graph: Graph, times: Run) -> float:
+    """Work of the busiest device per microbatch."""
+    return (
+        max(
+            sum(
+                times.end[number] - times.start[number]
+                for number in range(graph.first[device], graph.first[device + 1])
+            )
+            for device in range(order.devices)
+        )
+        / order.microbatches
+    )
+
+
+def sorted_by_virtual_time(times: VirtualTimes) -> tuple[tuple[Pass, ...], ...]:
+    """Each device's passes by virtual time; of equal ones the base order comes first, as it stood."""
+    return tuple(tuple(item for *_, item in sorted((*row, *times.vocabulary), key=_place)) for row in times.base)
+
+
+def _place(timed: Timed) -> tuple[int, int, int]:
+    return timed[:3]
+
+
+# Of passes that want the same time, those come first that others wait for: with two barriers the backward of the last
+# stage waits for T, with one nobody does.
+_RANKS = {1: (Kind.S, Kind.C, Kind.E, Kind.T, Kind.G), 2: (Kind.T, Kind.S, Kind.E, Kind.G)}
