@@ -1,0 +1,372 @@
+"""The configuration of a training run: one dataclass per section of the TOML file, a docstring under every field.
+
+`evenpipe train --help` prints these docstrings. Nothing here imports torch, so a mistake is reported at once.
+Paths are relative to the folder that the command is started in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from evenpipe.errors import InputError
+from evenpipe.train.section import Section, show
+
+PYTHON_STANDARD_LIBRARY = "python-standard-library"
+DEFAULT_TOKENIZER_ENTRIES = 32768
+DEFAULT_END_OF_TEXT = "<|endoftext|>"
+BYTE_VALUES = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig(Section):
+    """Which model is trained: an existing one (`source`), or one described here (`architecture` and `config`)."""
+
+    section: ClassVar[str] = "model"
+
+    source: str | None = None
+    """Hub name or local folder of a transformers causal language model; training continues from its weights."""
+    fresh_weights: bool = False
+    """Take only the shape of `source` and start from random weights drawn from training.seed."""
+    architecture: str | None = None
+    """Model type of transformers, such as "llama" or "qwen3", for a model with fresh weights described by `config`."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Table [model.config]: the fields of that architecture's transformers config; those left out keep its defaults,
+    and the size of the vocabulary and the end-of-text id follow the tokenizer."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the matrix products and activations; parameters, gradients and optimizer state are float32. "auto" is
+    bfloat16 on a GPU and float32 on CPU."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with `source`."""
+    self_check: bool = True
+    """Before training, compare the cut model with the whole one on a shrunken copy: seconds, and an architecture that
+    would be trained wrongly is refused."""
+
+    def check(self) -> None:
+        if (self.source is None) == (self.architecture is None):
+            given = "neither" if self.source is None else "both"
+            raise InputError(f"model needs either source or architecture, but {given} is given")
+        if self.source is not None:
+            self.require("config", not self.config, "left out when model.source is given")
+        self.require("fresh_weights", not self.fresh_weights or self.source is not None, "false without model.source")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig(Section):
+    """What is read. Exactly one of `files`, `dataset` and `corpus`."""
+
+    section: ClassVar[str] = "data"
+
+    files: tuple[str, ...] = ()
+    """Files or patterns (`corpus/**/*.py`), read in the order of their names. `.jsonl`, `.json` and `.ndjson` hold one
+    JSON object per line, `.parquet` a table; any other file is one UTF-8 document, its line ends read as \\n."""
+    dataset: str | None = None
+    """Data set of the hub, or a local folder that `datasets.load_dataset` reads."""
+    dataset_config: str | None = None
+    """Configuration of that data set, where it has several."""
+    dataset_split: str = "train"
+    """Split of that data set; parts such as "train[:1%]" are possible."""
+    corpus: str | None = None
+    """The name "python-standard-library": the sources of the running Python's own library, without tests and character
+    tables; after a colon only some of its modules and packages, as in "python-standard-library:asyncio,json"."""
+    text_field: str = "text"
+    """Field or column that holds a document, in JSON lines, parquet and data sets."""
+    encoding_errors: Literal["strict", "replace"] = "strict"
+    """What happens to bytes that are not UTF-8: an error that names file and byte, or a replacement character."""
+    sequence_length: int = 1024
+    """Tokens per training sequence. Documents are joined by the end-of-text token and cut into such rows, so a row may
+    hold several documents, and attention looks across their borders; the last incomplete row is dropped."""
+    validation_fraction: float = 0.01
+    """Share of the rows that is held back for evaluation, evenly spread over the data; 0 holds back none."""
+    cache_folder: str | None = None
+    """Where tokens are kept, to be used again when sources and tokenizer are unchanged; none: `data` in
+    output.folder."""
+
+    def check(self) -> None:
+        given = [name for name in ("files", "dataset", "corpus") if getattr(self, name)]
+        if len(given) != 1:
+            raise InputError(f"data needs exactly one of files, dataset and corpus, but has {_listed(given)}")
+        self.require("dataset_config", self.dataset_config is None or self.dataset is not None, "none without dataset")
+        self.at_least(2, "sequence_length")
+        self.require("validation_fraction", 0 <= self.validation_fraction < 1, "at least 0 and below 1")
+        if self.corpus is not None:
+            name, colon, parts = self.corpus.partition(":")
+            accepted = f'"{PYTHON_STANDARD_LIBRARY}", or that and a colon and names of its modules'
+            self.require("corpus", name == PYTHON_STANDARD_LIBRARY and bool(colon) == bool(parts), accepted)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerConfig(Section):
+    """Which tokenizer is used: an existing one, that of model.source, or one trained on the data."""
+
+    section: ClassVar[str] = "tokenizer"
+
+    source: str | None = None
+    """Hub name or local folder of a transformers tokenizer; none: the one of model.source, else one is trained."""
+    vocabulary_size: int | None = None
+    """Entries of the byte-level BPE tokenizer that is trained on the data (none: 32768). A small corpus may yield
+    fewer."""
+    end_of_text: str | None = None
+    """Token that ends every document; none: the tokenizer's own, "<|endoftext|>" in a trained one."""
+
+    def check(self) -> None:
+        smallest = BYTE_VALUES + 1
+        self.at_least(smallest, "vocabulary_size")
+        if self.source is not None:
+            self.require("vocabulary_size", self.vocabulary_size is None, "left out when tokenizer.source is given")
+        self.require("end_of_text", self.end_of_text != "", "a token or none")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineConfig(Section):
+    """How the model is spread over devices, and the batch of a step over microbatches."""
+
+    section: ClassVar[str] = "pipeline"
+
+    processes: int = 1
+    """Devices of the pipeline, one process each. Inside torchrun this must be the number of processes it starts."""
+    schedule: str = "1f1b"
+    """Order of the passes: a name (1f1b, gpipe), or a CSV file that holds an order."""
+    vocabulary: str = "balanced"
+    """Where embedding and output layer live: first-last, redistribute, interlaced, vocab-1, vocab-2; "balanced" is
+    vocab-2."""
+    microbatches: int | None = None
+    """Microbatches per step; none: 4 per device."""
+    microbatch_size: int = 1
+    """Sequences per microbatch. A step trains on microbatches * microbatch_size sequences."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """Transformer layers of each stage, first to last; none: split evenly, and by cost with "redistribute"."""
+    timeout_seconds: float = 600.0
+    """After so many seconds without progress the run ends with an error that names the pass and the peer awaited."""
+
+    def check(self) -> None:
+        self.at_least(1, "processes", "microbatches", "microbatch_size")
+        self.positive("timeout_seconds")
+        if self.layers_per_stage is not None:
+            devices = self.processes
+            accepted = f"{devices} numbers (one per device) of at least 0, and not all 0"
+            split = self.layers_per_stage
+            self.require(
+                "layers_per_stage", len(split) == devices and min(split, default=0) >= 0 and sum(split) > 0, accepted
+            )
+        self._check_names()
+
+    def _check_names(self) -> None:
+        from evenpipe.schedule.planning import MODES
+        from evenpipe.schedule.registry import SCHEDULES
+
+        if self.schedule.endswith(".csv"):
+            self.require("schedule", Path(self.schedule).is_file(), "an existing file, or a name of a schedule")
+        else:
+            self.known("schedule", SCHEDULES)
+        self.known("vocabulary", ("balanced", *MODES))
+
+    @property
+    def microbatches_per_step(self) -> int:
+        """`microbatches`, or its default of 4 per device."""
+        return self.microbatches if self.microbatches is not None else 4 * self.processes
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences in the batch of one step."""
+        return self.microbatches_per_step * self.microbatch_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossConfig(Section):
+    """Options of the loss; the fields of `evenpipe.vocabulary.options.LossOptions` that do not come from the model."""
+
+    section: ClassVar[str] = "loss"
+
+    label_smoothing: float = 0.0
+    """Probability that is spread evenly over all tokens instead of the label (0 to below 1)."""
+    z_loss: float = 0.0
+    """Factor of the squared log-sum-exp of the logits, which keeps them from drifting."""
+    keep: Literal["probabilities", "nothing"] = "probabilities"
+    """What the output layer keeps between its two halves: the probabilities (faster), or nothing (less memory, the
+    logits are computed twice)."""
+
+    def check(self) -> None:
+        self.require("label_smoothing", 0 <= self.label_smoothing < 1, "at least 0 and below 1")
+        self.at_least(0, "z_loss")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig(Section):
+    """AdamW with linear warm-up and a cosine to the last step."""
+
+    section: ClassVar[str] = "optimizer"
+
+    learning_rate: float = 3e-4
+    """Highest learning rate, reached after the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the two moments of AdamW per step."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay of the matrices; norms and biases have none."""
+    warmup_steps: int = 100
+    """Steps over which the rate grows from 0."""
+    minimum_learning_rate_ratio: float = 0.1
+    """Learning rate of the last step, as a share of the highest."""
+    clip_norm: float | None = 1.0
+    """Gradients are scaled down to this total norm over all devices; none: never."""
+
+    def check(self) -> None:
+        self.positive("learning_rate", "epsilon", "clip_norm")
+        self.require("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers of at least 0 and below 1")
+        self.at_least(0, "weight_decay", "warmup_steps")
+        self.require("minimum_learning_rate_ratio", 0 <= self.minimum_learning_rate_ratio <= 1, "between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingConfig(Section):
+    """How long, from which seed, and how often it is evaluated."""
+
+    section: ClassVar[str] = "training"
+
+    steps: int = 1000
+    """Optimizer steps."""
+    minutes: float | None = None
+    """Time box: the speed of the first steps decides how many steps fit, never more than `steps`; learning rate and end
+    follow that number. None: `steps`, however long they take."""
+    seed: int = 0
+    """Draws fresh weights and the order of the data."""
+    evaluate_every_steps: int | None = None
+    """Steps between evaluations on the rows held back; none: only at the end."""
+    evaluation_batches: int = 8
+    """Batches of held-back rows per evaluation, at most; always the same ones."""
+
+    def check(self) -> None:
+        self.at_least(1, "steps", "evaluate_every_steps", "evaluation_batches")
+        self.positive("minutes")
+        self.require("seed", 0 <= self.seed < 2**63, "at least 0 and below 2**63")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig(Section):
+    """When the state is saved. The same command started again goes on from the newest complete checkpoint."""
+
+    section: ClassVar[str] = "checkpoint"
+
+    every_steps: int | None = 100
+    """Steps between checkpoints; none: only at the end."""
+    keep: int = 2
+    """Newest checkpoints that are kept; older ones are deleted."""
+    folder: str | None = None
+    """Where they are kept; none: `checkpoints` in output.folder."""
+
+    def check(self) -> None:
+        self.at_least(1, "every_steps", "keep")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputConfig(Section):
+    """Where results go."""
+
+    section: ClassVar[str] = "output"
+
+    folder: str = "runs/default"
+    """Folder of this run: metrics.jsonl, TensorBoard files, tokenizer, checkpoints, the trained model, report.json."""
+    log_every_steps: int = 1
+    """Steps between lines of metrics.jsonl."""
+    tensorboard: bool = True
+    """Write the same figures for TensorBoard."""
+    export: bool = True
+    """At the end, write the model as a Hugging Face folder that `from_pretrained` loads."""
+    export_folder: str | None = None
+    """Where to; none: `model` in output.folder."""
+
+    def check(self) -> None:
+        self.require("folder", self.folder != "", "a folder")
+        self.at_least(1, "log_every_steps")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleConfig(Section):
+    """Text that the exported model writes at the end."""
+
+    section: ClassVar[str] = "sample"
+
+    prompts: tuple[str, ...] = ()
+    """Beginnings that the model continues; none given: no text."""
+    new_tokens: int = 120
+    """Tokens per text, at most."""
+    temperature: float = 0.7
+    """Below 1 favours likely tokens, 0 always takes the likeliest."""
+    top_k: int = 40
+    """Draw among so many of the likeliest tokens; 0: among all."""
+
+    def check(self) -> None:
+        self.at_least(1, "new_tokens")
+        self.at_least(0, "temperature", "top_k")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """A whole run. Read one with `evenpipe.train.config_file.load_config`."""
+
+    model: ModelConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+
+    def __post_init__(self) -> None:
+        keeps_weights = self.model.source is not None and not self.model.fresh_weights
+        if keeps_weights and self.tokenizer.vocabulary_size is not None:
+            raise InputError(
+                f"tokenizer.vocabulary_size is {self.tokenizer.vocabulary_size}, but must be left out when training "
+                f"continues from the weights of model.source ({show(self.model.source)})"
+            )
+        if self.training.evaluate_every_steps is not None and self.data.validation_fraction == 0:
+            raise InputError(
+                f"training.evaluate_every_steps is {self.training.evaluate_every_steps}, but must be none when "
+                "data.validation_fraction is 0"
+            )
+        if self.sample.prompts and not self.output.export:
+            raise InputError("output.export is false, but must be true when sample.prompts are given")
+
+    @property
+    def run_folder(self) -> Path:
+        """Folder of this run."""
+        return Path(self.output.folder)
+
+    @property
+    def cache_folder(self) -> Path:
+        """Folder of the prepared tokens."""
+        return self.run_folder / "data" if self.data.cache_folder is None else Path(self.data.cache_folder)
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.run_folder / "checkpoints" if self.checkpoint.folder is None else Path(self.checkpoint.folder)
+
+    @property
+    def export_folder(self) -> Path:
+        """Folder of the exported model."""
+        return self.run_folder / "model" if self.output.export_folder is None else Path(self.output.export_folder)
+
+    @property
+    def trained_tokenizer_entries(self) -> int | None:
+        """Size of the tokenizer to train, or None when an existing one is used."""
+        if self.tokenizer.source is not None:
+            return None
+        if self.tokenizer.vocabulary_size is not None:
+            return self.tokenizer.vocabulary_size
+        return DEFAULT_TOKENIZER_ENTRIES if self.model.source is None else None
+
+    @property
+    def tokenizer_source(self) -> str | None:
+        """Folder or hub name of the tokenizer, or None when one is trained."""
+        return None if self.trained_tokenizer_entries is not None else self.tokenizer.source or self.model.source
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(names) if names else "none"

@@ -1,0 +1,123 @@
+"""From a TOML file and `section.key=value` overrides to a `Config`, and back to plain data.
+
+An unknown section or key is an error that names the nearest one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_origin
+
+from evenpipe.errors import InputError
+from evenpipe.train.config import Config
+from evenpipe.train.section import Section, field_types, nearest, show, takes_text
+
+
+def sections() -> dict[str, type[Section]]:
+    """Name -> dataclass of every section, in the order of the configuration."""
+    return field_types(Config)
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """Read a TOML file and apply overrides such as `pipeline.processes=2`.
+
+    Raises `InputError` with one sentence for a missing file, broken TOML, an unknown name or an unusable value.
+    """
+    return config_from_dict(apply_overrides(read_toml(path), overrides))
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The tables of a TOML file."""
+    path = Path(path)
+    try:
+        return tomllib.loads(path.read_bytes().decode("utf-8"))
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise InputError(f"the configuration {show(str(path))} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"the configuration {show(str(path))} is not UTF-8 at byte {error.start}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"the configuration {show(str(path))} is not TOML: {error}") from None
+
+
+def apply_overrides(tables: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Tables with each `section.key=value` put in its place; `model.config.NAME=value` reaches into that table.
+
+    A value is read as TOML; what is not TOML, or stands for a text field, is taken as text.
+    """
+    result = {name: dict(table) if isinstance(table, Mapping) else table for name, table in tables.items()}
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        section, *keys = path.split(".")
+        if not equals or not keys or not all(keys) or not section:
+            raise InputError(f"the override {show(override)} must be written section.key=value")
+        annotation = _known_key(section, keys[0])
+        inside_table = get_origin(annotation) is dict
+        if len(keys) != (2 if inside_table else 1):
+            form = f"{section}.{keys[0]}.NAME=value" if inside_table else f"{section}.{keys[0]}=value"
+            raise InputError(f"the override {show(override)} must be written {form}")
+        value = _toml_value(text)
+        if takes_text(annotation) and not isinstance(value, str):
+            value = text
+        table = result.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise InputError(f"[{section}] must be a table, not {show(table)}")
+        if inside_table:
+            table[keys[0]] = {**table.get(keys[0], {}), keys[1]: value}
+        else:
+            table[keys[0]] = value
+    return result
+
+
+def config_from_dict(tables: Mapping[str, Any]) -> Config:
+    """A `Config` from tables as TOML or `config_to_dict` gives them. Raises `InputError`."""
+    known = sections()
+    built: dict[str, Any] = {}
+    for name, table in tables.items():
+        if name not in known:
+            raise InputError(f"[{name}] is no section of the configuration{nearest(name, known)}; {_list(known)}")
+        if not isinstance(table, Mapping):
+            raise InputError(f"[{name}] must be a table, not {show(table)}")
+        for key in table:
+            _known_key(name, key)
+        built[name] = known[name](**table)
+    for name in ("model", "data"):
+        if name not in built:
+            built[name] = known[name]()
+    return Config(**built)
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """Every section and field as plain data for JSON, so that `config_from_dict` gives an equal `Config`."""
+    return {
+        name: {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in dataclasses.asdict(getattr(config, name)).items()
+        }
+        for name in sections()
+    }
+
+
+def _known_key(section: str, key: str) -> Any:
+    """The type of a field; an unknown section or key is an error."""
+    known = sections()
+    if section not in known:
+        raise InputError(f"[{section}] is no section of the configuration{nearest(section, known)}; {_list(known)}")
+    keys = field_types(known[section])
+    if key not in keys:
+        raise InputError(f"{section}.{key} is no field of the configuration{nearest(key, keys)}; {_list(keys)}")
+    return keys[key]
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if set(parsed) == {"value"} else text
+
+
+def _list(names: Iterable[str]) -> str:
+    return f"known: {', '.join(names)}"

@@ -1,0 +1,160 @@
+"""What every section of the configuration shares: values checked against the annotated types, and one-sentence errors.
+
+A section is a frozen, keyword-only dataclass with a docstring under every field. Building one, from TOML or in Python,
+converts what TOML cannot say (lists become tuples, 1 becomes 1.0 where a number is wanted), and refuses the rest with
+an `InputError` that names the field, its value and what is accepted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin
+
+from evenpipe.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """Base of the sections: types are checked here, ranges in `check` of each section."""
+
+    section: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for name, annotation in field_types(type(self)).items():
+            value = convert(f"{self.section}.{name}", getattr(self, name), annotation)
+            object.__setattr__(self, name, value)
+        self.check()
+
+    def check(self) -> None:
+        """Refuse values that have the right type but cannot work."""
+
+    def require(self, name: str, holds: bool, accepted: str) -> None:
+        """Raise an `InputError` that says what field `name` must be, unless the condition holds."""
+        if not holds:
+            raise InputError(f"{self.section}.{name} is {show(getattr(self, name))}, but must be {accepted}")
+
+    def at_least(self, minimum: float, *names: str) -> None:
+        """Each of the named fields must be `minimum` or more (None passes)."""
+        for name in names:
+            value = getattr(self, name)
+            self.require(name, value is None or value >= minimum, f"at least {minimum}")
+
+    def positive(self, *names: str) -> None:
+        """Each of the named fields must be above zero (None passes)."""
+        for name in names:
+            value = getattr(self, name)
+            self.require(name, value is None or value > 0, "above 0")
+
+    def known(self, name: str, names: Iterable[str]) -> None:
+        """The named field must be one of `names`; the error proposes the nearest."""
+        value = getattr(self, name)
+        if value not in names:
+            raise InputError(unknown(f"{self.section}.{name}", value, names))
+
+
+def field_types(section: type) -> dict[str, Any]:
+    """Name -> type of every field, in the order of the source."""
+    hints = typing.get_type_hints(section)
+    return {field.name: hints[field.name] for field in fields(section)}
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean "..."?` with the most similar known name, or nothing when none is similar."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f'; did you mean "{close[0]}"?' if close else ""
+
+
+def unknown(where: str, value: str, known: Iterable[str]) -> str:
+    """The sentence about a value that is not one of the known names."""
+    names = list(known)
+    return f"{where} is {show(value)}, but must be one of {', '.join(names)}{nearest(value, names)}"
+
+
+def show(value: Any) -> str:
+    """A value as TOML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(show(item) for item in value) + "]"
+    if value is None:
+        return "none"
+    return str(value)
+
+
+def optional(annotation: Any) -> tuple[Any, bool]:
+    """(the type without None, whether None is accepted)."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        parts = [part for part in get_args(annotation) if part is not type(None)]
+        assert len(parts) == 1, f"a field is one type or None, not {annotation}"
+        return parts[0], True
+    return annotation, False
+
+
+def takes_text(annotation: Any) -> bool:
+    """Whether a field of this type holds text."""
+    annotation, _ = optional(annotation)
+    return annotation is str or get_origin(annotation) is Literal
+
+
+def type_words(annotation: Any) -> str:
+    """A field's type in the words of the help text."""
+    annotation, is_optional = optional(annotation)
+    if get_origin(annotation) is Literal:
+        words = " | ".join(show(value) for value in get_args(annotation))
+    elif get_origin(annotation) is tuple:
+        item, *rest = get_args(annotation)
+        words = f"list of {type_words(item)}" if rest == [...] else f"list of {1 + len(rest)} {type_words(item)}s"
+    elif get_origin(annotation) is dict:
+        words = "table"
+    else:
+        words = {bool: "true or false", int: "integer", float: "number", str: "text"}[annotation]
+    return f"{words} or none" if is_optional else words
+
+
+def convert(where: str, value: Any, annotation: Any) -> Any:
+    """`value` as the annotated type, or an `InputError` that names `where` it stands.
+
+    None is also written "none" (TOML has no null), and a list of texts may be given as one text.
+    """
+    annotation, is_optional = optional(annotation)
+    if is_optional and (value is None or value == "none"):
+        return None
+    origin = get_origin(annotation)
+    if origin is Literal:
+        if value in get_args(annotation):
+            return value
+        raise InputError(unknown(where, value if isinstance(value, str) else show(value), get_args(annotation)))
+    if origin is tuple:
+        return _convert_list(where, value, annotation)
+    if origin is dict and isinstance(value, dict):
+        return dict(value)
+    if annotation is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is annotation:
+        if annotation is float and not math.isfinite(value):
+            raise InputError(f"{where} is {value}, but must be a finite number")
+        return value
+    raise InputError(f"{where} is {show(value)}, but must be {_article(type_words(annotation))}")
+
+
+def _convert_list(where: str, value: Any, annotation: Any) -> tuple[Any, ...]:
+    item_types = get_args(annotation)
+    any_length = item_types[-1] is ...
+    if isinstance(value, str) and any_length and item_types[0] is str:
+        value = [value]
+    if not isinstance(value, (list, tuple)) or not (any_length or len(value) == len(item_types)):
+        raise InputError(f"{where} is {show(value)}, but must be {_article(type_words(annotation))}")
+    return tuple(convert(f"{where}[{index}]", item, item_types[0]) for index, item in enumerate(value))
+
+
+def _article(words: str) -> str:
+    if words.startswith(("text", "true")):
+        return words
+    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
