@@ -1,0 +1,78 @@
+"""All processes of a group learn how a piece of work ended on each of them, so that they go on or fail together.
+
+A process that raised alone would leave the others waiting in their next collective until its timeout. Meant for rare,
+slow work on files; the values that travel are small Python objects of our own processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from evenpipe.errors import InputError, RunError
+
+T = TypeVar("T")
+
+
+class Team:
+    """The processes of a group, or this one alone where torch.distributed is not initialised.
+
+    The group's timeout limits how long one process may work while the others wait for it.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self.distributed = dist.is_available() and dist.is_initialized()
+        self.group = (process_group or dist.group.WORLD) if self.distributed else None
+        self.rank = dist.get_rank(self.group) if self.distributed else 0
+        self.size = dist.get_world_size(self.group) if self.distributed else 1
+
+    def gather(self, value: T) -> list[T]:
+        """The value of every process, by rank. Raises RunError when a process died or does not answer."""
+        if not self.distributed:
+            return [value]
+        values: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value, group=self.group)
+        except RuntimeError as error:
+            raise RunError(f"process {self.rank}: another process died or does not answer ({error})") from error
+        return values
+
+    def everywhere(self, work: Callable[[], T]) -> list[T]:
+        """Does the work on every process and gives all results, by rank.
+
+        Raises:
+            InputError, RunError: on every process alike, when the work raised on one of them; OSError becomes RunError.
+                Any other exception, a mistake of ours, is raised as it is where it happened and as RunError elsewhere.
+        """
+        value: T | None = None
+        failure: tuple[type[InputError | RunError], str] | None = None
+        unexpected: Exception | None = None
+        try:
+            value = work()
+        except InputError as error:
+            failure = (InputError, str(error))
+        except RunError as error:
+            failure = (RunError, str(error))
+        except OSError as error:
+            failure = (RunError, f"process {self.rank}: {describe_os_error(error)}")
+        except Exception as error:
+            failure, unexpected = (RunError, f"process {self.rank}: {type(error).__name__}: {error}"), error
+        outcomes = self.gather((failure, value))
+        if unexpected is not None:
+            raise unexpected
+        for failed, _ in outcomes:
+            if failed is not None:
+                raise failed[0](failed[1])
+        return [result for _, result in outcomes]  # type: ignore[misc]
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Does the work on the first process only and gives its result to all. Raises as `everywhere`."""
+        return self.everywhere(work if self.rank == 0 else lambda: None)[0]  # type: ignore[return-value]
+
+
+def describe_os_error(error: OSError) -> str:
+    """ "No space left on device: 'checkpoints/step-00000010.tmp/__0_0.distcp'"."""
+    text = error.strerror or str(error)
+    return text if error.filename is None else f"{text}: {str(error.filename)!r}"

@@ -1,0 +1,203 @@
+"""Which checkpoints a folder holds, which of them are sound, and which have had their time.
+
+Nothing of a checkpoint is opened before every file in it has been held against the manifest (manifest.py). Functions
+with a `process_group` are collective over it, as in checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from evenpipe.errors import InputError
+from evenpipe.train.agreement import Team, describe_os_error
+from evenpipe.train.checkpoint_storage import INDEX
+from evenpipe.train.manifest import (
+    MANIFEST,
+    DamagedError,
+    FileEntry,
+    Manifest,
+    check_hash,
+    check_sizes,
+    read_manifest,
+)
+
+RUN = "run.json"
+"""All that is not a tensor."""
+
+_FOLDER_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that has been verified: every file has the size and the hash that its manifest gives."""
+
+    path: Path
+    step: int
+    manifest: Manifest
+    metadata: dict[str, Any]
+    """The content of run.json: what the trainer gave to `save`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A checkpoint that is not to be used, and why, in words that follow its name and a colon."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The newest checkpoint that is sound, if there is one, and the newer ones that are not."""
+
+    checkpoint: Checkpoint | None
+    rejected: tuple[Rejected, ...]
+
+
+def prepare_folder(folder: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None) -> None:
+    """Makes the folder for checkpoints and removes what a killed run left half written. Call once, before training.
+
+    Raises:
+        InputError: the folder cannot be made or written to.
+    """
+    path, team = Path(folder), Team(process_group)
+
+    def prepare() -> None:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            for stale in path.glob("step-*.tmp"):
+                shutil.rmtree(stale)
+            probe = path / "writable.tmp"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise InputError(f"the folder for checkpoints cannot be written to: {describe_os_error(error)}") from error
+
+    team.first(prepare)
+
+
+def find_latest(folder: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None) -> Found:
+    """The newest checkpoint in a folder that is whole to the last bit. Collective; all processes get the same answer.
+
+    Every file of a candidate is read and hashed (the processes share the work) before anything in it is opened. A
+    folder that does not exist holds no checkpoint.
+    """
+    folder, team = Path(folder), Team(process_group)
+    rejected: list[Rejected] = []
+    for _, path in team.first(lambda: _candidates(folder)):
+        try:
+            return Found(_verify(path, team, named_step=_step_of(path)), tuple(rejected))
+        except DamagedError as error:
+            rejected.append(Rejected(path, str(error)))
+    return Found(None, tuple(rejected))
+
+
+def open_checkpoint(path: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None) -> Checkpoint:
+    """The checkpoint in one folder, verified as find_latest does. Collective.
+
+    Raises:
+        InputError: it is not a checkpoint, or damaged; the sentence names the file and what is wrong with it.
+    """
+    try:
+        return _verify(Path(path), Team(process_group), named_step=None)
+    except DamagedError as error:
+        raise InputError(f"the checkpoint {str(path)!r} cannot be used: {error}") from error
+
+
+def _verify(path: Path, team: Team, named_step: int | None) -> Checkpoint:
+    """Raises DamagedError on every process unless the folder agrees with its manifest, and that with itself."""
+
+    def check_cheaply() -> tuple[Manifest, dict[str, Any]] | str:
+        try:
+            manifest = read_manifest(path)
+            if named_step not in (None, manifest.step):
+                raise DamagedError(f"{MANIFEST} says step {manifest.step}")
+            for name in (INDEX, RUN):
+                if name not in manifest.files:
+                    raise DamagedError(f"{MANIFEST} does not name {name}")
+            check_sizes(path, manifest)
+            check_hash(path, RUN, manifest.files[RUN])
+            return manifest, json.loads((path / RUN).read_bytes())
+        except DamagedError as error:
+            return str(error)
+
+    def check_share() -> str | None:
+        try:
+            for name in _share(manifest.files, team):
+                check_hash(path, name, manifest.files[name])
+        except DamagedError as error:
+            return str(error)
+        return None
+
+    answer = team.first(check_cheaply)
+    if isinstance(answer, str):
+        raise DamagedError(answer)
+    manifest, metadata = answer
+    for reason in team.everywhere(check_share):
+        if reason is not None:
+            raise DamagedError(reason)
+    return Checkpoint(path, manifest.step, manifest, metadata)
+
+
+def _share(files: Mapping[str, FileEntry], team: Team) -> list[str]:
+    """The files that this process hashes: largest first, each to the process with the fewest bytes so far."""
+    load, mine = [0] * team.size, []
+    for name in sorted(files, key=lambda name: (-files[name].bytes, name)):
+        rank = load.index(min(load))
+        load[rank] += files[name].bytes
+        if rank == team.rank:
+            mine.append(name)
+    return mine
+
+
+def _candidates(folder: Path) -> list[tuple[int, Path]]:
+    """Step and path of all that is named like a checkpoint, newest first; the one that replaced another before that."""
+    try:
+        paths = [path for path in folder.iterdir() if _FOLDER_NAME.fullmatch(path.name) and path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(((_step_of(path), path) for path in paths), key=lambda item: (-item[0], len(item[1].name)))
+
+
+def _step_of(path: Path) -> int:
+    match = _FOLDER_NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def delete_old(folder: Path, step: int, keep: int | None) -> None:
+    """Keeps the newest `keep` checkpoints up to `step` that look whole (by manifest and sizes) and deletes older ones.
+
+    A damaged one does not count among those kept. What cannot be deleted is only worth a warning: nothing is lost.
+    """
+    kept = 0
+    for older, path in _candidates(folder):
+        if older > step:
+            continue
+        if not path.name.endswith(".replaced") and (keep is None or kept < keep):
+            kept += _looks_whole(path)
+            continue
+        try:
+            path.rename(doomed := folder / f"{path.name}.tmp")  # half deleted it must not look like a checkpoint
+            shutil.rmtree(doomed)
+        except OSError as error:
+            _log.warning("the old checkpoint %s cannot be deleted: %s", path, describe_os_error(error))
+
+
+def _looks_whole(path: Path) -> bool:
+    try:
+        check_sizes(path, read_manifest(path))
+    except DamagedError:
+        return False
+    return True

@@ -1,0 +1,222 @@
+"""Which tensors of this process go into a checkpoint, under which key, and where they go when they come back.
+
+Keys: `parameters.<name>` and `optimizer.<state>.<name>`, with Hugging Face names and no numbers of groups or processes.
+Rows of a vocabulary matrix, and the optimizer state shaped like them, are wrapped as DTensors here; all else is plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from evenpipe.errors import InputError
+from evenpipe.train.agreement import Team
+from evenpipe.train.checkpoint_storage import dtype_name
+from evenpipe.train.manifest import Manifest, TensorEntry
+
+PARAMETERS = "parameters."
+OPTIMIZER = "optimizer."
+
+State = dict[str, Tensor]
+"""Key -> plain tensor or DTensor."""
+
+
+class ParameterShard(Protocol):
+    """A parameter as one process holds it; `Pipeline.parameter_shards()` gives them."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """What is held here."""
+
+    @property
+    def start_row(self) -> int | None:
+        """First row held, when rows are spread over the pipeline by `torch.chunk`'s rule; None: held whole."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+
+    @property
+    def saved_here(self) -> bool:
+        """False for a second whole copy (a tied matrix on the last device): loaded, but saved by the other holder."""
+
+
+def parameter_names(manifest: Manifest) -> list[str]:
+    """Hugging Face names of all parameters in a checkpoint."""
+    return [key.removeprefix(PARAMETERS) for key in manifest.tensors if key.startswith(PARAMETERS)]
+
+
+def tensors_to_save(shards: Mapping[str, ParameterShard], optimizer: torch.optim.Optimizer | None, team: Team) -> State:
+    """This process's part of a checkpoint. The tensors are those in use, not copies.
+
+    An optimizer's state need not exist (before the first step, or for a frozen parameter): then there is none to save.
+
+    Raises:
+        InputError: the optimizer keeps something that is neither one number nor shaped like its parameter's rows.
+    """
+    layout = _Layout(team)
+    owned = _owned(shards, optimizer)
+    state: State = {}
+    for name, shard in shards.items():
+        layout.check(name, shard)
+        if not shard.saved_here:
+            continue
+        state[PARAMETERS + name] = layout.whole(shard.parameter.detach(), shard)
+        if optimizer is None or shard.parameter not in owned:
+            continue
+        for key, value in optimizer.state.get(shard.parameter, {}).items():
+            if value is None:
+                continue  # momentum_buffer of plain SGD
+            if not isinstance(value, Tensor) or "." in key:
+                raise InputError(
+                    f"optimizer: its state {key!r} of {name!r} is {type(value).__name__}, expected a tensor"
+                )
+            if shard.start_row is None or value.shape == shard.parameter.shape:
+                state[f"{OPTIMIZER}{key}.{name}"] = layout.whole(value.detach(), shard)
+            elif value.numel() != 1:
+                raise InputError(
+                    f"optimizer: its state {key!r} of {name!r} has shape {tuple(value.shape)}, expected that of the "
+                    f"rows held here, {tuple(shard.parameter.shape)}, or one number"
+                )
+            elif team.rank == 0:  # the same on every process
+                state[f"{OPTIMIZER}{key}.{name}"] = value.detach()
+    return state
+
+
+@dataclass(slots=True)
+class LoadPlan:
+    """Fresh tensors to read into, and where they go afterwards."""
+
+    state: State = field(default_factory=dict)
+    """What to read; wraps the tensors below."""
+    parameters: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+    optimizer_states: list[tuple[dict[Any, Any], nn.Parameter, dict[str, Tensor]]] = field(default_factory=list)
+    """The optimizer's dictionary, the parameter, its new state."""
+
+    def put_in_place(self) -> None:
+        """Overwrites the parameters in place (others may hold views of them) and replaces the optimizer's state."""
+        with torch.no_grad():
+            for parameter, fresh in self.parameters:
+                parameter.copy_(fresh)
+        for states, parameter, fresh_state in self.optimizer_states:
+            states.pop(parameter, None)
+            if fresh_state:
+                states[parameter] = fresh_state
+
+
+def plan_load(
+    manifest: Manifest, shards: Mapping[str, ParameterShard], optimizer: torch.optim.Optimizer | None, team: Team
+) -> LoadPlan:
+    """What this process reads from a checkpoint; memory for it is allocated here.
+
+    Raises:
+        InputError: a parameter is missing in the checkpoint, or has another shape or dtype there; the same for state
+            that the optimizer already has.
+    """
+    layout = _Layout(team)
+    saved_states = _saved_states(manifest)
+    owned = _owned(shards, optimizer)
+    plan = LoadPlan()
+    for name, shard in shards.items():
+        layout.check(name, shard)
+        key = PARAMETERS + name
+        entry = manifest.tensors.get(key)
+        if entry is None:
+            raise InputError(f"the checkpoint holds no {name!r}, which the model has")
+        _check_equal(repr(name), "shape", entry.shape, tuple(shard.shape))
+        _check_equal(repr(name), "dtype", entry.dtype, dtype_name(shard.parameter.dtype))
+        fresh = torch.empty_like(shard.parameter, requires_grad=False)
+        plan.parameters.append((shard.parameter, fresh))
+        plan.state[key] = layout.whole(fresh, shard)
+        if optimizer is None or shard.parameter not in owned:
+            continue
+        existing = optimizer.state.get(shard.parameter, {})
+        fresh_state: dict[str, Tensor] = {}
+        for state_key, state_entry in saved_states.get(name, {}).items():
+            what = f"optimizer state {state_key!r} of {name!r}"
+            if isinstance(existing.get(state_key), Tensor):
+                _check_equal(what, "dtype", state_entry.dtype, dtype_name(existing[state_key].dtype))
+            like_parameter = state_entry.shape == tuple(shard.shape)
+            shape = tuple(shard.parameter.shape) if like_parameter else state_entry.shape
+            torch_device = _state_device(state_key, shard.parameter, owned[shard.parameter])
+            fresh = torch.empty(shape, dtype=getattr(torch, state_entry.dtype), device=torch_device)
+            fresh_state[state_key] = fresh
+            plan.state[f"{OPTIMIZER}{state_key}.{name}"] = layout.whole(fresh, shard) if like_parameter else fresh
+        plan.optimizer_states.append((optimizer.state, shard.parameter, fresh_state))
+    return plan
+
+
+class _Layout:
+    """How rows lie over the processes of a pipeline: `torch.chunk`'s rule, which DTensor believes in without asking."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._meshes: dict[str, DeviceMesh] = {}
+
+    def check(self, name: str, shard: ParameterShard) -> None:
+        """Rows of other sizes would be saved at wrong offsets, silently."""
+        parameter, (rows, *rest) = shard.parameter, shard.shape or (1,)
+        if shard.start_row is None:
+            assert tuple(parameter.shape) == tuple(shard.shape), f"{name}: {tuple(parameter.shape)} is not the whole"
+            return
+        size = -(-rows // self._team.size)
+        start, stop = (min(rows, size * (self._team.rank + number)) for number in (0, 1))
+        held = (shard.start_row, tuple(parameter.shape))
+        assert held == (start, (stop - start, *rest)), (
+            f"{name}: process {self._team.rank} holds {held}, not {start}:{stop}"
+        )
+
+    def whole(self, local: Tensor, shard: ParameterShard) -> Tensor:
+        """The whole tensor that `local` is this process's part of. No communication."""
+        if shard.start_row is None or self._team.size == 1:
+            return local
+        device_type = local.device.type
+        if device_type not in self._meshes:
+            assert self._team.group is not None
+            self._meshes[device_type] = DeviceMesh.from_group(self._team.group, device_type, mesh_dim_names=("pp",))
+        shape = torch.Size(shard.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            local.contiguous(), self._meshes[device_type], [Shard(0)], run_check=False, shape=shape, stride=stride
+        )
+
+
+def _owned(
+    shards: Mapping[str, ParameterShard], optimizer: torch.optim.Optimizer | None
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """Parameter -> its group in the optimizer. Raises InputError for parameters that would not be saved."""
+    if optimizer is None:
+        return {}
+    owned = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    strangers = len(owned.keys() - {shard.parameter for shard in shards.values()})
+    if strangers:
+        raise InputError(f"optimizer: {strangers} of its {len(owned)} parameters are not among those of the pipeline")
+    return owned
+
+
+def _saved_states(manifest: Manifest) -> dict[str, dict[str, TensorEntry]]:
+    """Parameter name -> optimizer state name -> entry."""
+    states: dict[str, dict[str, TensorEntry]] = {}
+    for key, entry in manifest.tensors.items():
+        if key.startswith(OPTIMIZER):
+            state, _, name = key.removeprefix(OPTIMIZER).partition(".")
+            states.setdefault(name, {})[state] = entry
+    return states
+
+
+def _state_device(state: str, parameter: nn.Parameter, group: Mapping[str, Any]) -> torch.device:
+    """Where torch's own load_state_dict puts state: with its parameter, but step counts mostly stay on the host."""
+    if state == "step" and not (group.get("capturable") or group.get("fused")):
+        return torch.device("cpu")
+    return parameter.device
+
+
+def _check_equal(what: str, property_name: str, saved: Any, held: Any) -> None:
+    if saved != held:
+        raise InputError(f"{what} has {property_name} {saved} in the checkpoint and {held} in the model")

@@ -1,0 +1,402 @@
+"""Checkpoints of several processes: any layout into any other, and all of them fail together or not at all."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import GROUP_TIMEOUT, run_outcomes, run_processes
+from torch import Tensor, nn
+
+from evenpipe.errors import InputError, RunError
+from evenpipe.train.checkpoint import find_latest, load, open_checkpoint, prepare_folder, save
+from evenpipe.train.manifest import MANIFEST, read_manifest
+
+HIDDEN = 8
+EMBEDDING, HEAD, BIAS, NORM = "model.embed_tokens.weight", "lm_head.weight", "lm_head.bias", "model.norm.weight"
+
+
+@dataclass
+class Shard:
+    parameter: nn.Parameter
+    start_row: int | None
+    shape: tuple[int, ...]
+    saved_here: bool = True
+
+
+def shapes(vocabulary: int, tied: bool) -> dict[str, tuple[int, ...]]:
+    """The whole model: a vocabulary and four layers."""
+    found: dict[str, tuple[int, ...]] = {EMBEDDING: (vocabulary, HIDDEN)}
+    for layer in range(4):
+        found[f"model.layers.{layer}.mlp.weight"] = (HIDDEN, HIDDEN)
+    found[NORM] = (HIDDEN,)
+    return found if tied else found | {HEAD: (vocabulary, HIDDEN), BIAS: (vocabulary,)}
+
+
+def whole(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Numbers that follow from name and seed alone, whatever the layout."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed * 1000 + sum(name.encode())))
+
+
+class Run:
+    """What one process of a pipeline holds. `spread`: the vocabulary over all processes, else on first and last."""
+
+    def __init__(
+        self, vocabulary: int, tied: bool, spread: bool, rank: int, size: int, *, seed: int = 0, dtype=torch.float32
+    ) -> None:
+        self.shards: dict[str, Shard] = {}
+        last = size - 1
+        for name, shape in shapes(vocabulary, tied).items():
+            value = whole(name, shape, seed).to(dtype)
+            if shape[0] == vocabulary and spread:
+                rows = -(-vocabulary // size)
+                start = min(vocabulary, rows * rank)
+                self.shards[name] = Shard(nn.Parameter(value[start : start + rows].clone()), start, shape)
+                continue
+            holders = {EMBEDDING: [0, last] if tied else [0], HEAD: [last], BIAS: [last], NORM: [last]}
+            layer_holder = [int(name.split(".")[2]) * size // 4] if "layers" in name else []
+            if rank in holders.get(name, layer_holder):
+                second = name == EMBEDDING and rank == last != 0
+                self.shards[name] = Shard(nn.Parameter(value), None, shape, saved_here=not second)
+        self.optimizer = torch.optim.AdamW([shard.parameter for shard in self.shards.values()], lr=0.01)
+
+    def rows(self, name: str, value: Tensor) -> Tensor:
+        shard = self.shards[name]
+        start = shard.start_row or 0
+        return value[start : start + shard.parameter.shape[0]]
+
+    def take_step(self, step: int) -> None:
+        for name, shard in self.shards.items():
+            shard.parameter.grad = (
+                self.rows(name, whole(name, shard.shape, 100 + step)).to(shard.parameter.dtype).clone()
+            )
+        self.optimizer.step()
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = {}
+        for name, shard in self.shards.items():
+            found[name] = shard.parameter.detach()
+            found |= {f"{key} of {name}": value for key, value in self.optimizer.state.get(shard.parameter, {}).items()}
+        return {name: value.clone() for name, value in found.items()}
+
+    def assert_equal(self, reference: Run) -> None:
+        """To the reference, which holds everything whole, bit for bit."""
+        expected = reference.tensors()
+        for key, value in self.tensors().items():
+            name = key.split(" of ")[-1]
+            want = self.rows(name, expected[key]) if expected[key].shape == self.shards[name].shape else expected[key]
+            assert value.dtype == want.dtype, key
+            assert torch.equal(value, want), key
+        assert {key.split(" of ")[0] for key in self.tensors()} - set(self.shards) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def group_of(size: int) -> dist.ProcessGroup | None:
+    """The first processes of this test; made by all."""
+    return dist.new_group(list(range(size)), timeout=GROUP_TIMEOUT)
+
+
+# ---- any layout into any other
+
+LAYOUTS = [(4, True), (2, False), (3, True), (1, True), (4, False), (1, False), (2, True), (4, True)]
+"""Processes, and whether the vocabulary is spread over them; each continues from the checkpoint of the one before."""
+
+
+def go_through_layouts(folder: Path, vocabulary: int, tied: bool, dtype: torch.dtype) -> None:
+    reference = Run(vocabulary, tied, spread=False, rank=0, size=1, dtype=dtype)
+    for step, (size, spread) in enumerate(LAYOUTS, start=1):
+        group = group_of(size)
+        reference.take_step(step)
+        if dist.get_rank() < size:
+            run = Run(vocabulary, tied, spread, dist.get_rank(), size, seed=step, dtype=dtype)
+            found = find_latest(folder, group)
+            if step == 1:
+                assert found.checkpoint is None
+                run = Run(vocabulary, tied, spread, dist.get_rank(), size, dtype=dtype)
+            else:
+                assert (found.checkpoint.step, found.rejected) == (step - 1, ())
+                assert load(found.checkpoint, run.shards, run.optimizer, group) == {"processes": LAYOUTS[step - 2][0]}
+            run.take_step(step)
+            run.assert_equal(reference)
+            path = save(folder, step, run.shards, run.optimizer, {"processes": size}, process_group=group)
+            again = Run(vocabulary, tied, spread, dist.get_rank(), size, seed=50 + step, dtype=dtype)
+            load(open_checkpoint(path, group), again.shards, again.optimizer, group)
+            again.assert_equal(reference)
+        dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tied", "dtype"),
+    [
+        (1003, True, torch.float32),
+        (1003, False, torch.float32),
+        (9, True, torch.float32),  # rows 3, 3, 3, 0 at four processes
+        (9, False, torch.float32),
+        (9, False, torch.bfloat16),
+        (2, True, torch.float32),  # two empty shards
+    ],
+)
+def test_every_layout_loads_into_every_other(tmp_path: Path, vocabulary: int, tied: bool, dtype: torch.dtype) -> None:
+    run_processes(go_through_layouts, 4, tmp_path, vocabulary, tied, dtype)
+
+
+def save_with_an_idle_empty_shard(folder: Path) -> list[str]:
+    """A shard without rows may never get a gradient, and then its optimizer state does not exist."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    run, other = (Run(9, True, True, rank, size, seed=seed) for seed in (0, 5))
+    run.take_step(1)
+    if rank == 3:
+        assert run.shards[EMBEDDING].parameter.shape == (0, HIDDEN)
+        del run.optimizer.state[run.shards[EMBEDDING].parameter]
+    load(open_checkpoint(save(folder, 1, run.shards, run.optimizer, {})), other.shards, other.optimizer)
+    reference = Run(9, True, False, 0, 1)
+    for step in (1, 2):
+        reference.take_step(step)
+    other.take_step(2)
+    other.assert_equal(reference)
+    return sorted(path.name for path in (folder / "step-00000001").iterdir())
+
+
+def test_an_empty_shard_needs_no_optimizer_state(tmp_path: Path) -> None:
+    names = run_processes(save_with_an_idle_empty_shard, 4, tmp_path)[0]
+    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "__3_0.distcp", MANIFEST, "run.json"]
+
+
+def save_from_wrong_rows(folder: Path) -> None:
+    run = Run(9, True, True, dist.get_rank(), dist.get_world_size())
+    embedding = run.shards[EMBEDDING]
+    embedding.start_row = 5 * dist.get_rank()
+    embedding.parameter = nn.Parameter(torch.zeros(5 - dist.get_rank(), HIDDEN))
+    save(folder, 1, run.shards, None, {})
+
+
+def test_rows_that_torch_would_save_at_wrong_offsets_are_noticed(tmp_path: Path) -> None:
+    run_processes(save_from_wrong_rows, 2, tmp_path / "as torch.chunk does")
+    with pytest.raises(AssertionError, match=r"process \d holds \(\d+, \(\d, 8\)\), not \d:\d"):
+        run_processes(save_from_wrong_rows, 3, tmp_path)
+
+
+# ---- all or none
+
+
+def three_checkpoints(folder: Path, size: int = 2) -> Run:
+    run = Run(9, True, True, dist.get_rank(), dist.get_world_size())
+    for step in (1, 2, 3):
+        run.take_step(step)
+        save(folder, step, run.shards, run.optimizer, {}, keep=None)
+    return run
+
+
+def fail_on_one(folder: Path, what: str) -> str:
+    """Something goes wrong on the second process alone; gives the error that this one saw."""
+    run = three_checkpoints(folder)
+    before = run.tensors()
+    second = dist.get_rank() == 1
+    try:
+        if what == "file size limit":
+            if second:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+            save(folder, 4, run.shards, run.optimizer, {})
+        elif what == "state that is no tensor":
+            if second:
+                run.optimizer.state[run.shards[EMBEDDING].parameter]["rounds"] = 3
+            save(folder, 4, run.shards, run.optimizer, {})
+        elif what == "dtype":
+            if second:
+                run.shards[NORM].parameter = nn.Parameter(torch.zeros(HIDDEN, dtype=torch.float64))
+                run.optimizer = None
+            load(find_latest(folder).checkpoint, run.shards, run.optimizer)
+        elif what == "file lost":
+            checkpoint = find_latest(folder).checkpoint
+            run = Run(9, True, True, dist.get_rank(), 2, seed=5)
+            before = run.tensors()
+            if second:
+                (folder / "step-00000003" / "__0_0.distcp").unlink()  # holds rows for both
+            dist.barrier()
+            load(checkpoint, run.shards, run.optimizer)
+    except (InputError, RunError) as error:
+        if what == "file lost" or not second:
+            assert all(torch.equal(value, before[key]) for key, value in run.tensors().items())
+        if second:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        found = find_latest(folder)
+        assert found.checkpoint.step == (2 if what == "file lost" else 3)
+        assert not list(folder.glob("*.tmp"))
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("file size limit", "RunError: the checkpoint of step 4 was not saved: process 1: File too large: "),
+        ("state that is no tensor", "InputError: optimizer: its state 'rounds' of 'model.embed_tokens.weight' is int"),
+        ("dtype", "InputError: 'model.norm.weight' has dtype float32 in the checkpoint and float64 in the model"),
+        ("file lost", "RunError: the checkpoint "),
+    ],
+)
+def test_a_failure_of_one_process_is_one_of_all(tmp_path: Path, what: str, says: str) -> None:
+    errors = run_processes(fail_on_one, 2, tmp_path, what)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith(says)
+
+
+def find_after_damage(folder: Path) -> tuple:
+    three_checkpoints(folder)
+    if dist.get_rank() == 0:
+        names = read_manifest(folder / "step-00000003").files
+        path = folder / "step-00000003" / max(name for name in names if name.endswith(".distcp"))
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    dist.barrier()
+    found = find_latest(folder)
+    return found.checkpoint.step, [(each.path.name, each.reason) for each in found.rejected]
+
+
+def test_all_processes_agree_on_the_latest(tmp_path: Path) -> None:
+    reason = "__2_0.distcp does not have the content that the manifest gives the hash of"
+    assert run_processes(find_after_damage, 3, tmp_path) == [(2, [("step-00000003", reason)])] * 3
+
+
+# ---- killed
+
+
+def die_while_saving(folder: Path) -> str:
+    run = three_checkpoints(folder)
+    if dist.get_rank() == 1:
+        limit_file_size_and_die(1000)
+    try:
+        save(folder, 4, run.shards, run.optimizer, {})
+    except RunError as error:
+        return str(error)
+    return "nothing"
+
+
+def limit_file_size_and_die(size: int) -> None:
+    """The kernel kills the process in the middle of the write that passes this size."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def test_a_process_that_dies_while_saving_is_an_error_of_the_others(tmp_path: Path) -> None:
+    outcomes = run_outcomes(die_while_saving, 2, tmp_path)
+    assert outcomes[1].exit_code == -signal.SIGXFSZ
+    assert outcomes[0].value.startswith("the checkpoint of step 4 was not saved: ")
+    assert "another process died or does not answer" in outcomes[0].value
+    assert outcomes[0].seconds < 15, "noticed by the timeout only"
+    assert find_latest(tmp_path).checkpoint.step == 3
+
+
+CALLS = ("mkdir", "fsync", "rename", "unlink", "rmdir", "open")
+"""What changes a folder; a process is killed right before and right after each of them."""
+
+
+def kill_at(point: int, after: bool) -> None:
+    """This process will be killed at the `point`-th of these calls."""
+    count = 0
+
+    def dying(call: Callable) -> Callable:
+        def wrapper(*arguments, **options):
+            nonlocal count
+            count += 1
+            mine = count == point
+            if mine and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                return call(*arguments, **options)
+            finally:
+                if mine:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        return wrapper
+
+    for name in CALLS:
+        setattr(os, name, dying(getattr(os, name)))
+
+
+def survive_being_killed(folder: Path, step: int, keep: int) -> int:
+    """Saves step 3 or 4 over and over in processes killed at ever later points; gives the number of points."""
+    torch.set_num_threads(1)
+    expected: dict[int, dict[str, Tensor]] = {}
+    run = Run(9, True, True, 0, 1)
+    for past in (1, 2, 3):
+        run.take_step(past)
+        expected[past] = run.tensors()
+    run.take_step(4)
+    point = 0
+    while True:
+        point += 1
+        for after in (False, True):
+            here = folder / f"{point} {after}"
+            old = Run(9, True, True, 0, 1)
+            for past in (1, 2, 3):
+                old.take_step(past)
+                save(here, past, old.shards, old.optimizer, {"past": past}, keep=None)
+            status = in_a_child(
+                lambda: (kill_at(point, after), save(here, step, run.shards, run.optimizer, {}, keep=keep))
+            )
+            assert status in (0, -signal.SIGKILL), status
+            found = find_latest(here)
+            assert found.rejected == ()
+            assert found.checkpoint.step in (3, step)
+            back = Run(9, True, True, 0, 1, seed=5)
+            metadata = load(found.checkpoint, back.shards, back.optimizer)
+            was_saved = metadata == {}
+            wanted = run.tensors() if was_saved else expected[3]
+            assert all(torch.equal(value, wanted[key]) for key, value in back.tensors().items())
+            prepare_folder(here)
+            save(here, 5, run.shards, run.optimizer, {}, keep=1)
+            assert [path.name for path in here.iterdir()] == ["step-00000005"]
+            if status == 0:
+                assert was_saved
+                return point
+
+
+def in_a_child(work: Callable) -> int:
+    """Exit code of a forked process: 0, or minus the signal that killed it."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize(("step", "keep"), [(4, 2), (3, 3)], ids=["a new step", "the same step again"])
+def test_killed_at_any_point_a_whole_checkpoint_is_there(tmp_path: Path, step: int, keep: int) -> None:
+    points = run_processes(survive_being_killed, 1, tmp_path, step, keep, group=False)[0]
+    assert points > 15, f"only {points} points: the calls that this test listens to are no longer used"
+
+
+def die_in_the_middle_of_a_file(folder: Path) -> list[int]:
+    run = Run(9, True, True, 0, 1)
+    for step in (1, 2, 3):
+        run.take_step(step)
+        path = save(folder, step, run.shards, run.optimizer, {})
+    sizes = [file.stat().st_size for file in path.iterdir()]
+    codes = []
+    for size in (0, 1, min(sizes) - 1, sorted(sizes)[1] - 1, max(sizes) // 2, max(sizes) - 1, max(sizes)):
+        codes.append(
+            in_a_child(lambda: (limit_file_size_and_die(size), save(folder, 4, run.shards, run.optimizer, {})))
+        )
+        if codes[-1] != 0:
+            found = find_latest(folder)
+            assert (found.checkpoint.step, found.rejected) == (3, ())
+    assert find_latest(folder).checkpoint.step == 4
+    return codes
+
+
+def test_killed_in_the_middle_of_a_file(tmp_path: Path) -> None:
+    codes = run_processes(die_in_the_middle_of_a_file, 1, tmp_path, group=False)[0]
+    assert codes == [-signal.SIGXFSZ] * 6 + [0]

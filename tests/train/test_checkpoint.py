@@ -1,0 +1,290 @@
+"""Checkpoints of one process: what comes back is what went in, bit for bit, or nothing is touched."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_run import METADATA, Run, Shard, assert_same, flip, save_three, saved_steps, truncate
+from torch import nn
+from torch.distributed import checkpoint as dcp
+
+from evenpipe.errors import InputError, RunError
+from evenpipe.train.checkpoint import find_latest, load, open_checkpoint, prepare_folder, save
+from evenpipe.train.manifest import MANIFEST, read_manifest
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    return save_three(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_all_comes_back_and_the_next_step_is_the_same(tmp_path: Path, dtype: torch.dtype) -> None:
+    run = Run(dtype=dtype)
+    run.take_step(1)
+    run.take_step(2)
+    path = run.save(tmp_path, 2)
+    assert path == tmp_path / "step-00000002"
+    other = Run(seed=5, dtype=dtype)
+    metadata = load(open_checkpoint(path), other.shards, other.optimizer)
+    assert metadata == {**METADATA, "step": 2}
+    assert_same(run.tensors(), other.tensors())
+    run.take_step(3)
+    other.take_step(3)
+    assert_same(run.tensors(), other.tensors())
+
+
+def test_moments_wider_than_their_parameters_keep_their_dtype(tmp_path: Path) -> None:
+    run = Run(dtype=torch.bfloat16)
+    for shard in run.shards.values():
+        run.optimizer.state[shard.parameter] = {
+            "step": torch.tensor(7.0),
+            "exp_avg": torch.randn(shard.shape),
+            "exp_avg_sq": torch.rand(shard.shape),
+        }
+    path = run.save(tmp_path, 7)
+    other = Run(seed=5, dtype=torch.bfloat16)
+    load(open_checkpoint(path), other.shards, other.optimizer)
+    assert_same(run.tensors(), other.tensors())
+
+
+def test_loading_removes_state_that_the_checkpoint_does_not_have(tmp_path: Path) -> None:
+    run, other = Run(), Run(seed=5)
+    path = run.save(tmp_path, 0)
+    other.take_step(1)
+    load(open_checkpoint(path), other.shards, other.optimizer)
+    assert not other.optimizer.state
+    run.take_step(1)
+    other.take_step(1)
+    assert_same(run.tensors(), other.tensors())
+
+
+def test_loading_replaces_the_state_of_an_optimizer_that_has_stepped(tmp_path: Path) -> None:
+    run, other = Run(), Run(seed=5)
+    run.take_step(1)
+    path = run.save(tmp_path, 1)
+    for step in range(2, 5):
+        other.take_step(step)
+    load(open_checkpoint(path), other.shards, other.optimizer)
+    assert_same(run.tensors(), other.tensors())
+
+
+def test_a_frozen_parameter_has_no_state(tmp_path: Path) -> None:
+    run, other = Run(), Run(seed=5)
+    for each in (run, other):
+        frozen = each.shards["model.norm.weight"].parameter
+        frozen.requires_grad_(False)
+        each.optimizer = torch.optim.AdamW([s.parameter for s in each.shards.values() if s.parameter is not frozen])
+    run.take_step(1)
+    load(open_checkpoint(run.save(tmp_path, 1)), other.shards, other.optimizer)
+    assert_same(run.tensors(), other.tensors())
+    assert "exp_avg of model.norm.weight" not in other.tensors()
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "RMSprop"])
+def test_other_optimizers_of_torch(tmp_path: Path, optimizer: str) -> None:
+    run, other = Run(optimizer=optimizer), Run(seed=5, optimizer=optimizer)
+    run.take_step(1)
+    path = run.save(tmp_path, 1)
+    if optimizer == "SGD":  # keeps None where there is no momentum
+        run.optimizer.state.clear()
+    load(open_checkpoint(path), other.shards, other.optimizer)
+    assert_same(run.tensors(), other.tensors())
+
+
+def test_parameters_load_without_an_optimizer_and_in_place(tmp_path: Path) -> None:
+    run, other = Run(), Run(seed=5)
+    run.take_step(1)
+    views = {name: shard.parameter.detach() for name, shard in other.shards.items()}
+    load(open_checkpoint(run.save(tmp_path, 1)), other.shards)
+    for name, shard in run.shards.items():
+        assert torch.equal(views[name], shard.parameter)
+
+
+def test_a_second_copy_is_loaded_but_not_saved(tmp_path: Path) -> None:
+    run, other = Run(), Run(seed=5)
+    path = run.save(tmp_path, 1)
+    for shard in other.shards.values():
+        shard.saved_here = False
+    load(open_checkpoint(path), other.shards, other.optimizer)
+    assert_same(run.tensors(), other.tensors())
+    path = other.save(tmp_path / "nothing", 1)
+    assert not read_manifest(path).tensors
+
+
+def test_the_folder_holds_what_its_manifest_says_and_nothing_else(three: Path) -> None:
+    path = three / "step-00000003"
+    manifest = read_manifest(path)
+    assert {file.name for file in path.iterdir()} == {*manifest.files, MANIFEST}
+    assert set(manifest.files) == {"__0_0.distcp", ".metadata", "run.json"}
+    assert manifest.tensors["parameters.model.embed_tokens.weight"].shape == (9, 4)
+    assert manifest.tensors["optimizer.step.model.norm.weight"].shape == ()
+    assert len(manifest.tensors) == 3 * (1 + 3)
+    assert str(three).encode() not in (path / ".metadata").read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_it_without_us(three: Path) -> None:
+    tensors = {"parameters.model.norm.weight": torch.zeros(4)}
+    dcp.load(tensors, checkpoint_id=three / "step-00000003", no_dist=True)
+    run = Run()
+    load(open_checkpoint(three / "step-00000003"), run.shards)
+    assert torch.equal(tensors["parameters.model.norm.weight"], run.shards["model.norm.weight"].parameter)
+
+
+def test_the_latest_is_found(three: Path) -> None:
+    found = find_latest(three)
+    assert found.checkpoint is not None
+    assert (found.checkpoint.step, found.rejected) == (3, ())
+    assert found.checkpoint.metadata["step"] == 3
+
+
+@pytest.mark.parametrize("name", ["nothing", "empty", "file"])
+def test_no_checkpoint_is_an_answer(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    found = find_latest(tmp_path / name)
+    assert (found.checkpoint, found.rejected) == (None, ())
+
+
+# ---- what does not fit
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (lambda: Run(rows=10), r"embed_tokens.weight' has shape \(9, 4\) in the checkpoint and \(10, 4\) in the model"),
+        (lambda: Run(dtype=torch.bfloat16), "has dtype float32 in the checkpoint and bfloat16 in the model"),
+    ],
+)
+def test_another_model_is_refused(three: Path, other: Callable, says: str) -> None:
+    run = other()
+    before = run.tensors()
+    with pytest.raises(InputError, match=says):
+        load(open_checkpoint(three / "step-00000003"), run.shards, run.optimizer)
+    assert_same(before, run.tensors())
+
+
+def test_other_names_are_refused(three: Path) -> None:
+    checkpoint = open_checkpoint(three / "step-00000003")
+    more, fewer = Run(), Run()
+    more.shards["lm_head.weight"] = Shard(nn.Parameter(torch.zeros(9, 4)))
+    with pytest.raises(InputError, match=r"the checkpoint holds no 'lm_head\.weight', which the model has"):
+        load(checkpoint, more.shards)
+    del fewer.shards["model.norm.weight"]
+    with pytest.raises(InputError, match=r"holds 'model\.norm\.weight' and 0 more parameters that the model does not"):
+        load(checkpoint, fewer.shards)
+
+
+def test_state_of_another_dtype_is_refused(three: Path) -> None:
+    run = Run()
+    run.take_step(1)
+    parameter = run.shards["model.norm.weight"].parameter
+    run.optimizer.state[parameter]["exp_avg"] = run.optimizer.state[parameter]["exp_avg"].double()
+    with pytest.raises(InputError, match=r"'exp_avg' of 'model\.norm\.weight' has dtype float32 in the .* and float64"):
+        load(open_checkpoint(three / "step-00000003"), run.shards, run.optimizer)
+
+
+def test_a_file_lost_while_loading_leaves_all_as_it_was(three: Path) -> None:
+    run = Run(seed=5)
+    run.take_step(1)
+    before = run.tensors()
+    checkpoint = open_checkpoint(three / "step-00000003")
+    os.truncate(three / "step-00000003" / "__0_0.distcp", 5000)
+    with pytest.raises(RunError, match=r"step-00000003' cannot be read: "):
+        load(checkpoint, run.shards, run.optimizer)
+    (three / "step-00000003" / "__0_0.distcp").unlink()
+    with pytest.raises(RunError, match="No such file or directory"):
+        load(checkpoint, run.shards, run.optimizer)
+    assert_same(before, run.tensors())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda run: {"metadata": {"when": object()}}, "metadata of a checkpoint: .*expected what JSON can hold"),
+        (lambda run: {"keep": 0}, "keep is 0, expected at least 1"),
+        (lambda run: {"shards": {}}, "optimizer: 3 of its 3 parameters are not among those of the pipeline"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused(three: Path, change: Callable, says: str) -> None:
+    run = Run()
+    arguments = {"shards": run.shards, "optimizer": run.optimizer, "metadata": METADATA, "keep": 2} | change(run)
+    with pytest.raises(InputError, match=says):
+        save(three, 4, **arguments)
+    assert saved_steps(three) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def test_optimizer_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
+    run = Run()
+    run.optimizer.state[run.shards["model.norm.weight"].parameter] = {"rounds": 3}
+    with pytest.raises(InputError, match=r"state 'rounds' of 'model\.norm\.weight' is int, expected a tensor"):
+        run.save(tmp_path, 1)
+
+
+# ---- old ones
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    run = Run()
+    for step in range(1, 6):
+        run.save(tmp_path, step, keep=2)
+    assert saved_steps(tmp_path) == ["step-00000004", "step-00000005"]
+    run.save(tmp_path, 6, keep=1)
+    assert saved_steps(tmp_path) == ["step-00000006"]
+
+
+def test_a_damaged_one_does_not_count_as_kept(three: Path) -> None:
+    truncate(three / "step-00000003" / "__0_0.distcp", random.Random(0))
+    Run().save(three, 4, keep=2)
+    assert saved_steps(three) == ["step-00000002", "step-00000003", "step-00000004"]
+    Run().save(three, 5, keep=2)
+    assert saved_steps(three) == ["step-00000004", "step-00000005"]
+
+
+def test_later_ones_stay_when_a_run_went_back(three: Path) -> None:
+    (three / "step-00000003").rename(three / "step-00000300")
+    Run().save(three, 3, keep=1)
+    assert saved_steps(three) == ["step-00000003", "step-00000300"]
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(three: Path) -> None:
+    flip(three / "step-00000003" / "__0_0.distcp", random.Random(0))
+    run = Run(seed=5)
+    run.save(three, 3)
+    assert saved_steps(three) == ["step-00000002", "step-00000003"]
+    other = Run()
+    load(find_latest(three).checkpoint, other.shards)
+    assert torch.equal(run.shards["model.norm.weight"].parameter, other.shards["model.norm.weight"].parameter)
+
+
+def test_killed_between_the_two_renames_the_replaced_one_is_found(three: Path) -> None:
+    (three / "step-00000003").rename(three / "step-00000003.replaced")
+    assert find_latest(three).checkpoint.path.name == "step-00000003.replaced"
+    Run().save(three, 3)
+    assert find_latest(three).checkpoint.path.name == "step-00000003"
+    assert saved_steps(three) == ["step-00000002", "step-00000003"]
+
+
+def test_what_a_killed_run_left_is_removed_at_the_start(three: Path) -> None:
+    (three / "step-00000004.tmp").mkdir()
+    (three / "step-00000004.tmp" / "__0_0.distcp").write_bytes(b"half")
+    prepare_folder(three)
+    assert saved_steps(three) == ["step-00000001", "step-00000002", "step-00000003"]
+    (three / "step-00000004.tmp").mkdir()
+    (three / "step-00000004.tmp" / "__0_0.distcp").write_bytes(b"half")
+    Run().save(three, 4)
+    assert find_latest(three).checkpoint.step == 4
+
+
+def test_a_folder_that_cannot_be_made_is_an_input_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"the folder for checkpoints cannot be written to: .*file"):
+        prepare_folder(tmp_path / "file" / "checkpoints")
+    prepare_folder(tmp_path / "new" / "checkpoints")
+    assert (tmp_path / "new" / "checkpoints").is_dir()

@@ -1,0 +1,218 @@
+"""A damaged checkpoint is never used, an index cannot run code, and a full disk costs no checkpoint."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoint_run import Run, assert_same, flip, save_three, saved_steps, truncate
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from evenpipe.errors import InputError, RunError
+from evenpipe.train import checkpoint as module
+from evenpipe.train.checkpoint import find_latest, load, open_checkpoint
+from evenpipe.train.manifest import MANIFEST, Manifest, hash_file, read_manifest
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    return save_three(tmp_path)
+
+
+def append(path: Path, chance: random.Random) -> None:
+    with path.open("ab") as file:
+        file.write(chance.randbytes(1))
+
+
+def delete(path: Path, chance: random.Random) -> None:
+    path.unlink()
+
+
+def zero_a_block(path: Path, chance: random.Random) -> None:
+    """What a disk gives back after a crash: the size is right and a stretch was never written."""
+    content = bytearray(path.read_bytes())
+    nonzero = [position for position, byte in enumerate(content) if byte]
+    start = chance.choice(nonzero)
+    content[start : start + 64] = bytes(len(content[start : start + 64]))
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "run.json", MANIFEST])
+@pytest.mark.parametrize("damage", [flip, truncate, append, delete, zero_a_block], ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_is_never_picked_up(three: Path, file: str, damage: Callable) -> None:
+    chance = random.Random(f"{file} {damage.__name__}")
+    newest, whole = three / "step-00000003", three.parent / f"{three.name}-whole"
+    shutil.copytree(newest, whole)
+    for _ in range(1 if damage is delete else 30):
+        damage(newest / file, chance)
+        found = find_latest(three)
+        assert found.checkpoint is not None
+        assert found.checkpoint.step == 2
+        assert [(each.path, file in each.reason) for each in found.rejected] == [(newest, True)]
+        with pytest.raises(InputError, match=f"step-00000003' cannot be used: .*{file}"):
+            open_checkpoint(newest)
+        shutil.rmtree(newest)
+        shutil.copytree(whole, newest)
+    assert find_latest(three).checkpoint.step == 3
+
+
+def test_the_one_before_the_one_before(three: Path) -> None:
+    flip(three / "step-00000003" / MANIFEST, random.Random(0))
+    delete(three / "step-00000002" / ".metadata", random.Random(0))
+    found = find_latest(three)
+    assert found.checkpoint.step == 1
+    assert [each.path.name for each in found.rejected] == ["step-00000003", "step-00000002"]
+    assert found.rejected[1].reason == ".metadata is missing"
+    truncate(three / "step-00000001" / "__0_0.distcp", random.Random(0))
+    assert find_latest(three).checkpoint is None
+
+
+def test_a_checkpoint_under_another_step_is_not_believed(three: Path) -> None:
+    (three / "step-00000003").rename(three / "step-00000009")
+    found = find_latest(three)
+    assert (found.checkpoint.step, found.rejected[0].reason) == (2, "manifest.json says step 3")
+    (three / "step-00000009").rename(three / "my-favourite")
+    assert open_checkpoint(three / "my-favourite").step == 3
+
+
+def test_half_written_and_foreign_folders_are_no_candidates(three: Path) -> None:
+    (three / "step-00000003").rename(three / "step-00000003.tmp")
+    (three / "step-4").mkdir()
+    (three / "step-00000005").touch()
+    (three / "notes").mkdir()
+    found = find_latest(three)
+    assert (found.checkpoint.step, found.rejected) == (2, ())
+
+
+def test_what_is_no_checkpoint_says_so(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(InputError, match=r"manifest\.json is missing: this is no checkpoint"):
+            open_checkpoint(path)
+
+
+# ---- an index that would run code
+
+
+class Canary:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return (Path.touch, (self.path,))
+
+
+def replace_index(path: Path, content: bytes) -> None:
+    """Another index, with a manifest that vouches for it: what a folder from a stranger may look like."""
+    (path / ".metadata").write_bytes(content)
+    manifest = read_manifest(path)
+    files = manifest.files | {".metadata": hash_file(path / ".metadata")}
+    (path / MANIFEST).write_bytes(Manifest(manifest.step, files, manifest.tensors).to_bytes())
+
+
+def assert_refused(path: Path, says: str) -> None:
+    run = Run(seed=5)
+    before = run.tensors()
+    checkpoint = open_checkpoint(path)
+    with pytest.raises(InputError, match=says):
+        load(checkpoint, run.shards, run.optimizer)
+    assert_same(before, run.tensors())
+
+
+def test_an_index_that_runs_code_is_refused(three: Path, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    content = pickle.dumps(Canary(canary))
+    pickle.loads(content)
+    assert canary.exists(), "the canary of this test does not sing"
+    canary.unlink()
+    replace_index(three / "step-00000003", content)
+    assert_refused(three / "step-00000003", "which no index of tensors needs; it was not")
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("call", [os.system, eval, torch.load, shutil.rmtree])
+def test_no_function_is_called(three: Path, call: Callable) -> None:
+    replace_index(three / "step-00000003", pickle.dumps(SimpleNamespace(state_dict_metadata=call)))
+    assert_refused(three / "step-00000003", "which no index of tensors needs")
+
+
+def test_an_index_is_held_against_the_manifest(three: Path) -> None:
+    path = three / "step-00000003"
+    whole = (path / ".metadata").read_bytes()
+    key = "parameters.model.norm.weight"
+
+    def changed(change: Callable) -> bytes:
+        index = pickle.loads(whole)
+        change(index)
+        return pickle.dumps(index)
+
+    def point_outside(index) -> None:
+        next(iter(index.storage_data.values())).relative_path = "../step-00000002/__0_0.distcp"
+
+    def unpack_it(index) -> None:
+        next(iter(index.storage_data.values())).transform_descriptors = ["stream.zstd/1"]
+
+    cases = {
+        "BytesStorageMetadata, which no": lambda index: index.state_dict_metadata.update({key: BytesStorageMetadata()}),
+        "not a tensor": lambda index: index.state_dict_metadata.update({key: 3}),
+        "same tensors": lambda index: index.state_dict_metadata.pop(key),
+        "not a file of the manifest": point_outside,
+        "not a file of the manifest ": unpack_it,
+        "does not give the whole": lambda index: index.state_dict_metadata[key].chunks.clear(),
+        "lies outside": lambda index: setattr(index.state_dict_metadata[key].chunks[0], "sizes", torch.Size([5])),
+        "where a piece": lambda index: index.storage_data.clear(),
+        "not an index of tensors": lambda index: setattr(index, "storage_data", None),
+    }
+    for says, change in cases.items():
+        replace_index(path, changed(change))
+        assert_refused(path, says.strip())
+    replace_index(path, b"no pickle at all")
+    assert_refused(path, "not an index of tensors")
+    replace_index(path, whole)
+    load(open_checkpoint(path), Run().shards)
+
+
+# ---- a disk that does not hold it
+
+
+def test_too_little_space_is_found_before_writing(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.statvfs(three)
+    little = SimpleNamespace(f_bavail=1, f_frsize=4096, f_blocks=real.f_blocks)
+    monkeypatch.setattr(module.os, "statvfs", lambda path: little)
+    with pytest.raises(RunError, match=r"step 4 was not saved: .* are needed and the disk of .* has 0\.00 MiB left"):
+        Run().save(three, 4)
+    assert saved_steps(three) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata.tmp"])
+def test_a_full_disk_while_torch_writes(three: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/full fails every write as a full disk does."""
+    real_open = Path.open
+
+    def open_full(path: Path, *arguments, **options):
+        return real_open(Path("/dev/full") if path.name == file else path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", open_full)
+    with pytest.raises(RunError, match=r"step 4 was not saved: process 0: No space left on device: .*before it are as"):
+        Run().save(three, 4)
+    assert saved_steps(three) == ["step-00000001", "step-00000002", "step-00000003"]
+    monkeypatch.undo()
+    assert find_latest(three).checkpoint.step == 3
+    Run().save(three, 4)
+    assert find_latest(three).checkpoint.step == 4
+
+
+@pytest.mark.parametrize("file", ["run.json", MANIFEST])
+def test_a_full_disk_while_we_write(three: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = module.write_synced
+    full = lambda path, content: real(Path("/dev/full") if path.name == file else path, content)  # noqa: E731
+    monkeypatch.setattr(module, "write_synced", full)
+    with pytest.raises(RunError, match="No space left on device"):
+        Run().save(three, 4)
+    assert saved_steps(three) == ["step-00000001", "step-00000002", "step-00000003"]

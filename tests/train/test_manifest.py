@@ -1,0 +1,106 @@
+"""The manifest notices everything: no byte of it, nor of the files it names, can change unseen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from evenpipe.errors import InputError
+from evenpipe.train import manifest as module
+from evenpipe.train.manifest import DamagedError, FileEntry, Manifest, TensorEntry, check_hash, check_sizes, hash_file
+
+MANIFEST = Manifest(
+    step=20,
+    files={".metadata": FileEntry(3, "a" * 64), "__0_0.distcp": FileEntry(0, "b" * 64)},
+    tensors={
+        "parameters.model.norm.weight": TensorEntry((64,), "float32"),
+        "optimizer.step.model.norm.weight": TensorEntry((), "float32"),
+    },
+    versions={"torch": "2.13.0"},
+)
+
+
+def test_it_reads_what_it_writes() -> None:
+    assert Manifest.from_bytes(MANIFEST.to_bytes()) == MANIFEST
+
+
+def test_it_is_json_that_other_tools_read() -> None:
+    content = json.loads(MANIFEST.to_bytes())
+    assert content["files"]["__0_0.distcp"] == {"bytes": 0, "sha256": "b" * 64}
+    assert content["tensors"]["parameters.model.norm.weight"] == {"shape": [64], "dtype": "float32"}
+
+
+def test_every_flipped_bit_is_noticed() -> None:
+    text = MANIFEST.to_bytes()
+    for position in range(len(text)):
+        for bit in range(8):
+            damaged = bytearray(text)
+            damaged[position] ^= 1 << bit
+            with pytest.raises(DamagedError):
+                Manifest.from_bytes(bytes(damaged))
+
+
+def test_every_truncation_and_addition_is_noticed() -> None:
+    text = MANIFEST.to_bytes()
+    for damaged in [*(text[:length] for length in range(len(text))), text + b"\n", b" " + text]:
+        with pytest.raises(DamagedError):
+            Manifest.from_bytes(damaged)
+
+
+def with_own_hash(**changes: object) -> bytes:
+    """A manifest that someone else has made: sound in itself, whatever it says."""
+    content = json.loads(MANIFEST.to_bytes()) | changes
+    content.pop("sha256")
+    digest = module.hashlib.sha256(module._canonical(content)).hexdigest()
+    return module._canonical({**content, "sha256": digest})
+
+
+def test_the_forger_of_these_tests_can_forge() -> None:
+    assert Manifest.from_bytes(with_own_hash(step=21)).step == 21
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"version": 2}, "is of version 2, and this evenpipe reads 1"),
+        ({"format": "something else"}, "does not say"),
+        ({"files": {"../secret": {"bytes": 1, "sha256": ""}}}, "'../secret', which is not one of its folder"),
+        ({"files": {"..": {"bytes": 1, "sha256": ""}}}, "not one of its folder"),
+        ({"files": {"/etc/passwd": {"bytes": 1, "sha256": ""}}}, "not one of its folder"),
+        ({"files": {"manifest.json": {"bytes": 1, "sha256": ""}}}, "not one of its folder"),
+        ({"files": {"a\0b": {"bytes": 1, "sha256": ""}}}, "not one of its folder"),
+        ({"files": []}, "does not have the fields"),
+        ({"tensors": {"x": {"dtype": "float32"}}}, "does not have the fields"),
+    ],
+)
+def test_a_forged_manifest_is_refused(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(DamagedError, match=says):
+        Manifest.from_bytes(with_own_hash(**changes))
+
+
+def test_a_missing_manifest_says_so(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"manifest\.json is missing"):
+        module.read_manifest(tmp_path)
+
+
+def test_files_are_held_against_it(tmp_path: Path) -> None:
+    entries = {"a": module.write_synced(tmp_path / "a", b"content"), "b": module.write_synced(tmp_path / "b", b"")}
+    manifest = Manifest(1, entries, {})
+    check_sizes(tmp_path, manifest)
+    for name, entry in entries.items():
+        check_hash(tmp_path, name, entry)
+        assert hash_file(tmp_path / name) == entry
+    (tmp_path / "a").write_bytes(b"Content")
+    check_sizes(tmp_path, manifest)
+    with pytest.raises(DamagedError, match="a does not have the content"):
+        check_hash(tmp_path, "a", entries["a"])
+    (tmp_path / "a").write_bytes(b"conten")
+    with pytest.raises(DamagedError, match="a has 6 bytes, and the manifest says 7"):
+        check_sizes(tmp_path, manifest)
+    (tmp_path / "a").unlink()
+    with pytest.raises(DamagedError, match="a is missing"):
+        check_sizes(tmp_path, manifest)
+    with pytest.raises(DamagedError, match="a cannot be read: No such file"):
+        check_hash(tmp_path, "a", entries["a"])
