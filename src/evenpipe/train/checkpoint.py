@@ -82,14 +82,14 @@ _BYTES_PER_TENSOR = 4096
 """Generous: what a tensor takes on disk beside its content (its zip archive, its lines in index and manifest)."""
 
 
-def save(
+def save(  # noqa: PLR0917
     folder: str | os.PathLike[str],
     step: int,
     shards: Mapping[str, ParameterShard],
     optimizer: torch.optim.Optimizer | None,
     metadata: Mapping[str, Any],
-    *,
     process_group: dist.ProcessGroup | None = None,
+    *,
     keep: int | None = 2,
 ) -> Path:
     """Saves a checkpoint and gives its folder, `folder/step-NNNNNNNN`. Collective.
