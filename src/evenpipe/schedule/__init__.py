@@ -6,9 +6,12 @@ model times it.
 
 from __future__ import annotations
 
+from .check import check_order, check_program
 from .costs import EQUAL_COSTS, Costs
 from .deadlock import DeadlockError
 from .dependencies import Dependencies, Route
+from .faults import Fault, Report
+from .layers import even_split, split_by_cost
 from .order import Order
 from .passes import Item, Kind, Pass, Transfer, TransferKind, parts_of
 from .placement import Placement
@@ -27,12 +30,14 @@ __all__ = [
     "DeadlockError",
     "Dependencies",
     "Event",
+    "Fault",
     "Item",
     "Kind",
     "Order",
     "Pass",
     "Placement",
     "Program",
+    "Report",
     "Route",
     "Schedule",
     "Timeline",
@@ -40,12 +45,16 @@ __all__ = [
     "TransferKind",
     "add_communication",
     "add_vocabulary",
+    "check_order",
+    "check_program",
+    "even_split",
     "forward_only",
     "generate",
     "interlace",
     "parts_of",
     "plan_order",
     "plan_program",
+    "split_by_cost",
     "time_order",
     "vocabulary_mode",
 ]

@@ -7,23 +7,50 @@ from collections.abc import Sequence
 from evenpipe.errors import InputError
 
 from .dependencies import Dependencies, same_role
-from .excerpt import excerpt
+from .excerpt import excerpt, join
+from .faults import Fault
 from .graph import Key
 from .order import Order
-from .passes import Pass, parts_of
+from .passes import Item, Pass, parts_of
 
 SHOWN = 8
 """Devices that a message shows in full."""
 
 
 class DeadlockError(InputError):
-    """An order cannot complete. The message shows device, position, the pass awaited and the rows around it."""
+    """An order cannot complete. The message shows device, position, the pass awaited and the rows around it.
+
+    `positions` has the place where each device stopped that did not come to its end, `what` the message without rows.
+    """
+
+    def __init__(self, order: Order, done: Sequence[int]) -> None:
+        """`done[device]` passes have run, and none can run any more."""
+        places = [[position for position, item in enumerate(row) if item is not None] for row in order.rows]
+        self.positions = {
+            device: places[device][done[device]]
+            for device in range(order.devices)
+            if done[device] < len(places[device])
+        }
+        shown = dict(list(self.positions.items())[:SHOWN])
+        awaited = _awaited(order, done, shown)
+        stops = [
+            f"device {device} stops at position {position}, {order.rows[device][position]}, awaiting {awaited[device]}"
+            for device, position in shown.items()
+        ]
+        if len(self.positions) > SHOWN:
+            stops.append(f"and {len(self.positions) - SHOWN} more devices")
+        self.what = "the order cannot complete: " + "; ".join(stops)
+        super().__init__(f"{self.what}\n{excerpt(order.rows, shown)}")
+
+    def fault(self, rows: Sequence[Sequence[Item | None]]) -> Fault:
+        """The same as a fault, with `rows` shown in the place of the order's."""
+        device, position = next(iter(self.positions.items()))
+        return Fault(device, position, self.what, excerpt(rows, dict(list(self.positions.items())[:SHOWN])))
 
 
-def describe_stuck(order: Order, dependencies: Dependencies, done: Sequence[int]) -> str:
-    """A message about an order whose devices stand still after `done[device]` passes."""
-    places = [[position for position, item in enumerate(row) if item is not None] for row in order.rows]
-    stuck = [device for device in range(order.devices) if done[device] < len(places[device])]
+def _awaited(order: Order, done: Sequence[int], stopped: dict[int, int]) -> dict[int, str]:
+    """What each device of `stopped` (device -> position) awaits, in words."""
+    dependencies = Dependencies.of(order)
     ran: list[dict[Key, bool]] = [
         {
             (same_role(part.kind), part.stage, part.microbatch, part.slice): index < done[device]
@@ -33,29 +60,18 @@ def describe_stuck(order: Order, dependencies: Dependencies, done: Sequence[int]
         for device in range(order.devices)
     ]
 
-    def state(device: int, item: Pass) -> bool | None:
-        return ran[device].get((same_role(item.kind), item.stage, item.microbatch, item.slice))
+    def unmet(wanted: Pass, there: int) -> str:
+        state = ran[there].get((same_role(wanted.kind), wanted.stage, wanted.microbatch, wanted.slice))
+        if state:
+            return ""
+        return f"{wanted} of device {there}" + (" (which is in no row)" if state is None else "")
 
-    lines, marks = [], {}
-    for device in stuck[:SHOWN]:
-        position = marks[device] = places[device][done[device]]
+    words = {}
+    for device, position in stopped.items():
         item = order.rows[device][position]
         assert item is not None
-        awaited = [(device, earlier) for earlier in dependencies.after(item, device)]
+        needs = [(device, earlier) for earlier in dependencies.after(item, device)]
         for transfer in dependencies.waits_for(item, device):
-            awaited += dependencies.producers(transfer, device)
-        unmet = [
-            f"{wanted} of device {there}{' (which is in no row)' if state(there, wanted) is None else ''}"
-            for there, wanted in awaited
-            if not state(there, wanted)
-        ]
-        lines.append(f"device {device} stops at position {position}, {item}, awaiting {_join(unmet)}")
-    if len(stuck) > SHOWN:
-        lines.append(f"and {len(stuck) - SHOWN} more devices")
-    return "the order cannot complete: " + "; ".join(lines) + "\n" + excerpt(order.rows, marks)
-
-
-def _join(words: list[str]) -> str:
-    if len(words) > SHOWN:
-        words = [*words[: SHOWN - 1], f"{len(words) - SHOWN + 1} more"]
-    return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else "".join(words)
+            needs += dependencies.producers(transfer, device)
+        words[device] = join([text for there, wanted in needs if (text := unmet(wanted, there))])
+    return words

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from .passes import Item
 
 AROUND = 4
+"""Passes shown on either side of a marked one."""
 
 
 def excerpt(rows: Sequence[Sequence[Item | None]], marks: Mapping[int, int]) -> str:
     """One line per device of `marks` (device -> position), with the passes around the marked one, which is bracketed.
 
-    >>> device 1: ... 1F1 1B0 [1F2] 1B1 ...
+    As in "  device 1: ... 1F1 1B0 [1F2] 1B1 ..."; an idle slot is a dot, [end] is behind the last pass.
     """
     lines = []
     for device in sorted(marks):
@@ -30,6 +31,12 @@ def excerpt(rows: Sequence[Sequence[Item | None]], marks: Mapping[int, int]) -> 
 def neighbours(rows: Sequence[Sequence[Item | None]], device: int, position: int) -> str:
     """The excerpt of a device and those next to it, all round one position."""
     return excerpt(rows, {near: position for near in (device - 1, device, device + 1) if 0 <= near < len(rows)})
+
+
+def join(words: Sequence[str], most: int = 8) -> str:
+    """An enumeration, "a, b and c"; beyond `most` entries the rest is counted."""
+    shown = list(words) if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]
+    return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)
 
 
 def _word(item: Item | None, marked: bool) -> str:

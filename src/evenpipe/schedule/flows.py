@@ -100,3 +100,13 @@ def _vocabulary_flows(placement: Placement, barriers: int, forward_only: bool) -
     if not forward_only:
         yield Flow(TransferKind.DX, everywhere(combining), last(Kind.B))
         yield Flow(TransferKind.ROW_GRADIENTS, first(Kind.B), everywhere(Kind.G))
+
+
+def vocabulary_kinds(barriers: int, forward_only: bool) -> frozenset[Kind]:
+    """Kinds of vocabulary passes that every device runs once per microbatch, in an order of this kind."""
+    if not barriers:
+        return frozenset()
+    if forward_only:
+        return frozenset({Kind.E, Kind.S, Kind.C})
+    trained = {Kind.E, Kind.S, Kind.T, Kind.G}
+    return frozenset(trained | {Kind.C} if barriers == 1 else trained)

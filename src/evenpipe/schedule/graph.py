@@ -21,22 +21,19 @@ Key = tuple[Kind, int | None, int | None, int]
 class Graph:
     """Numbered passes and transfers of an order, with an edge for every need that the rows do not imply.
 
-    items: the passes by number. first: the number of each device's first pass, and one more at the end.
+    items: the passes by number. device_of: the device of each. first: the number of each device's first pass, and one
+    more at the end.
     carried: (route, microbatch, slice) of each transfer; the first one has number len(items).
     needs: by number, how many other numbers must be done first (all producers of a transfer, present or not).
     feeds: by number, who counts this one among its needs.
     """
 
     items: list[Pass]
+    device_of: list[int]
     first: list[int]
     carried: list[tuple[Route, int, int]]
     needs: list[int]
     feeds: list[list[int]]
-
-    @property
-    def devices(self) -> int:
-        """Number of devices."""
-        return len(self.first) - 1
 
     @classmethod
     def of(cls, order: Order, dependencies: Dependencies | None = None) -> Graph:
@@ -87,7 +84,8 @@ class Graph:
                         if there is not None and there > here:
                             feeds[there].append(here)
                             needs[here] += 1
-        return cls(items, first, carried, needs, feeds)
+        device_of = [device for device in range(order.devices) for _ in range(first[device], first[device + 1])]
+        return cls(items, device_of, first, carried, needs, feeds)
 
 
 def positions(items: list[Pass], start: int, stop: int) -> dict[Key, int]:

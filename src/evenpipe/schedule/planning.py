@@ -7,6 +7,7 @@ from typing import Any
 
 from evenpipe.errors import InputError
 
+from .check import check_order, check_program
 from .costs import Costs
 from .order import Order
 from .program import Program
@@ -80,4 +81,7 @@ def plan_program(
     Arguments and errors as for `plan_order`; an order that is not sound raises InputError with every fault found.
     """
     order = plan_order(schedule, devices, microbatches, mode, costs, **options)
-    return order, add_communication(order, costs)
+    check_order(order).raise_if_faulty()
+    program = add_communication(order, costs)
+    check_program(program).raise_if_faulty()
+    return order, program

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -97,12 +97,12 @@ class Timeline:
 
     def _peaks(self, weights: tuple[float, ...] | None) -> tuple[float, ...]:
         return tuple(
-            peak_activations([event.item for event in row if isinstance(event.item, Pass)], weights)
+            peak_activations((event.item for event in row if isinstance(event.item, Pass)), weights)
             for row in self.events
         )
 
 
-def peak_activations(row: list[Pass], weights: tuple[float, ...] | None = None) -> float:
+def peak_activations(row: Iterable[Pass], weights: tuple[float, ...] | None = None) -> float:
     """The most stage activations held while a device runs `row`, or the most bytes, with `weights` per stage.
 
     A forward stores one; a full backward releases it, or the weight gradient where the backward is split.
@@ -117,11 +117,6 @@ def peak_activations(row: list[Pass], weights: tuple[float, ...] | None = None) 
             elif part.kind in _RELEASING:
                 held -= weight
     return peak
-
-
-def count_kinds(row: list[Pass]) -> Counter[Kind]:
-    """How many passes of each kind a row has."""
-    return Counter(part.kind for item in row for part in parts_of(item))
 
 
 _RELEASING = frozenset({Kind.B, Kind.W})

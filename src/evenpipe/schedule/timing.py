@@ -10,16 +10,16 @@ Every pass is looked at once and every need once, so the time is linear in their
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .costs import Costs, PassTimes
-from .deadlock import DeadlockError, describe_stuck
-from .dependencies import Dependencies
+from .deadlock import DeadlockError
 from .graph import Graph
 from .order import Order
 from .timeline import Event, Timeline
 
-__all__ = ["Costs", "DeadlockError", "Event", "Run", "Timeline", "run", "time_order"]
+__all__ = ["Costs", "DeadlockError", "Event", "Run", "Timeline", "durations", "run", "time_order"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def time_order(order: Order, costs: Costs) -> Timeline:
     Raises DeadlockError when it cannot complete, InputError when `costs` lack a kind or have lists of the wrong length.
     """
     graph = Graph.of(order)
-    times = run(order, graph, costs)
+    times = run(order, graph, durations(order, graph, costs))
     rows = []
     for device in range(order.devices):
         numbers = range(graph.first[device], graph.first[device + 1])
@@ -49,14 +49,19 @@ def time_order(order: Order, costs: Costs) -> Timeline:
     return Timeline(tuple(rows), costs.stage_bytes(order.placement))
 
 
-def run(order: Order, graph: Graph, costs: Costs) -> Run:
-    """Time everything in the graph of `order`; errors as for `time_order`."""
-    durations = _durations(order, graph, costs)
-    passes, needs, feeds = len(graph.items), list(graph.needs), graph.feeds
+def durations(order: Order, graph: Graph, costs: Costs) -> list[float]:
+    """How long everything in the graph of `order` takes, by number."""
+    times = PassTimes(costs, order.placement)
+    passes = [times.of(item, device) for item, device in zip(graph.items, graph.device_of, strict=True)]
+    return passes + [costs.transfer_time(route.kind) for route, _, _ in graph.carried]
+
+
+def run(order: Order, graph: Graph, takes: Sequence[float]) -> Run:
+    """Time everything in the graph of `order`; `takes` has durations by number. Raises DeadlockError."""
+    passes, needs, feeds, device_of = len(graph.items), list(graph.needs), graph.feeds, graph.device_of
     start, end = [0.0] * len(needs), [0.0] * len(needs)
     sequence = [0] * len(needs)
     count = 0
-    device_of = [device for device in range(order.devices) for _ in range(graph.first[device], graph.first[device + 1])]
     heads, free = graph.first[:-1], [0.0] * order.devices  # next pass of each device, and when the device is free
     waking = list(reversed(range(order.devices)))  # devices whose next pass may be ready
     while waking:
@@ -64,7 +69,7 @@ def run(order: Order, graph: Graph, costs: Costs) -> Run:
         head, stop, clock = heads[device], graph.first[device + 1], free[device]
         while head < stop and needs[head] == 0:
             begin = start[head] = clock if clock > start[head] else start[head]
-            clock = end[head] = begin + durations[head]
+            clock = end[head] = begin + takes[head]
             sequence[head] = count
             count += 1
             for fed in feeds[head]:
@@ -72,27 +77,18 @@ def run(order: Order, graph: Graph, costs: Costs) -> Run:
                 needs[fed] -= 1
                 if fed < passes or needs[fed]:
                     continue
-                # A transfer has all it needs: it completes, and whoever waits for it may go on.
-                arrival = end[fed] = start[fed] + durations[fed]
+                # The transfer has all its data: it completes, and whoever waits for it may go on.
+                arrival = end[fed] = start[fed] + takes[fed]
                 sequence[fed] = count
                 count += 1
                 for waiting in feeds[fed]:
                     start[waiting] = arrival if arrival > start[waiting] else start[waiting]
                     needs[waiting] -= 1
-                    if needs[waiting] == 0 and heads[device_of[waiting]] == waiting and device_of[waiting] != device:
-                        waking.append(device_of[waiting])
+                    there = device_of[waiting]
+                    if needs[waiting] == 0 and there != device and heads[there] == waiting:
+                        waking.append(there)
             head += 1
         heads[device], free[device] = head, clock
     if heads != graph.first[1:]:
-        done = [head - first for head, first in zip(heads, graph.first[:-1], strict=True)]
-        raise DeadlockError(describe_stuck(order, Dependencies.of(order), done))
+        raise DeadlockError(order, [head - first for head, first in zip(heads, graph.first[:-1], strict=True)])
     return Run(start, end, sequence)
-
-
-def _durations(order: Order, graph: Graph, costs: Costs) -> list[float]:
-    times = PassTimes(costs, order.placement)
-    durations: list[float] = []
-    for device in range(order.devices):
-        durations += [times.of(item, device) for item in graph.items[graph.first[device] : graph.first[device + 1]]]
-    durations += [costs.transfer_time(route.kind) for route, _, _ in graph.carried]
-    return durations

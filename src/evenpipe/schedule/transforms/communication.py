@@ -14,7 +14,7 @@ from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Item
 from evenpipe.schedule.program import Program
-from evenpipe.schedule.timing import run
+from evenpipe.schedule.timing import durations, run
 
 
 def add_communication(order: Order, costs: Costs | None = None) -> Program:
@@ -24,7 +24,7 @@ def add_communication(order: Order, costs: Costs | None = None) -> Program:
     InputError when a cost is missing.
     """
     graph = Graph.of(order)
-    times = run(order, graph, EQUAL_COSTS if costs is None else costs)
+    times = run(order, graph, durations(order, graph, EQUAL_COSTS if costs is None else costs))
     passes = len(graph.items)
     rows: list[list[tuple[float, int, Item]]] = [
         [(times.end[number], times.sequence[number], graph.items[number]) for number in range(start, stop)]

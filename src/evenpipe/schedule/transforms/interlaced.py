@@ -25,7 +25,7 @@ from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import SHARDING_KINDS, Kind, Pass, parts_of
 from evenpipe.schedule.placement import Placement
-from evenpipe.schedule.timing import run
+from evenpipe.schedule.timing import durations, run
 
 from .vocabulary import interval_of
 
@@ -52,7 +52,7 @@ def interlace(order: Order, costs: Costs | None = None) -> Order:
 def at_instants(order: Order, costs: Costs) -> Order:
     """The base order with S and T inserted on every device when the last stage's forward ends."""
     graph = Graph.of(order)
-    times = run(order, graph, costs)
+    times = run(order, graph, durations(order, graph, costs))
     interval = interval_of(order, graph, times)
     last = order.placement.stages - 1
     # (time, place among equal times): a pass of the base order by its number in the event model, what is inserted

@@ -24,7 +24,7 @@ from evenpipe.schedule.costs import EQUAL_COSTS, Costs
 from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import SHARDING_KINDS, Kind, Pass, parts_of
-from evenpipe.schedule.timing import Run, run
+from evenpipe.schedule.timing import Run, durations, run
 
 MOVED = frozenset({Kind.B, Kind.I, Kind.W, Kind.R, Kind.L})
 """Passes that follow from the backward of the last stage, or prepare for what does."""
@@ -64,7 +64,7 @@ class VirtualTimes:
         graph = Graph.of(order)
         if any(item.kind in SHARDING_KINDS for item in graph.items):
             raise InputError("vocabulary passes cannot be added between UNSHARD, RESHARD and REDUCE_GRAD")
-        times = run(order, graph, costs)
+        times = run(order, graph, durations(order, graph, costs))
         interval = interval_of(order, graph, times)
         if interval <= 0:
             raise InputError("costs: F and B of at least one stage must be above 0 to place vocabulary passes")

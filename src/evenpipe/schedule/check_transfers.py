@@ -1,0 +1,117 @@
+"""Does a program have every transfer, once on each member, where it belongs?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .dependencies import Dependencies, Route
+from .excerpt import neighbours
+from .faults import Fault
+from .passes import Pass, Transfer, parts_of
+from .program import Program
+
+Carried = tuple[int, int]
+"""Number of a route and a microbatch: one transfer, at whichever member."""
+
+
+def check_transfers(program: Program) -> Iterator[Fault]:
+    """Faults of the transfers of `program`: missing, repeated, unknown, wrongly addressed, too early or late, and
+    in another order on one member of a communicator than on another."""
+    dependencies = Dependencies.of(program)
+    places: list[dict[Carried, int]] = []
+    for device in range(program.devices):
+        found: dict[Carried, int] = {}
+        yield from _out_of_place(program, dependencies, device, found)
+        yield from _at_wrong_time(program, dependencies, device, found)
+        places.append(found)
+    yield from _missing(program, dependencies, places)
+    yield from _other_order(program, dependencies, places)
+
+
+def _out_of_place(
+    program: Program, dependencies: Dependencies, device: int, found: dict[Carried, int]
+) -> Iterator[Fault]:
+    """Transfers that should not stand in a row. The others go into `found` with their positions."""
+    for position, item in enumerate(program.rows[device]):
+        if not isinstance(item, Transfer):
+            continue
+        route = dependencies.route_of(item, device)
+        what = ""
+        if route is None:
+            what = f"{item} is needed by no pass, or device {device} has no part in it"
+        elif not 0 <= item.microbatch < program.microbatches:
+            what = f"{item} is of no microbatch; microbatches are 0 to {program.microbatches - 1}"
+        elif item.slice:
+            what = f"{item} carries a part of a sequence, but sequences are not cut"
+        elif (earlier := found.setdefault((route.number, item.microbatch), position)) != position:
+            what = f"{item} stands at position {earlier} already"
+        else:
+            what = _wrong_address(item, route)
+        if what:
+            yield Fault(device, position, what, neighbours(program.rows, device, position))
+
+
+def _wrong_address(item: Transfer, route: Route) -> str:
+    for name in ("members", "root", "communicator"):
+        has, wanted = getattr(item, name), getattr(route, name)
+        if has != wanted:
+            return f"{item} has {name} {has!r}, not {wanted!r}"
+    return ""
+
+
+def _at_wrong_time(
+    program: Program, dependencies: Dependencies, device: int, found: dict[Carried, int]
+) -> Iterator[Fault]:
+    """Transfers issued before this device has made their data, or behind the pass that waits for them."""
+    for position, item in enumerate(program.rows[device]):
+        if not isinstance(item, Pass):
+            continue
+        for part in parts_of(item):
+            if part.microbatch is None:
+                continue
+            rule = dependencies.rule(device, part.kind, part.stage)
+            for routes, needed in ((rule.waits, True), (rule.feeds, False)):
+                for route in routes:
+                    there = found.get((route.number, part.microbatch))
+                    if there is None or (there < position) == needed:
+                        continue
+                    transfer = route.transfer(device, part.microbatch)
+                    what = (
+                        f"{transfer} is issued behind {part} at position {position}, which waits for it"
+                        if needed
+                        else f"{transfer} is issued before {part} at position {position}, whose data it carries"
+                    )
+                    yield Fault(device, there, what, neighbours(program.rows, device, there))
+
+
+def _missing(program: Program, dependencies: Dependencies, places: list[dict[Carried, int]]) -> Iterator[Fault]:
+    for route in dependencies.routes:
+        for device in route.members:
+            for microbatch in range(program.microbatches):
+                if (route.number, microbatch) not in places[device]:
+                    yield Fault(device, None, f"{route.transfer(device, microbatch)} is missing")
+
+
+def _other_order(program: Program, dependencies: Dependencies, places: list[dict[Carried, int]]) -> Iterator[Fault]:
+    """Members of a communicator that issue its transfers in another order than its first member does."""
+    groups: dict[str, list[Route]] = {}
+    for route in dependencies.routes:
+        groups.setdefault(route.communicator, []).append(route)
+    for communicator, routes in groups.items():
+        first, *others = routes[0].members
+        numbers = {route.number for route in routes}
+
+        def issued(device: int, numbers: set[int] = numbers) -> list[Carried]:
+            return sorted((key for key in places[device] if key[0] in numbers), key=places[device].__getitem__)
+
+        for device in others:
+            common = places[first].keys() & places[device].keys()
+            one = [key for key in issued(first) if key in common]
+            other = [key for key in issued(device) if key in common]
+            for wanted, found in zip(one, other, strict=True):
+                if wanted != found:
+                    item, expected = (dependencies.routes[key[0]].transfer(device, key[1]) for key in (found, wanted))
+                    position = places[device][found]
+                    what = f"{item} comes before {expected} on communicator {communicator}, on device {first} behind it"
+                    yield Fault(device, position, what, neighbours(program.rows, device, position))
+                    break

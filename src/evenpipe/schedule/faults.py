@@ -1,0 +1,50 @@
+"""What a check found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evenpipe.errors import InputError
+
+SHOWN = 20
+"""Faults that the message of an error shows; a report has all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is wrong, on `device`, at `position` of its row (from 0; None where something is missing).
+
+    `rows` shows the passes around it, one line per device.
+    """
+
+    device: int
+    position: int | None
+    what: str
+    rows: str = ""
+
+    def __str__(self) -> str:
+        place = f"device {self.device}" if self.position is None else f"device {self.device}, position {self.position}"
+        return f"{place}: {self.what}" + (f"\n{self.rows}" if self.rows else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Every fault of an order or program, and the most stage activations in flight on each device."""
+
+    faults: tuple[Fault, ...]
+    in_flight: tuple[int, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.faults
+
+    def raise_if_faulty(self) -> None:
+        """Raise InputError that lists the faults, if there are any."""
+        if self.ok:
+            return
+        count = len(self.faults)
+        lines = [str(fault) for fault in self.faults[:SHOWN]]
+        if count > SHOWN:
+            lines.append(f"and {count - SHOWN} more")
+        raise InputError(f"the schedule has {count} fault{'s' if count > 1 else ''}\n" + "\n".join(lines))

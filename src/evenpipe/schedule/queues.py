@@ -1,0 +1,154 @@
+"""Does a program complete, however the library queues transfers?
+
+A device walks its row. It issues a transfer and goes on; it stops at a pass until the transfers that the pass waits for
+have completed. A transfer completes when all its members have it at the head of the queue that it is in. Libraries
+queue differently, and a program has to complete under both models:
+
+    one queue per communicator: transfers of one communicator wait for each other, those of others pass them by
+    one queue per device:       a device's transfers complete strictly in the order of its row (what NCCL may do)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from .dependencies import Route
+from .excerpt import excerpt, join
+from .faults import Fault
+from .graph import Graph
+from .order import Order
+from .passes import Pass
+from .program import Program
+
+QUEUE_MODELS: dict[str, Callable[[Route], str]] = {
+    "one queue per communicator": lambda route: route.communicator,
+    "one queue per device": lambda route: "",
+}
+"""Name of a model -> the queue, among those of one device, that the transfers of a route are in."""
+
+IDLE = -1
+SHOWN = 8
+"""Devices whose rows a message shows."""
+
+
+def check_completion(program: Program, order: Order) -> Iterator[Fault]:
+    """A fault for each queue model under which `program` does not complete.
+
+    `order` is `program` without its transfers. Everything must be in its place: each pass and transfer once.
+    """
+    graph = Graph.of(order)
+    rows = _numbered(program, graph)
+    for model, queue in QUEUE_MODELS.items():
+        walk = _Walk(graph, rows, queue)
+        walk.run()
+        if not walk.completed:
+            yield walk.fault(program, model)
+
+
+def _numbered(program: Program, graph: Graph) -> list[list[int]]:
+    """The rows of `program` in the numbers of `graph`, position by position."""
+    numbers = {
+        (device, *route.end(device), microbatch): number
+        for number, (route, microbatch, _) in enumerate(graph.carried, start=len(graph.items))
+        for device in route.members
+    }
+    rows = []
+    for device, row in enumerate(program.rows):
+        number = graph.first[device]
+        numbered = []
+        for item in row:
+            if isinstance(item, Pass):
+                numbered.append(number)
+                number += 1
+            else:
+                numbered.append(IDLE if item is None else numbers[device, item.kind, item.stage, item.microbatch])
+        rows.append(numbered)
+    return rows
+
+
+class _Walk:
+    """All devices walking their rows under one queue model, as far as they come."""
+
+    def __init__(self, graph: Graph, rows: list[list[int]], queue: Callable[[Route], str]) -> None:
+        self.graph, self.rows = graph, rows
+        self.passes = len(graph.items)
+        self.needs = list(graph.needs)
+        self.stands = [0] * len(rows)  # position of the pass at which a device stops, or its end
+        self.queue = [queue(route) for route, _, _ in graph.carried]
+        self.queues: list[dict[str, deque[int]]] = [{} for _ in rows]
+        self.missing = [len(route.members) for route, _, _ in graph.carried]  # members not at the head of their queue
+        self.waking = list(range(len(rows)))  # devices that may be able to go on
+
+    @property
+    def completed(self) -> bool:
+        """Whether every device came to its end and every transfer completed."""
+        return not any(self.missing) and all(at == len(row) for at, row in zip(self.stands, self.rows, strict=True))
+
+    def run(self) -> None:
+        """Walk until nothing can move."""
+        while self.waking:
+            device = self.waking.pop()
+            row = self.rows[device]
+            while (position := self.stands[device]) < len(row):
+                number = row[position]
+                if IDLE < number < self.passes and self.needs[number]:
+                    break
+                self.stands[device] += 1
+                if number >= self.passes:
+                    self._issue(device, number)
+
+    def _issue(self, device: int, number: int) -> None:
+        line = self.queues[device].setdefault(self.queue[number - self.passes], deque())
+        line.append(number)
+        at_head = [number] if line[0] == number else []
+        while at_head:
+            number = at_head.pop()
+            transfer = number - self.passes
+            self.missing[transfer] -= 1
+            if self.missing[transfer]:
+                continue
+            for member in self.graph.carried[transfer][0].members:
+                line = self.queues[member][self.queue[transfer]]
+                line.popleft()
+                if line:
+                    at_head.append(line[0])
+            for waiting in self.graph.feeds[number]:
+                self.needs[waiting] -= 1
+                if self.needs[waiting] == 0:
+                    self.waking.append(self.graph.device_of[waiting])
+
+    def fault(self, program: Program, model: str) -> Fault:
+        """What stands still, where, and why."""
+        stopped = {device: at for device, at in enumerate(self.stands) if at < len(self.rows[device])}
+        awaited: dict[int, list[int]] = {self.rows[device][at]: [] for device, at in stopped.items()}
+        pending = [number for number, missing in enumerate(self.missing, start=self.passes) if missing]
+        for number in pending:
+            for waiting in self.graph.feeds[number]:
+                if waiting in awaited:
+                    awaited[waiting].append(number)
+        sentences = [
+            f"device {device} stops at position {at}, {program.rows[device][at]}, awaiting "
+            + join([self._why(number, device) for number in awaited[self.rows[device][at]]])
+            for device, at in stopped.items()
+        ]
+        if not stopped:  # All passes have run, but transfers remain that nobody waits for on the spot.
+            device = self.graph.carried[pending[0] - self.passes][0].members[0]
+            stopped = {device: self.rows[device].index(pending[0])}
+            sentences = ["at the end there remain " + join([self._why(number, device) for number in pending])]
+        device, position = next(iter(stopped.items()))
+        what = f"with {model} the program cannot complete: {join(sentences)}"
+        return Fault(device, position, what, excerpt(program.rows, dict(list(stopped.items())[:SHOWN])))
+
+    def _why(self, number: int, device: int) -> str:
+        """A transfer by its name on `device`, and what keeps it on each member where it is not its turn."""
+        route, microbatch, _ = self.graph.carried[number - self.passes]
+        reasons = []
+        for member in route.members:
+            line = self.queues[member].get(self.queue[number - self.passes], deque())
+            if number not in line:
+                reasons.append(f"not issued by device {member}")
+            elif line[0] != number:
+                first, first_microbatch, _ = self.graph.carried[line[0] - self.passes]
+                reasons.append(f"behind {first.transfer(member, first_microbatch)} on device {member}")
+        return f"{route.transfer(device, microbatch)} ({join(reasons)})"
