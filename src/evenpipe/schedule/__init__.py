@@ -15,7 +15,7 @@ from .layers import even_split, split_by_cost
 from .order import Order
 from .passes import Item, Kind, Pass, Transfer, TransferKind, parts_of
 from .placement import Placement
-from .planning import MODES, Schedule, plan_order, plan_program, vocabulary_mode
+from .planning import MODES, Schedule, evaluation_program, plan_order, plan_program, vocabulary_mode
 from .program import Program
 from .registry import SCHEDULES, generate
 from .timeline import Event, Timeline
@@ -47,6 +47,7 @@ __all__ = [
     "add_vocabulary",
     "check_order",
     "check_program",
+    "evaluation_program",
     "even_split",
     "forward_only",
     "generate",

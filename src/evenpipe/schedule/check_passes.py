@@ -9,8 +9,7 @@ from .excerpt import neighbours
 from .faults import Fault
 from .flows import vocabulary_kinds
 from .order import Order
-from .passes import VOCABULARY_KINDS, Item, Kind, Pass, parts_of
-from .text import BACKWARD_KINDS
+from .passes import BACKWARD_KINDS, VOCABULARY_KINDS, Item, Kind, Pass, parts_of
 
 Rows = Sequence[Sequence[Item | None]]
 

@@ -94,24 +94,19 @@ def _missing(program: Program, dependencies: Dependencies, places: list[dict[Car
 
 def _other_order(program: Program, dependencies: Dependencies, places: list[dict[Carried, int]]) -> Iterator[Fault]:
     """Members of a communicator that issue its transfers in another order than its first member does."""
-    groups: dict[str, list[Route]] = {}
-    for route in dependencies.routes:
-        groups.setdefault(route.communicator, []).append(route)
-    for communicator, routes in groups.items():
-        first, *others = routes[0].members
-        numbers = {route.number for route in routes}
-
-        def issued(device: int, numbers: set[int] = numbers) -> list[Carried]:
-            return sorted((key for key in places[device] if key[0] in numbers), key=places[device].__getitem__)
-
+    issued: dict[tuple[str, int], list[Carried]] = {}  # by communicator and device, in the order of the row
+    for device, found in enumerate(places):
+        for carried in found:
+            issued.setdefault((dependencies.routes[carried[0]].communicator, device), []).append(carried)
+    for communicator, members in {route.communicator: route.members for route in dependencies.routes}.items():
+        first, *others = members
         for device in others:
-            common = places[first].keys() & places[device].keys()
-            one = [key for key in issued(first) if key in common]
-            other = [key for key in issued(device) if key in common]
-            for wanted, found in zip(one, other, strict=True):
-                if wanted != found:
-                    item, expected = (dependencies.routes[key[0]].transfer(device, key[1]) for key in (found, wanted))
-                    position = places[device][found]
-                    what = f"{item} comes before {expected} on communicator {communicator}, on device {first} behind it"
+            reference = [carried for carried in issued.get((communicator, first), ()) if carried in places[device]]
+            own = [carried for carried in issued.get((communicator, device), ()) if carried in places[first]]
+            for wanted, found_first in zip(reference, own, strict=True):
+                if wanted != found_first:
+                    item, later = (dependencies.routes[n].transfer(device, i) for n, i in (found_first, wanted))
+                    position = places[device][found_first]
+                    what = f"{item} comes before {later} on communicator {communicator}, but not on device {first}"
                     yield Fault(device, position, what, neighbours(program.rows, device, position))
                     break

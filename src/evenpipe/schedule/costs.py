@@ -151,7 +151,10 @@ class PassTimes:
             return sum(self.of(part, device) for part in item.parts)
         if times is None:
             raise InputError(f"costs: {kind.value} is missing, but the order has {item}; give a number or a list")
-        return times[index]
+        try:
+            return times[index]
+        except IndexError:
+            raise InputError(f"{item} is of no stage; stages are 0 to {len(times) - 1}") from None
 
 
 _FIELDS = tuple(entry.name for entry in fields(Costs))

@@ -79,6 +79,10 @@ STAGE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.O, Kind.L}
 """Kinds that belong to a stage and a microbatch."""
 VOCABULARY_KINDS = frozenset({Kind.E, Kind.G, Kind.S, Kind.C, Kind.T})
 """Kinds that every device runs once per microbatch, on its shard of the vocabulary."""
+BACKWARD_KINDS = frozenset(
+    {Kind.B, Kind.I, Kind.W, Kind.T, Kind.G, Kind.R, Kind.O, Kind.L, Kind.REDUCE_GRAD, Kind.OVERLAP_F_B}
+)
+"""Kinds that only training has, not evaluation."""
 SHARDING_KINDS = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
 """Kinds that belong to a stage alone. They may stand anywhere, any number of times."""
 HOP_KINDS = frozenset({TransferKind.SEND_F, TransferKind.RECV_F, TransferKind.SEND_B, TransferKind.RECV_B})

@@ -13,6 +13,7 @@ from .order import Order
 from .program import Program
 from .registry import generate, nearest
 from .transforms.communication import add_communication
+from .transforms.forward_only import forward_only
 from .transforms.interlaced import interlace
 from .transforms.vocabulary import add_vocabulary
 
@@ -52,6 +53,8 @@ def plan_order(
         order = generate(schedule, devices, microbatches, costs=costs, **options)
     else:
         order = schedule if isinstance(schedule, Order) else schedule(devices, microbatches)
+        if not isinstance(order, Order):
+            raise InputError(f"a schedule that is a function must return an Order, not {type(order).__name__}")
     if (order.devices, order.microbatches) != (devices, microbatches):
         raise InputError(
             f"the order is for {order.devices} devices and {order.microbatches} microbatches, "
@@ -85,3 +88,13 @@ def plan_program(
     program = add_communication(order, costs)
     check_program(program).raise_if_faulty()
     return order, program
+
+
+def evaluation_program(order: Order, costs: Costs | None = None) -> Program:
+    """The program that evaluates in the placement of `order`: forwards and losses only, checked.
+
+    `costs` as for `plan_order`.
+    """
+    program = add_communication(forward_only(order), costs)
+    check_program(program).raise_if_faulty()
+    return program

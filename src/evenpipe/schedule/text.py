@@ -12,11 +12,8 @@ from dataclasses import dataclass
 
 from evenpipe.errors import InputError
 
-from .passes import VOCABULARY_KINDS, Item, Kind, Pass, parse_item, parts_of
+from .passes import BACKWARD_KINDS, VOCABULARY_KINDS, Item, Kind, Pass, parse_item, parts_of
 from .placement import Placement
-
-BACKWARD_KINDS = frozenset({Kind.B, Kind.I, Kind.W, Kind.T, Kind.G, Kind.R, Kind.O, Kind.L, Kind.REDUCE_GRAD})
-"""Kinds that an order for evaluation does not have."""
 
 
 def rows_to_csv(rows: Iterable[Sequence[Item | None]]) -> str:
@@ -57,7 +54,8 @@ def infer(rows: Sequence[Sequence[Item | None]]) -> Unsaid:
     """Placement, microbatches, barriers and direction of an order or program, from its rows.
 
     A stage belongs to the device that runs most of its passes, so that one misplaced pass is a fault that the checker
-    names, not another placement. Raises InputError when a stage between 0 and the highest is run by nobody.
+    names, not another placement. Raises InputError when a stage between 0 and the highest is run by nobody, or a
+    microbatch has a number that the rows have no room for.
     """
     runs: dict[int, Counter[int]] = {}
     kinds: set[Kind] = set()
@@ -72,9 +70,12 @@ def infer(rows: Sequence[Sequence[Item | None]]) -> Unsaid:
                     runs.setdefault(part.stage, Counter())[device] += 1
     if highest < 0 or not runs:
         raise InputError("the rows hold no pass of a stage, such as 0F0")
-    missing = set(range(max(runs) + 1)) - set(runs)
-    if missing:
-        raise InputError(f"stage {min(missing)} appears in no row, though stage {max(runs)} does")
+    for stage in range(len(runs)):
+        if stage not in runs:
+            raise InputError(f"stage {stage} appears in no row, though stage {max(runs)} does")
+    cells = sum(map(len, rows))
+    if highest >= cells:
+        raise InputError(f"microbatch {highest} appears, but {cells} cells cannot hold a pass of each one before it")
     placement = Placement(len(rows), tuple(runs[stage].most_common(1)[0][0] for stage in range(len(runs))))
     forward_only = not kinds & BACKWARD_KINDS
     if not kinds & VOCABULARY_KINDS:

@@ -123,6 +123,6 @@ def _place(timed: Timed) -> tuple[int, int, int]:
     return timed[:3]
 
 
-# Of passes that want the same time, those come first that others wait for: with two barriers the backward of the last
-# stage waits for T, with one nobody does.
-_RANKS = {1: (Kind.S, Kind.C, Kind.E, Kind.T, Kind.G), 2: (Kind.T, Kind.S, Kind.E, Kind.G)}
+# Of passes that want the same time, the one that the backward of the last stage waits for comes first, then those that
+# forwards and other passes wait for, then those that nobody waits for.
+_RANKS = {1: (Kind.C, Kind.S, Kind.E, Kind.T, Kind.G), 2: (Kind.T, Kind.S, Kind.E, Kind.G)}
