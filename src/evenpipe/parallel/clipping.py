@@ -1,0 +1,41 @@
+"""Gradient clipping by the global norm, over all devices of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+
+def total_norm(
+    gradients: Iterable[Tensor], torch_device: torch.device, sum_over_devices: Callable[[Tensor], Tensor] | None
+) -> Tensor:
+    """Euclidean norm of all gradients of the model, equal on every process.
+
+    Each process gives the gradients that it counts: a matrix that two processes hold (tied weights without
+    vocabulary parallelism) is given by one of them only, a sharded one by all, each its rows.
+
+    The squares are added in fp64, so that the norm hardly depends on how the parameters are spread over processes.
+
+    Args:
+        sum_over_devices: adds a scalar fp64 tensor over the pipeline axis: every process contributes and receives;
+            None for one device.
+
+    Returns:
+        A scalar fp64 tensor on `torch_device`.
+    """
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    square = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    square = square.to(torch_device)
+    return (square if sum_over_devices is None else sum_over_devices(square)).sqrt()
+
+
+def clip_gradients(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scales gradients in place so that their global norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_.
+
+    The factor is `max_norm / (norm + 1e-6)`, at most 1; nothing is read back to the host.
+    """
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.dtype).to(gradient.device))

@@ -1,0 +1,244 @@
+"""The inputs of one step: checked once, sent to every device once, cut into microbatches.
+
+Every device knows every token id and every label. This is what lets the loss be finished wherever the statistics of
+the vocabulary shards meet, and lets both ends of an exchange of embedding rows know its size without asking.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from evenpipe.errors import InputError
+from evenpipe.runtime.communication import Communicator
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One of the equal parts of a step's batch. n = sequences x tokens."""
+
+    token_ids: Tensor
+    """[sequences, tokens] int64."""
+    targets: Tensor
+    """[n] int64: the token that each position predicts, IGNORE_INDEX where there is none."""
+    weights: Tensor
+    """[n] fp32 or fp64: each position's share of the step's loss; they add up to 1 over the step's microbatches."""
+    position_ids: Tensor | None
+    """[sequences, tokens] int64, or None for 0, 1, 2, ..."""
+    attention_mask: Tensor | None
+    """[sequences, tokens] int64, 1 for tokens and 0 for padding, or None without padding."""
+
+    @property
+    def tokens(self) -> int:
+        return self.token_ids.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """All microbatches of a step, the same on every device."""
+
+    microbatches: tuple[Microbatch, ...]
+    sequences: int
+    sequence_length: int
+    valid_tokens: int
+    """Positions with a label that counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a caller gives for one step: all [batch, sequence]; None where the caller gives none."""
+
+    input_ids: Tensor | None
+    labels: Tensor | None = None
+    position_ids: Tensor | None = None
+    attention_mask: Tensor | None = None
+    token_weights: Tensor | None = None
+
+
+def check(inputs: Inputs, *, microbatches: int, vocabulary: int, maximum_length: int | None) -> None:
+    """Checks what the first process was given.
+
+    Raises:
+        InputError: a shape, a dtype or a value is off; the sentence names the argument, what it is and what it may be.
+    """
+    input_ids, labels, position_ids, attention_mask, token_weights = _fields(inputs)
+    if input_ids is None:
+        raise InputError("input_ids: the first process of the pipeline was given None, expected [batch, sequence] int64")
+    if input_ids.dim() != 2 or input_ids.dtype != torch.int64 or input_ids.numel() == 0:
+        raise InputError(
+            f"input_ids: {list(input_ids.shape)} {input_ids.dtype}, expected [batch, sequence] torch.int64, not empty"
+        )
+    batch, sequence = input_ids.shape
+    if batch % microbatches:
+        raise InputError(f"input_ids: {batch} sequences, expected a multiple of the {microbatches} microbatches")
+    if maximum_length is not None and sequence > maximum_length:
+        raise InputError(f"input_ids: {sequence} tokens per sequence, the model allows at most {maximum_length}")
+    low, high = int(input_ids.min()), int(input_ids.max())
+    if low < 0 or high >= vocabulary:
+        raise InputError(
+            f"input_ids: holds token {low if low < 0 else high}, expected 0 to {vocabulary - 1} (the vocabulary)"
+        )
+    others = {
+        "labels": (labels, torch.int64),
+        "position_ids": (position_ids, torch.int64),
+        "attention_mask": (attention_mask, None),
+        "token_weights": (token_weights, None),
+    }
+    for name, (tensor, dtype) in others.items():
+        if tensor is None:
+            continue
+        if tensor.shape != input_ids.shape or (dtype is not None and tensor.dtype != dtype):
+            expected = f"{list(input_ids.shape)}" + (f" {dtype}" if dtype else "")
+            raise InputError(f"{name}: {list(tensor.shape)} {tensor.dtype}, expected {expected} as input_ids")
+    if labels is not None:
+        counted = labels[labels != IGNORE_INDEX]
+        if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= vocabulary):
+            wrong = int(counted.min()) if int(counted.min()) < 0 else int(counted.max())
+            raise InputError(
+                f"labels: holds {wrong}, expected 0 to {vocabulary - 1} or {IGNORE_INDEX} for positions that do not count"
+            )
+    if attention_mask is not None:
+        mask = attention_mask.to(torch.int64)
+        if bool(((mask != 0) & (mask != 1)).any()) or bool((mask[:, 1:] > mask[:, :-1]).any()):
+            raise InputError("attention_mask: expected rows of ones followed by zeros (padding on the right)")
+    if token_weights is not None and not bool(torch.isfinite(token_weights).all()):
+        raise InputError("token_weights: holds a value that is not finite")
+
+
+def distribute(
+    inputs: Inputs,
+    *,
+    microbatches: int,
+    vocabulary: int,
+    maximum_length: int | None,
+    communicator: Communicator | None,
+    torch_device: torch.device,
+) -> Inputs:
+    """Checks the step's inputs on the first process of the pipeline and sends them to all others.
+
+    Collective over the pipeline axis: the first process broadcasts one header of six numbers, then one int64 tensor
+    with everything that is an integer, then the weights where there are any.
+
+    Args:
+        communicator: of the pipeline's processes; None for one device.
+
+    Returns:
+        The same inputs on every process, on `torch_device`, with labels: those given, or the ids themselves without
+        the positions of padding.
+
+    Raises:
+        InputError: on every process, when the first one was given something wrong.
+    """
+    fault: InputError | None = None
+    is_source = communicator is None or communicator.rank == communicator.members[0]
+    if is_source:
+        try:
+            check(inputs, microbatches=microbatches, vocabulary=vocabulary, maximum_length=maximum_length)
+        except InputError as error:
+            fault = error
+    header = torch.zeros(6, dtype=torch.int64)
+    if is_source and fault is None:
+        assert inputs.input_ids is not None
+        inputs = _with_labels(inputs)
+        flags = [tensor is not None for tensor in (inputs.position_ids, inputs.attention_mask, inputs.token_weights)]
+        wide = inputs.token_weights is not None and inputs.token_weights.dtype == torch.float64
+        header = torch.tensor([*inputs.input_ids.shape, *flags, wide], dtype=torch.int64)
+    if communicator is None:
+        if fault is not None:
+            raise fault
+        return Inputs(*(None if tensor is None else tensor.to(torch_device) for tensor in _fields(inputs)))
+
+    def broadcast(tensor: Tensor, what: str) -> Tensor:
+        communicator.broadcast(tensor, communicator.members[0], what).wait("the step")
+        return tensor
+
+    header = broadcast(header.to(torch_device), "the size of the batch")
+    sequences, tokens, has_positions, has_mask, has_weights, wide = header.tolist()
+    if not sequences:
+        raise fault or InputError("input_ids: refused by the first process of the pipeline, which says why")
+    if is_source:
+        present = [tensor for tensor in _fields(inputs)[:4] if tensor is not None]
+        integers = torch.stack([tensor.to(device=torch_device, dtype=torch.int64) for tensor in present])
+    else:
+        integers = torch.empty(
+            (2 + has_positions + has_mask, sequences, tokens), dtype=torch.int64, device=torch_device
+        )
+    broadcast(integers, "token ids and labels")
+    weights = None
+    if has_weights:
+        dtype = torch.float64 if wide else torch.float32
+        if is_source:
+            assert inputs.token_weights is not None
+            weights = inputs.token_weights.to(device=torch_device, dtype=dtype).contiguous()
+        else:
+            weights = torch.empty((sequences, tokens), dtype=dtype, device=torch_device)
+        broadcast(weights, "token weights")
+    rows = list(integers.unbind(0))
+    return Inputs(
+        input_ids=rows[0],
+        labels=rows[1],
+        position_ids=rows[2] if has_positions else None,
+        attention_mask=rows[2 + has_positions] if has_mask else None,
+        token_weights=weights,
+    )
+
+
+def _fields(inputs: Inputs) -> tuple[Tensor | None, ...]:
+    return inputs.input_ids, inputs.labels, inputs.position_ids, inputs.attention_mask, inputs.token_weights
+
+
+def _with_labels(inputs: Inputs) -> Inputs:
+    if inputs.labels is not None or inputs.input_ids is None:
+        return inputs
+    labels = inputs.input_ids.clone()
+    if inputs.attention_mask is not None:
+        labels[inputs.attention_mask == 0] = IGNORE_INDEX
+    return replace(inputs, labels=labels)
+
+
+def cut(inputs: Inputs, *, microbatches: int, dtype: torch.dtype) -> Batch:
+    """Shifts the labels, turns them into weights that add up to 1, and cuts the step into microbatches.
+
+    Labels are aligned with `input_ids`, as in transformers: position t predicts label t + 1. A position's weight is
+    the token weight of the label that it predicts (1 by default) over the step's sum of weights, so that the step's loss
+    is the (weighted) mean over all its valid tokens and not a mean of means. Where no label of the step counts, all
+    weights are 0: the loss and every gradient are then 0.
+
+    Args:
+        dtype: of the weights; fp64 where the model computes in fp64, fp32 elsewhere.
+    """
+    input_ids, labels, position_ids, attention_mask, token_weights = _fields(inputs)
+    assert input_ids is not None and labels is not None
+    sequences, tokens = input_ids.shape
+    targets = torch.full_like(labels, IGNORE_INDEX)
+    targets[:, :-1] = labels[:, 1:]
+    valid = targets != IGNORE_INDEX
+    weights = valid.to(torch.float64)
+    if token_weights is not None:
+        weights[:, :-1] *= token_weights[:, 1:].to(torch.float64)
+    total = weights.sum()
+    weights = torch.where(total == 0, torch.zeros_like(weights), weights / total).to(dtype)
+    size = sequences // microbatches
+
+    def part(tensor: Tensor | None, index: int) -> Tensor | None:
+        return None if tensor is None else tensor[index * size : (index + 1) * size]
+
+    return Batch(
+        microbatches=tuple(
+            Microbatch(
+                token_ids=input_ids[index * size : (index + 1) * size],
+                targets=targets[index * size : (index + 1) * size].reshape(-1),
+                weights=weights[index * size : (index + 1) * size].reshape(-1),
+                position_ids=part(position_ids, index),
+                attention_mask=part(attention_mask, index),
+            )
+            for index in range(microbatches)
+        ),
+        sequences=sequences,
+        sequence_length=tokens,
+        valid_tokens=int(valid.sum()),
+    )

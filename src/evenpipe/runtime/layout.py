@@ -1,0 +1,150 @@
+"""What runs where: layers on stages, rows of the vocabulary on devices, and the programs of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evenpipe.errors import InputError
+from evenpipe.schedule import (
+    Costs,
+    Order,
+    Program,
+    Schedule,
+    add_communication,
+    forward_only,
+    plan_program,
+    vocabulary_mode,
+)
+from evenpipe.schedule.layers import even_split, split_by_cost
+from evenpipe.vocabulary import Shard, split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCosts:
+    """Forward work per token, in any one unit (FLOPs here); a backward is twice its forward."""
+
+    layers: tuple[float, ...]
+    head: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What every process knows about all devices."""
+
+    mode: str
+    """"first-last", "redistribute", "interlaced", "vocab-1" or "vocab-2"."""
+    layers: tuple[tuple[int, int], ...]
+    """First layer (inclusive) and last (exclusive) of each stage; a stage of "redistribute" may hold none."""
+    program: Program
+    """Of a training step."""
+    evaluation: Program
+    embedding_shards: tuple[Shard, ...]
+    """One per device: rows of the embedding that it holds."""
+    head_shards: tuple[Shard, ...]
+    """One per device: rows of the output layer that it holds."""
+    costs: Costs
+
+    @property
+    def sharded(self) -> bool:
+        """Whether every device holds a part of the vocabulary, and E, G, S and T are passes of their own."""
+        return _is_sharded(self.mode)
+
+
+def build_layout(
+    *,
+    devices: int,
+    microbatches: int,
+    schedule: Schedule,
+    vocabulary: str,
+    model: ModelCosts,
+    rows: int,
+    layers_per_stage: Sequence[int] | None = None,
+    costs: Costs | None = None,
+) -> Layout:
+    """Places a model on devices.
+
+    Args:
+        vocabulary: the mode; "balanced" is "vocab-2".
+        rows: of the embedding and of the output layer.
+        layers_per_stage: None splits evenly, and by cost in the mode "redistribute".
+        costs: pass times for the schedule, one F and B per stage *without* the vocabulary layers; None takes FLOPs.
+
+    Raises:
+        InputError: an unknown name, more devices than layers, or a split that does not add up.
+    """
+    mode = vocabulary_mode(vocabulary)
+    stages = schedule.placement.stages if isinstance(schedule, Order) else devices
+    counts = _layers_per_stage(model, stages, devices, mode, layers_per_stage)
+    bounds = [0]
+    for count in counts:
+        bounds.append(bounds[-1] + count)
+    layers = tuple(zip(bounds, bounds[1:], strict=False))
+    costs = costs or _flop_costs(model, layers, devices, mode)
+    order, program = plan_program(schedule, devices, microbatches, mode, costs)
+    placement = program.placement
+    if _is_sharded(mode):
+        embedding = head = tuple(split(rows, devices))
+    else:
+        embedding = _whole_on(placement.first_device, rows, devices)
+        head = _whole_on(placement.last_device, rows, devices)
+    return Layout(
+        mode=mode,
+        layers=layers,
+        program=program,
+        evaluation=add_communication(forward_only(order), costs),
+        embedding_shards=embedding,
+        head_shards=head,
+        costs=costs,
+    )
+
+
+def _is_sharded(mode: str) -> bool:
+    return mode not in ("first-last", "redistribute")
+
+
+def _whole_on(holder: int, rows: int, devices: int) -> tuple[Shard, ...]:
+    """All rows on one device, none on the others."""
+    return tuple(
+        Shard(0, 0, rows) if device < holder else Shard(0, rows, rows) if device == holder else Shard(rows, rows, rows)
+        for device in range(devices)
+    )
+
+
+def _layers_per_stage(
+    model: ModelCosts, stages: int, devices: int, mode: str, given: Sequence[int] | None
+) -> tuple[int, ...]:
+    layers = len(model.layers)
+    if given is not None:
+        if len(given) != stages or sum(given) != layers or min(given) < 0:
+            raise InputError(
+                f"layers_per_stage: {list(given)}, expected {stages} numbers (one per stage) that add up to the"
+                f" model's {layers} layers"
+            )
+        return tuple(given)
+    if stages > layers:
+        raise InputError(
+            f"devices: {devices} with {stages} stages, but the model has {layers} layers: expected at most one stage per layer"
+        )
+    if mode == "redistribute":
+        return split_by_cost(model.layers, stages, first_extra=0.0, last_extra=model.head)
+    return even_split(layers, stages)
+
+
+def _flop_costs(model: ModelCosts, layers: Sequence[tuple[int, int]], devices: int, mode: str) -> Costs:
+    """Times in FLOPs per token. The output layer is three products of equal size: logits, dX and dW."""
+    forward = [sum(model.layers[first:last]) for first, last in layers]
+    backward = [2 * time for time in forward]
+    if not _is_sharded(mode):
+        forward[-1] += model.head
+        backward[-1] += 2 * model.head
+    share = model.head / devices
+    one_barrier = mode == "vocab-2"
+    return Costs(
+        F=tuple(forward),
+        B=tuple(backward),
+        S=2 * share if one_barrier else share,
+        T=share if one_barrier else 2 * share,
+        E=0.0,
+        G=0.0,
+    )

@@ -1,0 +1,102 @@
+"""The parameters that one device holds: masters for the optimizer, copies in the dtype that it computes in.
+
+Where both dtypes are equal there is one tensor. Otherwise the modules hold the copy, refreshed at the start of each
+step, and every gradient is added to the master's in the master's dtype as soon as autograd has finished it, so that
+no sum over microbatches is ever rounded to the narrower one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShard:
+    """A parameter as this process holds it: whole, or some rows of it."""
+
+    parameter: nn.Parameter
+    """The master, with its gradient."""
+    start_row: int | None
+    """First row held, for a shard of rows (`torch.chunk`'s rule over the pipeline); None: held whole."""
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    saved_here: bool
+    """False for the second copy of a tied matrix that two processes hold whole: loaded here, saved by the other."""
+
+
+class Matrix:
+    """Rows of a vocabulary matrix (or entries of its bias): the master and what products read."""
+
+    def __init__(self, parameter: nn.Parameter, compute_dtype: torch.dtype) -> None:
+        self.parameter = parameter
+        self._copy = None if parameter.dtype == compute_dtype else parameter.detach().to(compute_dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows in the dtype of the products, outside autograd."""
+        return self.parameter.detach() if self._copy is None else self._copy
+
+    @property
+    def trainable(self) -> bool:
+        return self.parameter.requires_grad
+
+    def gradient(self) -> Tensor:
+        """The buffer that gradients are added to, in the master's dtype; zeros where there was none."""
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+        return self.parameter.grad
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        if self._copy is not None:
+            self._copy.copy_(self.parameter)
+
+
+class StageParameters:
+    """The parameters of a stage's module, with masters where it computes in another dtype."""
+
+    def __init__(self, module: nn.Module, compute_dtype: torch.dtype) -> None:
+        self._masters: dict[str, nn.Parameter] = {}
+        self._copies: dict[str, nn.Parameter] = {}
+        for name, parameter in list(module.named_parameters()):
+            self._masters[name] = parameter
+            if parameter.dtype != compute_dtype:
+                copy = nn.Parameter(parameter.detach().to(compute_dtype), requires_grad=parameter.requires_grad)
+                _replace(module, name, copy)
+                self._copies[name] = copy
+                if parameter.requires_grad:
+                    copy.register_post_accumulate_grad_hook(_AddTo(parameter))
+
+    def __iter__(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self._masters.items())
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        if self._copies:
+            names = list(self._copies)
+            torch._foreach_copy_([self._copies[name] for name in names], [self._masters[name] for name in names])
+
+
+class _AddTo:
+    """Moves a finished gradient from the computing copy to its master."""
+
+    def __init__(self, master: nn.Parameter) -> None:
+        self._master = master
+
+    def __call__(self, copy: Tensor) -> None:
+        gradient = copy.grad
+        assert gradient is not None
+        if self._master.grad is None:
+            self._master.grad = gradient.to(self._master.dtype)
+        else:
+            self._master.grad.add_(gradient)
+        copy.grad = None
+
+
+def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(path), leaf, parameter)

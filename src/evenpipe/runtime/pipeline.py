@@ -1,0 +1,496 @@
+"""`Pipeline`: a causal language model on all processes of a pipeline, trained step by step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from evenpipe.errors import InputError
+from evenpipe.model import Description, build_stage, describe, fill_parameters, fill_rows, self_check
+from evenpipe.model.flops import head_flops, layer_flops
+from evenpipe.parallel import clip_gradients, pipeline_group, total_norm
+from evenpipe.runtime.batch import Batch, Inputs, cut, distribute
+from evenpipe.runtime.communication import Communicator, Communicators, Handle
+from evenpipe.runtime.gathering import Held, stream_whole
+from evenpipe.runtime.layout import Layout, ModelCosts, build_layout
+from evenpipe.runtime.parameters import Matrix, ParameterShard, StageParameters
+from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
+from evenpipe.runtime.walker import StepRecord, Walker
+from evenpipe.runtime.worker import initialise_worker
+from evenpipe.schedule import Costs, Order, Schedule, Timeline, time_order
+from evenpipe.vocabulary import LossOptions, Shard
+
+COST_SEQUENCE_LENGTH = 2048
+"""Tokens per sequence that attention's share of a layer's cost is reckoned with, unless the model allows fewer."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step yields, the same on every process."""
+
+    tokens: int
+    """Valid tokens: positions with a label that counts."""
+    seconds: float
+    """Of this process, from the inputs to the last wait."""
+    record: StepRecord
+    """What this process did, pass by pass where asked for."""
+    _loss: _Shared = field(repr=False)
+    _log_probabilities: list[_Shared] = field(default_factory=list, repr=False)
+    _shape: tuple[int, int] = (0, 0)
+
+    @property
+    def loss(self) -> float:
+        """Mean over the step's valid tokens, with the loss options. Reading it waits for it."""
+        return float(self._loss.value())
+
+    @property
+    def log_probabilities(self) -> Tensor:
+        """Evaluation only: [batch, sequence], at position t the log-probability of the label at t + 1, 0 where none counts."""
+        if not self._log_probabilities:
+            raise InputError("log_probabilities: only evaluate() gives them, not step()")
+        return torch.cat([part.value() for part in self._log_probabilities]).view(self._shape)
+
+
+class _Shared:
+    """A tensor that is on its way from the process that made it; every process has it after `value()`."""
+
+    def __init__(self, tensor: Tensor, handle: Handle | None) -> None:
+        self._tensor = tensor
+        self._handle = handle
+
+    def value(self) -> Tensor:
+        if self._handle is not None:
+            self._handle.wait("the caller")
+        return self._tensor
+
+
+class Pipeline:
+    """A causal language model spread over the processes of a pipeline, one per device.
+
+    Made on every process, inside torchrun or `evenpipe.launch`; with a single process and no process group it is a
+    pipeline of one device.
+
+    Args:
+        model: hub name or local folder (its weights are loaded), a transformers config (fresh weights, the same for
+            every layout), or a live transformers model (its weights are copied).
+        schedule: a name ("1f1b", "gpipe"), an `Order`, the path of a CSV file with one, or a function of devices and
+            microbatches that returns one.
+        vocabulary: "balanced" (= "vocab-2", one barrier), "vocab-1", "interlaced", "redistribute" or "first-last".
+        microbatches: equal parts of every batch; default 4 per device.
+        mesh: a DeviceMesh with an axis "pp"; default: all processes.
+        loss: label smoothing, z-loss and what the output layer keeps. Logit scale, soft-cap and the padding of the
+            vocabulary come from the model.
+        parameter_dtype: of parameters, gradients and so the optimizer's state: fp32 or fp64.
+        compute_dtype: of activations and products; default bf16 on a GPU, else `parameter_dtype`.
+        seed: of fresh weights.
+        layers_per_stage: layers of each stage, first to last; default: an even split, by cost for "redistribute".
+        costs: measured pass times that the schedule is arranged by; default: FLOPs.
+        self_check: first compare a cut and a whole copy of the architecture, shrunken, on the first process.
+        timeout_seconds: limit of every single wait.
+
+    Raises:
+        InputError: a value that is not accepted; the sentence names it.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Any,
+        *,
+        schedule: Path | Schedule = "1f1b",
+        vocabulary: str = "balanced",
+        microbatches: int | None = None,
+        mesh: DeviceMesh | None = None,
+        loss: LossOptions | None = None,
+        parameter_dtype: torch.dtype = torch.float32,
+        compute_dtype: torch.dtype | None = None,
+        seed: int = 0,
+        layers_per_stage: Sequence[int] | None = None,
+        costs: Costs | None = None,
+        torch_device: torch.device | str | None = None,
+        self_check: bool = True,
+        trust_remote_code: bool = False,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        self._group = pipeline_group(mesh)
+        self.device, self.devices = self._group.device, self._group.devices
+        self.torch_device = _torch_device(torch_device)
+        self.microbatches = _positive("microbatches", 4 * self.devices if microbatches is None else microbatches)
+        if parameter_dtype not in (torch.float32, torch.float64):
+            raise InputError(f"parameter_dtype: {parameter_dtype}, expected torch.float32 or torch.float64")
+        self._compute_dtype = compute_dtype or (
+            torch.bfloat16 if self.torch_device.type == "cuda" and parameter_dtype == torch.float32 else parameter_dtype
+        )
+        self.description = model if isinstance(model, Description) else describe(model, trust_remote_code=trust_remote_code)
+        self._options = _loss_options(loss or LossOptions(), self.description)
+        self._layout = partial(
+            build_layout,
+            devices=self.devices,
+            microbatches=self.microbatches,
+            schedule=_schedule(schedule),
+            model=_model_costs(self.description),
+            rows=self.description.vocabulary_size,
+        )
+        self.layout: Layout = self._layout(vocabulary=vocabulary, layers_per_stage=layers_per_stage, costs=costs)
+        self._communicators: Communicators | None = None
+        self._control: Communicator | None = None
+        self._make_communicators(timeout_seconds)
+        if self_check:
+            self._check_architecture()
+        self._build(parameter_dtype, seed)
+
+    # --- building ----------------------------------------------------------------------------------------------------
+
+    def _make_communicators(self, timeout_seconds: float) -> None:
+        if self.devices == 1:
+            return
+        ranks = self._group.ranks
+        placement = self.layout.program.placement
+        groups = {**self.layout.program.communicators, **self.layout.evaluation.communicators}
+        listed = [(name, tuple(ranks[device] for device in members)) for name, members in sorted(groups.items())]
+        listed.append(("control", ranks))
+        if self._tied_twice:
+            listed.append(("tied", tuple(ranks[device] for device in (placement.first_device, placement.last_device))))
+        self._communicators = Communicators(
+            listed, timeout_seconds=timeout_seconds, torch_device=self.torch_device, watch=initialise_worker().watch
+        )
+        self._control = self._communicators["control"]
+        self._communicators.warm_up()
+
+    @property
+    def _tied_twice(self) -> bool:
+        """Whether two devices hold the one matrix of a model with tied weights."""
+        placement = self.layout.program.placement
+        return (
+            self.description.tied and not self.layout.sharded and placement.first_device != placement.last_device
+        )
+
+    def _check_architecture(self) -> None:
+        """The first process checks; all raise what it found."""
+        verdict: list[str | None] = [None]
+        if self.device == 0:
+            try:
+                self_check(self.description)
+            except InputError as error:
+                verdict = [str(error)]
+        if self._control is not None:
+            dist.broadcast_object_list(verdict, src=self._group.ranks[0], group=self._control.group)
+        if verdict[0] is not None:
+            raise InputError(verdict[0])
+
+    def _build(self, parameter_dtype: torch.dtype, seed: int) -> None:
+        description, layout = self.description, self.layout
+        placement = layout.program.placement
+        last_stage = placement.stages - 1
+        self._stages: dict[int, nn.Module] = {}
+        self._stage_parameters: dict[int, StageParameters] = {}
+        self._shards: dict[str, ParameterShard] = {}
+        for stage in placement.stages_of(self.device):
+            first, last = layout.layers[stage]
+            module = build_stage(
+                description,
+                first,
+                last,
+                is_first=stage == 0,
+                is_last=stage == last_stage,
+                dtype=parameter_dtype,
+                torch_device=self.torch_device,
+            )
+            fill_parameters(module, description, seed)
+            parameters = StageParameters(module, self._compute_dtype)
+            for name, parameter in parameters:
+                self._shards[name] = ParameterShard(parameter, None, tuple(parameter.shape), saved_here=True)
+            self._stages[stage] = module
+            self._stage_parameters[stage] = parameters
+
+        def matrix(name: str, shard: Shard, *, saved_here: bool = True) -> Matrix | None:
+            """The rows of a vocabulary matrix that this device holds; None where whole matrices live elsewhere."""
+            if not shard.rows and not layout.sharded:
+                return None
+            rows = fill_rows(description, name, shard.start, shard.stop, seed)
+            requires_grad = description.skeleton.get_parameter(name).requires_grad
+            parameter = nn.Parameter(rows.to(self.torch_device, parameter_dtype), requires_grad=requires_grad)
+            shape = (description.vocabulary_size, *parameter.shape[1:])
+            start = shard.start if layout.sharded else None
+            self._shards[name] = ParameterShard(parameter, start, shape, saved_here=saved_here)
+            return Matrix(parameter, self._compute_dtype)
+
+        embedding_shard, head_shard = layout.embedding_shards[self.device], layout.head_shards[self.device]
+        embedding = matrix(description.embedding_name, embedding_shard)
+        if not description.tied:
+            head = matrix(description.head_name, head_shard)
+        elif embedding_shard == head_shard:
+            head = embedding
+        else:
+            head = matrix(description.embedding_name, head_shard, saved_here=False) if head_shard.rows else None
+        bias = matrix(description.head_bias_name, head_shard) if description.head_bias_name else None
+        self._tied_copy = (embedding or head) if self._tied_twice else None
+        self._output = (
+            OutputShard(head, bias, head_shard, self._options, one_barrier=layout.program.barriers == 1)
+            if head is not None
+            else None
+        )
+        self._walker = Walker(
+            self.device,
+            self._stages,
+            self._embedding(embedding),
+            self._output,
+            self._communicators,
+            self._group.ranks,
+            vocabulary_passes=layout.sharded,
+            hidden_size=description.hidden_size,
+            hidden_dtype=self._compute_dtype,
+            torch_device=self.torch_device,
+        )
+
+    def _embedding(self, matrix: Matrix | None) -> EmbeddingShard | None:
+        padding_index = self.description.padding_index
+        if self.layout.sharded:
+            return EmbeddingShard(matrix, self.layout.embedding_shards, self.device, padding_index)
+        if matrix is None:
+            return None
+        rows = self.description.vocabulary_size
+        return EmbeddingShard(matrix, (Shard(0, rows, rows),), 0, padding_index)
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        input_ids: Tensor | None,
+        labels: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_weights: Tensor | None = None,
+        record_passes: bool = False,
+    ) -> StepResult:
+        """Forward and backward of one batch; gradients are added to those of the parameters.
+
+        Only the first process of the pipeline need pass data; what others pass is not looked at.
+
+        Args:
+            input_ids: [batch, sequence] int64, batch a multiple of `microbatches`.
+            labels: the same shape, aligned with `input_ids` and shifted inside, -100 where none counts; default: the ids.
+            position_ids: the same shape; default 0, 1, 2, ...
+            attention_mask: the same shape, 1 for tokens and 0 for padding, which must stand on the right.
+            token_weights: the same shape, weight of each label in the mean; default 1.
+            record_passes: keep the times of every pass in the result.
+        """
+        inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights)
+        return self._run(inputs, training=True, record_passes=record_passes)
+
+    def evaluate(
+        self,
+        input_ids: Tensor | None,
+        labels: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_weights: Tensor | None = None,
+    ) -> StepResult:
+        """Forward of one batch, without gradients: the loss, and the log-probability of every label. As `step`."""
+        inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights)
+        modes = {stage: module.training for stage, module in self._stages.items()}
+        for module in self._stages.values():
+            module.eval()
+        try:
+            return self._run(inputs, training=False, record_passes=False)
+        finally:
+            for stage, module in self._stages.items():
+                module.train(modes[stage])
+
+    def _run(self, inputs: Inputs, *, training: bool, record_passes: bool) -> StepResult:
+        started = time.perf_counter()
+        inputs = distribute(
+            inputs,
+            microbatches=self.microbatches,
+            vocabulary=self.description.vocabulary_size,
+            maximum_length=self.description.maximum_length,
+            communicator=self._control,
+            torch_device=self.torch_device,
+        )
+        weights_dtype = torch.float64 if self._compute_dtype == torch.float64 else torch.float32
+        batch = cut(inputs, microbatches=self.microbatches, dtype=weights_dtype)
+        for parameters in self._stage_parameters.values():
+            parameters.refresh()
+        self._walker.record_passes = record_passes
+        record = self._walker.walk(self.layout.program if training else self.layout.evaluation, batch)
+        if training and self._tied_copy is not None and self._tied_copy.trainable:
+            self._add_tied_gradients(self._tied_copy)
+        own = None if self._output is None else self._output.loss
+        loss = self._share(own, weights_dtype, ())
+        log_probabilities = [] if training else self._log_probabilities(batch, weights_dtype)
+        return StepResult(
+            batch.valid_tokens,
+            time.perf_counter() - started,
+            record,
+            loss,
+            log_probabilities,
+            (batch.sequences, batch.sequence_length),
+        )
+
+    def _log_probabilities(self, batch: Batch, dtype: torch.dtype) -> list[_Shared]:
+        own = None if self._output is None else self._output.log_probabilities
+        return [
+            self._share(None if own is None else own[index], dtype, (microbatch.tokens,))
+            for index, microbatch in enumerate(batch.microbatches)
+        ]
+
+    def _share(self, own: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> _Shared:
+        """What devices with an output layer know and others may not. Sharded, all know; else the last stage's sends it."""
+        if self._control is None or self.layout.sharded:
+            assert own is not None
+            return _Shared(own, None)
+        source = self._group.ranks[self.layout.program.placement.last_device]
+        tensor = torch.empty(shape, dtype=dtype, device=self.torch_device) if own is None else own.contiguous()
+        return _Shared(tensor, self._control.broadcast(tensor, source, "the loss"))
+
+    def _add_tied_gradients(self, matrix: Matrix) -> None:
+        """Tied weights held twice: the first device has the embedding's gradient, the last the output layer's.
+
+        Summed over the two processes that hold the matrix, on their own communicator, and sent back to both.
+        """
+        assert self._communicators is not None
+        communicator, gradient = self._communicators["tied"], matrix.gradient()
+        communicator.reduce(gradient, communicator.members[0], "the sum of tied gradients").wait("the optimizer")
+        communicator.broadcast(gradient, communicator.members[0], "tied gradients").wait("the optimizer")
+
+    # --- parameters --------------------------------------------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(Hugging Face name, parameter) held by this process; vocabulary matrices are its rows of them."""
+        return ((name, shard.parameter) for name, shard in self._shards.items())
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters held by this process, for an optimizer."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def parameter_shards(self) -> dict[str, ParameterShard]:
+        """By Hugging Face name: what this process holds of each parameter, and whether it is the one to save it."""
+        return dict(self._shards)
+
+    def zero_grad(self) -> None:
+        """Drops all gradients."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Scales all gradients so that their norm over all devices is at most `max_norm`; returns the norm before.
+
+        Collective over the pipeline. The same number on every process.
+        """
+        if not max_norm > 0:
+            raise InputError(f"max_norm: {max_norm}, expected a number above 0")
+        held = [
+            (shard.parameter.grad, shard.saved_here)
+            for shard in self._shards.values()
+            if shard.parameter.grad is not None
+        ]
+        counted = [gradient for gradient, counts in held if counts]
+        norm = total_norm(counted, self.torch_device, None if self._control is None else self._sum)
+        clip_gradients([gradient for gradient, _ in held], norm, max_norm)
+        return float(norm)
+
+    def _sum(self, number: Tensor) -> Tensor:
+        """Sum of a scalar over the pipeline, the same bits on every process: all gather, all add in the same order."""
+        assert self._control is not None
+        table = number.new_empty(self.devices)
+        self._control.all_gather(table, number, "the norm of all gradients").wait("the optimizer")
+        return table.sum()
+
+    # --- over all devices --------------------------------------------------------------------------------------------
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """All processes of the pipeline, in the order of its devices; None for one device."""
+        return None if self._control is None else self._control.group
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """What each device gives, by device, on every process. Collective; as many numbers everywhere."""
+        own = torch.tensor(numbers, dtype=torch.float64, device=self.torch_device)
+        if self._control is None:
+            return [own.tolist()]
+        table = own.new_empty((self.devices, len(numbers)))
+        self._control.all_gather(table, own, "figures of all devices").wait("the caller")
+        return table.tolist()
+
+    def predict(self, vocabulary: str | None = None) -> Timeline:
+        """The simulated step of this pipeline, or of the same one in another vocabulary mode. Times as in `layout.costs`."""
+        layout = self.layout if vocabulary is None else self._layout(vocabulary=vocabulary)
+        return time_order(layout.program.order, layout.costs)
+
+    def close(self) -> None:
+        """Destroys the communicators. Collective, when nothing is under way; the pipeline cannot step after it."""
+        if self._communicators is not None:
+            self._communicators.close()
+
+    # --- whole tensors -----------------------------------------------------------------------------------------------
+
+    def stream_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole gradient on the CPU), one after the other, on the first process; all must exhaust it."""
+        held = {
+            name: Held(shard.parameter.grad, shard.start_row, shard.shape)
+            for name, shard in self._shards.items()
+            if shard.parameter.grad is not None and shard.saved_here
+        }
+        return stream_whole(held, None if self._control is None else self._control.group, self._group.ranks)
+
+    def stream_state(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole parameter on the CPU), one after the other, on the first process; all must exhaust it."""
+        held = {
+            name: Held(shard.parameter, shard.start_row, shard.shape)
+            for name, shard in self._shards.items()
+            if shard.saved_here
+        }
+        return stream_whole(held, None if self._control is None else self._control.group, self._group.ranks)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Every gradient, whole, by Hugging Face name, on the first process; empty on the others. Collective."""
+        return dict(self.stream_gradients())
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Every parameter, whole, by Hugging Face name, on the first process; empty on the others. Collective."""
+        return dict(self.stream_state())
+
+
+def _torch_device(given: torch.device | str | None) -> torch.device:
+    if given is not None:
+        return torch.device(given)
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _positive(name: str, value: int) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise InputError(f"{name}: {value!r}, expected a whole number of at least 1")
+    return value
+
+
+def _schedule(given: Path | Schedule) -> Schedule:
+    if isinstance(given, Order) or callable(given):
+        return given
+    if str(given).endswith(".csv"):
+        try:
+            return Order.from_csv(Path(given).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InputError(f"schedule: {given} cannot be read ({error.strerror})") from error
+    return str(given)
+
+
+def _loss_options(given: LossOptions, description: Description) -> LossOptions:
+    """The caller's options with what the model itself does to its logits."""
+    return replace(given, logit_scale=description.logit_scale, soft_cap=description.soft_cap)
+
+
+def _model_costs(description: Description) -> ModelCosts:
+    sequence = min(COST_SEQUENCE_LENGTH, description.maximum_length or COST_SEQUENCE_LENGTH)
+    return ModelCosts(layers=tuple(layer_flops(description, sequence)), head=head_flops(description))

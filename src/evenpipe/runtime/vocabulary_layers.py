@@ -1,0 +1,148 @@
+"""What one device does for the vocabulary layers during a step: E and G, S, C and T on its rows.
+
+The mathematics are plain functions of the vocabulary room; here they meet the parameters, and what one pass leaves
+for the next is kept per microbatch. Nothing here communicates: the walker does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from evenpipe.runtime.batch import Batch, Microbatch
+from evenpipe.runtime.parameters import Matrix
+from evenpipe.vocabulary import (
+    Combined,
+    LossOptions,
+    OutputState,
+    Routes,
+    Shard,
+    add_row_gradients,
+    backward_shard,
+    combine,
+    forward_shard,
+    gather_rows,
+    hidden_gradient,
+    place_rows,
+    route,
+)
+
+
+class EmbeddingShard:
+    """This device's rows of the input embedding, and the routes of the step's token ids.
+
+    A device without rows (the embedding is somewhere else as a whole) still knows the routes.
+    """
+
+    def __init__(self, matrix: Matrix | None, shards: Sequence[Shard], part: int, padding_index: int | None) -> None:
+        self._matrix = matrix
+        self._shards = shards
+        self.part = part
+        self._padding_index = padding_index
+        self._routes: list[Routes] = []
+
+    def begin(self, batch: Batch) -> None:
+        self._routes = [route(microbatch.token_ids, self._shards) for microbatch in batch.microbatches]
+        if self._matrix is not None:
+            self._matrix.refresh()
+
+    def counts(self, microbatch: int) -> tuple[int, ...]:
+        """Rows that each shard contributes: the size of every message, known on all devices."""
+        return self._routes[microbatch].counts
+
+    def rows(self, microbatch: int) -> Tensor:
+        """E: [own count, hidden_size]."""
+        assert self._matrix is not None
+        return gather_rows(self._matrix.weight, self._routes[microbatch], self.part)
+
+    def place(self, rows: Tensor, microbatch: int) -> Tensor:
+        """At the first stage: rows [n, hidden_size] of all shards, one shard after the other, put in the tokens' places."""
+        routes = self._routes[microbatch]
+        return place_rows([rows[routes.span(part)] for part in range(len(self._shards))], routes)
+
+    def pick(self, gradient: Tensor, microbatch: int) -> Tensor:
+        """At the first stage: the gradient [n, hidden_size] of the placed rows, in the order of `place`'s argument."""
+        order = self._routes[microbatch].order
+        return gradient if order is None else gradient.index_select(0, order)
+
+    def add_gradient(self, rows_gradient: Tensor, microbatch: int) -> None:
+        """G: [own count, hidden_size] into the gradient of the rows held here."""
+        assert self._matrix is not None
+        if self._matrix.trainable:
+            add_row_gradients(
+                self._matrix.gradient(), rows_gradient, self._routes[microbatch], self.part, self._padding_index
+            )
+
+
+class OutputShard:
+    """This device's rows of the output layer: S, the combination at the barrier, C and T, and the loss."""
+
+    def __init__(
+        self, matrix: Matrix, bias: Matrix | None, shard: Shard, options: LossOptions, *, one_barrier: bool
+    ) -> None:
+        self._matrix = matrix
+        self._bias = bias
+        self._shard = shard
+        self._options = options
+        self._one_barrier = one_barrier
+        self._states: dict[int, OutputState] = {}
+        self._combined: dict[int, Combined] = {}
+        self.loss: Tensor | None = None
+        """The step's loss so far, a scalar; equal on all devices that hold an output shard."""
+        self.log_probabilities: dict[int, Tensor] = {}
+        """Evaluation only: [n] per microbatch, of each position's target."""
+
+    def begin(self) -> None:
+        self._matrix.refresh()
+        if self._bias is not None:
+            self._bias.refresh()
+        self._states.clear()
+        self._combined.clear()
+        self.log_probabilities = {}
+        self.loss = None
+
+    @property
+    def statistics_per_token(self) -> int:
+        return self._options.statistics
+
+    def forward(self, hidden: Tensor, microbatch: Microbatch, index: int, *, gradients: bool) -> Tensor:
+        """S: statistics [n, statistics_per_token] of this shard. hidden: [n, hidden_size], kept until T."""
+        statistics, state = forward_shard(
+            hidden,
+            self._matrix.weight,
+            None if self._bias is None else self._bias.weight,
+            microbatch.targets,
+            self._shard,
+            self._options,
+            self._one_barrier,
+            gradients=gradients,
+        )
+        if gradients:
+            self._states[index] = state
+        return statistics
+
+    def combine(self, table: Tensor, microbatch: Microbatch, index: int, *, gradients: bool) -> None:
+        """What opens C, or T with two barriers: table [shards, n, statistics_per_token] to the loss of the microbatch."""
+        combined = combine(table, microbatch.weights, microbatch.targets, self._options, self._shard.vocabulary)
+        loss = torch.dot(combined.losses, microbatch.weights.to(combined.losses.dtype))
+        self.loss = loss if self.loss is None else self.loss + loss
+        if gradients:
+            self._combined[index] = combined
+        else:
+            self.log_probabilities[index] = combined.log_probabilities
+
+    def hidden_gradient(self, index: int) -> Tensor:
+        """C with one barrier: this shard's part of the gradient of the hidden states, [n, hidden_size]."""
+        return hidden_gradient(self._states[index], self._combined[index], self._matrix.weight)
+
+    def backward(self, index: int) -> Tensor | None:
+        """T: adds to the gradients of the rows; with two barriers also returns the part [n, hidden_size]."""
+        return backward_shard(
+            self._states.pop(index),
+            self._combined.pop(index),
+            self._matrix.weight,
+            self._matrix.gradient() if self._matrix.trainable else None,
+            self._bias.gradient() if self._bias is not None and self._bias.trainable else None,
+        )

@@ -1,0 +1,45 @@
+"""AdamW over the parameters that a process holds, and the learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from evenpipe.train.config import OptimizerConfig
+
+
+def adamw(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW | None:
+    """AdamW with weight decay on matrices only; None for a process that holds no parameter that is trained.
+
+    The fused version, on CPU too: one pass over memory, and the same bits for any cut of a parameter on multiples of
+    its vector width.
+    """
+    trained = [parameter for _, parameter in parameters if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() >= 2]
+    others = [parameter for parameter in trained if parameter.dim() < 2]
+    groups = [
+        {"params": group, "weight_decay": decay}
+        for group, decay in ((matrices, config.weight_decay), (others, 0.0))
+        if group
+    ]
+    if not groups:
+        return None
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=True
+    )
+
+
+def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
+    """Of the step with this number (0 is the first) among `steps`: linear from 0, then half a cosine.
+
+    The last step has `minimum_learning_rate_ratio` of the highest rate.
+    """
+    warmup = min(config.warmup_steps, steps - 1)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / (warmup + 1)
+    progress = (step - warmup) / max(1, steps - 1 - warmup)
+    low = config.minimum_learning_rate_ratio
+    return config.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))

@@ -1,0 +1,334 @@
+"""The training loop, as one process of a pipeline runs it.
+
+    read the newest sound checkpoint -> step, step, ..., save -> evaluate -> export -> report
+
+Everything that a step depends on follows from the configuration and the number of the step: the batch, the learning
+rate, the seeds. So a run that was killed and started again goes on as if nothing had happened, to the last bit.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evenpipe.errors import RunError
+from evenpipe.runtime import Pipeline, StepResult, initialise_worker
+from evenpipe.train.checkpoint import load, save
+from evenpipe.train.checkpoint_folder import find_latest, prepare_folder
+from evenpipe.train.config import Config
+from evenpipe.train.config_file import config_to_dict
+from evenpipe.train.data import PreparedData, data_identity, open_batches, open_data
+from evenpipe.train.metrics import Metrics, RunningMean, StepMetrics
+from evenpipe.train.model_source import pipeline_model
+from evenpipe.train.optimization import adamw, learning_rate
+from evenpipe.train.packing import Batches
+from evenpipe.train.report import DeviceReport, Prediction, RunReport, report_text, write_report
+from evenpipe.vocabulary import LossOptions
+
+BASELINE = "first-last"
+
+TIMED_STEPS = range(3, 11)
+"""Steps of a run with a time box whose speed decides how many there will be. The first two warm up."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Where a run is: what a checkpoint holds besides tensors."""
+
+    step: int = 0
+    """Steps done."""
+    steps: int = 0
+    """Steps in all."""
+    tokens: int = 0
+    mean: RunningMean = field(default_factory=RunningMean)
+
+
+def train(config: Config) -> None:
+    """Trains from the newest checkpoint, or from the beginning, to the end. Called on every process of the run.
+
+    Raises:
+        InputError: something in the configuration does not go together.
+        RunError: the loss is no longer finite, or a disk, a process or a connection failed.
+    """
+    worker = initialise_worker(timeout_seconds=config.pipeline.timeout_seconds)
+    torch.manual_seed(config.training.seed)
+    run = _Run(config, worker.torch_device)
+    run.resume()
+    gc.collect()
+    gc.freeze()  # what is there now stays: a full collection in the middle of a step would look like a straggler
+    try:
+        run.to_the_end()
+    finally:
+        if run.metrics is not None:
+            run.metrics.close()
+
+
+class _Run:
+    """One start of a run on one process."""
+
+    def __init__(self, config: Config, torch_device: torch.device) -> None:
+        self.config = config
+        self.data: PreparedData = open_data(config)
+        self.batches: Batches = open_batches(config, self.data)
+        self.pipeline = Pipeline(
+            pipeline_model(config, self.data.tokenizer_size, self.data.end_of_text_id),
+            schedule=config.pipeline.schedule,
+            vocabulary=config.pipeline.vocabulary,
+            microbatches=config.pipeline.microbatches_per_step,
+            layers_per_stage=config.pipeline.layers_per_stage,
+            loss=LossOptions(
+                label_smoothing=config.loss.label_smoothing, z_loss=config.loss.z_loss, keep=config.loss.keep
+            ),
+            compute_dtype=_compute_dtype(config),
+            seed=config.training.seed,
+            self_check=config.model.self_check,
+            trust_remote_code=config.model.trust_remote_code,
+            torch_device=torch_device,
+            timeout_seconds=config.pipeline.timeout_seconds,
+        )
+        self.is_first = self.pipeline.device == 0
+        self.optimizer = adamw(self.pipeline.named_parameters(), config.optimizer)
+        self.progress = _Progress(steps=config.training.steps)
+        self.started_step = 0
+        self.metrics: Metrics | None = None
+        self.box_open = config.training.minutes is not None
+        self._since = time.perf_counter()
+        self._pending: list[tuple[StepResult, float, float]] = []
+        self._busy_seconds = 0.0
+        self._training_seconds = 0.0
+        self._busy_in_all = 0.0
+        self._validation: float | None = None
+
+    # --- resuming and saving -----------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Takes up the newest sound checkpoint, if there is one."""
+        config, group = self.config, self.pipeline.process_group
+        prepare_folder(config.checkpoint_folder, group)
+        found = find_latest(config.checkpoint_folder, group)
+        if found.checkpoint is not None:
+            shards = self.pipeline.parameter_shards()
+            state = load(found.checkpoint, shards, self.optimizer, group)
+            self.progress = _Progress(
+                step=found.checkpoint.step,
+                steps=state["steps"] if self.box_open else config.training.steps,
+                tokens=state["tokens"],
+                mean=RunningMean(**state["running_mean"]),
+            )
+            self.box_open = self.box_open and not state["steps_decided"]
+        self.started_step = self.progress.step
+        if not self.is_first:
+            return
+        self.metrics = Metrics(
+            config.run_folder,
+            steps=self.progress.steps,
+            resume_step=self.progress.step,
+            tensorboard=config.output.tensorboard,
+        )
+        for rejected in found.rejected:
+            self.metrics.say(f"passed over checkpoint {rejected.path.name}: {rejected.reason}")
+        if found.checkpoint is not None:
+            self.metrics.say(f"going on from {found.checkpoint.path}")
+            if state["data"] != data_identity(config, self.data):
+                self.metrics.say("the data, its order or the batch is no longer that of the checkpoint")
+
+    def save(self) -> Path:
+        """Saves where the run is. Collective."""
+        if self.metrics is not None:
+            self.metrics.sync()
+        progress = self.progress
+        metadata: dict[str, Any] = {
+            "steps": progress.steps,
+            "steps_decided": not self.box_open,
+            "tokens": progress.tokens,
+            "running_mean": progress.mean.state(),
+            "data": data_identity(self.config, self.data),
+            "config": config_to_dict(self.config),
+            "model_config": self.pipeline.description.config.to_dict(),
+            "tied": self.pipeline.description.tied,
+            "tokenizer": "../../tokenizer",
+        }
+        return save(
+            self.config.checkpoint_folder,
+            progress.step,
+            self.pipeline.parameter_shards(),
+            self.optimizer,
+            metadata,
+            self.pipeline.process_group,
+            keep=self.config.checkpoint.keep,
+        )
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def to_the_end(self) -> None:
+        config, progress = self.config, self.progress
+        saved: Path | None = None
+        self._since = time.perf_counter()
+        box_started = self._since
+        while progress.step < progress.steps:
+            self._step()
+            number = progress.step
+            if self.box_open and number == self.started_step + TIMED_STEPS.start - 1:
+                box_started = time.perf_counter()
+            if self.box_open and number >= self.started_step + TIMED_STEPS.stop - 1:
+                self._decide_steps((time.perf_counter() - box_started) / len(TIMED_STEPS))
+            last = number == progress.steps
+            if number % config.output.log_every_steps == 0 or last:
+                self._log()
+            every = config.training.evaluate_every_steps
+            if last or (every is not None and number % every == 0):
+                self._evaluate()
+            every = config.checkpoint.every_steps
+            if last or (every is not None and number % every == 0):
+                self._log()
+                saved = self.save()
+                self._since = time.perf_counter()
+        if saved is None:  # started again after its last step
+            self._evaluate()
+            found = find_latest(config.checkpoint_folder, self.pipeline.process_group).checkpoint
+            assert found is not None, "a finished run has a checkpoint"
+            saved = found.path
+        self._report()
+        if self.is_first and config.output.export:
+            from evenpipe.train.export import export_checkpoint
+
+            export_checkpoint(saved, config.export_folder)
+            assert self.metrics is not None
+            self.metrics.say(f"the model is in {config.export_folder}")
+
+    def _step(self) -> None:
+        config, pipeline, progress = self.config, self.pipeline, self.progress
+        rate = learning_rate(progress.step, progress.steps, config.optimizer)
+        if self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+        result = pipeline.step(self.batches.batch(progress.step) if self.is_first else None)
+        norm = pipeline.clip_gradients(config.optimizer.clip_norm or float("inf"))
+        if self.optimizer is not None:
+            self.optimizer.step()
+        pipeline.zero_grad()
+        progress.step += 1
+        progress.tokens += self.batches.tokens_per_batch
+        self._busy_seconds += result.record.busy
+        self._pending.append((result, norm, rate))
+
+    def _log(self) -> None:
+        """Reads the losses since the last line, and writes one. Collective: devices tell how busy they were."""
+        if not self._pending:
+            return
+        progress, steps = self.progress, len(self._pending)
+        loss = norm = rate = 0.0
+        for result, norm, rate in self._pending:
+            loss = result.loss
+            if not (abs(loss) < float("inf") and norm < float("inf")):
+                first = progress.step - steps + 1
+                raise RunError(
+                    f"loss {loss} and gradient norm {norm} in one of the steps {first} to {progress.step}: training has"
+                    " diverged; checkpoints before it are as they were"
+                )
+            progress.mean.add(loss)
+        now = time.perf_counter()
+        seconds = now - self._since
+        busy = [values[0] / seconds for values in self.pipeline.gather_numbers([self._busy_seconds])]
+        self._training_seconds += seconds
+        self._busy_in_all += self._busy_seconds
+        if self.metrics is not None:
+            self.metrics.log(
+                StepMetrics(
+                    step=progress.step,
+                    loss=loss,
+                    running_mean_loss=progress.mean.mean,
+                    tokens=progress.tokens,
+                    tokens_per_second=steps * self.batches.tokens_per_batch / seconds,
+                    learning_rate=rate,
+                    gradient_norm=norm,
+                    busy=tuple(busy),
+                    seconds=seconds,
+                )
+            )
+        self._pending, self._busy_seconds, self._since = [], 0.0, now
+
+    def _evaluate(self) -> None:
+        """Mean loss over held-back rows, the same ones every time. Collective."""
+        count = min(self.batches.validation_batches, self.config.training.evaluation_batches)
+        if not count:
+            return
+        self._log()
+        total, tokens = 0.0, 0
+        for index in range(count):
+            batch = self.batches.validation_batch(index) if self.is_first else (None, None)
+            result = self.pipeline.evaluate(*batch)
+            total += result.loss * result.tokens
+            tokens += result.tokens
+        self._validation = total / tokens
+        if self.metrics is not None:
+            self.metrics.log_evaluation(self.progress.step, self._validation, tokens)
+        self._since = time.perf_counter()
+
+    def _decide_steps(self, step_seconds: float) -> None:
+        """How many steps the time box holds; the first process decides. Collective."""
+        minutes = self.config.training.minutes
+        assert minutes is not None
+        slowest = max(values[0] for values in self.pipeline.gather_numbers([step_seconds]))
+        fit = int(minutes * 60 / slowest)
+        self.progress.steps = min(self.config.training.steps, max(fit, self.progress.step))
+        self.box_open = False
+        if self.metrics is not None:
+            self.metrics.set_steps(self.progress.steps)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _report(self) -> None:
+        """Writes and prints the report. Collective."""
+        pipeline = self.pipeline
+        placement = pipeline.layout.program.placement
+        table = pipeline.gather_numbers([self._busy_in_all, _peak_memory_bytes(pipeline.torch_device)])
+        if self.metrics is None:
+            return
+        seconds = self._training_seconds
+        steps = self.progress.step - self.started_step
+        report = RunReport(
+            steps=steps,
+            tokens=steps * self.batches.tokens_per_batch,
+            seconds=seconds,
+            loss=self.progress.mean.mean,
+            validation_loss=self._validation,
+            devices=tuple(
+                DeviceReport(
+                    device=device,
+                    busy=busy / seconds if seconds else 0.0,
+                    peak_memory_bytes=int(peak),
+                    layers=sum(
+                        last - first for first, last in (pipeline.layout.layers[s] for s in placement.stages_of(device))
+                    ),
+                    vocabulary_rows=pipeline.layout.head_shards[device].rows,
+                )
+                for device, (busy, peak) in enumerate(table)
+            ),
+            prediction=_prediction(pipeline, pipeline.layout.mode),
+            baseline=_prediction(pipeline, BASELINE),
+        )
+        write_report(report, self.config.run_folder / "report.json")
+        self.metrics.say(report_text(report))
+
+
+def _prediction(pipeline: Pipeline, mode: str) -> Prediction:
+    timeline = pipeline.predict(mode)
+    return Prediction(vocabulary=mode, makespan=timeline.makespan, busy=timeline.busy)
+
+
+def _compute_dtype(config: Config) -> torch.dtype | None:
+    name = config.model.compute_dtype
+    return None if name == "auto" else getattr(torch, name)
+
+
+def _peak_memory_bytes(torch_device: torch.device) -> int:
+    if torch_device.type == "cuda":
+        return torch.cuda.max_memory_allocated(torch_device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
