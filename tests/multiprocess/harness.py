@@ -131,6 +131,7 @@ def _start_fork_server() -> None:
     """
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), *(entry for entry in sys.path if entry)])
+    multiprocessing.forkserver._forkserver._stop()  # launch() may have started one that knows less
     multiprocessing.set_forkserver_preload(["preload"])
     with mock.patch.dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"):
         multiprocessing.forkserver.ensure_running()

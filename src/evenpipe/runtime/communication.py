@@ -18,7 +18,7 @@ sent by gloo. That path, like NCCL's, was written without a GPU at hand and has 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import accumulate
@@ -53,7 +53,7 @@ class Handle:
         communicator: Communicator,
         what: str,
         peers: tuple[int, ...],
-        works: Sequence[dist.Work],
+        works: Sequence[dist.Work | None],
         *,
         tensors: Sequence[Tensor] = (),
         finish: Callable[[], None] | None = None,
@@ -83,7 +83,8 @@ class Handle:
             watch.awaiting(self.what, needed_by, communicator.name, self._peers)
         try:
             for work in self._works:
-                work.wait()
+                if work is not None:  # a library may have nothing to do
+                    work.wait()
         except RuntimeError as error:
             raise communicator.failed(error, self.what, needed_by, self._peers) from error
         if watch is not None and communicator.wait_blocks:
@@ -155,7 +156,7 @@ class Communicator:
         if self.group is None:
             output[0].copy_(tensor)
 
-        def start(host: Tensor, host_output: Tensor) -> dist.Work:
+        def start(host: Tensor, host_output: Tensor) -> Any:
             rows = [
                 host_output[self.members.index(member)] for member in sorted(self.members)
             ]  # as the group numbers them
@@ -216,7 +217,7 @@ class Communicator:
         operation = dist.isend if sends else dist.irecv
         own_bytes = rows[self.own_rows(counts)].nbytes if at_root else 0
 
-        def start(host: Tensor) -> list[dist.Work]:
+        def start(host: Tensor) -> Any:
             # One batch on every side, so that NCCL runs root's messages as one operation.
             return dist.batch_isend_irecv(
                 [dist.P2POp(operation, host[part], member, self.group) for member, part in messages]
@@ -229,7 +230,7 @@ class Communicator:
 
     # -- how an operation is started ---------------------------------------------------------------
 
-    def _collective(self, what: str, root: int | None, start: Callable[..., dist.Work], **given: Any) -> Handle:
+    def _collective(self, what: str, root: int | None, start: Callable[..., dist.Work | None], **given: Any) -> Handle:
         assert root is None or root in self.members, (
             f"{what}: root {root} is not a member of {self.name} {self.members}"
         )
@@ -242,7 +243,7 @@ class Communicator:
         self,
         what: str,
         peers: tuple[int, ...],
-        start: Callable[..., list[dist.Work]],
+        start: Callable[..., list[dist.Work | None]],
         *,
         reads: Tensor | None = None,
         writes: Tensor | None = None,
@@ -287,7 +288,7 @@ class Staging:
     """Copies between a GPU and pinned host memory, for processes that share a GPU. Not yet run on one."""
 
     def __init__(self, torch_device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(torch_device)
+        self._stream = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
 
     def to_host(
         self, reads: Tensor | None, writes: Tensor | None, both: Tensor | None
@@ -373,7 +374,7 @@ class Communicators:
     def __getitem__(self, name: str) -> Communicator:
         return self._by_name[name]
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Communicator]:
         """The communicators in the order in which they were made."""
         return iter(self._by_name.values())
 

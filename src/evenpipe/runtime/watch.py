@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-
-from torch.distributed import Store
+from typing import Any
 
 from evenpipe.errors import InputError, RunError
 
@@ -36,6 +36,9 @@ GRACE_SECONDS = 1.0
 """How long the main thread has to notice a cause; once it has, five times as long to end in its own way."""
 
 EXIT_CODE = 3
+
+BROKEN = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Application timeout caused")
+"""What gloo says when a peer is gone or a wait took too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,36 +89,62 @@ class Beat:
         return Beat(waiting=waiting, **fields)
 
 
+class Board:
+    """A small mapped file in which each process shows what it waits for, readable when all have been killed."""
+
+    WIDTH = 256
+
+    def __init__(self, path: Path, world_size: int) -> None:
+        """Opens the board, or makes it if there is none."""
+        if not path.exists():
+            path.write_bytes(bytes(self.WIDTH * world_size))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), self.WIDTH * world_size)
+
+    def show(self, rank: int, waiting: Waiting) -> None:
+        text = str(waiting).encode()[: self.WIDTH]
+        self._memory[rank * self.WIDTH : (rank + 1) * self.WIDTH] = text.ljust(self.WIDTH, b"\0")
+
+    def clear(self, rank: int) -> None:
+        self._memory[rank * self.WIDTH] = 0
+
+    def read(self, rank: int) -> str:
+        """What that process waits for, or waited for when it ended; empty if for nothing."""
+        return self._memory[rank * self.WIDTH : (rank + 1) * self.WIDTH].partition(b"\0")[0].decode(errors="replace")
+
+
 class Watch:
     """One per process. The main thread calls `awaiting` and `arrived` round every wait, `explain` when it fails."""
 
     def __init__(
         self,
-        store: Store | None,
+        store: Any | None,
         rank: int = 0,
         world_size: int = 1,
         *,
         silence_seconds: float = 30.0,
-        on_end: Callable[[str], None] | None = None,
+        on_cause: Callable[[Watch], None] | None = None,
+        board: Board | None = None,
     ) -> None:
         """A watch that does nothing until `start()`.
 
-        store: reached by all processes, with a prefix of this run's own; None for a single process. The watch uses
-        clones of it. silence_seconds: a process without a beat for this long is given up. Must exceed the longest
-        operation that keeps Python's
-            interpreter lock.
-        on_end: what to do with the message, on the watch's thread, when the main thread is stuck; then the process
-        exits with code 3.
-            Default: print it on stderr.
+        store: reached by all processes, with a prefix of this run's own; None for a single process. Clones are used.
+        silence_seconds: a process without a beat for this long is given up. Must exceed the longest operation that
+            keeps Python's interpreter lock.
+        on_cause: called once, on any thread, as soon as `cause` is known. Default: the message goes to stderr if the
+            main thread is stuck and the watch has to end the process.
+        board: where to show what this process waits for to whoever started it.
         """
         self.rank, self.world_size, self.silence_seconds = rank, world_size, silence_seconds
         self.cause: Cause | None = None
-        self._store = store
+        self.waiting: Waiting | None = None
+        self._store: Any = store
         self._beat_seconds = BEAT_SECONDS * max(1.0, world_size / 256)  # all beats end in one store
-        self._on_end = on_end or (lambda message: print(f"evenpipe: {message}", file=sys.stderr, flush=True))
-        self._waiting: Waiting | None = None
+        self._on_cause = on_cause
+        self._board = board
         self._beat = Beat(0, _machine(), os.getpid(), _started(os.getpid()) or "")
         self._cause_known = threading.Event()
+        self._learning = threading.Lock()
         self._main_knows = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -124,9 +153,7 @@ class Watch:
         """Begins to beat. All processes start at about the same time."""
         if self._store is None or self.world_size == 1:
             return
-        self._store = (
-            self._store.clone()
-        )  # a client serves one request at a time: the default one may be blocked in a wait
+        self._store = self._store.clone()  # one client serves one request at a time, and others may block in theirs
         self._store.set(f"beat/{self.rank}", self._beat.dump())
         self._thread = threading.Thread(
             target=self._run, args=(self._store.clone(),), name="evenpipe-watch", daemon=True
@@ -152,13 +179,27 @@ class Watch:
         Raises:
             RunError: the run is known to have failed already.
         """
-        self._waiting = Waiting(what, needed_by, communicator, peers)
+        self.waiting = Waiting(what, needed_by, communicator, peers)
+        if self._board is not None:
+            self._board.show(self.rank, self.waiting)
         if self._cause_known.is_set():
             raise self._error()
 
     def arrived(self) -> None:
         """The wait is over."""
-        self._waiting = None
+        self.waiting = None
+        if self._board is not None:
+            self._board.clear(self.rank)
+
+    @contextlib.contextmanager
+    def during(self, what: str, communicator: str, peers: tuple[int, ...]) -> Iterator[None]:
+        """Round a blocking call of torch.distributed: announces it, and raises what `explain` finds when it fails."""
+        self.awaiting(what, "", communicator, peers)
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.explain(error) from error
+        self.arrived()
 
     def explain(self, error: Exception) -> RunError:
         """The error to raise when a wait failed with `error`: finds the cause, or settles what it is.
@@ -167,7 +208,7 @@ class Watch:
         cause, up to the time after which a silent process is found, and only then blames the peer itself.
         """
         self._main_knows = True
-        waiting = self._waiting
+        waiting = self.waiting
         if self._thread is None:
             return RunError(f"process {self.rank}, awaiting {waiting}: {error}")
         if "timed out" in str(error).lower() and not self._cause_known.is_set():
@@ -180,7 +221,8 @@ class Watch:
                 self._settle(dead[0])
             elif time.monotonic() > deadline:
                 origin = peers[0] if peers else self.rank
-                self._settle(Cause("dead", origin, f"{processes(peers)} broke the connection ({error})"))
+                text = f"{processes(peers)} broke the connection" if peers else f"process {origin} lost a connection"
+                self._settle(Cause("dead", origin, f"{text} ({error})"))
         return self._error()
 
     def report_exception(self, error: BaseException) -> None:
@@ -188,19 +230,22 @@ class Watch:
         self._main_knows = True
         if self._thread is None or self._cause_known.is_set():
             return
-        self._settle(cause_of(error, self.rank))
+        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in BROKEN):
+            self.explain(error)  # from an operation that was not announced: this process may be a victim
+        else:
+            self._settle(cause_of(error, self.rank))
 
     # -- the thread --------------------------------------------------------------------------------
 
-    def _run(self, store: Store) -> None:
+    def _run(self, store: Any) -> None:
         neighbour, last_value, silent_seconds, lost_seconds = self._after(self.rank), "", 0.0, 0.0
         last_time = time.monotonic()
         while not self._stop.wait(self._beat_seconds):
             now = time.monotonic()
-            elapsed = min(now - last_time, 4 * self._beat_seconds)  # a longer gap: this process was stopped itself
+            elapsed = min(now - last_time, 2 * self._beat_seconds)  # a longer gap: this process was stopped itself
             last_time = now
             try:
-                self._beat = replace(self._beat, count=self._beat.count + 1, waiting=self._waiting)
+                self._beat = replace(self._beat, count=self._beat.count + 1, waiting=self.waiting)
                 store.set(f"beat/{self.rank}", self._beat.dump())
                 if store.check(["cause"]):
                     self._learn(Cause(**json.loads(store.get("cause"))))
@@ -220,7 +265,7 @@ class Watch:
             except RuntimeError as error:
                 # The store went with its host. A process that computes may well come to its end; one that waits will
                 # not.
-                lost_seconds = lost_seconds + elapsed if self._waiting is not None else 0.0
+                lost_seconds = lost_seconds + elapsed if self.waiting is not None else 0.0
                 if lost_seconds > self.silence_seconds:
                     self._learn(Cause("dead", self.rank, f"the store of the run no longer answers ({error})"))
                     break
@@ -235,14 +280,13 @@ class Watch:
         """Ends the process from this thread if the main thread does not."""
         if self._stop.wait(GRACE_SECONDS) or (self._main_knows and self._stop.wait(5 * GRACE_SECONDS)):
             return
-        try:
-            self._on_end(str(self._error()))
-        finally:
-            os._exit(EXIT_CODE)
+        if self._on_cause is None:
+            print(f"evenpipe: {self._error()}", file=sys.stderr, flush=True)
+        os._exit(EXIT_CODE)
 
     # -- causes ------------------------------------------------------------------------------------
 
-    def _settle(self, cause: Cause, store: Store | None = None) -> None:
+    def _settle(self, cause: Cause, store: Any = None) -> None:
         """Writes the cause, unless another was written before: then that one holds."""
         try:
             held = (store or self._store).compare_set("cause", "", json.dumps(asdict(cause)))
@@ -251,23 +295,27 @@ class Watch:
             self._learn(cause)
 
     def _learn(self, cause: Cause) -> None:
-        if not self._cause_known.is_set():
+        with self._learning:
+            if self._cause_known.is_set():
+                return
             self.cause = cause
+            if self._on_cause is not None:
+                self._on_cause(self)
             self._cause_known.set()
 
     def _error(self) -> RunError:
         assert self.cause is not None
         self._main_knows = self._main_knows or threading.current_thread() is threading.main_thread()
-        if self.cause.origin == self.rank or self._waiting is None:
+        if self.cause.origin == self.rank or self.waiting is None:
             return RunError(self.cause.text)
-        return RunError(f"{self.cause.text}; process {self.rank} was awaiting {self._waiting}")
+        return RunError(f"{self.cause.text}; process {self.rank} was awaiting {self.waiting}")
 
-    def _value(self, rank: int, store: Store) -> str:
+    def _value(self, rank: int, store: Any) -> str:
         """The beat of a process as it stands in the store; empty before its first one. Never blocks."""
         key = f"beat/{rank}"
         return store.get(key).decode() if store.check([key]) else ""
 
-    def _death_of(self, rank: int, store: Store) -> Cause | None:
+    def _death_of(self, rank: int, store: Any) -> Cause | None:
         """A cause, if that process ran on this machine and is no more. Elsewhere only silence tells."""
         value = self._value(rank, store)
         if not value:
@@ -325,7 +373,9 @@ def cause_of(error: BaseException, rank: int) -> Cause:
 
 
 def processes(ranks: Sequence[int]) -> str:
-    return f"process{'' if len(ranks) == 1 else 'es'} {', '.join(map(str, ranks))}"
+    """ "process 2", "processes 0, 1, 3"; at most eight by number."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"process{'' if len(ranks) == 1 else 'es'} {', '.join(map(str, ranks[:8]))}{more}"
 
 
 def _same(one: Waiting | None, other: Waiting) -> bool:

@@ -1,0 +1,171 @@
+"""What one process does before it can take part: find the others, start the watch, open the default process group.
+
+The same under torchrun and under `launch`. Outside both, a process is alone: no group, a watch that does nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from evenpipe.errors import InputError, RunError
+from evenpipe.runtime.watch import Board, Watch, processes
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_SECONDS = 1800.0
+"""Default limit of a wait among processes that are all alive. Long, since one may save a checkpoint while the others
+wait; dead and hung processes are found much earlier, by the watch."""
+
+SILENCE_SECONDS = 30.0
+"""Default time without a sign of life after which a process is given up."""
+
+START_SECONDS = 600.0
+"""How long processes may take to arrive: the slowest import of torch on a cold network file system."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """This process among all."""
+
+    rank: int
+    world_size: int
+    torch_device: torch.device
+    """Where tensors of this process live."""
+    timeout_seconds: float
+    """Limit for every process group."""
+    watch: Watch
+
+
+_this: Worker | None = None
+
+
+def initialise_worker(
+    *,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    silence_seconds: float = SILENCE_SECONDS,
+    torch_device: torch.device | str | None = None,
+) -> Worker:
+    """Makes this process ready to communicate, once; a second call returns what the first one made.
+
+    Under torchrun (environment variable RANK) it joins the others and opens the default process group, unless that is
+    open already: gloo on CPUs, NCCL beside gloo where every process has a GPU of its own, gloo alone where processes
+    share one. From then on an exception that nobody catches ends all processes, with its text.
+
+    timeout_seconds: limit of a wait among live processes.
+    silence_seconds: a process without a sign of life for this long is given up.
+    torch_device: default: a GPU where there is one, else the CPU.
+
+    Raises:
+        InputError: torch_device is not a device of this machine.
+        RunError: some processes did not arrive; names them.
+    """
+    if _this is not None:
+        return _this
+    worker = start_worker(timeout_seconds, silence_seconds, torch_device)
+    if worker.world_size > 1:
+        atexit.register(worker.watch.finish)
+        before = sys.excepthook
+
+        def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            worker.watch.report_exception(error)
+            before(kind, error, trace)
+
+        sys.excepthook = report
+    return worker
+
+
+def start_worker(
+    timeout_seconds: float,
+    silence_seconds: float,
+    torch_device: torch.device | str | None,
+    on_cause: Callable[[Watch], None] | None = None,
+    board: Board | None = None,
+) -> Worker:
+    """As initialise_worker, for a caller that reports exceptions and ends the watch itself."""
+    global _this  # noqa: PLW0603  (one process is one worker)
+    timeout = timedelta(seconds=timeout_seconds)
+    if dist.is_initialized():
+        store, rank, world_size = distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    elif "RANK" in os.environ:
+        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=START_SECONDS)))
+    else:
+        _this = Worker(0, 1, _own_device(torch_device)[0], timeout_seconds, Watch(None))
+        return _this
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler is deaf during a gloo wait
+    store = PrefixStore(f"evenpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    meet(store, rank, world_size, START_SECONDS)
+    watch = Watch(store, rank, world_size, silence_seconds=silence_seconds, on_cause=on_cause, board=board)
+    watch.start()
+    device, identity = _own_device(torch_device)
+    if not dist.is_initialized():
+        nccl = device.type == "cuda" and _each_its_own(identity, store, rank, world_size)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if nccl else "gloo",
+            store=PrefixStore("groups", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device if nccl else None,
+        )
+    _this = Worker(rank, world_size, device, timeout_seconds, watch)
+    return _this
+
+
+def meet(store: Any, rank: int, world_size: int, limit_seconds: float) -> None:
+    """Waits until all processes are here, before anything that would wait for a missing one without naming it.
+
+    Raises:
+        RunError: the limit passed; names the missing ones.
+    """
+    store.set(f"here/{rank}", "")
+    store.add("arrived", 1)
+    deadline, pause = time.monotonic() + limit_seconds, 0.005
+    while store.add("arrived", 0) < world_size:
+        if time.monotonic() > deadline:
+            missing = [other for other in range(world_size) if not store.check([f"here/{other}"])]
+            raise RunError(f"{processes(missing)} of {world_size} did not start within {limit_seconds:g} s")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+
+
+def _own_device(wanted: torch.device | str | None) -> tuple[torch.device, str]:
+    """The device of this process, and what tells it from all others in the world."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        device = torch.device(wanted if wanted is not None else "cuda" if count else "cpu")
+    except RuntimeError:
+        raise InputError(f"torch_device: {wanted!r} is not a device of torch, expected 'cpu' or 'cuda'") from None
+    if device.type != "cuda":
+        return device, ""
+    if device.index is None and count:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % count)
+    if device.index is None or device.index >= count:
+        raise InputError(f"torch_device: {wanted!r}, but this process sees {count} GPUs")
+    torch.cuda.set_device(device)
+    return device, str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _each_its_own(identity: str, store: Any, rank: int, world_size: int) -> bool:
+    """Whether no two processes share a GPU, which NCCL refuses. By UUID: each may see only its own, as number 0."""
+    store.set(f"gpu/{rank}", identity)
+    if rank == 0:
+        identities = [store.get(f"gpu/{other}") for other in range(world_size)]
+        store.set("gpus differ", str(len(set(identities)) == world_size))
+    return bool(store.get("gpus differ") == b"True")

@@ -1,0 +1,84 @@
+"""Functions that test_launch.py runs in processes of their own, and a program that is interrupted while it has some."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from evenpipe.errors import InputError, RunError
+from evenpipe.runtime.communication import Communicators
+from evenpipe.runtime.launch import initialise_worker, launch
+
+
+def report(number, table):
+    """What a process is: its rank, the sum over all, and how it was set up."""
+    worker = initialise_worker()
+    total = torch.tensor([float(worker.rank)])
+    dist.all_reduce(total)
+    return {
+        "rank": worker.rank,
+        "pid": os.getpid(),
+        "sum": total,
+        "arguments": (number, table),
+        "threads": torch.get_num_threads(),
+        "environment": os.environ.get("OF_THE_CALLER"),
+        "interrupt": signal.getsignal(signal.SIGINT) is signal.SIG_DFL,
+        "timeout": worker.timeout_seconds,
+    }
+
+
+def fail(folder: str, how: str) -> None:
+    """Process 1 of three fails while 0 and 2 wait for it."""
+    worker = initialise_worker()
+    rank = worker.rank
+    (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
+    communicators = Communicators([("B:1>0", (0, 1)), ("F:1>2", (1, 2))], timeout_seconds=60, watch=worker.watch)
+    communicators.warm_up()
+    if rank == 0:
+        communicators["B:1>0"].receive(torch.zeros(1), 1, "0RECV_B2").wait("0B2")
+    elif rank == 2:
+        communicators["F:1>2"].receive(torch.zeros(1), 1, "2RECV_F3").wait("2F3")
+    elif how == "input":
+        raise InputError('schedule: "2f2b", expected one of gpipe, 1f1b')
+    elif how == "run":
+        raise RunError("checkpoint: no space left on the device")
+    elif how == "other":
+        raise KeyError("boo")
+    elif how == "exit":
+        sys.exit(5)
+    else:
+        time.sleep(0.3)  # the others are in their waits
+        os.kill(os.getpid(), getattr(signal, how))
+
+
+def everyone_fails() -> None:
+    """The same mistake found by all at once, as with a wrong config."""
+    raise InputError("devices: 3, expected at most 2")
+
+
+def wait_for_ever(folder: str) -> None:
+    """0 and 1 wait for each other in gloo, where Python's own Ctrl-C is not heard; 2 computes."""
+    rank = dist.get_rank()
+    (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
+    if rank == 2:
+        time.sleep(600)
+    dist.recv(torch.zeros(1), 1 - rank)
+
+
+def interrupted(folder: str) -> None:
+    """The program: says how each launch ended. The test sends the signals."""
+    sys.modules["evenpipe.runtime.launch"].PRELOAD = ("torch.distributed",)  # no need of transformers here
+    for name in ("first", "second", "third"):
+        (Path(folder) / name).mkdir()
+        try:
+            launch(wait_for_ever, str(Path(folder) / name), processes=3)
+        except BaseException as error:
+            print(name, repr(error), flush=True)
+
+
+if __name__ == "__main__":
+    interrupted(sys.argv[1])

@@ -1,0 +1,164 @@
+"""launch() brings back results and first causes, and leaves no process behind however it ends."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import launched
+import pytest
+import torch
+
+from evenpipe.errors import InputError, RunError
+from evenpipe.runtime.launch import launch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_gpus():
+    """These tests start processes that share nothing with a GPU, on any machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.delenv("RANK", raising=False)
+        yield
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def pids_in(folder: Path, processes: int = 3, limit_seconds: float = 60.0) -> list[int]:
+    """The pids that the processes wrote down, once all have."""
+    deadline = time.monotonic() + limit_seconds
+    files = [folder / f"pid-{rank}" for rank in range(processes)]
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < deadline, f"processes did not start within {limit_seconds} s"
+        time.sleep(0.02)
+    return [int(file.read_text()) for file in files]
+
+
+def gone_within(pids: list[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(alive(pid) for pid in pids)
+
+
+def test_results_come_back_in_rank_order_and_nothing_is_left_behind(monkeypatch, tmp_path):
+    monkeypatch.setenv("OF_THE_CALLER", "seen")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    results = launch(launched.report, 7, {"a": torch.arange(3)}, processes=3, timeout_seconds=99, torch_device="cpu")
+    assert [result["rank"] for result in results] == [0, 1, 2]
+    for result in results:
+        assert result["sum"].item() == 3.0
+        assert result["arguments"][0] == 7
+        assert torch.equal(result["arguments"][1]["a"], torch.arange(3))
+        assert (result["threads"], result["environment"], result["interrupt"]) == (1, "seen", True)
+        assert result["timeout"] == 99
+    assert len({result["pid"] for result in results} | {os.getpid()}) == 4
+    assert not any(alive(result["pid"]) for result in results)
+    assert dict(os.environ) == before
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+    assert [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")] == []
+
+
+def test_one_process_is_a_group_of_one():
+    (result,) = launch(launched.report, 0, {}, processes=1, torch_device="cpu")
+    assert (result["rank"], result["sum"].item()) == (0, 0.0)
+    assert not alive(result["pid"])
+
+
+AWAITING = r"; process (0 was awaiting 0RECV_B2 for 0B2|2 was awaiting 2RECV_F3 for 2F3) from process 1"
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "message"),
+    [
+        ("input", InputError, re.escape('schedule: "2f2b", expected one of gpipe, 1f1b')),
+        ("run", RunError, "checkpoint: no space left on the device" + AWAITING),
+        ("other", RunError, "process 1 failed: KeyError: 'boo'" + AWAITING),
+        ("exit", RunError, "process 1 failed: SystemExit: 5" + AWAITING),
+        (
+            "SIGKILL",
+            RunError,
+            r"process 1 \(pid \d+\) (was killed by signal 9 \(SIGKILL\)|has died: killed, out of memory or crashed)"
+            + AWAITING,
+        ),
+        (
+            "SIGSTOP",
+            RunError,
+            r"process 1 gave no sign of life for 2 s \(pid \d+; it was not waiting for any process\)" + AWAITING,
+        ),
+    ],
+)
+def test_the_first_cause_comes_back_and_no_process_is_left(tmp_path, capfd, how, kind, message):
+    started = time.monotonic()
+    with pytest.raises(kind) as caught:
+        launch(launched.fail, str(tmp_path), how, processes=3, silence_seconds=2, torch_device="cpu")
+    assert type(caught.value) is kind
+    text = str(caught.value)
+    # Those that waited may be a moment late: a culprit that fails at once may do so before they wait.
+    assert re.fullmatch(message if how.startswith("SIG") else message.replace(AWAITING, f"({AWAITING})?"), text), text
+    notes = getattr(caught.value, "__notes__", [])
+    assert any("KeyError: 'boo'" in note and "launched.py" in note for note in notes) == (how == "other")
+    assert not any(alive(pid) for pid in pids_in(tmp_path))
+    assert time.monotonic() - started < 25
+    assert "torch/distributed/elastic" not in capfd.readouterr().err  # the agent's own 40 lines
+
+
+def test_a_mistake_found_by_all_is_told_once():
+    with pytest.raises(InputError, match=r"^devices: 3, expected at most 2$"):
+        launch(launched.everyone_fails, processes=3, torch_device="cpu")
+
+
+def test_signals_to_the_program_end_all_processes(tmp_path):
+    """Ctrl-C and SIGTERM become exceptions once all are gone; after SIGKILL the kernel ends the processes."""
+    here = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here), *filter(None, sys.path)])}
+    program = subprocess.Popen(
+        [sys.executable, str(here / "launched.py"), str(tmp_path)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        for name, number in (("first", signal.SIGINT), ("second", signal.SIGTERM)):
+            pids = pids_in(tmp_path / name)
+            program.send_signal(number)
+            assert gone_within(pids, 4.0)
+        pids = pids_in(tmp_path / "third")
+        program.kill()
+        assert gone_within(pids, 4.0)
+        output, errors = program.communicate(timeout=20)
+    finally:
+        program.kill()
+    assert output.splitlines() == ["first KeyboardInterrupt()", "second SystemExit(143)"]
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("processes", "message"), [(0, "processes: 0, expected at least 1"), (-2, "processes: -2, expected at least 1")]
+)
+def test_a_wrong_number_of_processes(processes, message):
+    with pytest.raises(InputError, match=message):
+        launch(launched.everyone_fails, processes=processes)
+
+
+def test_a_function_that_cannot_be_found_by_name():
+    with pytest.raises(InputError, match=r"^launch: the function and its arguments cannot be pickled"):
+        launch(lambda: None, processes=2)
+
+
+def test_inside_a_launched_process(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(InputError, match=r"^launch: this is already process 3 of a launched group"):
+        launch(launched.everyone_fails, processes=2)

@@ -1,0 +1,302 @@
+"""One process fails, in all the ways there are; the others end soon and name it, the pass awaited and the peer."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Outcome, describe, run_outcomes, run_processes
+
+from evenpipe.errors import InputError, RunError
+from evenpipe.runtime.communication import Communicators
+from evenpipe.runtime.watch import Beat, Board, Waiting, cause_of, processes
+from evenpipe.runtime.worker import Worker, initialise_worker, meet
+
+SILENCE_SECONDS = 1.5
+"""Limit in these tests: six beats."""
+
+SOON_SECONDS = 8.0
+"""By then all must have ended, start included; a wait in gloo lasts 20 s."""
+
+
+def start(timeout_seconds: float = 20.0, silence_seconds: float = SILENCE_SECONDS) -> tuple[Worker, Communicators]:
+    worker = initialise_worker(timeout_seconds=timeout_seconds, silence_seconds=silence_seconds, torch_device="cpu")
+    size = worker.world_size
+    hops = [(f"{kind}:{a}>{b}", (a, b)) for i in range(size - 1) for kind, a, b in (("F", i, i + 1), ("B", i + 1, i))]
+    groups = [*hops, ("DX", range(size))]
+    return worker, Communicators(groups, timeout_seconds=timeout_seconds, watch=worker.watch)
+
+
+def receive_forward(communicators: Communicators, rank: int) -> None:
+    hop = communicators[f"F:{rank - 1}>{rank}"]
+    hop.receive(torch.zeros(4), rank - 1, f"{rank}RECV_F3").wait(f"{rank}F3")
+
+
+def receive_backward(communicators: Communicators, rank: int) -> None:
+    hop = communicators[f"B:{rank + 1}>{rank}"]
+    hop.receive(torch.zeros(4), rank + 1, f"{rank}RECV_B2").wait(f"{rank}B2")
+
+
+def check(outcome: Outcome, cause: str, awaited: str) -> None:
+    """The process ended in time, by an exception or by the watch's hand, and said why and what it awaited."""
+    message = f"{cause}; process {outcome.rank} was awaiting {awaited}"
+    if outcome.exception is not None:
+        assert isinstance(outcome.exception, RunError)
+        assert re.fullmatch(message, str(outcome.exception))
+    else:
+        assert outcome.exit_code == RunError.exit_code, describe([outcome])
+        assert re.search(f"^evenpipe: {message}$", outcome.printed, re.MULTILINE), describe([outcome])
+    assert outcome.seconds < SOON_SECONDS, describe([outcome])
+
+
+# -- one of four fails: 0 and 2 wait for it, 3 waits for 2 -----------------------------------------
+
+
+def one_of_four_fails(how: str) -> None:
+    worker, communicators = start()
+    if worker.rank == 1:
+        time.sleep(0.3)  # let the others be in their waits
+        if how == "raises":
+            try:
+                raise ValueError("boo")
+            except ValueError:
+                sys.excepthook(*sys.exc_info())  # what Python does with an exception that nobody catches
+                raise
+        if how == "exits":
+            os._exit(7)
+        os.kill(os.getpid(), how)
+    elif worker.rank == 0:
+        receive_backward(communicators, 0)
+    else:
+        receive_forward(communicators, worker.rank)
+
+
+@pytest.mark.parametrize(
+    ("how", "exit_code", "cause"),
+    [
+        (signal.SIGKILL, -9, r"process 1 \(pid \d+\) has died: killed, out of memory or crashed"),
+        ("exits", 7, r"process 1 \(pid \d+\) has died: killed, out of memory or crashed"),
+        ("raises", 1, "process 1 failed: ValueError: boo"),
+        (
+            signal.SIGSTOP,
+            -9,  # whoever finds it ends it too
+            r"process 1 gave no sign of life for 1\.5 s \(pid \d+; it was not waiting for any process\)",
+        ),
+    ],
+)
+def test_all_others_name_the_one_that_failed(how, exit_code, cause):
+    outcomes = run_outcomes(one_of_four_fails, 4, how, group=False)
+    assert outcomes[1].exit_code == exit_code
+    check(outcomes[0], cause, "0RECV_B2 for 0B2 from process 1")
+    check(outcomes[2], cause, "2RECV_F3 for 2F3 from process 1")
+    check(outcomes[3], cause, "3RECV_F3 for 3F3 from process 2")
+
+
+# -- those that do not touch the one that failed ---------------------------------------------------
+
+
+def bystanders() -> None:
+    """0 waits for 2 in gloo, where nothing can interrupt it, and 2 computes; 1 fails."""
+    worker, communicators = start()
+    if worker.rank == 0:
+        communicators["DX"].receive(torch.zeros(1), 2, "rows").wait("0F1")
+    elif worker.rank == 2:
+        time.sleep(50)
+    else:
+        worker.watch.report_exception(InputError("model: no such folder"))
+
+
+def test_bystanders_are_ended_by_their_own_watch():
+    outcomes = run_outcomes(bystanders, 3, group=False)
+    check(outcomes[0], "model: no such folder", "rows for 0F1 from process 2")
+    assert outcomes[2].exit_code == RunError.exit_code
+    assert "evenpipe: model: no such folder\n" in outcomes[2].printed
+
+
+def the_next_wait_raises() -> None:
+    worker, communicators = start()
+    if worker.rank == 0:
+        dist.barrier()
+        worker.watch.report_exception(InputError("model: no such folder"))
+        return
+    handle = communicators["F:0>1"].receive(torch.zeros(4), 0, "1RECV_F3")
+    dist.barrier()
+    while worker.watch.cause is None:
+        time.sleep(0.01)
+    message = "model: no such folder; process 1 was awaiting 1RECV_F3 for 1F3 from process 0"
+    with pytest.raises(RunError, match=f"^{message}$"):
+        handle.wait("1F3")
+
+
+def test_a_process_that_computes_learns_at_its_next_wait():
+    run_processes(the_next_wait_raises, 2, group=False)
+
+
+def an_operation_of_torchs_own() -> None:
+    """A collective that is not one of ours, as in gathering of results, is a victim too, and names the culprit."""
+    worker, _ = start()
+    everyone = tuple(range(worker.world_size))
+    if worker.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if worker.rank == 0:
+        message = r"process 1 .*has died.* was awaiting token ids from processes 0, 1, 2"
+        with (
+            pytest.raises(RunError, match=f"^{message}$"),
+            worker.watch.during("token ids", "default", everyone),
+        ):
+            dist.all_reduce(torch.zeros(1))
+    else:
+        try:
+            dist.all_reduce(torch.zeros(1))
+        except RuntimeError as error:
+            worker.watch.report_exception(error)
+    assert worker.watch.cause.origin == 1
+
+
+def test_an_operation_of_torchs_own_is_explained_too():
+    outcomes = run_outcomes(an_operation_of_torchs_own, 3, group=False)
+    assert [outcome.exit_code for outcome in outcomes] == [0, -9, 0], describe(outcomes)
+
+
+# -- nobody dies: a program that cannot go on ------------------------------------------------------
+
+
+def stuck(circle: bool) -> None:
+    worker, communicators = start(timeout_seconds=2.0, silence_seconds=30.0)
+    if worker.rank == 2:
+        time.sleep(1.5)  # so that 0 is the first to run into its limit
+        if circle:
+            receive_forward(communicators, 2)
+        time.sleep(50)
+    elif worker.rank == 1:
+        time.sleep(0.7)
+        receive_backward(communicators, 1)
+    else:
+        receive_backward(communicators, 0)
+
+
+@pytest.mark.parametrize(
+    ("circle", "end"),
+    [
+        (False, "process 2 does not wait"),
+        (True, "process 2 awaits 2RECV_F3 for 2F3 from process 1, a circle back to process 1"),
+    ],
+)
+def test_a_time_out_tells_who_waits_for_whom(circle, end):
+    outcomes = run_outcomes(stuck, 3, circle, group=False)
+    cause = (
+        "process 0 timed out awaiting 0RECV_B2 for 0B2 from process 1; "
+        "process 1 awaits 1RECV_B2 for 1B2 from process 2; "
+    )
+    for outcome in outcomes[:2]:
+        assert cause in describe([outcome])
+        assert re.search(end, describe([outcome]))
+        assert outcome.seconds < SOON_SECONDS
+
+
+# -- no false alarms -------------------------------------------------------------------------------
+
+
+def some_finish_early() -> None:
+    worker, _ = start(silence_seconds=0.75)
+    if worker.rank in (1, 2):
+        worker.watch.finish()
+        return
+    time.sleep(2.0)
+    assert worker.watch.cause is None
+    worker.watch.finish()
+
+
+def test_a_process_that_has_finished_is_not_taken_for_dead():
+    run_processes(some_finish_early, 4, group=False)
+
+
+def suspended_and_continued() -> None:
+    """As when a laptop sleeps: all stop for longer than the limit, and go on one after the other."""
+    worker, _ = start(silence_seconds=1.0)
+    pids = [None] * worker.world_size
+    dist.all_gather_object(pids, os.getpid())
+    if worker.rank == 0:
+        numbers = " ".join(map(str, pids))
+        subprocess.Popen(["sh", "-c", f"kill -STOP {numbers}; sleep 2; kill -CONT {numbers}"], start_new_session=True)
+    before = time.monotonic()
+    while time.monotonic() < before + 3.0:
+        time.sleep(0.05)
+    assert worker.watch.cause is None
+    worker.watch.finish()
+
+
+def test_a_job_that_was_suspended_goes_on():
+    run_processes(suspended_and_continued, 3, group=False)
+
+
+# -- the start -------------------------------------------------------------------------------------
+
+
+def one_is_missing() -> None:
+    rank = int(os.environ["RANK"])
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, False, wait_for_workers=False)
+    if rank != 1:
+        with pytest.raises(RunError, match=r"^process 1 of 3 did not start within 0\.5 s$"):
+            meet(store, rank, 3, 0.5)
+
+
+def test_a_missing_process_is_named():
+    run_processes(one_is_missing, 3, group=False)
+
+
+def test_a_single_process_has_a_watch_that_does_nothing():
+    outcome = run_outcomes(alone, 1, group=False)[0]
+    assert outcome.exit_code == 0, describe([outcome])
+
+
+def alone() -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    worker = initialise_worker(torch_device="cpu")
+    assert initialise_worker() is worker
+    assert (worker.rank, worker.world_size, dist.is_initialized()) == (0, 1, False)
+    worker.watch.report_exception(ValueError("boo"))
+    worker.watch.finish()
+    with pytest.raises(InputError, match="torch_device: 'tpu' is not a device"):
+        sys.modules["evenpipe.runtime.worker"]._own_device("tpu")
+
+
+# -- the small parts -------------------------------------------------------------------------------
+
+
+def test_beats_and_board_bring_back_what_was_written(tmp_path):
+    waiting = Waiting("2RECV_F0", "2F0", "F:1>2", (1,))
+    for beat in (Beat(1, "machine", 5, "77"), Beat(2, "machine", 5, "77", waiting, done=True)):
+        assert Beat.load(beat.dump()) == beat
+    board = Board(tmp_path / "board", 3)
+    board.show(2, waiting)
+    board.show(1, Waiting("X" * 500, "", "X", (0,)))
+    again = Board(tmp_path / "board", 3)
+    assert (again.read(0), again.read(2)) == ("", "2RECV_F0 for 2F0 from process 1")
+    assert again.read(1) == "X" * Board.WIDTH
+    board.clear(2)
+    assert again.read(2) == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (InputError("a: b"), "input", "a: b"),
+        (RunError("no space left"), "exception", "no space left"),
+        (KeyError("x"), "exception", "process 4 failed: KeyError: 'x'"),
+    ],
+)
+def test_what_an_exception_is_to_the_others(error, kind, text):
+    cause = cause_of(error, 4)
+    assert (cause.kind, cause.origin, cause.text) == (kind, 4, text)
+
+
+def test_processes_are_listed_up_to_eight():
+    assert processes((3,)) == "process 3"
+    assert processes(range(10)) == "processes 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
