@@ -9,6 +9,7 @@ from evenpipe.model.description import Description, describe
 from evenpipe.model.initialization import initial_rows, initialize
 from evenpipe.model.loading import copy_parameters, fill_parameters, fill_rows, load_parameters, load_rows
 from evenpipe.model.names import disk_names
+from evenpipe.model.self_check import self_check
 from evenpipe.model.stage import Stage, build_stage
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "initialize",
     "load_parameters",
     "load_rows",
+    "self_check",
 ]

@@ -12,9 +12,18 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from evenpipe.errors import InputError
-from evenpipe.model.initialization import seeded
+from evenpipe.model.initialization import undisturbed
 from evenpipe.model.logits import probe_logits
-from evenpipe.model.structure import Structure, build_skeleton, find_layers, module_name, probe, replace_head
+from evenpipe.model.structure import (
+    Structure,
+    build_skeleton,
+    find_layers,
+    first_line,
+    module_name,
+    probe,
+    replace_head,
+    uncuttable,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +104,11 @@ def describe(source: str | Path | PreTrainedConfig | nn.Module, *, trust_remote_
     config = copy.deepcopy(config)
     if getattr(config, "output_router_logits", False):
         raise InputError("output_router_logits = true adds a router loss that is not computed here: set it to false.")
+    if getattr(config, "layerdrop", 0.0):
+        raise InputError(f"layerdrop = {config.layerdrop} skips layers at random, which stages cannot: set it to 0.0.")
     if model_class is None and type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
         raise InputError(f"model_type = {config.model_type!r} has no causal language model in transformers.")
-    with seeded(), torch.enable_grad():
+    with undisturbed(), torch.enable_grad():
         return _describe(config, model_class, live, name, trust_remote_code)
 
 
@@ -105,9 +116,8 @@ def _read_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"model = {name!r} is neither a folder with a config.json nor a model that the hub gives out ({reason})."
+            f"model = {name!r} is neither a folder with a config.json nor a model that the hub gives out ({first_line(error)})."
         ) from error
 
 
@@ -116,10 +126,13 @@ def _describe(
 ) -> Description:
     try:
         skeleton = build_skeleton(config, torch.float32, model_class, trust_remote_code)
-    except (ValueError, TypeError, AttributeError, KeyError, NotImplementedError, RuntimeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"transformers cannot build a model from this {type(config).__name__} ({reason}).") from error
+    except Exception as error:  # whatever a family raises on a config that makes no sense to it
+        raise InputError(
+            f"transformers cannot build a causal language model from this {type(config).__name__} ({first_line(error)})."
+        ) from error
     architecture, model_class = type(skeleton).__name__, type(skeleton)
+    if type(skeleton.config) is not type(config):  # the language model of a config that holds several models
+        config = config.get_text_config()
     try:
         embedding, head = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
     except NotImplementedError:
@@ -130,7 +143,7 @@ def _describe(
     embedding_module, head_module = module_name(skeleton, embedding), module_name(skeleton, head)
 
     fresh = build_skeleton(config, torch.float64, model_class)
-    structure = probe(fresh, layers_name, embedding_module, head_module, embedding.weight.shape[1])
+    structure = probe(fresh, layers_name, embedding_module, head_module)
     # `fresh` now has layers that stand in and real parameters elsewhere: it can run with any logits in place of the head's.
     logits_for: list[torch.Tensor] = []
     replace_head(fresh, head_module, lambda hidden: logits_for[0])
@@ -141,7 +154,7 @@ def _describe(
             hidden = torch.ones(z.shape[0], z.shape[1], embedding.weight.shape[1], dtype=torch.float64)
             return fresh(inputs_embeds=hidden, use_cache=False, return_dict=True).logits
 
-    scale, cap = probe_logits(skeleton, run, head.weight.shape[0])
+    scale, cap = probe_logits(architecture, run, head.weight.shape[0])
     maximum_length = getattr(config.get_text_config(), "max_position_embeddings", None)
     return Description(
         config=config,
@@ -168,14 +181,12 @@ def _describe(
 
 def _check_ends(architecture: str, embedding: nn.Module | None, head: nn.Module | None) -> None:
     """The vocabulary matrices must be an `nn.Embedding` and an `nn.Linear`, of one shape."""
-    refuse = f"{architecture} cannot be cut into stages: "
     if not isinstance(embedding, nn.Embedding) or [*embedding._parameters] != ["weight"]:
-        raise InputError(f"{refuse}its input embedding is {type(embedding).__name__}, not an nn.Embedding.")
+        raise uncuttable(architecture, f"its input embedding is {type(embedding).__name__}, not an nn.Embedding")
     if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
-        raise InputError(f"{refuse}its input embedding uses max_norm, scale_grad_by_freq or sparse gradients.")
+        raise uncuttable(architecture, "its input embedding uses max_norm, scale_grad_by_freq or sparse gradients")
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        raise InputError(f"{refuse}its output layer is {type(head).__name__}, not an nn.Linear.")
+        raise uncuttable(architecture, f"its output layer is {type(head).__name__}, not an nn.Linear")
     if embedding.weight.shape != head.weight.shape:
-        raise InputError(
-            f"{refuse}its embedding is {tuple(embedding.weight.shape)} and its output layer {tuple(head.weight.shape)}; they must agree."
-        )
+        shapes = f"{tuple(embedding.weight.shape)} and its output layer {tuple(head.weight.shape)}"
+        raise uncuttable(architecture, f"its embedding is {shapes}, and they must agree")

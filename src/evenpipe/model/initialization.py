@@ -1,8 +1,8 @@
-"""Initial values that do not depend on the layout: every module draws from a seed made of the run's seed and the module's name.
+"""Initial values that do not depend on the layout: every module draws from a seed made of the run's seed and its name.
 
-The rules are the model's own `_init_weights`, applied to children before parents (some families rescale their residual projections
-in the parent's turn), in fp32 on the CPU and cast afterwards. The two vocabulary matrices are drawn in blocks of 256 rows, so
-that any shard gets the same rows and nobody draws the whole matrix.
+The rules are the model's own `_init_weights`, applied to children before parents (some families rescale their residual
+projections in the parent's turn), in fp32 on the CPU, and cast afterwards. The vocabulary matrices are drawn in blocks of
+256 rows, so that any shard gets the same rows and nobody draws the whole matrix.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import contextlib
 import copy
 import hashlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -19,7 +20,13 @@ from transformers import PreTrainedModel
 
 from evenpipe.errors import InputError
 
+if TYPE_CHECKING:
+    from evenpipe.model.description import Description
+    from evenpipe.model.stage import Stage
+
 BLOCK_ROWS = 256
+
+Tensors = dict[str, torch.Tensor | None]
 
 
 def seed_of(seed: int, *names: object) -> int:
@@ -29,38 +36,157 @@ def seed_of(seed: int, *names: object) -> int:
 
 
 @contextlib.contextmanager
-def seeded() -> Iterator[None]:
-    """Gives the CPU's random state back as it was; accelerators are not touched (all drawing is done on the CPU)."""
+def undisturbed() -> Iterator[None]:
+    """Gives the CPU's random state back as it was. Accelerators are not touched: all drawing is done on the CPU."""
     state = torch.get_rng_state()
     try:
-        with torch.no_grad():
-            yield
+        yield
     finally:
         torch.set_rng_state(state)
 
 
-def children_first(
+def initialize(stage: Stage, description: Description, seed: int) -> None:
+    """Draws all parameters of a stage: the same values whatever the cut and the device, and up to a cast the dtype.
+
+    Args:
+        stage: from `build_stage`.
+        seed: the run's seed. The vocabulary matrices are drawn by `initial_rows`.
+
+    Raises:
+        InputError: transformers has no rule for one of the parameters.
+    """
+    model, layers_name = stage.whole, description.structure.layers_name
+    with undisturbed(), torch.no_grad():
+        for name, unit, owner in _units(model, "", model, layers_name):
+            kept = [
+                (module, key, value)
+                for module in unit.modules()
+                for key, value in module._parameters.items()
+                if value is not None
+            ]
+            if not kept:
+                continue
+            try:
+                for module, key, value in kept:
+                    fresh = _marked(value.shape, torch.float32)
+                    module._parameters[key] = nn.Parameter(fresh, requires_grad=False)
+                _apply_rules(unit, name, owner, seed)
+                torch.default_generator.manual_seed(seed_of(seed, name, "as constructed"))
+                _fill_gaps(unit, name, model, layers_name, lambda module: module._parameters)
+                for module, key, value in kept:
+                    value.copy_(module._parameters[key])
+            finally:
+                for module, key, value in kept:
+                    module._parameters[key] = value
+
+
+def initial_rows(description: Description, name: str, start: int, stop: int, seed: int) -> torch.Tensor:
+    """Rows [start, stop) of a vocabulary matrix, or entries of the head's bias, as every layout draws them.
+
+    Args:
+        name: `description.embedding_name`, `head_name` (of a tied model: the same matrix) or `head_bias_name`.
+
+    Returns: fp32 on the CPU, [stop - start, hidden_size] (bias: [stop - start]). The embedding's padding row is zero.
+    """
+    is_embedding = name == description.embedding_name or (description.tied and name == description.head_name)
+    is_bias = name == description.head_bias_name
+    if not (is_embedding or is_bias or name == description.head_name):
+        names = ", ".join(description.vocabulary_names)
+        raise InputError(f"name = {name!r} is no vocabulary matrix of {description.architecture}, which has {names}.")
+    if not 0 <= start <= stop <= description.vocabulary_size:
+        raise InputError(f"rows [{start}, {stop}) are not within the vocabulary of {description.vocabulary_size} rows.")
+    structure = description.structure
+    module_name = structure.embedding_module if is_embedding else structure.head_module
+    original = description.skeleton.get_submodule(module_name)
+    owner = _owner(description.skeleton, module_name)
+    pieces = [torch.empty((0,) if is_bias else (0, description.hidden_size))]
+    with undisturbed(), torch.no_grad():
+        for first in range(start - start % BLOCK_ROWS, stop, BLOCK_ROWS):
+            small = _block_module(original)
+            torch.default_generator.manual_seed(seed_of(seed, module_name, first // BLOCK_ROWS))
+            owner._init_weights(small)
+            rows = (small.bias if is_bias else small.weight).detach()
+            if _untouched(rows):
+                raise InputError(f"transformers gives no initial value to {name} of {description.architecture}.")
+            padding = description.padding_index
+            if is_embedding and padding is not None and first <= padding < first + BLOCK_ROWS:
+                rows[padding - first] = 0.0
+            pieces.append(rows[max(start - first, 0) : stop - first])
+    return torch.cat(pieces)
+
+
+def restore_buffers(model: PreTrainedModel, layers_name: str) -> None:
+    """Gives every meta buffer its value (rotary frequencies, embedding scales, ...) on the CPU.
+
+    Parameters stay on the meta device. Buffers keep the dtype they were built with: rotary tables fp32.
+
+    Raises:
+        InputError: neither transformers' rules nor the module's constructor give one a value.
+    """
+    with undisturbed(), torch.no_grad():
+        for name, unit, owner in _units(model, "", model, layers_name):
+            _restore(
+                unit,
+                name,
+                model,
+                layers_name,
+                lambda unit=unit, name=name, owner=owner: _apply_rules(unit, name, owner, 0),
+            )
+        for name, module, owner in _children_first(model, "", model):  # what is kept beside the layers themselves
+            _restore(
+                module, name, model, layers_name, lambda module=module, owner=owner: owner._init_weights(module), False
+            )
+
+
+def _restore(
+    unit: nn.Module, name: str, model: PreTrainedModel, layers_name: str, rules: Callable[[], None], deep: bool = True
+) -> None:
+    modules = list(unit.modules()) if deep else [unit]
+    held = [
+        (module, key, value)
+        for module in modules
+        for key, value in module._buffers.items()
+        if value is not None and value.is_meta
+    ]
+    if not held:
+        return
+    truths = [(module, key) for module, key, value in held if value.dtype == torch.bool]
+    for module, key, value in held:
+        module._buffers[key] = _marked(value.shape, value.dtype)
+    rules()
+    if truths:  # truth values cannot be marked: what the rules set is what comes out the same from either start
+        before = [module._buffers[key] for module, key in truths]
+        for module, key in truths:
+            module._buffers[key] = torch.ones_like(module._buffers[key])
+        rules()
+        for (module, key), value in zip(truths, before, strict=True):
+            if not torch.equal(module._buffers[key], value):
+                raise InputError(
+                    f"transformers gives no initial value to the buffer {name}.{key}, which is not supported."
+                )
+    _fill_gaps(unit, name, model, layers_name, lambda module: module._buffers)
+
+
+def _apply_rules(unit: nn.Module, name: str, owner: PreTrainedModel, seed: int) -> None:
+    for inner_name, inner, inner_owner in _children_first(unit, name, owner):
+        torch.default_generator.manual_seed(seed_of(seed, inner_name))
+        inner_owner._init_weights(inner)
+
+
+def _children_first(
     module: nn.Module, name: str, owner: PreTrainedModel
 ) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
     """(name, module, the transformers model whose rules apply) for a module and all below it, parents last."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     for child_name, child in module.named_children():
-        yield from children_first(child, f"{name}.{child_name}" if name else child_name, owner)
+        yield from _children_first(child, f"{name}.{child_name}" if name else child_name, owner)
     yield name, module, owner
 
 
-def apply_rules(module: nn.Module, name: str, owner: PreTrainedModel, seed: int) -> None:
-    for inner_name, inner, inner_owner in children_first(module, name, owner):
-        torch.default_generator.manual_seed(seed_of(seed, inner_name))
-        inner_owner._init_weights(inner)
-
-
-def units(model: PreTrainedModel, layers_name: str) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """The parts that are initialised each for itself: every layer, and every module that stands beside the list of layers."""
-    yield from _units(model, "", model, layers_name)
-
-
-def _units(module: nn.Module, name: str, owner: PreTrainedModel, layers_name: str):
+def _units(
+    module: nn.Module, name: str, owner: PreTrainedModel, layers_name: str
+) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+    """The parts that are initialised each for itself: every layer, and every module beside the list of layers."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     if name and name != layers_name and not layers_name.startswith(f"{name}."):
         yield name, module, owner
@@ -73,168 +199,65 @@ def _units(module: nn.Module, name: str, owner: PreTrainedModel, layers_name: st
             yield from _units(child, inner, owner, layers_name)
 
 
-def untouched(tensor: torch.Tensor) -> bool:
-    """Whether a tensor still holds (in part) the mark that `marked` filled it with."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return bool(torch.isnan(tensor).any())
-    if tensor.dtype == torch.bool:
-        return True  # no mark possible
-    return bool((tensor == torch.iinfo(tensor.dtype).min).any())
+def _owner(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """The innermost transformers model that a module belongs to: its rules apply."""
+    return next(owner for inner, _, owner in _children_first(model, "", model) if inner == name)
 
 
-def marked(like: torch.Tensor, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> torch.Tensor:
-    """A tensor of that shape full of NaN (integers: the smallest), so that what nobody initialises is seen."""
-    dtype = dtype or like.dtype
+def _marked(shape: torch.Size, dtype: torch.dtype, device: str | torch.device = "cpu") -> torch.Tensor:
+    """A tensor full of NaN (integers: the smallest), so that what nobody initialises is seen."""
     if dtype.is_floating_point or dtype.is_complex:
         value = float("nan")
     else:
         value = False if dtype == torch.bool else torch.iinfo(dtype).min
-    return torch.full(like.shape, value, dtype=dtype, device=device)
+    return torch.full(shape, value, dtype=dtype, device=device)
 
 
-def construct_again(module: nn.Module, config, index: int | None) -> nn.Module | None:
-    """A real copy of a layer or rotary module built from its class, on the CPU; None if its constructor wants something else."""
-    offered = {
-        "config": config,
-        "layer_idx": index,
-        "layer_index": index,
-        "layer_id": index,
-        "idx": index,
-        "device": None,
-    }
-    wanted = inspect.signature(type(module).__init__).parameters
-    arguments = {
-        name: offered[name] for name in wanted if name in offered and (name != "device" or wanted[name].default is None)
-    }
-    try:
-        with torch.device("cpu"):
-            return type(module)(**arguments)
-    except Exception:  # a constructor of another form; the caller refuses with the names
-        return None
+def _untouched(tensor: torch.Tensor) -> bool:
+    """Whether the mark of `_marked` is still somewhere in a tensor."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(torch.isnan(tensor).any())
+    return tensor.dtype != torch.bool and bool((tensor == torch.iinfo(tensor.dtype).min).any())
 
 
-def restore_buffers(model: PreTrainedModel, layers_name: str) -> None:
-    """Gives every remaining meta buffer its value on the CPU (rotary frequencies, embedding scales, ...), parameters staying on meta."""
-    config = model.config.get_text_config()
-    with seeded():
-        for name, unit, owner in units(model, layers_name):
-            holders = [
-                (module, key)
-                for module in unit.modules()
-                for key, value in module._buffers.items()
-                if value is not None
-            ]
-            if not holders:
-                continue
-            for module, key in holders:
-                module._buffers[key] = marked(module._buffers[key])
-            apply_rules(unit, name, owner, 0)
-            _repair(unit, name, config, lambda module: module._buffers, layers_name)
-        for module in model.modules():
-            for key, value in module._buffers.items():
-                if value is not None and value.is_meta:
-                    raise InputError(
-                        f"{type(model).__name__} keeps a buffer ({key}) beside its layers, which is not supported."
-                    )
-
-
-def _repair(unit: nn.Module, name: str, config, tensors_of, layers_name: str) -> None:
-    """Where the model's own rules left something out: build that layer really and copy from it."""
-    left = [
-        (f"{prefix}.{key}" if prefix else key, module, key)
+def _fill_gaps(
+    unit: nn.Module,
+    name: str,
+    model: PreTrainedModel,
+    layers_name: str,
+    tensors_of: Callable[[nn.Module], Tensors],
+) -> None:
+    """Where the model's own rules leave something out: build that layer really, with its class and index, and copy."""
+    gaps = [
+        (prefix, module, key)
         for prefix, module in unit.named_modules()
         for key, value in tensors_of(module).items()
-        if value is not None and not value.is_meta and untouched(value)
+        if value is not None and not value.is_meta and _untouched(value)
     ]
-    if not left:
+    if not gaps:
         return
     index = int(name.rpartition(".")[2]) if name.startswith(f"{layers_name}.") else None
-    real = construct_again(unit, config, index)
-    for inner, module, key in left:
-        value = None
-        if real is not None:
-            parent, _, attribute = inner.rpartition(".")
-            value = tensors_of(real.get_submodule(parent)).get(attribute)
-        if value is None or value.shape != tensors_of(module)[key].shape:
+    real = _construct(unit, model.config.get_text_config(), index)
+    for prefix, module, key in gaps:
+        gap = tensors_of(module)[key]
+        value = None if real is None else tensors_of(real.get_submodule(prefix)).get(key)
+        if value is None or value.shape != gap.shape or _untouched(value):
+            what = ".".join(part for part in (name, prefix, key) if part)
             raise InputError(
-                f"transformers gives no initial value to {name}.{inner} ({type(module).__name__}), so it cannot be built in parts."
+                f"transformers gives no initial value to {what}, so {type(model).__name__} cannot be built in parts."
             )
-        tensors_of(module)[key].copy_(value)
+        gap.copy_(value)
 
 
-def initialize(stage, description, seed: int) -> None:
-    """Draws all parameters of a stage; the same values whatever the cut, the device and the dtype (up to the final cast).
-
-    Args:
-        stage: from `build_stage`.
-        seed: the run's seed. The vocabulary matrices are drawn by `initial_rows`.
-    """
-    model, layers_name = stage.whole, description.structure.layers_name
-    config = model.config.get_text_config()
-    with seeded():
-        for name, unit, owner in units(model, layers_name):
-            kept = [
-                (module, key, value)
-                for module in unit.modules()
-                for key, value in module._parameters.items()
-                if value is not None
-            ]
-            if not kept:
-                continue
-            try:
-                for module, key, value in kept:
-                    module._parameters[key] = nn.Parameter(marked(value, dtype=torch.float32), requires_grad=False)
-                apply_rules(unit, name, owner, seed)
-                torch.default_generator.manual_seed(seed_of(seed, name, "as constructed"))
-                _repair(unit, name, config, lambda module: module._parameters, layers_name)
-                for module, key, value in kept:
-                    value.copy_(module._parameters[key])
-            finally:
-                for module, key, value in kept:
-                    module._parameters[key] = value
-
-
-def initial_rows(description, name: str, start: int, stop: int, seed: int) -> torch.Tensor:
-    """Rows [start, stop) of a vocabulary matrix, or entries of the head's bias, as every layout draws them.
-
-    Args:
-        name: `description.embedding_name`, `head_name` (of a tied model: the same matrix) or `head_bias_name`.
-
-    Returns: fp32 on the CPU, [stop - start, hidden_size] (bias: [stop - start]). The embedding's padding row is zero.
-    """
-    is_bias = name == description.head_bias_name and name is not None
-    is_embedding = name == description.embedding_name or (description.tied and name == description.head_name)
-    if not (is_bias or is_embedding or name == description.head_name):
-        raise InputError(
-            f"name = {name!r} is no vocabulary matrix of {description.architecture}: use {description.vocabulary_names}."
-        )
-    if not 0 <= start <= stop <= description.vocabulary_size:
-        raise InputError(f"rows [{start}, {stop}) are not within the vocabulary of {description.vocabulary_size} rows.")
-    structure = description.structure
-    original = description.skeleton.get_submodule(structure.embedding_module if is_embedding else structure.head_module)
-    module_name = structure.embedding_module if is_embedding else structure.head_module
-    owner = _owner(description.skeleton, module_name)
-    pieces = []
-    with seeded():
-        for block in range(start // BLOCK_ROWS, (stop + BLOCK_ROWS - 1) // BLOCK_ROWS if stop > start else 0):
-            small = _block_module(original)
-            torch.default_generator.manual_seed(seed_of(seed, module_name, block))
-            owner._init_weights(small)
-            rows = small.bias if is_bias else small.weight
-            if untouched(rows):
-                raise InputError(f"{description.architecture} gives no initial value to {name}.")
-            rows = rows.detach()
-            if (
-                is_embedding
-                and description.padding_index is not None
-                and description.padding_index // BLOCK_ROWS == block
-            ):
-                rows[description.padding_index % BLOCK_ROWS] = 0.0
-            first = block * BLOCK_ROWS
-            pieces.append(rows[max(start - first, 0) : min(stop - first, BLOCK_ROWS)])
-        if pieces:
-            return torch.cat(pieces)
-    return torch.empty((0,) if is_bias else (0, description.hidden_size), dtype=torch.float32)
+def _construct(module: nn.Module, config, index: int | None) -> nn.Module | None:
+    """A real copy of a layer or rotary module on the CPU; None if its constructor wants something else."""
+    offered = {"config": config} | dict.fromkeys(("layer_idx", "layer_index", "layer_id", "layer_number", "idx"), index)
+    wanted = inspect.signature(type(module).__init__).parameters
+    try:
+        with torch.device("cpu"):
+            return type(module)(**{name: offered[name] for name in wanted if name in offered})
+    except Exception:  # a constructor of another form; the caller refuses with the name
+        return None
 
 
 def _block_module(original: nn.Module) -> nn.Module:
@@ -243,7 +266,7 @@ def _block_module(original: nn.Module) -> nn.Module:
     small._parameters = {
         key: None
         if value is None
-        else nn.Parameter(marked(torch.empty(BLOCK_ROWS, *value.shape[1:], device="meta"), torch.float32))
+        else nn.Parameter(_marked(torch.Size([BLOCK_ROWS, *value.shape[1:]]), torch.float32), requires_grad=False)
         for key, value in original._parameters.items()
     }
     if isinstance(small, nn.Embedding):
@@ -251,11 +274,3 @@ def _block_module(original: nn.Module) -> nn.Module:
     else:
         small.out_features = BLOCK_ROWS
     return small
-
-
-def _owner(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    owner, module = model, model
-    for part in name.split(".")[:-1]:
-        module = getattr(module, part)
-        owner = module if isinstance(module, PreTrainedModel) else owner
-    return owner

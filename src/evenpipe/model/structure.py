@@ -1,14 +1,15 @@
 """Where a transformers causal language model can be cut, found by asking the model rather than by reading names.
 
-A model is *probed*: its own forward runs once on two tiny sequences, with every layer replaced by a function that records what it
-receives and returns a fresh random tensor. That shows
+A model is *probed*: its own forward runs once on two tiny sequences, with every layer replaced by a function that
+records what it receives and returns a fresh random tensor. That shows
 
-1. whether each layer is called once, in order, with exactly what the one before returned (otherwise it cannot be cut there),
-2. in which form layers return (a tensor, or a tuple whose first entry is the tensor),
-3. which parameters outside the layers are used before them (they belong to the first stage) and which after (the last stage),
+1. whether each layer is called once, in order, with exactly what the one before returned;
+2. in which form layers return (a tensor, or a tuple whose first entry is the tensor);
+3. which parameters outside the layers act before them (they belong to the first stage) and which after (the last);
 4. whether anything else crosses a boundary: hidden states or trainable tensors passed to layers sideways.
 
-Parameters outside layers, embedding and head are small (norms, learned positions), so the probe is real tensors on the CPU, in fp64.
+A model that fails is refused with a sentence. The probe runs on the CPU in fp64 and holds no weights: one number
+stands for each parameter, and who acts where is read from the autograd graph.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +30,7 @@ from evenpipe.model.initialization import restore_buffers
 PROBE_BATCH, PROBE_SEQUENCE = 2, 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
     """Names and forms that the cut needs. Module and parameter names are those of the whole model."""
 
@@ -36,14 +38,24 @@ class Structure:
     """The `nn.ModuleList` of transformer layers, e.g. `model.layers`."""
     embedding_module: str
     head_module: str
-    layer_argument: str
-    """Name of a layer's first argument, for families that pass hidden states by keyword."""
-    returns: int
+    layer_argument: str = "hidden_states"
+    """Name of a layer's first argument, for families that pass the hidden states by keyword."""
+    returns: int = 0
     """0: layers return a tensor; k > 0: a tuple of k entries, hidden states first."""
-    first_parameters: tuple[str, ...]
-    """Parameters outside the layers that act before the first one (e.g. learned positions); the embedding is not among them."""
-    last_parameters: tuple[str, ...]
-    """Parameters outside the layers that act after the last one (e.g. the final norm); the head is not among them."""
+    first_parameters: tuple[str, ...] = ()
+    """Parameters outside the layers that act before them (learned positions), without the embedding matrix."""
+    last_parameters: tuple[str, ...] = ()
+    """Parameters outside the layers that act after them (the final norm), without the head."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, to be quoted in a sentence of ours."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def uncuttable(architecture: str, reason: str) -> InputError:
+    """The error for a model that cannot be cut exactly."""
+    return InputError(f"{architecture} cannot be cut into stages: {reason}.")
 
 
 def build_skeleton(
@@ -65,31 +77,29 @@ def module_name(model: nn.Module, wanted: nn.Module) -> str:
     for name, module in model.named_modules():
         if module is wanted:
             return name
-    raise InputError(f"{type(model).__name__} uses a {type(wanted).__name__} that is not one of its own modules.")
+    raise uncuttable(type(model).__name__, f"its {type(wanted).__name__} is not one of its own modules")
 
 
 def find_layers(model: PreTrainedModel) -> str:
     """Name of the list of transformer layers: by structure first, by the pipeline plan second."""
-    architecture, base = type(model).__name__, model.base_model
+    base = model.base_model
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = [(name, module) for name, module in base.named_modules() if isinstance(module, nn.ModuleList)]
     found = [name for name, module in lists if len(module) == count and count]
-    outermost = [name for name in found if not any(name.startswith(f"{other}.") for other in found if other != name)]
+    outermost = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
     if len(outermost) > 1:
         plan = getattr(base, "_pp_plan", None) or getattr(model.config, "base_model_pp_plan", None) or {}
         outermost = [name for name in outermost if name in plan]
     if len(outermost) != 1:
-        shapes = ", ".join(f"{name} ({len(module)})" for name, module in lists) or "none"
-        raise InputError(
-            f"{architecture} cannot be cut into stages: it needs exactly one list of {count} layers (num_hidden_layers), "
-            f"and its module lists are: {shapes}."
-        )
+        shapes = ", ".join(f"{name} ({len(module)})" for name, module in lists[:6]) or "none"
+        wanted = f"it needs exactly one list of {count} layers (num_hidden_layers)"
+        raise uncuttable(type(model).__name__, f"{wanted}, and its module lists are {shapes}")
     prefix = module_name(model, base)
     return f"{prefix}.{outermost[0]}" if prefix else outermost[0]
 
 
 def identity_forward(argument: str, returns: int, transform: Callable[[torch.Tensor], torch.Tensor] | None = None):
-    """The forward of a layer that lives elsewhere: hands its hidden states on, in the form that the real ones return."""
+    """The forward of a layer that lives elsewhere: hands its hidden states on, in the form that real layers use."""
 
     def forward(*args, **kwargs):
         hidden = args[0] if args else kwargs[argument]
@@ -103,170 +113,208 @@ def identity_forward(argument: str, returns: int, transform: Callable[[torch.Ten
 def strip(module: nn.Module) -> None:
     """Takes all parameters and buffers out of a module; plain attributes such as `attention_type` stay readable."""
     for child in module.modules():
-        for name in child._parameters:
-            child._parameters[name] = None
-        for name in child._buffers:
-            child._buffers[name] = None
+        child._parameters.update(dict.fromkeys(child._parameters))
+        child._buffers.update(dict.fromkeys(child._buffers))
 
 
 class HeadStub(nn.Module):
-    """Stands where the output layer was: gives what it receives to `receive` and returns what that answers."""
+    """Stands where the output layer was: gives what it receives to `receive` and returns what that answers.
 
-    def __init__(self, receive: Callable[[torch.Tensor], torch.Tensor]):
+    Its `weight` has the head's dtype and shape (some forwards read them) and takes no memory.
+    """
+
+    def __init__(self, receive: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor):
         super().__init__()
         self._receive = receive
+        self.weight = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._receive(hidden)
 
 
-def replace_head(model: PreTrainedModel, head_module: str, receive: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def replace_head(model: nn.Module, head_module: str, receive: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Puts a `HeadStub` in the head's place."""
     parent, _, attribute = head_module.rpartition(".")
-    setattr(model.get_submodule(parent), attribute, HeadStub(receive))
+    holder = model.get_submodule(parent)
+    setattr(holder, attribute, HeadStub(receive, getattr(holder, attribute).weight.detach()))
 
 
-def take_weight_away(embedding: nn.Embedding) -> None:
-    """The embedding module without its matrix: `weight` becomes a plain attribute that a forward may set for its duration."""
+def hollow(
+    model: PreTrainedModel, structure: Structure, kept: range, receive: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Strips the layers outside `kept`, puts a stub in the head's place and takes the embedding's matrix away.
+
+    What remains: meta parameters, and buffers with their values on the CPU. The embedding's `weight` becomes a plain
+    attribute, so that `embed_rows` may set it for the duration of a forward.
+    """
+    for index, layer in enumerate(model.get_submodule(structure.layers_name)):
+        if index not in kept:
+            strip(layer)
+    replace_head(model, structure.head_module, receive)
+    restore_buffers(model, structure.layers_name)
+    embedding = model.get_submodule(structure.embedding_module)
     del embedding._parameters["weight"]
     embedding.weight = None
 
 
-def outer_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """(owner, attribute, full name) of every parameter that is still in a model whose layers were stripped."""
-    for prefix, module in model.named_modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                yield module, attribute, f"{prefix}.{attribute}" if prefix else attribute
+def embed_rows(embedding: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """The embedding module's own forward on a matrix that consists of the fetched rows [batch, sequence, h] only.
 
-
-def hollow(
-    model: PreTrainedModel,
-    layers_name: str,
-    embedding_module: str,
-    head_module: str,
-    kept: range,
-    receive: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    """Strips the layers outside `kept`, puts a stub in the head's place and takes the embedding's matrix away.
-
-    What remains: meta parameters, and buffers with their values on the CPU.
+    Whatever the module does beside the look-up (a scale, a norm) is thus done, without knowing its name.
     """
-    for index, layer in enumerate(model.get_submodule(layers_name)):
-        if index not in kept:
-            strip(layer)
-    replace_head(model, head_module, receive)
-    restore_buffers(model, layers_name)
-    take_weight_away(model.get_submodule(embedding_module))
+    if type(embedding).forward is nn.Embedding.forward:
+        return rows
+    padding, embedding.padding_idx = embedding.padding_idx, None
+    embedding.weight = rows.reshape(-1, rows.shape[-1])
+    try:
+        return embedding(torch.arange(embedding.weight.shape[0], device=rows.device).view(rows.shape[:-1]))
+    finally:
+        embedding.weight, embedding.padding_idx = None, padding
+
+
+def outer_parameters(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
+    """(owner, attribute, full name) of every parameter that is still in a model."""
+    return [
+        (module, attribute, f"{prefix}.{attribute}" if prefix else attribute)
+        for prefix, module in model.named_modules()
+        for attribute, parameter in module._parameters.items()
+        if parameter is not None
+    ]
 
 
 @dataclass
 class _Record:
-    received: list[torch.Tensor]
-    returned: list[torch.Tensor]
-    order: list[int]
-    sideways: list[str]
+    """What passed by in one forward."""
+
+    received: list[torch.Tensor] = field(default_factory=list)
+    returned: list[torch.Tensor] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+    sideways: list[str] = field(default_factory=list)
     head_input: torch.Tensor | None = None
 
-
-def probe(
-    model: PreTrainedModel, layers_name: str, embedding_module: str, head_module: str, hidden_size: int
-) -> Structure:
-    """Finds the rest of the structure. `model` is a fresh fp64 skeleton and is used up."""
-    architecture = type(model).__name__
-    layers = model.get_submodule(layers_name)
-    argument = next(name for name in inspect.signature(layers[0].forward).parameters)
-    record = _Record([], [], [], [])
-
-    def head(hidden: torch.Tensor) -> torch.Tensor:
-        record.head_input = hidden
+    def take_head_input(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.head_input = hidden
         return hidden.detach()[..., :1]
 
-    hollow(model, layers_name, embedding_module, head_module, range(0), head)
-    outer = {}
-    for owner, attribute, name in list(outer_parameters(model)):
-        outer[name] = nn.Parameter(torch.rand(getattr(owner, attribute).shape, dtype=torch.float64) + 0.5)
-        owner._parameters[attribute] = outer[name]
-    embedded = torch.rand(PROBE_BATCH, PROBE_SEQUENCE, hidden_size, dtype=torch.float64, requires_grad=True)
+    def layer_forward(self, index: int, argument: str, returns: int):
+        """A forward for layer `index` that records its arguments and returns something new."""
 
-    failure: str = ""
+        def transform(hidden: torch.Tensor) -> torch.Tensor:
+            self.order.append(index)
+            self.received.append(hidden)
+            self.returned.append(torch.rand_like(hidden, requires_grad=True))
+            return self.returned[-1]
+
+        identity = identity_forward(argument, returns, transform)
+
+        def forward(*args, **kwargs):
+            others: dict[str, Any] = {f"argument {place}": value for place, value in enumerate(args) if place > 0}
+            others |= {name: value for name, value in kwargs.items() if args or name != argument}
+            for name, value in others.items():
+                if any(tensor.requires_grad for tensor in _tensors(value)):
+                    self.sideways.append(name)
+            return identity(*args, **kwargs)
+
+        return forward
+
+
+def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_module: str) -> Structure:
+    """Finds the rest of the structure.
+
+    Args:
+        model: a fresh fp64 skeleton. It is used up: afterwards it runs on hidden states with no layers and no weights.
+
+    Raises:
+        InputError: the model cannot be cut exactly.
+    """
+    architecture = type(model).__name__
+    known = Structure(layers_name=layers_name, embedding_module=embedding_module, head_module=head_module)
+    layers = model.get_submodule(layers_name)
+    argument = next(iter(inspect.signature(layers[0].forward).parameters))
+    embedding = model.get_submodule(embedding_module)
+    shape = (PROBE_BATCH, PROBE_SEQUENCE, embedding.weight.shape[1])
+    hollow(model, known, range(0), lambda hidden: hidden)
+    outer = _numbers_for_parameters(model)
+    rows = torch.rand(shape, dtype=torch.float64, requires_grad=True)
+
+    failure = ""
     for returns in (0, 1, 2):
-        record.received, record.returned, record.order, record.sideways = [], [], [], []
-        record.head_input = None
+        record = _Record()
         for index, layer in enumerate(layers):
-            layer.forward = _recording_forward(record, index, argument, returns)
+            layer.forward = record.layer_forward(index, argument, returns)
+        replace_head(model, head_module, record.take_head_input)
         try:
-            model(inputs_embeds=embedded, use_cache=False)
+            model(inputs_embeds=embed_rows(embedding, rows), use_cache=False)
         except Exception as error:  # whatever the family's code raises on a form that it does not expect
-            failure = failure or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            failure = failure or f"{type(error).__name__}: {first_line(error)}"
             continue
-        if (
-            record.head_input is not None
-            and record.head_input.shape == embedded.shape
-            and all(isinstance(x, torch.Tensor) and x.shape == embedded.shape for x in record.received)
-        ):
+        travelling = [*record.received, record.head_input]
+        if all(isinstance(hidden, torch.Tensor) and hidden.shape == shape for hidden in travelling):
             break
-        failure = failure or "hidden states change their shape on the way"
+        failure = failure or "the hidden states change their shape on the way"
     else:
-        raise InputError(
-            f"{architecture} cannot be cut into stages: its forward does not run on layers that stand in ({failure})."
-        )
+        raise uncuttable(architecture, f"its forward does not run on layers that stand in ({failure})")
+    _check_passage(architecture, record, len(layers))
 
-    if record.order != list(range(len(layers))):
-        raise InputError(
-            f"{architecture} cannot be cut into stages: it calls its {len(layers)} layers in the order {record.order[:20]}."
-        )
-    for index in range(1, len(layers)):
+    leaves_before, leaves_after = _leaves(record.received[0]), _leaves(record.head_input)
+    if any(id(hidden) in leaves_after for hidden in [rows, *record.returned[:-1]]):
+        raise uncuttable(architecture, "its output uses hidden states other than the last layer's")
+    first = tuple(name for name, leaf in outer.items() if id(leaf) in leaves_before)
+    last = tuple(name for name, leaf in outer.items() if id(leaf) in leaves_after)
+    for name in outer:
+        if (name in first) == (name in last):
+            where = "both before and after" if name in first else "neither before nor after"
+            raise uncuttable(architecture, f"its parameter {name} acts {where} the layers")
+    return Structure(
+        layers_name=layers_name,
+        embedding_module=embedding_module,
+        head_module=head_module,
+        layer_argument=argument,
+        returns=returns,
+        first_parameters=first,
+        last_parameters=last,
+    )
+
+
+def _numbers_for_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Puts one trainable number, seen as a tensor of the right shape, in the place of every parameter left."""
+    numbers = {}
+    for owner, attribute, name in outer_parameters(model):
+        numbers[name] = torch.rand((), dtype=torch.float64, requires_grad=True)
+        shape = owner._parameters.pop(attribute).shape
+        setattr(owner, attribute, (numbers[name] + 0.5).expand(shape))
+    return numbers
+
+
+def _check_passage(architecture: str, record: _Record, layers: int) -> None:
+    """Every layer once, in order, on exactly what the one before returned, and nothing trainable beside it."""
+    if record.order != list(range(layers)):
+        raise uncuttable(architecture, f"its forward calls its {layers} layers in the order {record.order[:20]}")
+    for index in range(1, layers):
         if not torch.equal(record.received[index], record.returned[index - 1]):
-            raise InputError(
-                f"{architecture} cannot be cut into stages: it changes the hidden states between layers {index - 1} and {index}."
-            )
+            raise uncuttable(architecture, f"the hidden states change between layers {index - 1} and {index}")
     if record.sideways:
-        raise InputError(
-            f"{architecture} cannot be cut into stages: its layers receive trainable tensors besides the hidden states "
-            f"({', '.join(sorted(set(record.sideways)))})."
-        )
-    names = list(outer)
-    others = [embedded, *record.returned[:-1]]
-    before = torch.autograd.grad(record.received[0].sum(), [*outer.values()], allow_unused=True, retain_graph=True)
-    after = torch.autograd.grad(record.head_input.sum(), [*outer.values(), *others], allow_unused=True)
-    if any(gradient is not None for gradient in after[len(names) :]):
-        raise InputError(
-            f"{architecture} cannot be cut into stages: its output uses hidden states other than the last layer's."
-        )
-    first = tuple(name for name, gradient in zip(names, before, strict=True) if gradient is not None)
-    last = tuple(name for name, gradient in zip(names, after, strict=False) if gradient is not None)
-    both, neither = sorted(set(first) & set(last)), sorted(set(names) - set(first) - set(last))
-    if both or neither:
-        what = (
-            f"{both[0]} acts both before and after the layers"
-            if both
-            else f"{neither[0]} acts neither before nor after the layers"
-        )
-        raise InputError(f"{architecture} cannot be cut into stages: its parameter {what}.")
-    return Structure(layers_name, embedding_module, head_module, argument, returns, first, last)
+        names = ", ".join(sorted(set(record.sideways)))
+        raise uncuttable(architecture, f"its layers receive trainable tensors besides the hidden states ({names})")
 
 
-def _recording_forward(record: _Record, index: int, argument: str, returns: int):
-    def transform(hidden: torch.Tensor) -> torch.Tensor:
-        record.order.append(index)
-        record.received.append(hidden)
-        record.returned.append(torch.rand_like(hidden, requires_grad=True))
-        return record.returned[-1]
-
-    identity = identity_forward(argument, returns, transform)
-
-    def forward(*args, **kwargs):
-        named = {
-            **{f"argument {i}": x for i, x in enumerate(args) if i},
-            **{k: x for k, x in kwargs.items() if args or k != argument},
-        }
-        record.sideways += [name for name, value in named.items() if any(x.requires_grad for x in _tensors(value))]
-        return identity(*args, **kwargs)
-
-    return forward
+def _leaves(output: torch.Tensor) -> set[int]:
+    """Identities of the leaf tensors that a result was computed from, read from its graph."""
+    if output.is_leaf:
+        return {id(output)}
+    found, seen, waiting = set(), set(), [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        waiting += [following for following, _ in node.next_functions]
+    return found
 
 
-def _tensors(value) -> Iterator[torch.Tensor]:
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):

@@ -1,0 +1,213 @@
+"""Cut and whole must agree, in the loss and in every gradient, before an architecture is trained.
+
+A small copy of the config (see `small_copy`) is built whole by transformers and in three pieces by this room, with the same
+random weights and the same tokens. Every parameter carries noise, since norms of ones and biases of zero hide errors. A
+check of the loss would not do: Granite cut at `inputs_embeds` is off by 7e-4 in the loss and by 0.9 in the gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from evenpipe.errors import InputError
+from evenpipe.model.description import Description, describe
+from evenpipe.model.initialization import undisturbed
+from evenpipe.model.loading import copy_parameters
+from evenpipe.model.shrink import STEPS, small_copy
+from evenpipe.model.stage import build_stage
+from evenpipe.model.structure import first_line
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+PARTLY_FP32 = 1e-6  # in fp64, for families that round to fp32 on the way whatever their dtype
+SMALL_ENOUGH = 60_000_000  # parameters of a copy whose widths cannot be made small
+NOISE = 0.05
+BATCH, SEQUENCE, PADDED = 2, 12, 3
+
+Gradients = dict[str, torch.Tensor | None]
+
+
+def self_check(description: Description) -> None:
+    """Compares a small copy of the model, cut in three, with transformers in one piece. Takes about a second on a CPU.
+
+    The user's config, the random state and torch's default dtype stay as they are.
+
+    Raises:
+        InputError: they differ, or no small copy could be made; one sentence names the architecture and what differs.
+    """
+    with undisturbed(), torch.enable_grad():
+        small, dtype = _small_model(description)
+        whole = small.model
+        generator = torch.Generator().manual_seed(1)
+        for padded in (False, True):
+            batch = _batch(small, generator, padded)
+            rounds, *expected = _whole(whole, *batch)
+            try:
+                found = _in_pieces(small, dtype, *batch)
+            except Exception as error:  # whatever a family raises when its parts do not fit
+                raise InputError(
+                    f"{description.architecture} cannot be trained in stages: a small copy of it, cut in three, "
+                    f"does not run ({type(error).__name__}: {first_line(error)})."
+                ) from error
+            tolerance = TOLERANCE[dtype]
+            if rounds:
+                tolerance = max(tolerance, PARTLY_FP32)
+            _compare(description.architecture, tolerance, found, expected)
+
+
+def gradient_errors(found: Gradients, expected: Gradients) -> dict[str, float]:
+    """Relative Frobenius error per tensor.
+
+    Tensors whose gradient is zero but for rounding are measured against a millionth of the largest.
+    """
+    norms = {name: 0.0 if gradient is None else gradient.norm().item() for name, gradient in expected.items()}
+    floor = 1e-6 * max(norms.values())
+    errors = {}
+    for name, gradient in expected.items():
+        ours = found[name]
+        if gradient is None or ours is None:
+            present = ours if gradient is None else gradient
+            distance = 0.0 if present is None else present.norm().item()
+        else:
+            distance = (ours - gradient).norm().item()
+        errors[name] = distance / max(norms[name], floor) if math.isfinite(distance) else math.inf
+    return errors
+
+
+def _form(description: Description) -> tuple:
+    """What a small copy must have in common with the model that it stands for."""
+    return (
+        description.structure,
+        description.tied,
+        description.padding_index is None,
+        description.head_bias_name,
+    )
+
+
+def _small_model(description: Description) -> tuple[Description, torch.dtype]:
+    """A small whole model with random weights that runs, described, and the dtype in which it does: fp64 if it can."""
+    model_class, reason = type(description.skeleton), ""
+    for step in STEPS:
+        for dtype in (torch.float64, torch.float32):
+            try:
+                model = _build(model_class, small_copy(description.config, **step), dtype)
+                with torch.no_grad():
+                    logits = model(input_ids=torch.arange(6).view(2, 3), use_cache=False, return_dict=True).logits
+                small = describe(model)
+                if logits.isfinite().all() and _form(small) == _form(description):
+                    return small, dtype
+                reason = reason or "it is put together differently or its logits are not finite"
+            except Exception as error:  # whatever a family raises on widths that it does not like
+                reason = reason or f"{type(error).__name__}: {first_line(error)}"
+    raise InputError(
+        f"{description.architecture} cannot be checked on a small copy ({reason}): pass self_check=False to train it "
+        f"unchecked."
+    )
+
+
+def _build(model_class: type[PreTrainedModel], config, dtype: torch.dtype) -> PreTrainedModel:
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in model_class._from_config(config, dtype=dtype).parameters())
+    if size > SMALL_ENOUGH:
+        raise InputError(f"{size} parameters remain")
+    torch.default_generator.manual_seed(0)
+    with torch.device("cpu"):
+        model = model_class._from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(NOISE * torch.randn_like(parameter))
+    return model.train()
+
+
+def _batch(small: Description, generator: torch.Generator, padded: bool):
+    """Tokens with padding tokens among them, labels of which some are ignored, and perhaps padding on the right."""
+    tokens = torch.randint(0, small.vocabulary_size, (BATCH, SEQUENCE), generator=generator)
+    labels = torch.randint(0, small.vocabulary_size, (BATCH, SEQUENCE), generator=generator)
+    if small.padding_index is not None:
+        tokens[0, 4] = small.padding_index
+        labels[1, 5] = small.padding_index
+    labels[0, 7] = -100
+    if not padded:
+        return tokens, labels, None
+    mask = torch.ones_like(tokens)
+    mask[1, -PADDED:] = 0
+    labels[1, -PADDED:] = -100
+    return tokens, labels, mask
+
+
+def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _whole(model: PreTrainedModel, tokens, labels, mask) -> tuple[bool, float, Gradients]:
+    model.zero_grad()
+    logits = model(input_ids=tokens, attention_mask=mask, use_cache=False, return_dict=True).logits
+    loss = _loss(logits, labels)
+    rounds = _rounds(loss)
+    loss.backward()
+    return rounds, loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def _in_pieces(small: Description, dtype: torch.dtype, tokens, labels, mask) -> tuple[float, Gradients]:
+    """What the pipeline computes, in one process: three stages, detached at the cuts, the vocabulary by hand."""
+    assert small.model is not None
+    bounds = [0, 1, small.layers - 1, small.layers]
+    weights = {
+        name: small.model.get_parameter(name).detach().clone().requires_grad_() for name in small.vocabulary_names
+    }
+    embedding = weights[small.embedding_name]
+    head = embedding if small.tied else weights[small.head_name]
+    stages, inputs, outputs = [], [], []
+    hidden = functional.embedding(tokens, embedding, padding_idx=small.padding_index)
+    for first, last in itertools.pairwise(bounds):
+        stage = build_stage(small, first, last, is_first=first == 0, is_last=last == small.layers, dtype=dtype)
+        copy_parameters(stage, small)
+        inputs.append(hidden if not stages else hidden.detach().requires_grad_())
+        hidden = stage(inputs[-1], attention_mask=mask)
+        stages.append(stage)
+        outputs.append(hidden)
+    bias = weights[small.head_bias_name] if small.head_bias_name is not None else None
+    logits = functional.linear(hidden, head, bias) * small.logit_scale
+    if small.soft_cap is not None:
+        logits = small.soft_cap * torch.tanh(logits / small.soft_cap)
+    loss = _loss(logits, labels)
+    loss.backward()
+    for index in range(len(stages) - 1, 0, -1):
+        outputs[index - 1].backward(inputs[index].grad)
+    gradients: Gradients = {name: weight.grad for name, weight in weights.items()}
+    for stage in stages:
+        gradients |= {name: parameter.grad for name, parameter in stage.named_parameters()}
+    return loss.item(), gradients
+
+
+def _rounds(loss: torch.Tensor) -> bool:
+    """Whether a model casts on its way (norms, attention or logits in fp32): then fp64 holds only to fp32's rounding."""
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name().startswith("ToCopy"):
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
+def _compare(architecture: str, tolerance: float, found: Sequence, expected: Sequence) -> None:
+    refuse = f"{architecture} cannot be trained in stages: a small copy of it, cut in three, differs from the whole in"
+    (loss, gradients), (expected_loss, expected_gradients) = found, expected
+    if gradients.keys() != expected_gradients.keys():
+        names = ", ".join(sorted(gradients.keys() ^ expected_gradients.keys())[:4])
+        raise InputError(f"{refuse} the parameters it has ({names}).")
+    if not abs(loss - expected_loss) <= tolerance * max(1.0, abs(expected_loss)):
+        raise InputError(f"{refuse} the loss ({loss:.9g} against {expected_loss:.9g}).")
+    errors = gradient_errors(gradients, expected_gradients)
+    worst = max(errors, key=errors.__getitem__)
+    if not errors[worst] <= tolerance:
+        raise InputError(f"{refuse} the gradient of {worst} (relative error {errors[worst]:.1e}).")
