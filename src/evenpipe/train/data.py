@@ -1,0 +1,208 @@
+"""From the configuration to prepared data: tokens on disk, a tokenizer, and batches.
+
+One process calls `prepare` before the workers start; workers call `open_data`. What it writes:
+
+    CACHE/FINGERPRINT/   tokens.bin, tokenizer/, data.json: published whole by one rename, used again by the next run
+    RUN/tokenizer/       a copy, for the exported model
+    RUN/data.json        what this run trains on
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from evenpipe.errors import InputError, RunError
+from evenpipe.train import tokenizer as tokenizers_
+from evenpipe.train.config import DEFAULT_END_OF_TEXT, Config
+from evenpipe.train.files import disk_errors, locked, write_json
+from evenpipe.train.packing import TOKEN, Batches, open_rows, split_rows, write_tokens
+from evenpipe.train.sources import Documents, find_documents
+
+FORMAT = 1  # part of the fingerprint: raise it when the same sources would give other tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedData:
+    """What a run trains on; the contents of RUN/data.json."""
+
+    folder: str
+    """Folder of tokens.bin and tokenizer/."""
+    fingerprint: str
+    """Hex digest of sources and tokenizer."""
+    documents: int
+    tokens: int
+    tokenizer_size: int
+    """Rows that the embedding needs at least."""
+    end_of_text_id: int
+
+    @property
+    def tokens_path(self) -> Path:
+        """File of int32 tokens."""
+        return Path(self.folder) / "tokens.bin"
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Saved transformers tokenizer."""
+        return Path(self.folder) / "tokenizer"
+
+    def is_complete(self) -> bool:
+        """Whether the files are there in the size that was written."""
+        tokens = self.tokens_path
+        return (
+            tokens.is_file()
+            and tokens.stat().st_size == self.tokens * TOKEN.itemsize
+            and (self.tokenizer_folder / "tokenizer_config.json").is_file()
+        )
+
+
+def prepare(config: Config, say: Callable[[str], None] | None = None) -> PreparedData:
+    """Check the sources, make or find tokenizer and tokens, and check that they are enough for one step.
+
+    To be called by one process before the workers start; a second one waits for it. `say` receives progress in words
+    (default: standard error). Raises `InputError` for what is wrong with the data, `RunError` when the disk is full.
+    """
+    say = say or _print
+    with disk_errors(config.cache_folder, "preparing data"):
+        config.run_folder.mkdir(parents=True, exist_ok=True)
+        config.cache_folder.mkdir(parents=True, exist_ok=True)
+        with locked(config.cache_folder / "lock"):
+            data = _find_or_build(config, say)
+        _check_amount(config, data)
+        tokenizers_.copy_tokenizer(data.tokenizer_folder, config.run_folder / "tokenizer", config.data.sequence_length)
+        write_json(config.run_folder / "data.json", asdict(data))
+    return data
+
+
+def open_data(config: Config) -> PreparedData:
+    """What `prepare` found, in another process of the same run. Raises `RunError` when it is not there (any more)."""
+    path = config.run_folder / "data.json"
+    try:
+        data = PreparedData(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(f"the prepared data {path} cannot be read: {error}") from None
+    if not data.is_complete():
+        raise RunError(f"the prepared data in {data.folder} is incomplete; start again to prepare it anew")
+    return data
+
+
+def open_batches(config: Config, data: PreparedData) -> Batches:
+    """The batches of a run; each process that feeds a pipeline opens its own."""
+    return Batches(
+        rows=open_rows(data.tokens_path, config.data.sequence_length),
+        batch_size=config.pipeline.sequences_per_step,
+        seed=config.training.seed,
+        validation_fraction=config.data.validation_fraction,
+    )
+
+
+def data_identity(config: Config, data: PreparedData) -> dict[str, Any]:
+    """What must be the same when a checkpoint is resumed for the order of the data to go on unchanged."""
+    return {
+        "data": data.fingerprint,
+        "data.sequence_length": config.data.sequence_length,
+        "data.validation_fraction": config.data.validation_fraction,
+        "training.seed": config.training.seed,
+        "sequences per step": config.pipeline.sequences_per_step,
+    }
+
+
+def _find_or_build(config: Config, say: Callable[[str], None]) -> PreparedData:
+    """The cached data of these sources and this tokenizer, built if there is none. Called with the cache locked."""
+    cache = config.cache_folder
+    documents = find_documents(config.data, cache)
+    say(f"reading {documents.description}")
+    sources = documents.fingerprint()
+    building = cache / "building.tmp"  # one that is there was left by a killed run: we hold the lock
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
+    try:
+        tokenizer, identity = _existing_tokenizer(config, building)
+        fingerprint = hashlib.sha256(json.dumps([FORMAT, sources, identity]).encode()).hexdigest()
+        folder = cache / fingerprint[:16]
+        data = _read_cached(folder)
+        if data is None:
+            if tokenizer is None:
+                tokenizer = _train_tokenizer(config, documents, building, say)
+            data = _build(documents, tokenizer, building, folder, fingerprint)
+            say(f"{data.documents:,} documents, {data.tokens:,} tokens of {data.tokenizer_size:,} kinds")
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return data
+
+
+def _existing_tokenizer(config: Config, building: Path) -> tuple[Any, list[Any]]:
+    """(tokenizer saved in the folder, what identifies it), or (None, what identifies the one to train)."""
+    settings = config.tokenizer
+    if config.tokenizer_source is None:
+        return None, ["byte-level BPE", config.trained_tokenizer_entries, settings.end_of_text or DEFAULT_END_OF_TEXT]
+    tokenizer = tokenizers_.load_tokenizer(
+        config.tokenizer_source, settings.end_of_text, config.model.trust_remote_code
+    )
+    tokenizer.save_pretrained(building / "tokenizer")
+    return tokenizer, ["existing", tokenizers_.folder_digest(building / "tokenizer")]
+
+
+def _train_tokenizer(config: Config, documents: Documents, building: Path, say: Callable[[str], None]) -> Any:
+    entries = config.trained_tokenizer_entries
+    assert entries is not None
+    say(f"training a tokenizer of {entries:,} entries")
+    tokenizer = tokenizers_.train_tokenizer(documents, entries, config.tokenizer.end_of_text or DEFAULT_END_OF_TEXT)
+    tokenizer.save_pretrained(building / "tokenizer")
+    return tokenizer
+
+
+def _build(documents: Documents, tokenizer: Any, building: Path, folder: Path, fingerprint: str) -> PreparedData:
+    """Encode the documents and publish the folder."""
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    number, tokens = write_tokens(documents, encode, tokenizer.eos_token_id, building / "tokens.bin")
+    if tokens == 0:
+        raise InputError(f"the data ({documents.description}) holds no text, but must hold at least one token")
+    data = PreparedData(
+        folder=str(folder.absolute()),
+        fingerprint=fingerprint,
+        documents=number,
+        tokens=tokens,
+        tokenizer_size=tokenizers_.tokenizer_size(tokenizer),
+        end_of_text_id=tokenizer.eos_token_id,
+    )
+    write_json(building / "data.json", asdict(data))
+    shutil.rmtree(folder, ignore_errors=True)
+    building.rename(folder)
+    return data
+
+
+def _read_cached(folder: Path) -> PreparedData | None:
+    try:
+        found = json.loads((folder / "data.json").read_text(encoding="utf-8"))
+        data = PreparedData(**{**found, "folder": str(folder.absolute())})
+    except (OSError, ValueError, TypeError):
+        return None
+    return data if data.is_complete() else None
+
+
+def _check_amount(config: Config, data: PreparedData) -> None:
+    length, batch_size = config.data.sequence_length, config.pipeline.sequences_per_step
+    rows = data.tokens // length
+    training, _ = split_rows(rows, config.data.validation_fraction)
+    if len(training) < batch_size:
+        raise InputError(
+            f"the data holds {data.tokens:,} tokens, that is {len(training)} training sequences of "
+            f"data.sequence_length = {length}, but one step needs {batch_size} (pipeline.microbatches * "
+            "pipeline.microbatch_size)"
+        )
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,160 @@
+"""Documents to tokens to rows to batches.
+
+One pass over the documents writes one long file of int32 tokens: each document, then the end-of-text token. Cut into
+rows of the sequence length it is the training data; the last incomplete row is dropped. (Packing in `datasets.map`
+drops the rest of every *batch* of documents, so its rows depend on the batch size and the number of processes.)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+TOKEN = np.dtype("<i4")
+PIECE_CHARACTERS = 1 << 20  # longer documents are encoded in pieces, cut behind a line end, to bound the memory
+BATCH_CHARACTERS = 1 << 22  # encoded together, on the threads of the tokenizer
+IGNORED = -100  # the label that no loss is computed for
+
+
+def write_tokens(
+    texts: Iterable[str], encode: Callable[[list[str]], list[list[int]]], end_of_text: int, path: Path
+) -> tuple[int, int]:
+    """Encode all texts into a file of int32 tokens. Returns (documents, tokens); an empty text is no document.
+
+    `encode` turns a list of texts into their token ids without special tokens.
+    """
+    documents = tokens = 0
+    with path.open("wb") as file:
+        for batch in _batches(_pieces(texts)):
+            encoded = encode([text for text, _ in batch])
+            for ids, (text, is_end) in zip(encoded, batch, strict=True):
+                if text:
+                    file.write(np.asarray([*ids, end_of_text] if is_end else ids, dtype=TOKEN).tobytes())
+                    documents += is_end
+                    tokens += len(ids) + is_end
+        file.flush()
+        os.fsync(file.fileno())
+    return documents, tokens
+
+
+def open_rows(path: Path, sequence_length: int) -> np.ndarray[Any, Any]:
+    """The token file as int32 [rows, sequence_length], mapped into memory, not read."""
+    rows = path.stat().st_size // (TOKEN.itemsize * sequence_length)
+    if rows == 0:
+        return np.empty((0, sequence_length), dtype=TOKEN)
+    return np.memmap(path, dtype=TOKEN, mode="r", shape=(rows, sequence_length))
+
+
+def split_rows(rows: int, validation_fraction: float) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """(training rows, validation rows): the latter evenly spread, at least one when the fraction is above 0."""
+    held_back = max(1, round(rows * validation_fraction)) if validation_fraction > 0 and rows > 0 else 0
+    validation = (np.arange(held_back) * rows + rows // 2) // max(held_back, 1)
+    return np.setdiff1d(np.arange(rows), validation, assume_unique=True), validation
+
+
+@dataclass(slots=True)
+class Batches:
+    """Batches in a fixed order: batch number `step` is a pure function of the seed, so resuming needs only the step.
+
+    Every epoch goes through all training rows in an order of its own, drawn from (seed, epoch); a batch may reach from
+    one epoch into the next.
+    """
+
+    rows: np.ndarray[Any, Any]
+    """[rows, sequence_length] int32."""
+    batch_size: int
+    """Sequences per batch."""
+    seed: int
+    validation_fraction: float
+    training_rows: np.ndarray[Any, Any] = field(init=False)
+    validation_rows: np.ndarray[Any, Any] = field(init=False)
+    _order: tuple[int, np.ndarray[Any, Any]] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.training_rows, self.validation_rows = split_rows(len(self.rows), self.validation_fraction)
+        assert len(self.training_rows) > 0, "no rows to train on"
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens per sequence."""
+        return int(self.rows.shape[1])
+
+    @property
+    def tokens_per_batch(self) -> int:
+        """Tokens in a batch."""
+        return self.batch_size * self.sequence_length
+
+    def epoch(self, step: int) -> float:
+        """How often all training rows have been seen before batch `step`."""
+        return step * self.batch_size / len(self.training_rows)
+
+    def row_numbers(self, step: int) -> list[int]:
+        """The rows of batch `step` (0 is the first)."""
+        numbers = range(step * self.batch_size, (step + 1) * self.batch_size)
+        return [int(self._epoch_order(n // len(self.training_rows))[n % len(self.training_rows)]) for n in numbers]
+
+    def batch(self, step: int) -> torch.Tensor:
+        """int64 [batch_size, sequence_length]: token ids of batch `step` (0 is the first)."""
+        return self._read(self.row_numbers(step))
+
+    @property
+    def validation_batches(self) -> int:
+        """Batches that hold all rows held back; the last may be filled up."""
+        return -(-len(self.validation_rows) // self.batch_size)
+
+    def validation_batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token ids, labels), both int64 [batch_size, sequence_length], of held-back rows.
+
+        The last batch is filled up with rows whose labels are all ignored, so means must be weighted by valid tokens.
+        """
+        rows = self.validation_rows[index * self.batch_size : (index + 1) * self.batch_size]
+        assert len(rows) > 0, f"there are {self.validation_batches} validation batches, not {index + 1}"
+        filled = [int(row) for row in rows] + [int(rows[-1])] * (self.batch_size - len(rows))
+        input_ids = self._read(filled)
+        labels = input_ids.clone()
+        labels[len(rows) :] = IGNORED
+        return input_ids, labels
+
+    def _read(self, rows: list[int]) -> torch.Tensor:
+        import torch
+
+        return torch.from_numpy(np.asarray(self.rows[rows], dtype=np.int64))
+
+    def _epoch_order(self, epoch: int) -> np.ndarray[Any, Any]:
+        if self._order is None or self._order[0] != epoch:
+            # raw words of the bit generator: unlike Generator.permutation they are the same in every version of numpy
+            words = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(len(self.training_rows))
+            self._order = epoch, self.training_rows[np.argsort(words, kind="stable")]
+        return self._order[1]
+
+
+def _pieces(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """(piece, is it the end of its document)."""
+    for text in texts:
+        start = 0
+        while len(text) - start > PIECE_CHARACTERS:
+            line_end = text.rfind("\n", start, start + PIECE_CHARACTERS)
+            stop = line_end + 1 if line_end >= start else start + PIECE_CHARACTERS
+            yield text[start:stop], False
+            start = stop
+        yield text[start:], True
+
+
+def _batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    batch, characters = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece[0])
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,293 @@
+"""Where documents come from: files, a data set, or the Python standard library.
+
+Everything is read through `datasets`, but local files are checked one by one first, because its own errors name
+neither the file nor the line. JSON lines go through its line reader and are parsed here: its JSON reader infers one
+schema for all records and refuses files whose other fields vary.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import hashlib
+import itertools
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from evenpipe.errors import InputError
+from evenpipe.train.config import DataConfig
+from evenpipe.train.section import nearest, show
+
+JSON_LINES = (".jsonl", ".json", ".ndjson")
+PARQUET = (".parquet",)
+READ_BYTES = 1 << 20
+LARGEST_DOCUMENT_BYTES = 2**31 - 1  # what a cell of an Arrow column of strings can hold
+NOT_IN_CORPUS = frozenset({"test", "tests", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages"})
+
+
+class Documents(Protocol):
+    """Texts that can be read again and again, always in the same order."""
+
+    @property
+    def description(self) -> str:
+        """What is read, in words for messages."""
+
+    def fingerprint(self) -> str:
+        """Hex digest that changes when any text changes. Raises `InputError` where something cannot be read."""
+
+    def __iter__(self) -> Iterator[str]:
+        """The texts; call `fingerprint` first, it checks them."""
+
+
+def find_documents(data: DataConfig, cache_folder: Path) -> Documents:
+    """What `data` names. `cache_folder` is where `datasets` may write: locks, and what it downloads from the hub."""
+    cache = str(cache_folder / "datasets")
+    if data.dataset is not None:
+        return DatasetDocuments(data.dataset, data.dataset_config, data.dataset_split, data.text_field, cache)
+    if data.corpus is not None:
+        paths = _standard_library(data.corpus.partition(":")[2])
+        return FileDocuments(paths, data.text_field, "strict", data.corpus, cache)
+    paths = find_files(data.files)
+    return FileDocuments(paths, data.text_field, data.encoding_errors, f"{len(paths)} files", cache)
+
+
+def find_files(patterns: tuple[str, ...]) -> list[Path]:
+    """The files that the patterns name, each once, sorted by name."""
+    found: set[str] = set()
+    for pattern in patterns:
+        if Path(pattern).is_dir():
+            raise InputError(
+                f'data.files names the folder {show(pattern)}, but must name files, as "{pattern}/**/*.txt"'
+            )
+        names = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)  # noqa: PTH207
+        files = [name for name in names if Path(name).is_file()]
+        if not files:
+            raise InputError(f"data.files names {show(pattern)}, but there is no such file")
+        found.update(files)
+    return [Path(name) for name in sorted(found)]
+
+
+@dataclass(frozen=True, slots=True)
+class FileDocuments:
+    """Documents in local files. `errors` is "strict" or "replace", for bytes that are not UTF-8."""
+
+    paths: list[Path]
+    text_field: str
+    errors: str
+    description: str
+    cache_folder: str
+
+    def fingerprint(self) -> str:
+        digests = [check_file(path, self.text_field, self.errors) for path in self.paths]
+        kinds = [_kind(path) for path in self.paths]
+        return _digest(["files", digests, kinds, self.text_field, self.errors])
+
+    def __iter__(self) -> Iterator[str]:
+        for kind, paths in itertools.groupby(self.paths, _kind):
+            yield from self._read(kind, list(paths))
+
+    def _read(self, kind: str, paths: list[Path]) -> Iterator[str]:
+        options: dict[str, Any] = {"encoding": "utf-8-sig", "encoding_errors": self.errors}
+        if kind == "parquet":
+            for row in self._stream("parquet", paths, columns=[self.text_field]):
+                yield row[self.text_field] or ""
+        elif kind == "text":
+            for row in self._stream("text", paths, sample_by="document", **options):
+                yield row["text"]
+        else:
+            for row in self._stream("text", paths, sample_by="line", **options):
+                if row["text"].strip():
+                    yield _encodable(json.loads(row["text"])[self.text_field] or "")
+
+    def _stream(self, reader: str, paths: list[Path], **options: Any) -> Any:
+        """Rows of local files in the order given, without a copy on disk. `datasets` reads names as patterns."""
+        names = [glob.escape(os.path.abspath(path)) for path in paths]  # noqa: PTH100 (resolve would follow links)
+        return _datasets().load_dataset(
+            reader, data_files=names, split="train", streaming=True, cache_dir=self.cache_folder, **options
+        )
+
+
+@dataclass(slots=True)
+class DatasetDocuments:
+    """Documents in a data set of the hub, or in a folder that `datasets` understands."""
+
+    name: str
+    config: str | None
+    split: str
+    text_field: str
+    cache_folder: str
+    _loaded: Any = None
+
+    @property
+    def description(self) -> str:
+        """What is read, in words for messages."""
+        return f"data set {self.name}, {self.split}"
+
+    def fingerprint(self) -> str:
+        loaded = self._load()
+        return _digest(["dataset", loaded._fingerprint, len(loaded), self.text_field])
+
+    def __iter__(self) -> Iterator[str]:
+        for row in self._load():
+            yield _encodable(row[self.text_field] or "")
+
+    def _load(self) -> Any:
+        if self._loaded is None:
+            datasets = _datasets()
+            try:
+                loaded = datasets.load_dataset(self.name, self.config, split=self.split, cache_dir=self.cache_folder)
+            except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+                reason = str(error.__cause__ or error).strip().splitlines()[0]
+                raise InputError(
+                    f"data.dataset is {show(self.name)} (config {show(self.config)}, split {show(self.split)}), "
+                    f"but it cannot be loaded: {reason}"
+                ) from error
+            feature = loaded.features.get(self.text_field)
+            if getattr(feature, "dtype", None) not in ("string", "large_string"):
+                raise InputError(_no_text_field(self.text_field, f"data set {self.name}", list(loaded.features)))
+            self._loaded = loaded.select_columns([self.text_field])
+        return self._loaded
+
+
+def check_file(path: Path, text_field: str, errors: str) -> str:
+    """Hex sha256 of a file whose contents can be read as documents, or an `InputError` that says where they cannot."""
+    try:
+        if _kind(path) == "parquet":
+            _check_parquet(path, text_field)
+            return _check_bytes(path, decode=False)
+        digest = _check_bytes(path, decode=errors == "strict")
+        if _kind(path) == "jsonl":
+            _check_json_lines(path, text_field, errors)
+        elif path.stat().st_size > LARGEST_DOCUMENT_BYTES:
+            raise InputError(
+                f"{show(str(path))} is one document of more than 2 GiB; split it, or write its documents as JSON lines"
+            )
+    except OSError as error:
+        raise InputError(f"the data file {show(str(path))} cannot be read: {error.strerror or error}") from None
+    return digest
+
+
+def _check_bytes(path: Path, decode: bool) -> str:
+    """Digest of the bytes; where they must be UTF-8, the error names the first byte that is not."""
+    digest, decoder, position = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0
+    with path.open("rb") as file:
+        while True:
+            block = file.read(READ_BYTES)
+            digest.update(block)
+            if decode:
+                pending = len(decoder.getstate()[0])
+                try:
+                    decoder.decode(block, final=not block)
+                except UnicodeDecodeError as error:
+                    raise InputError(
+                        f"{show(str(path))} is not UTF-8 at byte {position - pending + error.start}; convert it, or "
+                        'set data.encoding_errors to "replace"'
+                    ) from None
+            position += len(block)
+            if not block:
+                return digest.hexdigest()
+
+
+def _check_json_lines(path: Path, text_field: str, errors: str) -> None:
+    with path.open(encoding="utf-8-sig", errors=errors) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{show(str(path))}, line {number}"
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{where} is not JSON: {error}") from None
+            if not isinstance(record, dict):
+                raise InputError(f"{where} must be a JSON object with the field {show(text_field)}")
+            if text_field not in record:
+                raise InputError(_no_text_field(text_field, where, list(record)))
+            if not isinstance(record[text_field], str | None):
+                raise InputError(f"{where}: the field {show(text_field)} must be text, not {line[:40].strip()}...")
+
+
+def _check_parquet(path: Path, text_field: str) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        schema = parquet.read_schema(path)
+    except pyarrow.ArrowException as error:
+        raise InputError(f"{show(str(path))} is not a parquet file: {str(error).splitlines()[0]}") from None
+    if text_field not in schema.names or str(schema.field(text_field).type) not in ("string", "large_string"):
+        raise InputError(_no_text_field(text_field, show(str(path)), schema.names))
+
+
+def _no_text_field(text_field: str, where: str, names: list[str]) -> str:
+    return (
+        f"data.text_field is {show(text_field)}, but {where} has no text of that name"
+        f"{nearest(text_field, names)}; it has {', '.join(names) or 'nothing'}"
+    )
+
+
+def _standard_library(parts: str) -> list[Path]:
+    """Sources of the running Python's library that are UTF-8, without what a model would only learn tables from.
+
+    `parts`: names of modules and packages, separated by commas, or nothing for all.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [
+        path
+        for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix())
+        if not NOT_IN_CORPUS & set(path.relative_to(root).parts[:-1]) and _is_utf8(path)
+    ]
+    if parts:
+        modules = {_module(path, root) for path in files}
+        wanted = [part.strip() for part in parts.split(",")]
+        for part in wanted:
+            if part not in modules:
+                raise InputError(
+                    f"data.corpus names {show(part)}, but the Python standard library has no such module or package"
+                    f"{nearest(part, modules)}"
+                )
+        files = [path for path in files if _module(path, root) in wanted]
+    if not files:
+        raise InputError(f"data.corpus is the Python standard library, but {root} holds no sources")
+    return files
+
+
+def _module(path: Path, root: Path) -> str:
+    return path.relative_to(root).parts[0].removesuffix(".py")
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _kind(path: Path) -> str:
+    suffix = path.suffix.lower()
+    if suffix in JSON_LINES:
+        return "jsonl"
+    return "parquet" if suffix in PARQUET else "text"
+
+
+def _encodable(text: str) -> str:
+    """The text with lone surrogates, which JSON can write and UTF-8 cannot, replaced."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _datasets() -> Any:
+    """The library, quiet: its progress bars and warnings would mix with ours."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity_error()
+    return datasets
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

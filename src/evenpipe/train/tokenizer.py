@@ -1,0 +1,105 @@
+"""The tokenizer: an existing one of transformers, or a byte-level BPE trained on the data.
+
+Nothing here adds special tokens to a document; packing puts the end-of-text token between documents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from evenpipe.errors import InputError
+from evenpipe.train.section import show
+
+TRAINING_CHARACTERS = 500_000_000  # more does not change the merges, but takes memory
+UNLIMITED = 10**9  # tokenizers without a limit say 1e30
+
+
+def train_tokenizer(texts: Iterable[str], entries: int, end_of_text: str) -> Any:
+    """A byte-level BPE tokenizer of at most `entries` tokens, as a transformers fast tokenizer.
+
+    The same texts give the same tokenizer. It reads no more than the first 500 million characters.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=entries,
+        special_tokens=[end_of_text],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_first(texts, TRAINING_CHARACTERS), trainer)
+    fast: Any = PreTrainedTokenizerFast
+    return fast(tokenizer_object=tokenizer, eos_token=end_of_text, clean_up_tokenization_spaces=False)
+
+
+def load_tokenizer(source: str, end_of_text: str | None, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a hub name or local folder, its `eos_token` set to `end_of_text` where one is given.
+
+    Raises `InputError` when it cannot be loaded or has no such token.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(f"the tokenizer {show(source)} cannot be loaded: {reason}") from error
+    if end_of_text is not None:
+        if end_of_text not in tokenizer.get_vocab():
+            raise InputError(
+                f"tokenizer.end_of_text is {show(end_of_text)}, but must be a token of the tokenizer {show(source)}"
+            )
+        tokenizer.eos_token = end_of_text
+    if tokenizer.eos_token_id is None:
+        raise InputError(
+            f"tokenizer.end_of_text is none, but must name a token: the tokenizer {show(source)} has none of its own"
+        )
+    return tokenizer
+
+
+def tokenizer_size(tokenizer: Any) -> int:
+    """Rows that an embedding needs: one more than the highest token id."""
+    highest: int = max(tokenizer.get_vocab().values())
+    return highest + 1
+
+
+def folder_digest(folder: Path) -> str:
+    """Hex sha256 over names and contents of a saved tokenizer's files."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode())
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def copy_tokenizer(folder: Path, target: Path, maximum_length: int) -> None:
+    """Copy a saved tokenizer; one without a sensible `model_max_length` gets `maximum_length` tokens."""
+    fresh = target.with_name(target.name + ".tmp")
+    shutil.rmtree(fresh, ignore_errors=True)
+    shutil.copytree(folder, fresh)
+    path = fresh / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    if settings.get("model_max_length") is None or settings["model_max_length"] > UNLIMITED:
+        settings["model_max_length"] = maximum_length
+    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    shutil.rmtree(target, ignore_errors=True)
+    fresh.rename(target)
+
+
+def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
+    for text in texts:
+        if characters <= 0:
+            return
+        yield text[:characters]
+        characters -= len(text)

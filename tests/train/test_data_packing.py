@@ -1,0 +1,145 @@
+"""Tokens to rows to batches: what is written, what is held back, and the order of the data."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenpipe.train import packing
+from evenpipe.train.packing import Batches, open_rows, split_rows, write_tokens
+
+END = 0
+
+
+def encode(texts):
+    """A tokenizer of one token per character."""
+    return [[ord(character) for character in text] for text in texts]
+
+
+def batches(rows, batch_size=3, seed=5, validation_fraction=0.0):
+    tokens = np.arange(rows * 4, dtype=np.int32).reshape(rows, 4)
+    return Batches(tokens, batch_size=batch_size, seed=seed, validation_fraction=validation_fraction)
+
+
+STREAMS = [
+    # texts, tokens, documents
+    (["ab", "c"], "ab|c|", 2),
+    (["", "a", ""], "a|", 1),
+    ([], "", 0),
+]
+
+
+@pytest.mark.parametrize(("texts", "stream", "documents"), STREAMS)
+def test_documents_are_joined_by_the_end_of_text(tmp_path, texts, stream, documents):
+    path = tmp_path / "tokens.bin"
+    expected = [END if character == "|" else ord(character) for character in stream]
+    assert write_tokens(texts, encode, END, path) == (documents, len(expected))
+    assert np.fromfile(path, dtype="<i4").tolist() == expected
+
+
+def test_long_documents_are_cut_behind_line_ends_and_stay_one_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "PIECE_CHARACTERS", 8)
+    monkeypatch.setattr(packing, "BATCH_CHARACTERS", 10)
+    seen: list[str] = []
+
+    def remember(texts):
+        seen.extend(texts)
+        return encode(texts)
+
+    texts = ["one\ntwo\nthree\nfour", "x" * 20, "12345678", "\n" * 9]
+    assert write_tokens(texts, remember, END, tmp_path / "tokens.bin")[0] == 4
+    assert seen == [
+        *("one\ntwo\n", "three\n", "four"),
+        *("x" * 8, "x" * 8, "x" * 4),
+        "12345678",
+        *("\n" * 8, "\n"),
+    ]
+    stream = [token for text in texts for token in [*map(ord, text), END]]
+    assert np.fromfile(tmp_path / "tokens.bin", dtype="<i4").tolist() == stream
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(0, 0), (3, 0), (4, 1), (11, 2)])
+def test_the_incomplete_row_at_the_end_is_dropped(tmp_path, tokens, rows):
+    path = tmp_path / "tokens.bin"
+    np.arange(tokens, dtype="<i4").tofile(path)
+    opened = open_rows(path, 4)
+    assert opened.shape == (rows, 4)
+    assert opened.ravel().tolist() == list(range(rows * 4))
+
+
+@given(rows=st.integers(0, 400), fraction=st.floats(0, 0.99))
+def test_rows_are_held_back_evenly_and_nothing_is_lost(rows, fraction):
+    training, validation = split_rows(rows, fraction)
+    assert sorted([*training, *validation]) == list(range(rows))
+    if rows == 0 or fraction == 0:
+        assert len(validation) == 0
+    else:
+        assert len(validation) == max(1, round(rows * fraction))
+        gaps = np.diff(validation)
+        assert len(gaps) == 0 or gaps.max() - gaps.min() <= 1
+
+
+def test_a_batch_has_the_shape_and_type_that_the_pipeline_takes():
+    batch = batches(20).batch(2)
+    assert batch.dtype == torch.int64
+    assert batch.shape == (3, 4)
+
+
+@settings(max_examples=50)
+@given(rows=st.integers(1, 30), batch_size=st.integers(1, 40), seed=st.integers(0, 2**63 - 1), step=st.integers(0, 99))
+def test_a_batch_depends_on_seed_and_step_alone(rows, batch_size, seed, step):
+    walked = batches(rows, batch_size, seed)
+    for earlier in range(max(0, step - 2), step):
+        walked.batch(earlier)
+    assert torch.equal(walked.batch(step), batches(rows, batch_size, seed).batch(step))
+
+
+@settings(max_examples=50)
+@given(rows=st.integers(2, 40), batch_size=st.integers(1, 7), seed=st.integers(0, 9))
+def test_every_epoch_has_each_training_row_once(rows, batch_size, seed):
+    data = batches(rows, batch_size, seed, validation_fraction=0.2)
+    training = len(data.training_rows)
+    steps = -(-3 * training // batch_size)
+    order = [row for step in range(steps) for row in data.row_numbers(step)][: 3 * training]
+    for epoch in range(3):
+        assert sorted(order[epoch * training : (epoch + 1) * training]) == data.training_rows.tolist()
+    assert data.epoch(steps) >= 3
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    def order(seed, epoch):
+        return batches(50, 50, seed).row_numbers(epoch)
+
+    orders = [order(1, 0), order(1, 1), order(2, 0), order(2, 1)]
+    assert len({tuple(rows) for rows in orders}) == 4
+    assert order(1, 0) != list(range(50))
+
+
+def test_the_order_is_the_same_on_every_machine_and_version():
+    assert batches(12, 6, seed=3).row_numbers(0) == [0, 4, 9, 7, 1, 10]
+
+
+def test_validation_batches_hold_every_row_held_back_and_ignore_what_fills_the_last():
+    data = batches(40, batch_size=3, validation_fraction=0.1)
+    assert data.validation_rows.tolist() == [5, 15, 25, 35]
+    assert data.validation_batches == 2
+    first, labels = data.validation_batch(0)
+    assert torch.equal(first, labels)
+    assert (first[:, 0] // 4).tolist() == [5, 15, 25]
+    second, labels = data.validation_batch(1)
+    assert second.shape == labels.shape == (3, 4)
+    assert second.dtype == labels.dtype == torch.int64
+    assert (second[:, 0] // 4).tolist() == [35, 35, 35]
+    assert torch.equal(labels[0], second[0])
+    assert labels[1:].eq(-100).all()
+    assert batches(40).validation_batches == 0
+
+
+def test_validation_rows_are_never_trained_on():
+    data = batches(40, batch_size=4, validation_fraction=0.1)
+    trained = {row for step in range(30) for row in data.row_numbers(step)}
+    assert not trained & set(data.validation_rows.tolist())
+    assert data.tokens_per_batch == 16

@@ -1,0 +1,331 @@
+"""From the configuration to prepared data: tokenizers, the cache, and everything that can be wrong with it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import resource
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from evenpipe.errors import InputError, RunError
+from evenpipe.train import data as data_module
+from evenpipe.train.config_file import config_from_dict
+from evenpipe.train.data import data_identity, open_batches, open_data, prepare
+from evenpipe.train.files import locked
+from evenpipe.train.tokenizer import copy_tokenizer, tokenizer_size, train_tokenizer
+
+LINES = [f"def f{number}(x):\n\treturn x + {number}  # ü\n" for number in range(60)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(LINES, 300, "<|end|>")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number, text in enumerate(LINES):
+        (folder / f"{number:02}.py").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def config(tmp_path, corpus):
+    """Function that makes a configuration with changes per section."""
+
+    def make(**changes):
+        tables = {
+            "model": {"architecture": "llama"},
+            "data": {"files": [f"{corpus}/*.py"], "sequence_length": 16, "validation_fraction": 0.1},
+            "tokenizer": {"vocabulary_size": 300},
+            "pipeline": {"microbatches": 2, "microbatch_size": 2},
+            "output": {"folder": str(tmp_path / "run")},
+        }
+        for name, values in changes.items():
+            tables[name] = {**tables.get(name, {}), **values}
+        return config_from_dict(tables)
+
+    return make
+
+
+def quiet(text):
+    """Instead of standard error."""
+
+
+def tokens_of(data):
+    return np.fromfile(data.tokens_path, dtype="<i4")
+
+
+def test_prepared_data_is_every_document_and_an_end_of_text(config):
+    said: list[str] = []
+    data = prepare(config(), said.append)
+    tokenizer = AutoTokenizer.from_pretrained(data.tokenizer_folder)
+    tokens = tokens_of(data)
+    assert tokenizer.decode(tokens) == "".join(text + "<|endoftext|>" for text in LINES)
+    assert (data.documents, data.tokens) == (60, len(tokens))
+    assert (tokens == data.end_of_text_id).sum() == 60
+    assert data.tokenizer_size == len(tokenizer) == 300
+    assert [text.split(" ")[0] for text in said] == ["reading", "training", "60"]
+
+
+def test_batches_are_rows_of_the_tokens(config):
+    settings = config()
+    data = prepare(settings, quiet)
+    assert open_data(settings) == data
+    batches = open_batches(settings, data)
+    rows = data.tokens // 16
+    assert len(batches.training_rows) + len(batches.validation_rows) == rows
+    batch = batches.batch(0)
+    assert batch.shape == (4, 16)
+    expected = tokens_of(data)[: rows * 16].reshape(rows, 16)[batches.row_numbers(0)]
+    assert batch.tolist() == expected.tolist()
+
+
+def test_the_same_text_gives_the_same_tokenizer_and_tokens(config, tmp_path):
+    first = prepare(config(), quiet)
+    second = prepare(config(data={"cache_folder": str(tmp_path / "elsewhere")}), quiet)
+    assert first.fingerprint == second.fingerprint
+    assert first.tokens_path.read_bytes() == second.tokens_path.read_bytes()
+    names = [path.name for path in first.tokenizer_folder.iterdir()]
+    assert "tokenizer.json" in names
+    for name in names:
+        assert (first.tokenizer_folder / name).read_bytes() == (second.tokenizer_folder / name).read_bytes()
+
+
+def test_a_second_run_uses_what_is_there(config, monkeypatch):
+    first = prepare(config(), quiet)
+    written = first.tokens_path.stat()
+    monkeypatch.setattr(data_module, "write_tokens", None)
+    monkeypatch.setattr(data_module.tokenizers_, "train_tokenizer", None)
+    assert prepare(config(), quiet) == first
+    longer = prepare(config(data={"sequence_length": 32}), quiet)  # the same tokens, cut into other rows
+    assert longer == first
+    again = first.tokens_path.stat()
+    assert (again.st_ino, again.st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
+
+
+CHANGES = [
+    {"tokenizer": {"vocabulary_size": 299}},
+    {"tokenizer": {"vocabulary_size": 300, "end_of_text": "<|other|>"}},
+    {"data": {"encoding_errors": "replace"}},
+    "content",
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_what_changes_the_tokens_is_prepared_anew(config, corpus, change):
+    first = prepare(config(), quiet)
+    if change == "content":
+        (corpus / "00.py").write_text("print(1)\n")
+        change = {}
+    second = prepare(config(**change), quiet)
+    assert second.fingerprint != first.fingerprint
+    assert second.folder != first.folder
+    assert first.is_complete()
+
+
+def damage_truncate(folder):
+    with (folder / "tokens.bin").open("r+b") as file:
+        file.truncate(100)
+
+
+def damage_remove(folder):
+    (folder / "tokens.bin").unlink()
+
+
+def damage_json(folder):
+    (folder / "data.json").write_text('{"folder": ')
+
+
+def damage_tokenizer(folder):
+    (folder / "tokenizer" / "tokenizer_config.json").unlink()
+
+
+@pytest.mark.parametrize("damage", [damage_truncate, damage_remove, damage_json, damage_tokenizer])
+def test_a_damaged_cache_is_built_again(config, damage):
+    first = prepare(config(), quiet)
+    intact = first.tokens_path.read_bytes()
+    damage(Path(first.folder))
+    if damage is not damage_json:
+        with pytest.raises(RunError, match="incomplete"):
+            open_data(config())
+    assert prepare(config(), quiet) == first
+    assert first.tokens_path.read_bytes() == intact
+
+
+def test_what_a_killed_preparation_left_behind_is_removed(config):
+    stale = config().cache_folder / "building.tmp"
+    (stale / "tokenizer").mkdir(parents=True)
+    (stale / "tokens.bin").write_bytes(b"half")
+    data = prepare(config(), quiet)
+    assert data.is_complete()
+    assert not stale.exists()
+
+
+def test_data_that_was_never_prepared_cannot_be_opened(config):
+    with pytest.raises(RunError, match=r"data\.json cannot be read"):
+        open_data(config())
+
+
+def test_a_second_process_waits_for_the_first(config):
+    settings = config()
+    settings.cache_folder.mkdir(parents=True)
+    done = []
+    with locked(settings.cache_folder / "lock"):
+        waiting = threading.Thread(target=lambda: done.append(prepare(settings, quiet)))
+        waiting.start()
+        waiting.join(timeout=0.3)
+        assert not done
+    waiting.join()
+    assert done[0].is_complete()
+
+
+def hold_and_die(path, ready):
+    with locked(Path(path)):
+        ready.set()
+        threading.Event().wait()
+
+
+def test_the_lock_of_a_killed_process_is_free(tmp_path):
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    process = context.Process(target=hold_and_die, args=(tmp_path / "lock", ready))
+    process.start()
+    assert ready.wait(timeout=20)
+    process.kill()
+    process.join()
+    with locked(tmp_path / "lock"):
+        pass
+
+
+def test_a_full_disk_is_a_failed_run_and_leaves_nothing_behind(config, corpus):
+    (corpus / "big.py").write_text("x = 1\n" * 20_000)
+    settings = config()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(RunError, match="the disk is full: preparing data in"):
+            prepare(settings, quiet)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(path.name for path in settings.cache_folder.iterdir()) == ["datasets", "lock"]
+    assert prepare(settings, quiet).is_complete()
+
+
+def test_a_run_folder_that_is_a_file_is_refused(config, tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(InputError, match=r"run.*cannot be written"):
+        prepare(config(), quiet)
+
+
+TOO_LITTLE = [
+    ({}, b"", ["the data", "holds no text"]),
+    ({}, b"a", ["2 tokens", "0 training sequences", "needs 4"]),
+    ({"pipeline": {"microbatches": 100}}, None, ["one step needs 200", "pipeline.microbatches"]),
+    ({"data": {"sequence_length": 100_000}}, None, ["0 training sequences", "data.sequence_length = 100000"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "content", "words"), TOO_LITTLE)
+def test_too_little_data_is_one_sentence(config, corpus, changes, content, words):
+    if content is not None:
+        for path in corpus.iterdir():
+            path.unlink()
+        (corpus / "zero.py").write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        prepare(config(**changes), quiet)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_an_existing_tokenizer_is_used_as_it_is(config, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "mine")
+    data = prepare(config(tokenizer={"source": str(tmp_path / "mine"), "vocabulary_size": "none"}), quiet)
+    expected = [token for text in LINES for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    assert tokens_of(data).tolist() == expected
+    assert data.end_of_text_id == tokenizer.convert_tokens_to_ids("<|end|>")
+    again = prepare(config(tokenizer={"source": str(tmp_path / "mine"), "vocabulary_size": "none"}), quiet)
+    assert again == data
+
+
+def test_special_tokens_of_an_existing_tokenizer_are_not_added(config, tokenizer, tmp_path):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.save_pretrained(tmp_path / "mine")
+    wrapping = AutoTokenizer.from_pretrained(tmp_path / "mine")
+    wrapping.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|end|> $A <|end|>", special_tokens=[("<|end|>", tokenizer.eos_token_id)]
+    )
+    wrapping.save_pretrained(tmp_path / "wrapping")
+    assert wrapping("x")["input_ids"][0] == tokenizer.eos_token_id
+    data = prepare(config(tokenizer={"source": str(tmp_path / "wrapping"), "vocabulary_size": "none"}), quiet)
+    assert (tokens_of(data) == tokenizer.eos_token_id).sum() == len(LINES)
+
+
+def test_the_end_of_text_of_an_existing_tokenizer(config, tokenizer, tmp_path):
+    without = AutoTokenizer.from_pretrained(_saved(tokenizer, tmp_path / "mine"), eos_token=None)
+    source = str(_saved(without, tmp_path / "without"))
+    with pytest.raises(InputError, match=r"tokenizer\.end_of_text is none.*without"):
+        prepare(config(tokenizer={"source": source, "vocabulary_size": "none"}), quiet)
+    with pytest.raises(InputError, match=r'tokenizer\.end_of_text is "</s>", but must be a token'):
+        prepare(config(tokenizer={"source": source, "vocabulary_size": "none", "end_of_text": "</s>"}), quiet)
+    data = prepare(config(tokenizer={"source": source, "vocabulary_size": "none", "end_of_text": "<|end|>"}), quiet)
+    assert AutoTokenizer.from_pretrained(data.tokenizer_folder).eos_token == "<|end|>"
+    with pytest.raises(InputError, match=r'tokenizer ".*nowhere" cannot be loaded'):
+        prepare(config(tokenizer={"source": f"{tmp_path}/nowhere", "vocabulary_size": "none"}), quiet)
+
+
+def _saved(tokenizer, folder):
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_run_folder_holds_a_tokenizer_that_knows_its_length(config):
+    prepare(config(), quiet)
+    folder = config().run_folder / "tokenizer"
+    assert AutoTokenizer.from_pretrained(folder).model_max_length == 16
+    prepare(config(data={"sequence_length": 32}), quiet)
+    assert AutoTokenizer.from_pretrained(folder).model_max_length == 32
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, 16), (10**30, 16), (512, 512), (8, 8)])
+def test_a_sensible_length_of_a_tokenizer_is_kept(tokenizer, tmp_path, given, kept):
+    settings_path = _saved(tokenizer, tmp_path / "mine") / "tokenizer_config.json"
+    settings = json.loads(settings_path.read_text())
+    settings_path.write_text(json.dumps({**settings, "model_max_length": given}))
+    copy_tokenizer(tmp_path / "mine", tmp_path / "copy", 16)
+    assert AutoTokenizer.from_pretrained(tmp_path / "copy").model_max_length == kept
+
+
+@given(text=st.text())
+def test_a_trained_tokenizer_gives_every_text_back(tokenizer, text):
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_a_small_corpus_gives_a_smaller_tokenizer_with_all_bytes():
+    small = train_tokenizer(["ab"], 4000, "<|end|>")
+    assert 257 <= tokenizer_size(small) < 300
+
+
+def test_what_a_checkpoint_compares(config):
+    data = prepare(config(), quiet)
+    identity = data_identity(config(), data)
+    assert json.loads(json.dumps(identity)) == identity
+    for change in (
+        {"training": {"seed": 1}},
+        {"data": {"sequence_length": 32}},
+        {"data": {"validation_fraction": 0.2}},
+        {"pipeline": {"microbatches": 4}},
+    ):
+        assert data_identity(config(**change), data) != identity
+    same_batch = config(pipeline={"microbatches": 4, "microbatch_size": 1})
+    assert data_identity(same_batch, data) == identity
