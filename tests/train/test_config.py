@@ -91,7 +91,7 @@ CONFLICTS = [
     ({"model": {}, "data": {"corpus": "python-standard-library"}}, ["neither"]),
     ({"model": {"architecture": "llama"}, "data": {}}, ["exactly one", "none"]),
     ({"data": {"corpus": "python-standard-library"}}, ["model needs", "neither"]),
-    ({"model": {"source": "hub/name", "config": {"hidden_size": 8}}, **{"data": MINIMAL["data"]}}, ["model.config"]),
+    ({"model": {"source": "hub/name", "config": {"hidden_size": 8}}, "data": MINIMAL["data"]}, ["model.config"]),
     (
         {"model": {"source": "hub/name"}, "data": MINIMAL["data"], "tokenizer": {"vocabulary_size": 512}},
         ["tokenizer.vocabulary_size is 512", "hub/name"],

@@ -1,0 +1,108 @@
+"""What the pipeline is built from: the configured model, checked against the pipeline, the data and the tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from evenpipe.errors import InputError
+from evenpipe.train.config import Config, ModelConfig
+from evenpipe.train.section import nearest, show
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def model_config(model: ModelConfig) -> PreTrainedConfig:
+    """The transformers config of `[model]`, before the tokenizer is known. Raises `InputError`."""
+    if model.architecture is not None:
+        return _described_config(model.architecture, model.config)
+    from transformers import AutoConfig
+
+    assert model.source is not None, "a model has a source or an architecture"
+    try:
+        config = AutoConfig.from_pretrained(model.source, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise InputError(f"model.source is {show(model.source)}, but cannot be loaded: {_reason(error)}") from error
+    text: PreTrainedConfig = config.get_text_config()
+    return text
+
+
+def check_shape(config: Config, model: PreTrainedConfig) -> None:
+    """Refuse more devices than layers, a layer split that does not add up, and sequences that are too long."""
+    pipeline, layers = config.pipeline, model.num_hidden_layers
+    if pipeline.processes > layers:
+        raise InputError(
+            f"pipeline.processes is {pipeline.processes}, but must be at most {layers}, the layers of the model"
+        )
+    split = pipeline.layers_per_stage
+    may_be_empty = pipeline.vocabulary == "redistribute"
+    if split is not None and (sum(split) != layers or (min(split) == 0 and not may_be_empty)):
+        raise InputError(
+            f"pipeline.layers_per_stage is {show(split)}, but must add up to the {layers} layers of the model with at "
+            f"least {0 if may_be_empty else 1} each"
+        )
+    longest = getattr(model, "max_position_embeddings", None)
+    if longest is not None and config.data.sequence_length > longest:
+        raise InputError(
+            f"data.sequence_length is {config.data.sequence_length}, but must be at most {longest}, the longest "
+            "sequence of the model"
+        )
+
+
+def pipeline_model(config: Config, tokenizer_size: int, end_of_text_id: int) -> str | PreTrainedConfig:
+    """What `evenpipe.Pipeline` takes: a folder or hub name, whose weights it loads, or a config, for fresh weights.
+
+    A described model gets the tokenizer's size and end-of-text id where [model.config] does not give them; so does one
+    with fresh weights and a tokenizer of its own. Raises `InputError` when the tokenizer has more entries than the
+    embedding has rows.
+    """
+    model = model_config(config.model)
+    check_shape(config, model)
+    if config.model.architecture is not None or config.trained_tokenizer_entries is not None:
+        given = config.model.config
+        if "vocab_size" not in given:
+            model.vocab_size = tokenizer_size
+        for name, value in (("eos_token_id", end_of_text_id), ("bos_token_id", end_of_text_id), ("pad_token_id", None)):
+            if name not in given:
+                setattr(model, name, value)
+    if tokenizer_size > model.vocab_size:
+        where = "model.config.vocab_size" if "vocab_size" in config.model.config else "the model's vocabulary"
+        raise InputError(f"{where} is {model.vocab_size}, but must be at least {tokenizer_size}, the tokenizer's size")
+    if config.model.source is not None and not config.model.fresh_weights:
+        return config.model.source
+    return model
+
+
+def _described_config(architecture: str, values: dict[str, Any]) -> PreTrainedConfig:
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS
+
+    if architecture not in CAUSAL_LMS:
+        raise InputError(
+            f"model.architecture is {show(architecture)}, but must be a causal language model's type in transformers"
+            f"{nearest(architecture, CAUSAL_LMS)}"
+        )
+    config_class = CONFIG_MAPPING[architecture]
+    names = _field_names(config_class)
+    for name in values:
+        if name not in names:  # transformers would keep it, and ignore it
+            raise InputError(f"model.config.{name} is no field of {config_class.__name__}{nearest(name, names)}")
+    try:
+        return config_class(**values)
+    except Exception as error:  # validators of transformers raise several types
+        raise InputError(f"[model.config] does not describe a {architecture} model: {_reason(error)}") from error
+
+
+def _field_names(config_class: type) -> list[str]:
+    if dataclasses.is_dataclass(config_class):
+        names = [field.name for field in dataclasses.fields(config_class)]
+    else:
+        names = [name for name in inspect.signature(config_class).parameters if name != "kwargs"]
+    return [*names, *getattr(config_class, "attribute_map", {})]
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) if lines else type(error).__name__
