@@ -1,0 +1,81 @@
+"""Text from an exported model, on CPU, through transformers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from evenpipe.errors import InputError
+from evenpipe.train.section import show
+
+
+def generate(
+    model_folder: str | Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 120,
+    temperature: float = 0.7,
+    top_k: int = 40,
+    seed: int = 0,
+) -> str:
+    """`prompt` and what the model in a Hugging Face folder writes after it.
+
+    `temperature` 0 always takes the likeliest token; `top_k` 0 draws among all. The same seed gives the same text, and
+    the caller's random state is left alone. Raises `InputError` when the folder holds no model and tokenizer.
+    """
+    return Generator(model_folder)(
+        prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
+    )
+
+
+class Generator:
+    """A loaded model, for several prompts."""
+
+    def __init__(self, model_folder: str | Path) -> None:
+        folder = Path(model_folder)
+        if not (folder / "config.json").is_file():
+            raise InputError(f"{show(str(folder))} is no model folder: it must hold config.json, weights and tokenizer")
+        from safetensors import SafetensorError
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+
+        quiet: Any = logging
+        quiet.disable_progress_bar()
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            loader: Any = AutoModelForCausalLM
+            model, found = loader.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise InputError(f"the model folder {show(str(folder))} cannot be loaded: {reason}") from error
+        if found["missing_keys"]:  # transformers would draw them at random
+            missing = ", ".join(sorted(found["missing_keys"])[:3])
+            raise InputError(f"the model folder {show(str(folder))} lacks weights: {missing}")
+        self._model = model.eval()
+
+    def __call__(
+        self, prompt: str, *, max_new_tokens: int = 120, temperature: float = 0.7, top_k: int = 40, seed: int = 0
+    ) -> str:
+        """As `generate`."""
+        import torch
+
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens is {max_new_tokens}, but must be at least 1")
+        if temperature < 0 or top_k < 0:
+            raise InputError(f"temperature and top_k are {temperature} and {top_k}, but must be at least 0")
+        encoded = self._tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        if encoded.shape[1] == 0:  # nothing to continue: begin as a document does, behind an end of text
+            encoded = torch.tensor([[self._tokenizer.eos_token_id]])
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature > 0 else {}
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            written = self._model.generate(
+                encoded.long(),
+                attention_mask=torch.ones_like(encoded, dtype=torch.long),
+                max_new_tokens=max_new_tokens,
+                pad_token_id=self._tokenizer.eos_token_id,
+                eos_token_id=self._tokenizer.eos_token_id,
+                **(sampling or {"do_sample": False}),
+            )
+        text: str = self._tokenizer.decode(written[0, encoded.shape[1] :], skip_special_tokens=True)
+        return prompt + text

@@ -1,0 +1,103 @@
+"""Text from an exported folder: reproducible, and a sentence where there is no model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from evenpipe.errors import InputError
+from evenpipe.train.generation import Generator, generate
+from evenpipe.train.tokenizer import train_tokenizer
+
+PROMPT = "import os\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model with fresh weights and its tokenizer, as an export leaves them."""
+    path = tmp_path_factory.mktemp("exported")
+    tokenizer = train_tokenizer(["import os\n\ndef f(x):\n    return x\n"], 300, "<|endoftext|>")
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def test_the_same_seed_writes_the_same_text(folder):
+    texts = [generate(folder, PROMPT, max_new_tokens=20, seed=seed) for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    assert all(text.startswith(PROMPT) and len(text) > len(PROMPT) for text in texts)
+
+
+def test_a_loaded_model_writes_the_same_as_one_call(folder):
+    generator = Generator(folder)
+    generator("x", max_new_tokens=3)
+    assert generator(PROMPT, max_new_tokens=20, seed=4) == generate(folder, PROMPT, max_new_tokens=20, seed=4)
+
+
+def test_temperature_zero_takes_the_likeliest_token(folder):
+    generator = Generator(folder)
+    text = generator(PROMPT, max_new_tokens=4, temperature=0.0, seed=1)
+    assert text == generator(PROMPT, max_new_tokens=4, temperature=0.0, seed=2)
+    tokens = generator._tokenizer(PROMPT)["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for _ in range(4):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    assert text == generator._tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_top_k_one_is_the_likeliest_too(folder):
+    generator = Generator(folder)
+    likeliest = generator(PROMPT, max_new_tokens=8, temperature=0.0)
+    assert generator(PROMPT, max_new_tokens=8, temperature=5.0, top_k=1, seed=3) == likeliest
+    assert generator(PROMPT, max_new_tokens=8, temperature=5.0, top_k=0, seed=3) != likeliest
+
+
+def test_an_empty_prompt_begins_a_document(folder):
+    assert isinstance(generate(folder, "", max_new_tokens=5), str)
+
+
+def test_the_random_state_of_the_caller_is_left_alone(folder):
+    before = torch.random.get_rng_state()
+    generate(folder, PROMPT, max_new_tokens=3, seed=9)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_folders_without_a_model(folder, tmp_path):
+    with pytest.raises(InputError, match=r"nowhere.*is no model folder"):
+        generate(tmp_path / "nowhere", PROMPT)
+    with pytest.raises(InputError, match="is no model folder"):
+        generate(tmp_path, PROMPT)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(InputError, match="cannot be loaded"):
+        generate(tmp_path, PROMPT)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:100])
+    with pytest.raises(InputError, match="cannot be loaded"):
+        generate(tmp_path, PROMPT)
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"lacks weights: model\.layers\.1\.mlp\.up_proj\.weight"):
+        generate(tmp_path, PROMPT)
+
+
+@pytest.mark.parametrize("wrong", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_k": -1}])
+def test_numbers_that_cannot_be(folder, wrong):
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        generate(folder, PROMPT, **wrong)

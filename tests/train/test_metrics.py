@@ -1,0 +1,214 @@
+"""metrics.jsonl across interruptions, TensorBoard files, progress on and off a terminal, and the running mean."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import random
+import sys
+
+import pytest
+
+from evenpipe.errors import InputError
+from evenpipe.train.metrics import (
+    Metrics,
+    MetricsFile,
+    Progress,
+    RunningMean,
+    StepMetrics,
+    TensorBoard,
+    kept_lines,
+    progress_text,
+)
+
+
+def step(number, **changes):
+    figures = {
+        "step": number,
+        "loss": 10.0 / number,
+        "running_mean_loss": 11.0 / number,
+        "tokens": 1024 * number,
+        "tokens_per_second": 1234.5,
+        "learning_rate": 1e-3,
+        "gradient_norm": 0.5,
+        "busy": (0.934, 0.5),
+        "seconds": 0.25,
+    }
+    return StepMetrics(**{**figures, **changes})
+
+
+def run(path, steps, resume_step=0, evaluate_every=4):
+    """Log steps behind `resume_step`, each fourth with an evaluation."""
+    file = MetricsFile(path, resume_step)
+    for number in range(resume_step + 1, steps + 1):
+        file.write({"step": number, "loss": 1 / number})
+        if number % evaluate_every == 0:
+            file.write({"step": number, "validation_loss": 2 / number})
+    return file
+
+
+def test_a_resumed_run_leaves_the_file_of_an_uninterrupted_one(tmp_path):
+    run(tmp_path / "whole.jsonl", 12).close()
+    run(tmp_path / "cut.jsonl", 10)  # killed: neither synced nor closed
+    with (tmp_path / "cut.jsonl").open("ab") as file:
+        file.write(b'{"step": 11, "lo')
+    run(tmp_path / "cut.jsonl", 12, resume_step=4).close()
+    assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("cut_at", range(0, 60, 7))
+def test_a_file_cut_off_anywhere_is_repaired(tmp_path, cut_at):
+    run(tmp_path / "whole.jsonl", 5).close()
+    whole = (tmp_path / "whole.jsonl").read_bytes()
+    (tmp_path / "cut.jsonl").write_bytes(whole[:cut_at])
+    complete = whole[:cut_at].count(b"\n")
+    run(tmp_path / "cut.jsonl", 5, resume_step=complete).close()
+    assert (tmp_path / "cut.jsonl").read_bytes() == whole
+
+
+LINES = [
+    # text, resumed step, kept
+    ("", 5, ""),
+    ('{"step": 1}\n{"step": 2}\n', 1, '{"step": 1}\n'),
+    ('{"step": 2}', 2, ""),
+    ('{"step": 1}\nnoise\n[]\n{"loss": 1}\n{"step": 2}\n', 2, '{"step": 1}\n{"step": 2}\n'),
+    ('{"step": 2, "validation_loss": 1}\n{"step": 3}\n', 2, '{"step": 2, "validation_loss": 1}\n'),
+]
+
+
+@pytest.mark.parametrize(("text", "resume_step", "kept"), LINES)
+def test_which_lines_are_kept(text, resume_step, kept):
+    assert kept_lines(text, resume_step) == kept
+
+
+def test_a_run_from_the_beginning_starts_a_new_file(tmp_path):
+    run(tmp_path / "metrics.jsonl", 3).close()
+    run(tmp_path / "metrics.jsonl", 1).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 1.0}\n'
+
+
+def test_lines_are_there_at_once_and_are_json(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    file.write({"step": 1, "loss": math.inf, "busy": [0.5, math.nan], "learning_rate": 0.1})
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert line == {"step": 1, "loss": None, "busy": [0.5, None], "learning_rate": 0.1}
+
+
+def test_the_running_mean_is_plain_at_first_and_exponential_later():
+    mean = RunningMean()
+    assert [mean.add(loss) for loss in (4.0, 2.0, 6.0)] == [4.0, 3.0, 4.0]
+    for _ in range(2000):
+        mean.add(1.0)
+    assert mean.mean == pytest.approx(1.0)
+    assert mean.add(51.0) == pytest.approx(2.0)
+
+
+def test_the_running_mean_goes_on_to_the_last_bit():
+    losses = [random.Random(0).gauss(5, 1) for _ in range(120)]
+    whole, first = RunningMean(), RunningMean()
+    expected = [whole.add(loss) for loss in losses]
+    for loss in losses[:77]:
+        first.add(loss)
+    resumed = RunningMean(**json.loads(json.dumps(first.state())))
+    assert [resumed.add(loss) for loss in losses[77:]] == expected[77:]
+
+
+def scalars(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_files_hold_the_same_figures(tmp_path):
+    board = TensorBoard(tmp_path, 0)
+    for number in (1, 2):
+        board.write({"step": number, "loss": 4.0 / number, "busy": [0.25, 0.5]})
+    board.close()
+    found = scalars(tmp_path)
+    assert found["loss"] == [(1, 4.0), (2, 2.0)]
+    assert found["busy/device 1"] == [(1, 0.5), (2, 0.5)]
+    assert "step" not in found
+
+
+def test_tensorboard_hides_what_was_logged_behind_the_resumed_step(tmp_path):
+    for resume_step, loss in ((0, 1.0), (2, 3.0)):
+        board = TensorBoard(tmp_path, resume_step)
+        for number in range(resume_step + 1, 5):
+            board.write({"step": number, "loss": loss})
+        board.close()
+    assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 1.0), (3, 3.0), (4, 3.0)]
+
+
+def test_tensorboard_that_is_not_installed_is_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(InputError, match=r"output\.tensorboard is true.*pip install tensorboard"):
+        TensorBoard(tmp_path, 0)
+
+
+def test_progress_in_words():
+    text = progress_text(step(2, running_mean_loss=5.1234, tokens_per_second=12345.6, busy=(0.934, 0.5, 1.0)))
+    assert text == "loss 5.123  12,346 tokens/s  busy 93 50 100 %"
+
+
+def test_plain_lines_come_every_ten_seconds_and_at_the_end():
+    stream, now = io.StringIO(), iter([0.0, 0.0, 4.0, 9.9, 10.0, 10.0, 12.0, 13.0, 13.0])
+    progress = Progress(6, stream=stream, clock=lambda: next(now))
+    for number in range(1, 7):
+        progress.show(step(number))
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 1/6", "step 4/6", "step 6/6"]
+    assert lines[0].endswith("loss 11.000  1,234 tokens/s  busy 93 50 %")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_gets_a_bar_that_starts_where_the_run_resumes():
+    stream = Terminal()
+    progress = Progress(100, done=40, stream=stream)
+    progress.show(step(50))
+    progress.set_steps(60)
+    progress.say("a line of its own")
+    progress.show(step(60))
+    progress.close()
+    text = stream.getvalue()
+    assert "40/100" in text
+    assert "60/60" in text
+    assert "loss 0.183" in text
+    assert "a line of its own\n" in text
+
+
+def test_all_three_together(tmp_path):
+    stream = io.StringIO()
+    metrics = Metrics(tmp_path, steps=2, stream=stream)
+    metrics.log(step(1))
+    metrics.log_evaluation(1, 4.5, 2048)
+    metrics.log(step(2))
+    metrics.sync()
+    metrics.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0] == {
+        "step": 1,
+        "loss": 10.0,
+        "running_mean_loss": 11.0,
+        "tokens": 1024,
+        "tokens_per_second": 1234.5,
+        "learning_rate": 1e-3,
+        "gradient_norm": 0.5,
+        "busy": [0.934, 0.5],
+        "seconds": 0.25,
+    }
+    assert lines[1] == {"step": 1, "validation_loss": 4.5, "validation_tokens": 2048}
+    assert lines[2]["step"] == 2
+    assert scalars(tmp_path / "tensorboard")["validation_loss"] == [(1, 4.5)]
+    assert "step 1  validation loss 4.500 over 2,048 tokens" in stream.getvalue()
+
+
+def test_without_tensorboard_there_are_no_files_of_it(tmp_path):
+    Metrics(tmp_path, steps=1, tensorboard=False, stream=io.StringIO()).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

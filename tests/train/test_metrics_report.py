@@ -1,0 +1,66 @@
+"""The report at the end: its table, its prediction, and report.json."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from evenpipe.train.report import DeviceReport, Prediction, RunReport, bytes_text, report_text, write_report
+
+BALANCED = Prediction(vocabulary="vocab-2", makespan=10.0, busy=(8.0, 8.0))
+FIRST_LAST = Prediction(vocabulary="first-last", makespan=17.0, busy=(4.0, 12.0))
+
+
+def report(**changes):
+    values = {
+        "steps": 300,
+        "tokens": 307_200,
+        "seconds": 200.0,
+        "loss": 5.1234,
+        "validation_loss": 5.2,
+        "devices": (
+            DeviceReport(device=0, busy=0.912, peak_memory_bytes=700 * 2**20, layers=4, vocabulary_rows=4096),
+            DeviceReport(device=1, busy=0.9, peak_memory_bytes=3 * 2**29, layers=4, vocabulary_rows=4095),
+        ),
+        "prediction": BALANCED,
+        "baseline": FIRST_LAST,
+    }
+    return RunReport(**{**values, **changes})
+
+
+def test_the_report_in_words():
+    assert report_text(report()).splitlines() == [
+        "300 steps, 307,200 tokens in 200.0 s (1,536 tokens/s); loss 5.123, on held-back text 5.200",
+        "device    busy  peak memory  layers  vocabulary rows",
+        "     0  91.2 %    700.0 MiB       4            4,096",
+        "     1  90.0 %      1.5 GiB       4            4,095",
+        "vocabulary vocab-2: a step is predicted to be 1.70 times as fast as with first-last;",
+        "the busiest device has 1.00 times the mean work instead of 1.50",
+    ]
+
+
+def test_the_report_of_first_last_itself_and_of_a_run_with_nothing_left_to_do():
+    lines = report_text(
+        report(prediction=FIRST_LAST, validation_loss=None, steps=0, tokens=0, seconds=0.0)
+    ).splitlines()
+    assert lines[0] == "0 steps, 0 tokens in 0.0 s (0 tokens/s); loss 5.123"
+    assert lines[-1].startswith("vocabulary first-last: embedding and output layer on the first and last device")
+    assert "1.50 times the mean work" in lines[-1]
+
+
+def test_the_report_as_json(tmp_path):
+    write_report(report(), tmp_path / "report.json")
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert content["predicted_speedup"] == pytest.approx(1.7)
+    assert content["devices"][1]["peak_memory_bytes"] == 3 * 2**29
+    assert content["baseline"] == {"vocabulary": "first-last", "makespan": 17.0, "busy": [4.0, 12.0]}
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536 * 2**20, "1.5 GiB"), (2**50, "1024.0 TiB")],
+)
+def test_bytes_in_words(count, text):
+    assert bytes_text(count) == text
