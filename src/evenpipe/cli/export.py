@@ -1,0 +1,25 @@
+"""`evenpipe export RUN_OR_CHECKPOINT -o FOLDER`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """From where, and to where."""
+    parser.add_argument(
+        "checkpoint", metavar="RUN_OR_CHECKPOINT", type=Path, help="a checkpoint, or a run's folder for its newest one"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FOLDER", type=Path, required=True, help="the Hugging Face folder to write"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the folder and say where."""
+    from evenpipe.train.export import export_checkpoint
+
+    export_checkpoint(arguments.checkpoint, arguments.output)
+    print(f"wrote {arguments.output}", flush=True)
+    return 0

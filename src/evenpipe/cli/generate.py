@@ -1,0 +1,38 @@
+"""`evenpipe generate FOLDER --prompt TEXT`."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model and how it draws."""
+    parser.add_argument("folder", metavar="FOLDER", help="an exported model: a Hugging Face folder with a tokenizer")
+    parser.add_argument("--prompt", default="", help="beginning of the text (default: none)")
+    parser.add_argument("--new-tokens", type=int, default=120, help="tokens to write, at most (default: %(default)s)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.7,
+        help="below 1 favours likely tokens, 0 takes the likeliest (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=40, help="draw among so many tokens, 0: all (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the text."""
+    from evenpipe.train.generation import generate
+
+    text = generate(
+        arguments.folder,
+        arguments.prompt,
+        max_new_tokens=arguments.new_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+    )
+    print(text, flush=True)
+    return 0

@@ -1,0 +1,89 @@
+"""`evenpipe COMMAND ...`: finds the command, runs it, and turns what happens into an exit code.
+
+0 done, 1 the answer is no, 2 the input is wrong, 3 the run failed, 130 and 143 ended by Ctrl-C or SIGTERM.
+Only the file of the command that was asked for is imported, and each imports torch only to run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from types import FrameType, ModuleType
+
+from evenpipe import __version__
+from evenpipe.errors import InputError, RunError
+
+COMMANDS = {
+    "train": "train a model: the main job",
+    "generate": "text from an exported model",
+    "export": "from a checkpoint to a Hugging Face folder",
+}
+"""Command -> one line; each is the module `evenpipe.cli.COMMAND` with `add_arguments(parser)` and `run(arguments)`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. `arguments` defaults to those of the process."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    command = _command(arguments)
+    try:
+        parsed = _parser(command).parse_args(arguments)
+        assert command is not None, "the parser ends without a command"
+        signal.signal(signal.SIGTERM, _terminated)
+        exit_code: int = _module(command).run(parsed)
+        return exit_code
+    except SystemExit as ending:  # from argparse (0 help, 2 wrong arguments) and from SIGTERM
+        return ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    except (InputError, RunError) as error:
+        print(f"evenpipe: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader of our output has gone; it has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except Exception:
+        traceback.print_exc()
+        print("evenpipe: the run failed with the error above", file=sys.stderr)
+        return RunError.exit_code
+
+
+def _parser(command: str | None) -> argparse.ArgumentParser:
+    """The parser; only `command` knows its arguments."""
+    parser = argparse.ArgumentParser(
+        prog="evenpipe",
+        description="Pipeline-parallel training for Hugging Face language models, with nothing out of balance.",
+        epilog="exit codes: 0 done, 1 the answer is no, 2 the input is wrong, 3 the run failed",
+    )
+    parser.add_argument("--version", action="version", version=f"evenpipe {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, line in COMMANDS.items():
+        subparser = subparsers.add_parser(
+            name, help=line, description=line, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if name == command:
+            _module(name).add_arguments(subparser)
+    return parser
+
+
+def _command(arguments: Sequence[str]) -> str | None:
+    """The first argument that is no option, if it is a command."""
+    first = next((argument for argument in arguments if not argument.startswith("-")), None)
+    return first if first in COMMANDS else None
+
+
+def _module(command: str) -> ModuleType:
+    return importlib.import_module(f"evenpipe.cli.{command}")
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    """SIGTERM unwinds the stack, so that what we started is ended and temporary files are removed."""
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

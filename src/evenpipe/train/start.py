@@ -1,0 +1,91 @@
+"""From a configuration to a finished run: check, prepare the data once, start the processes, show a text at the end."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from evenpipe.errors import InputError
+from evenpipe.train.config import Config
+from evenpipe.train.config_file import config_to_dict
+from evenpipe.train.data import PreparedData, prepare
+from evenpipe.train.files import write_json
+from evenpipe.train.model_source import check_shape, model_config, pipeline_model
+
+POLL_SECONDS = 0.5
+SET_UP = "evenpipe/set up"  # key in the store of the processes: the first one has done its part
+
+
+def start(config: Config) -> None:
+    """Run `config` to its end: in local processes that are started here, or in place when torchrun started this one.
+
+    Raises `InputError` for wrong input, before any process starts where that is possible, and `RunError` when the run
+    fails.
+    """
+    if "RANK" in os.environ:
+        _run_in_place(config)
+        return
+    set_up(config)
+
+    from evenpipe.runtime import launch
+    from evenpipe.train.trainer import train
+
+    launch(train, config, processes=config.pipeline.processes, timeout_seconds=config.pipeline.timeout_seconds)
+    show_samples(config)
+
+
+def set_up(config: Config) -> PreparedData:
+    """Everything that one process does before the others begin. What is quickly refused comes before the data."""
+    check_shape(config, model_config(config.model))
+    data = prepare(config)
+    pipeline_model(config, data.tokenizer_size, data.end_of_text_id)
+    write_json(config.run_folder / "config.json", config_to_dict(config))
+    return data
+
+
+def show_samples(config: Config) -> None:
+    """Print what the exported model writes after each prompt."""
+    if not config.sample.prompts:
+        return
+    from evenpipe.train.generation import Generator
+
+    generate = Generator(config.export_folder)
+    for prompt in config.sample.prompts:
+        text = generate(
+            prompt,
+            max_new_tokens=config.sample.new_tokens,
+            temperature=config.sample.temperature,
+            top_k=config.sample.top_k,
+            seed=config.training.seed,
+        )
+        print(f"\n--- {prompt!r}\n{text}", flush=True)
+
+
+def _run_in_place(config: Config) -> None:
+    """This process is one of those that torchrun started. However long the first one prepares data, the others wait."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    from evenpipe.runtime import initialise_worker
+    from evenpipe.train.trainer import train
+
+    worker = initialise_worker(timeout_seconds=config.pipeline.timeout_seconds)
+    try:
+        if worker.world_size != config.pipeline.processes:
+            raise InputError(
+                f"pipeline.processes is {config.pipeline.processes}, but must be {worker.world_size}, the number of "
+                "processes that torchrun starts"
+            )
+        store = _get_default_store()
+        if worker.rank == 0:
+            set_up(config)
+            store.set(SET_UP, "")
+        while not store.check([SET_UP]):
+            worker.watch.awaiting("the data", "training", "store", (0,))  # raises when the first process has failed
+            time.sleep(POLL_SECONDS)
+        worker.watch.arrived()
+        train(config)
+        if worker.rank == 0:
+            show_samples(config)
+    except BaseException as error:
+        worker.watch.report_exception(error)  # the others end too, with its words
+        raise

@@ -1,0 +1,258 @@
+"""What each command calls, and a table of wrong input: one sentence on standard error, exit code 2, nothing started."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from evenpipe.cli.main import main
+from evenpipe.errors import RunError
+from evenpipe.train import start as start_module
+from evenpipe.train.config_file import load_config
+
+ROOT = Path(__file__).parents[2]
+
+TOML = """
+[model]
+architecture = "llama"
+[model.config]
+hidden_size = 16
+intermediate_size = 32
+num_hidden_layers = 4
+num_attention_heads = 2
+max_position_embeddings = 64
+[data]
+files = "text.txt"
+sequence_length = 16
+[tokenizer]
+vocabulary_size = 300
+[pipeline]
+processes = 2
+microbatches = 2
+[output]
+folder = "run"
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A folder to work in, with a configuration and a text, and nobody who could start processes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    Path("config.toml").write_text(TOML)
+    Path("text.txt").write_text("def f(x):\n    return x\n" * 100)
+    return tmp_path
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What is launched, in place of launching it."""
+    calls: list[tuple] = []
+    runtime = types.ModuleType("evenpipe.runtime")
+    runtime.launch = lambda function, *arguments, **options: calls.append((function, arguments, options))
+    trainer = types.ModuleType("evenpipe.train.trainer")
+    trainer.train = "train"
+    monkeypatch.setitem(sys.modules, "evenpipe.runtime", runtime)
+    monkeypatch.setitem(sys.modules, "evenpipe.train.trainer", trainer)
+    return calls
+
+
+def test_train_prepares_and_then_launches(started, capsys):
+    assert main(["train", "config.toml", "training.steps=7", "pipeline.timeout_seconds=30"]) == 0
+    config = load_config("config.toml", ["training.steps=7", "pipeline.timeout_seconds=30"])
+    assert started == [("train", (config,), {"processes": 2, "timeout_seconds": 30.0})]
+    assert sorted(path.name for path in Path("run").iterdir()) == ["config.json", "data", "data.json", "tokenizer"]
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.splitlines()[0] == "reading 1 files"
+
+
+WRONG = [
+    # overrides, words of the sentence
+    (["training.step=3"], ["training.step ", 'did you mean "steps"']),
+    (["optimiser.learning_rate=1"], ["[optimiser]", 'did you mean "optimizer"']),
+    (["pipeline.vocabulary=vocab2"], ["pipeline.vocabulary", 'did you mean "vocab-2"']),
+    (["pipeline.schedule=1f1"], ["pipeline.schedule", 'did you mean "1f1b"']),
+    (["pipeline.processes=5"], ["pipeline.processes is 5", "at most 4"]),
+    (["pipeline.processes=-1"], ["pipeline.processes is -1", "at least 1"]),
+    (["data.sequence_length=65"], ["data.sequence_length is 65", "at most 64"]),
+    (["data.files=nowhere.txt"], ["data.files", "nowhere.txt", "no such file"]),
+    (["data.files=empty.txt"], ["holds no text"]),
+    (["data.files=short.txt"], ["0 training sequences", "one step needs 2"]),
+    (["data.files=latin.txt"], ["latin.txt", "not UTF-8 at byte 3", "data.encoding_errors"]),
+    (["data.files=broken.jsonl"], ["broken.jsonl", "line 2", "not JSON"]),
+    (["model.config.hiden_size=8"], ["model.config.hiden_size", 'did you mean "hidden_size"']),
+    (["model.config.vocab_size=100"], ["model.config.vocab_size is 100", "at least"]),
+    (["pipeline.layers_per_stage=[1,2]"], ["pipeline.layers_per_stage is [1, 2]", "4 layers"]),
+    (["steps=3"], ["section.key=value"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), WRONG, ids=lambda value: str(value[0]))
+def test_wrong_input_is_one_sentence_and_nothing_starts(started, capsys, overrides, words):
+    Path("empty.txt").write_text("")
+    Path("short.txt").write_text("x")
+    Path("latin.txt").write_bytes(b"abc\xe9")
+    Path("broken.jsonl").write_text('{"text": "a"}\n{"text"\n')
+    assert main(["train", "config.toml", *overrides]) == 2
+    sentence = capsys.readouterr().err.splitlines()[-1]
+    assert sentence.startswith("evenpipe: ")
+    for word in words:
+        assert word in sentence
+    assert started == []
+    assert "Traceback" not in sentence
+
+
+def test_a_missing_configuration(capsys):
+    assert main(["train", "nowhere.toml"]) == 2
+    assert (
+        capsys.readouterr().err
+        == 'evenpipe: the configuration "nowhere.toml" cannot be read: No such file or directory\n'
+    )
+
+
+def test_a_run_that_fails(started, monkeypatch, capsys):
+    def fails(*arguments, **options):
+        raise RunError("process 1 has died")
+
+    monkeypatch.setattr(sys.modules["evenpipe.runtime"], "launch", fails)
+    assert main(["train", "config.toml"]) == 3
+    assert capsys.readouterr().err.endswith("evenpipe: process 1 has died\n")
+
+
+def test_text_is_written_after_training(started, monkeypatch, capsys):
+    class Generator:
+        def __init__(self, folder):
+            assert folder == Path("run/model")
+            assert len(started) == 1, "the model is there only after training"
+
+        def __call__(self, prompt, **options):
+            return f"{prompt}... {options}"
+
+    monkeypatch.setattr("evenpipe.train.generation.Generator", Generator)
+    assert main(["train", "config.toml", "sample.prompts=import", "sample.new_tokens=9", "training.seed=4"]) == 0
+    options = {"max_new_tokens": 9, "temperature": 0.7, "top_k": 40, "seed": 4}
+    assert capsys.readouterr().out == f"\n--- 'import'\nimport... {options}\n"
+
+
+class Store:
+    def __init__(self):
+        self.keys = set()
+
+    def set(self, key, value):
+        self.keys.add(key)
+
+    def check(self, keys):
+        return self.keys >= set(keys)
+
+
+class Watch:
+    def __init__(self):
+        self.calls = []
+
+    def awaiting(self, *arguments):
+        self.calls.append("awaiting")
+        if self.calls.count("awaiting") == 3:
+            raise RunError("process 0 failed: the data is wrong")
+
+    def arrived(self):
+        self.calls.append("arrived")
+
+    def report_exception(self, error):
+        self.calls.append(f"reported {error}")
+
+
+@pytest.fixture
+def torchrun(monkeypatch):
+    """One process of two that torchrun started; the rank can be chosen. Gives (watch, store, calls of train)."""
+    watch, store, trained = Watch(), Store(), []
+
+    def become(rank):
+        runtime = types.ModuleType("evenpipe.runtime")
+        worker = types.SimpleNamespace(rank=rank, world_size=2, watch=watch)
+        runtime.initialise_worker = lambda timeout_seconds: worker
+        trainer = types.ModuleType("evenpipe.train.trainer")
+        trainer.train = trained.append
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setitem(sys.modules, "evenpipe.runtime", runtime)
+        monkeypatch.setitem(sys.modules, "evenpipe.train.trainer", trainer)
+        monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: store)
+        monkeypatch.setattr(start_module, "POLL_SECONDS", 0)
+        return watch, store, trained
+
+    return become
+
+
+def test_inside_torchrun_the_first_process_prepares(torchrun):
+    watch, store, trained = torchrun(0)
+    assert main(["train", "config.toml"]) == 0
+    assert trained == [load_config("config.toml")]
+    assert store.keys == {start_module.SET_UP}
+    assert watch.calls == ["arrived"]
+    assert Path("run/data.json").is_file()
+
+
+def test_inside_torchrun_the_others_wait_and_learn_of_a_failure(torchrun, capsys):
+    watch, store, trained = torchrun(1)
+    assert main(["train", "config.toml"]) == 3
+    assert watch.calls[:3] == ["awaiting"] * 3
+    assert trained == []
+    assert not Path("run").exists()
+    assert "the data is wrong" in capsys.readouterr().err
+    store.set(start_module.SET_UP, "")
+    watch.calls.clear()
+    assert main(["train", "config.toml"]) == 0
+    assert watch.calls == ["arrived"]
+    assert len(trained) == 1
+
+
+def test_inside_torchrun_wrong_input_reaches_the_others(torchrun, capsys):
+    watch, store, trained = torchrun(0)
+    assert main(["train", "config.toml", "pipeline.processes=4"]) == 2
+    assert "pipeline.processes is 4, but must be 2" in capsys.readouterr().err
+    assert watch.calls[0].startswith("reported pipeline.processes")
+    assert main(["train", "config.toml", "data.files=nowhere.txt"]) == 2
+    assert "nowhere.txt" in watch.calls[1]
+    assert not store.keys
+    assert not trained
+
+
+def test_export_and_generate_call_what_does_the_work(monkeypatch, capsys):
+    export = types.ModuleType("evenpipe.train.export")
+    exported = []
+    export.export_checkpoint = lambda source, target: exported.append((source, target))
+    monkeypatch.setitem(sys.modules, "evenpipe.train.export", export)
+    assert main(["export", "run", "-o", "out"]) == 0
+    assert exported == [(Path("run"), Path("out"))]
+    assert capsys.readouterr().out == "wrote out\n"
+
+    generated = []
+
+    def generate(folder, prompt, **options):
+        generated.append((folder, prompt, options))
+        return prompt + " more"
+
+    monkeypatch.setattr("evenpipe.train.generation.generate", generate)
+    arguments = ["--prompt", "text", "--new-tokens", "5", "--temperature", "0", "--top-k", "3", "--seed", "8"]
+    assert main(["generate", "out", *arguments]) == 0
+    assert generated == [("out", "text", {"max_new_tokens": 5, "temperature": 0.0, "top_k": 3, "seed": 8})]
+    assert capsys.readouterr().out == "text more\n"
+
+
+def test_generate_without_a_model_is_wrong_input(capsys):
+    assert main(["generate", "nowhere"]) == 2
+    assert capsys.readouterr().err.startswith('evenpipe: "nowhere" is no model folder')
+
+
+def test_the_quickstart_is_accepted():
+    from evenpipe.train.model_source import pipeline_model
+
+    config = load_config(ROOT / "examples" / "quickstart.toml")
+    model = pipeline_model(config, config.tokenizer.vocabulary_size, 0)
+    assert (model.vocab_size, model.num_hidden_layers, config.pipeline.processes) == (8192, 8, 4)
+    assert config.pipeline.vocabulary == "balanced"
+    assert config.sample.prompts
+    assert config.run_folder == Path("runs/quickstart")
