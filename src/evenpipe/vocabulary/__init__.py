@@ -4,6 +4,7 @@ Plain functions on tensors with no process group inside. Whoever calls them gath
 `forward_shard` -> all-gather -> `combine` -> `hidden_gradient` -> reduce, and `backward_shard` (see output.py).
 """
 
+from evenpipe.vocabulary.buffers import Buffers
 from evenpipe.vocabulary.combination import Combined, combine
 from evenpipe.vocabulary.embedding import Routes, add_row_gradients, gather_rows, pick_row_gradients, place_rows, route
 from evenpipe.vocabulary.options import LossOptions
@@ -11,6 +12,7 @@ from evenpipe.vocabulary.output import OutputState, backward_shard, forward_shar
 from evenpipe.vocabulary.shards import Shard, split
 
 __all__ = [
+    "Buffers",
     "Combined",
     "LossOptions",
     "OutputState",

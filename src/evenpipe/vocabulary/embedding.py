@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from evenpipe.errors import InputError
 from evenpipe.vocabulary.shards import Shard
 
 
@@ -52,7 +53,7 @@ def route(token_ids: Tensor, shards: Sequence[Shard], torch_device: torch.device
     token_ids: [tokens] int64 (any shape is flattened). Best on the host: the sizes of messages are read from them.
     shards: all shards of the matrix, in the order of their rows.
     torch_device: where the indices are wanted; default that of token_ids.
-    Raises ValueError for a token id that is no row of the vocabulary.
+    Raises InputError for a token id that is no row of the vocabulary.
     """
     ids = token_ids.reshape(-1)
     vocabulary = shards[0].vocabulary
@@ -60,7 +61,7 @@ def route(token_ids: Tensor, shards: Sequence[Shard], torch_device: torch.device
         low, high = (int(value) for value in torch.aminmax(ids))
         if low < 0 or high >= vocabulary:
             wrong = low if low < 0 else high
-            raise ValueError(f"Token id {wrong} is outside the vocabulary, which has the ids 0 to {vocabulary - 1}.")
+            raise InputError(f"Token id {wrong} is outside the vocabulary, which has the ids 0 to {vocabulary - 1}.")
     device = ids.device if torch_device is None else torch.device(torch_device)
     if len(shards) == 1:
         return Routes(tuple(shards), ids.to(device), None, (ids.numel(),))

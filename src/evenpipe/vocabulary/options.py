@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from evenpipe.errors import InputError
+
 Keep = Literal["probabilities", "nothing"]
 
 
@@ -18,7 +20,7 @@ class LossOptions:
         loss = (1 - label_smoothing) (lse - z_t) + label_smoothing mean_j(lse - z_j) + z_loss lse^2
 
     which is `torch.nn.functional.cross_entropy(z, labels, label_smoothing=...)` plus the z-loss.
-    Raises ValueError when a field is out of range.
+    Raises InputError when a field is out of range.
     """
 
     label_smoothing: float = 0.0
@@ -45,17 +47,17 @@ class LossOptions:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.label_smoothing <= 1.0:
-            raise ValueError(f"label_smoothing must lie between 0 and 1, not {self.label_smoothing}.")
+            raise InputError(f"label_smoothing must lie between 0 and 1, not {self.label_smoothing}.")
         if not (math.isfinite(self.z_loss) and self.z_loss >= 0.0):
-            raise ValueError(f"z_loss must be at least 0, not {self.z_loss}.")
+            raise InputError(f"z_loss must be at least 0, not {self.z_loss}.")
         if self.soft_cap is not None and not (math.isfinite(self.soft_cap) and self.soft_cap > 0.0):
-            raise ValueError(f"soft_cap must be greater than 0, or None for no soft-cap, not {self.soft_cap}.")
+            raise InputError(f"soft_cap must be greater than 0, or None for no soft-cap, not {self.soft_cap}.")
         if not math.isfinite(self.logit_scale) or self.logit_scale == 0.0:
-            raise ValueError(f"logit_scale must be a finite number other than 0, not {self.logit_scale}.")
+            raise InputError(f"logit_scale must be a finite number other than 0, not {self.logit_scale}.")
         if self.keep not in get_args(Keep):
-            raise ValueError(f'keep must be "probabilities" or "nothing", not {self.keep!r}.')
+            raise InputError(f'keep must be "probabilities" or "nothing", not {self.keep!r}.')
         if self.rows_per_block is not None and self.rows_per_block < 1:
-            raise ValueError(f"rows_per_block must be at least 1, or None, not {self.rows_per_block}.")
+            raise InputError(f"rows_per_block must be at least 1, or None, not {self.rows_per_block}.")
 
     @property
     def statistics(self) -> int:

@@ -8,7 +8,7 @@ stored exponentials (see combination.py): three matrix products in all, and fp32
 
 X [tokens, hidden_size] hidden states, W [rows, hidden_size] this shard of the weight, E [tokens, rows] exponentials
 without the target's (times the derivative of the soft-cap D, if there is one), r and c coefficients per token, known
-once the statistics of all shards are combined. Label smoothing adds u D with a coefficient u; without a soft-cap D is 1.
+once the statistics of all shards are combined. Label smoothing adds u D with a coefficient u (D = 1 without soft-cap).
 The parts dX of all shards are summed by the caller, on the device of the last stage.
 
 Ignored tokens are left out at the door: they cost nothing, and whatever stands in their rows of X reaches no gradient.
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from evenpipe.vocabulary.buffers import Buffers
 from evenpipe.vocabulary.combination import MAXIMUM, Combined
 from evenpipe.vocabulary.exponentials import exponentiate_, exponentiate_again_
 from evenpipe.vocabulary.options import LossOptions
@@ -51,6 +52,7 @@ class OutputState:
     shard: Shard
     targets: Targets
     one_barrier: bool
+    buffers: Buffers
     hidden: Tensor | None
     """X."""
     bias: Tensor | None
@@ -76,10 +78,11 @@ class OutputState:
         return self.options.soft_cap is None and self.options.label_smoothing > 0.0
 
 
-def _rows_per_block(options: LossOptions, rows: int) -> int:
+def _rows_per_block(options: LossOptions, rows: int, in_place: bool) -> int:
+    """Tokens per block. A block that is part of the kept exponentials needs no room of its own and may be larger."""
     if options.rows_per_block is not None:
         return options.rows_per_block
-    return max(256, BLOCK_LOGITS // max(1, rows) // 256 * 256)
+    return max(1024 if in_place else 256, BLOCK_LOGITS // max(1, rows) // 256 * 256)
 
 
 def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shard: Shard) -> None:
@@ -114,6 +117,7 @@ def forward_shard(  # noqa: PLR0917 - the arguments of a linear layer and its lo
     options: LossOptions,
     one_barrier: bool,
     gradients: bool = True,
+    buffers: Buffers | None = None,
 ) -> tuple[Tensor, OutputState]:
     """S: this shard's statistics, and the state that `hidden_gradient` and `backward_shard` continue from.
 
@@ -122,15 +126,18 @@ def forward_shard(  # noqa: PLR0917 - the arguments of a linear layer and its lo
     labels: [tokens] int64, aligned with hidden. On the host they cost no synchronisation with a GPU.
     one_barrier: also compute what `hidden_gradient` needs.
     gradients: False for evaluation: only the statistics are of use, and nothing is kept.
+    buffers: memory to use again and again; None: fresh memory, given up after T.
 
     Returns statistics [tokens, options.statistics], fp32 (fp64 for fp64), to be gathered from all shards for `combine`.
-    Raises ValueError for shapes or dtypes that do not fit, and for a label that is no token.
+    Raises ValueError for shapes or dtypes that do not fit, InputError for a label that is no token.
     """
     _check(hidden, weight, bias, labels, shard)
-    block = _rows_per_block(options, shard.tokens)
+    in_place = gradients and options.keep == "probabilities" and hidden.dtype == accumulator_dtype(hidden.dtype)
+    block = _rows_per_block(options, shard.tokens, in_place)
     targets = find_targets(labels, shard, options.ignore_index, block, hidden.device)
     statistics = _neutral_statistics(targets.valid_tokens, options, hidden)
-    state = OutputState(options, shard, targets, one_barrier, targets.select(hidden), bias)
+    buffers = Buffers() if buffers is None else buffers
+    state = OutputState(options, shard, targets, one_barrier, buffers, targets.select(hidden), bias)
     if shard.tokens and targets.valid_tokens:
         _forward_blocks(state, weight[: shard.tokens], statistics, gradients)
         maximum = statistics[:, MAXIMUM]
@@ -145,48 +152,55 @@ def forward_shard(  # noqa: PLR0917 - the arguments of a linear layer and its lo
 
 def _forward_blocks(state: OutputState, weight: Tensor, statistics: Tensor, gradients: bool) -> None:
     """Block after block of tokens: logits, statistics, exponentials. What is kept of them goes into `state`."""
-    options, targets, hidden = state.options, state.targets, state.hidden
+    options, targets, hidden, buffers = state.options, state.targets, state.hidden, state.buffers
     assert hidden is not None
     tokens, rows = hidden.shape[0], weight.shape[0]
     dtype, stored = statistics.dtype, stored_dtype(hidden.dtype)
 
     keep = gradients and options.keep == "probabilities"
     if keep:
-        state.exponentials = hidden.new_empty(tokens, rows, dtype=stored)
-    if keep and state.needs_derivative:
-        state.derivative = hidden.new_empty(tokens, rows, dtype=stored)
+        stored_room = buffers.take(tokens, rows, hidden, stored, room=targets.tokens)
+        state.exponentials = stored_room
+        if state.needs_derivative:
+            state.derivative = buffers.take(tokens, rows, hidden, stored, room=targets.tokens)
+    else:
+        stored_room = buffers.take(targets.block, rows, hidden, stored)
     if gradients and state.one_barrier:
         state.product = hidden.new_zeros(tokens, hidden.shape[1], dtype=dtype)
         if state.needs_derivative:
             state.derivative_product = torch.zeros_like(state.product)
 
-    in_place = keep and stored == dtype
-    buffer = None if in_place else hidden.new_empty(targets.block, rows, dtype=dtype)
+    # Exponentials are made in `logits_room` and end up in `stored_room`, at once where the dtypes are one.
+    logits_room = None if stored == dtype else buffers.take(targets.block, rows, hidden, dtype)
     with_derivative = gradients and options.soft_cap is not None
-    derivative_buffer = hidden.new_empty(targets.block, rows, dtype=dtype) if with_derivative else None
+    derivative_room = buffers.take(targets.block, rows, hidden, dtype) if with_derivative else None
     shift = _shift(state, slice(0, rows), dtype)
 
     for number, start in enumerate(range(0, tokens, targets.block)):
         span = slice(start, min(tokens, start + targets.block))
         size = span.stop - span.start
-        kept = None if state.exponentials is None else state.exponentials[span]
-        logits = kept if buffer is None else buffer[:size]
-        assert logits is not None
-        derivative = None if derivative_buffer is None else derivative_buffer[:size]
-        logits_product(hidden[span], weight, options.logit_scale, logits, rounded=kept)
+        exponentials = stored_room[span] if keep else stored_room[:size]
+        logits = exponentials if logits_room is None else logits_room[:size]
+        derivative = None if derivative_room is None else derivative_room[:size]
+        logits_product(hidden[span], weight, options.logit_scale, logits, rounded=exponentials)
         if shift is not None:
             logits.add_(shift)
         exponentiate_(logits, targets.owned_in_block(number), options, statistics[span], derivative)
+        if not gradients:
+            continue
         if derivative is not None:
             logits.mul_(derivative)
-        if kept is not None and kept is not logits:
-            kept.copy_(logits)
+        if logits is not exponentials:
+            exponentials.copy_(logits)
         if state.derivative is not None and derivative is not None:
             state.derivative[span] = derivative
         if state.product is not None:
-            hidden_product(logits.to(stored) if kept is None else kept, weight, state.product[span])
+            hidden_product(exponentials, weight, state.product[span])
         if state.derivative_product is not None and derivative is not None:
             hidden_product(derivative.to(stored), weight, state.derivative_product[span])
+    buffers.give(None if keep else stored_room)
+    buffers.give(logits_room)
+    buffers.give(derivative_room)
 
 
 def _shift(state: OutputState, columns: slice, dtype: torch.dtype) -> Tensor | None:
@@ -258,6 +272,8 @@ def backward_shard(
             add(exponentials, others, columns, product)
             if derivative is not None and uniform is not None:
                 add(derivative, uniform, columns, derivative_product)
+    state.buffers.give(state.exponentials)
+    state.buffers.give(state.derivative)
     state.exponentials = state.derivative = None
 
     owned = state.targets.owned
@@ -313,17 +329,37 @@ def _exponentials(
     if state.exponentials is not None:
         yield slice(0, rows), state.exponentials, state.derivative
         return
-    options, stored = state.options, stored_dtype(hidden.dtype)
-    size = max(256, BLOCK_LOGITS // hidden.shape[0] // 256 * 256)
+    options, buffers, tokens = state.options, state.buffers, hidden.shape[0]
+    dtype, stored = maximum.dtype, stored_dtype(hidden.dtype)
+    size = min(rows, max(256, BLOCK_LOGITS // tokens // 256 * 256))
+    stored_room = buffers.take(tokens, size, hidden, stored)
+    logits_room = stored_room if stored == dtype else buffers.take(tokens, size, hidden, dtype)
+    derivative_room = None if options.soft_cap is None else buffers.take(tokens, size, hidden, dtype)
     for columns in vocabulary_slices(rows, size):
-        logits = hidden.new_empty(hidden.shape[0], columns.stop - columns.start, dtype=maximum.dtype)
-        derivative = torch.empty_like(logits) if options.soft_cap is not None else None
-        logits_product(hidden, weight[columns], options.logit_scale, logits)
-        shift = _shift(state, columns, logits.dtype)
+        width = columns.stop - columns.start
+        exponentials = _narrow(stored_room, width)
+        logits = exponentials if logits_room is stored_room else _narrow(logits_room, width)
+        derivative = None if derivative_room is None else _narrow(derivative_room, width)
+        logits_product(hidden, weight[columns], options.logit_scale, logits, rounded=exponentials)
+        shift = _shift(state, columns, dtype)
         if shift is not None:
             logits.add_(shift)
         exponentiate_again_(logits, columns.start, state.targets.owned, maximum, options=options, derivative=derivative)
         if derivative is not None:
             logits.mul_(derivative)
-        separate = derivative.to(stored) if derivative is not None and state.needs_derivative else None
-        yield columns, logits.to(stored), separate
+        if logits is not exponentials:
+            exponentials.copy_(logits)
+        yield (
+            columns,
+            exponentials,
+            derivative.to(stored) if state.needs_derivative and derivative is not None else None,
+        )
+    buffers.give(stored_room)
+    buffers.give(derivative_room)
+    if logits_room is not stored_room:
+        buffers.give(logits_room)
+
+
+def _narrow(room: Tensor, columns: int) -> Tensor:
+    """The same rows with fewer columns, contiguous."""
+    return room.view(-1)[: room.shape[0] * columns].view(room.shape[0], columns)

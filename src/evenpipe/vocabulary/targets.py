@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from evenpipe.errors import InputError
 from evenpipe.vocabulary.shards import Shard
 
 
@@ -54,7 +55,7 @@ def find_targets(labels: Tensor, shard: Shard, ignore_index: int, block: int, to
     """Sort the tokens of a microbatch; indices end up on `torch_device`.
 
     Sizes are read where the labels are, so labels on the host cost no synchronisation with a GPU.
-    Raises ValueError for a label that is neither a token of the vocabulary nor `ignore_index`.
+    Raises InputError for a label that is neither a token of the vocabulary nor `ignore_index`.
     """
     tokens = labels.shape[0]
     is_valid = labels != ignore_index
@@ -65,7 +66,7 @@ def find_targets(labels: Tensor, shard: Shard, ignore_index: int, block: int, to
     if labels.numel():
         low, high = (int(value) for value in torch.aminmax(labels))
         if low < 0 or high >= shard.vocabulary:
-            raise ValueError(
+            raise InputError(
                 f"Label {low if low < 0 else high} is neither a token (0 to {shard.vocabulary - 1})"
                 f" nor ignore_index ({ignore_index})."
             )
