@@ -36,7 +36,7 @@ class Team:
         try:
             dist.all_gather_object(values, value, group=self.group)
         except RuntimeError as error:
-            raise RunError(f"process {self.rank}: another process died or does not answer ({error})") from error
+            raise RunError(describe_lost_process(error)) from error
         return values
 
     def everywhere(self, work: Callable[[], T]) -> list[T]:
@@ -70,6 +70,12 @@ class Team:
     def first(self, work: Callable[[], T]) -> T:
         """Does the work on the first process only and gives its result to all. Raises as `everywhere`."""
         return self.everywhere(work if self.rank == 0 else lambda: None)[0]  # type: ignore[return-value]
+
+
+def describe_lost_process(error: RuntimeError) -> str:
+    """What a collective that failed most likely means, with the first clause of what gloo or NCCL says."""
+    reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
+    return f"another process died or does not answer ({reason})"
 
 
 def describe_os_error(error: OSError) -> str:

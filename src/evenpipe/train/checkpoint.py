@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor
 
 import evenpipe
 from evenpipe.errors import InputError, RunError
-from evenpipe.train.agreement import Team, describe_os_error
+from evenpipe.train.agreement import Team, describe_lost_process, describe_os_error
 from evenpipe.train.checkpoint_folder import (
     RUN,
     Checkpoint,
@@ -241,7 +241,7 @@ def _write_tensors(temporary: Path, state: State, team: Team) -> Metadata:
         rank, text = _first_failure(exception)
         raise RunError(f"process {rank}: {text}") from exception
     except RuntimeError as error:
-        raise RunError(f"another process died or does not answer ({error})") from error
+        raise RunError(describe_lost_process(error)) from error
 
 
 def _first_failure(exception: CheckpointException) -> tuple[int, str]:
