@@ -177,7 +177,10 @@ def _rules(
             combines = barriers != 2 or forward_only
             fixed, optional = _own_stage(kind, stage, combines)
             rules[device, kind, stage] = Rule(
-                (*fixed, *after.get(site, ())), optional, tuple(waits.get(site, ())), tuple(feeds.get(site, ()))
+                tuple(dict.fromkeys((*fixed, *after.get(site, ())))),
+                optional,
+                tuple(waits.get(site, ())),
+                tuple(feeds.get(site, ())),
             )
     return rules
 

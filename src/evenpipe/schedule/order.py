@@ -9,7 +9,7 @@ from evenpipe.errors import InputError
 
 from .passes import Pass, Transfer
 from .placement import Placement
-from .text import infer, rows_from_csv, rows_to_csv
+from .text import Shape, infer, rows_from_csv, rows_to_csv
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +66,8 @@ class Order:
                     raise InputError(f"row {number}, column {column}: '{item}' is a transfer; an order has passes only")
                 passes.append(item)
             rows.append(tuple(passes))
-        unsaid = infer(rows)
-        return cls(
-            unsaid.placement if placement is None else placement,
-            unsaid.microbatches if microbatches is None else microbatches,
-            tuple(rows),
-            unsaid.barriers if barriers is None else barriers,
-            unsaid.forward_only if forward_only is None else forward_only,
-        )
+        placed, count, waited, evaluates = infer(rows, Shape(placement, microbatches, barriers, forward_only))
+        return cls(placed, count, tuple(rows), waited, evaluates)
 
 
 def validate_shape(placement: Placement, microbatches: int, rows: int, barriers: int) -> None:

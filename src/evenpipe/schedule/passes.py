@@ -183,7 +183,10 @@ def _parse_overlap(text: str) -> Pass:
     words = body.split(";")
     if not bracket or name != Kind.OVERLAP_F_B.value or len(words) < 2:
         raise InputError(f"'{text}' is not a pass; passes run as one are written as in (2F1;2B0)OVERLAP_F_B")
-    parts = tuple(Pass.parse(word) for word in words)
+    try:
+        parts = tuple(Pass.parse(word) for word in words)
+    except InputError as error:
+        raise InputError(f"'{text}' is not a pass: {error}") from None
     if any(part.kind not in {Kind.F, Kind.B, Kind.I, Kind.W} for part in parts):
         raise InputError(f"'{text}' is not a pass; only F, B, I and W may stand inside OVERLAP_F_B")
     return Pass(Kind.OVERLAP_F_B, parts=parts)

@@ -8,7 +8,7 @@ from .dependencies import Dependencies
 from .order import Order, validate_shape
 from .passes import Item, Pass, Transfer
 from .placement import Placement
-from .text import infer, rows_from_csv, rows_to_csv
+from .text import Shape, infer, rows_from_csv, rows_to_csv
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +64,8 @@ class Program:
         InputError that names row and column of a cell that is neither a pass nor a transfer.
         """
         rows = rows_from_csv(text)
-        unsaid = infer(rows)
-        program = cls(
-            unsaid.placement if placement is None else placement,
-            unsaid.microbatches if microbatches is None else microbatches,
-            rows,
-            unsaid.barriers if barriers is None else barriers,
-            unsaid.forward_only if forward_only is None else forward_only,
-        )
-        dependencies = Dependencies.of(program)
+        placed, count, waited, evaluates = infer(rows, Shape(placement, microbatches, barriers, forward_only))
+        dependencies = Dependencies(placed, waited, evaluates)
 
         def addressed(item: Item | None, device: int) -> Item | None:
             if not isinstance(item, Transfer):
@@ -81,4 +74,4 @@ class Program:
             return item if route is None else route.transfer(device, item.microbatch, item.slice)
 
         filled = tuple(tuple(addressed(item, device) for item in row) for device, row in enumerate(rows))
-        return cls(program.placement, program.microbatches, filled, program.barriers, program.forward_only)
+        return cls(placed, count, filled, waited, evaluates)

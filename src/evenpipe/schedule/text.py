@@ -41,45 +41,56 @@ def _cells(line: str, row: int) -> Iterator[Item | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Unsaid:
-    """What follows from the rows of a file."""
+class Shape:
+    """What an order or program is besides its rows; fields as in `Order`. None in what a caller does not know."""
 
-    placement: Placement
-    microbatches: int
-    barriers: int
-    forward_only: bool
+    placement: Placement | None = None
+    microbatches: int | None = None
+    barriers: int | None = None
+    forward_only: bool | None = None
 
 
-def infer(rows: Sequence[Sequence[Item | None]]) -> Unsaid:
-    """Placement, microbatches, barriers and direction of an order or program, from its rows.
+def infer(rows: Sequence[Sequence[Item | None]], known: Shape) -> tuple[Placement, int, int, bool]:
+    """Placement, microbatches, barriers and forward_only: those of `known`, and what is None there from the rows.
 
     A stage belongs to the device that runs most of its passes, so that one misplaced pass is a fault that the checker
     names, not another placement. Raises InputError when a stage between 0 and the highest is run by nobody, or a
     microbatch has a number that the rows have no room for.
     """
+    parts = [
+        (device, part)
+        for device, row in enumerate(rows)
+        for item in row
+        if isinstance(item, Pass)
+        for part in parts_of(item)
+    ]
+    kinds = {part.kind for _, part in parts}
+    barriers = 2 if Kind.T in kinds and Kind.C not in kinds else int(bool(kinds & VOCABULARY_KINDS))
+    return (
+        _placement(parts, len(rows)) if known.placement is None else known.placement,
+        _microbatches(parts) if known.microbatches is None else known.microbatches,
+        barriers if known.barriers is None else known.barriers,
+        not kinds & BACKWARD_KINDS if known.forward_only is None else known.forward_only,
+    )
+
+
+def _placement(parts: list[tuple[int, Pass]], devices: int) -> Placement:
     runs: dict[int, Counter[int]] = {}
-    kinds: set[Kind] = set()
-    highest = -1
-    for device, row in enumerate(rows):
-        for item in row:
-            for part in parts_of(item) if isinstance(item, Pass) else ():
-                kinds.add(part.kind)
-                if part.microbatch is not None and part.microbatch > highest:
-                    highest = part.microbatch
-                if part.stage is not None:
-                    runs.setdefault(part.stage, Counter())[device] += 1
-    if highest < 0 or not runs:
+    for device, part in parts:
+        if part.stage is not None:
+            runs.setdefault(part.stage, Counter())[device] += 1
+    if not runs:
         raise InputError("the rows hold no pass of a stage, such as 0F0")
     for stage in range(len(runs)):
         if stage not in runs:
             raise InputError(f"stage {stage} appears in no row, though stage {max(runs)} does")
-    cells = sum(map(len, rows))
-    if highest >= cells:
-        raise InputError(f"microbatch {highest} appears, but {cells} cells cannot hold a pass of each one before it")
-    placement = Placement(len(rows), tuple(runs[stage].most_common(1)[0][0] for stage in range(len(runs))))
-    forward_only = not kinds & BACKWARD_KINDS
-    if not kinds & VOCABULARY_KINDS:
-        barriers = 0
-    else:
-        barriers = 2 if Kind.T in kinds and Kind.C not in kinds else 1
-    return Unsaid(placement, highest + 1, barriers, forward_only)
+    return Placement(devices, tuple(runs[stage].most_common(1)[0][0] for stage in range(len(runs))))
+
+
+def _microbatches(parts: list[tuple[int, Pass]]) -> int:
+    highest = max((part.microbatch for _, part in parts if part.microbatch is not None), default=-1)
+    if highest < 0:
+        raise InputError("the rows hold no pass of a microbatch, such as 0F0")
+    if highest >= len(parts):
+        raise InputError(f"microbatch {highest} appears, but {len(parts)} passes leave no room for all before it")
+    return highest + 1

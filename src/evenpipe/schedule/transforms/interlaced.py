@@ -36,7 +36,7 @@ def interlace(order: Order, costs: Costs | None = None) -> Order:
     The result has two barriers: the backward of the last stage waits for T. Where the alternating layout applies, the
     placement and the microbatches of `order` count, not its rows. Times of F, B, I and W in `costs` (equal stages by
     default) decide which passes meet in a period. Raises InputError when the order already has vocabulary passes, only
-    evaluates, has torch's sharding passes, or takes no time.
+    evaluates or has torch's sharding passes, and when costs are missing or nothing takes time.
     """
     costs = EQUAL_COSTS if costs is None else costs
     if order.barriers or order.forward_only:
@@ -54,27 +54,26 @@ def at_instants(order: Order, costs: Costs) -> Order:
     graph = Graph.of(order)
     times = run(order, graph, durations(order, graph, costs))
     interval = interval_of(order, graph, times)
+    if interval <= 0:
+        raise InputError("costs: F and B of at least one stage must be above 0 to place vocabulary passes")
     last = order.placement.stages - 1
-    # (time, place among equal times): a pass of the base order by its number in the event model, what is inserted
-    # directly behind the pass that it belongs to.
+    # Sorted by time. Of equal ones each pass of the base order keeps its place in the event model's sequence, and what
+    # is inserted stands directly behind the pass that it goes by.
     base: list[list[tuple[float, float, Pass]]] = [[] for _ in range(order.devices)]
     inserted: list[tuple[float, float, Pass]] = []
-    for device in range(order.devices):
-        for number in range(graph.first[device], graph.first[device + 1]):
-            start, end, sequence = times.start[number], times.end[number], times.sequence[number]
-            for part in parts_of(graph.items[number]):
-                base[device].append((start, sequence, part))
-                i = part.microbatch
-                if part.kind is Kind.F and part.stage == last:
-                    inserted += [
-                        (end, sequence + 0.25, Pass(Kind.S, None, i)),
-                        (end, sequence + 0.5, Pass(Kind.T, None, i)),
-                    ]
-                if part.kind is Kind.F and part.stage == 0:
-                    inserted.append((start - interval, sequence + 0.125, Pass(Kind.E, None, i)))
-                if part.kind in {Kind.B, Kind.I} and part.stage == 0:
-                    inserted.append((start + interval, sequence + 0.125, Pass(Kind.G, None, i)))
-    rows = tuple(tuple(item for _, _, item in sorted([*row, *inserted], key=lambda placed: placed[:2])) for row in base)
+    for number, (item, device) in enumerate(zip(graph.items, graph.device_of, strict=True)):
+        start, end, place = times.start[number], times.end[number], times.sequence[number]
+        for part in parts_of(item):
+            base[device].append((start, place, part))
+            i = part.microbatch
+            if part.kind is Kind.F and part.stage == 0:
+                inserted.append((start - interval, place + 0.1, Pass(Kind.E, None, i)))
+            if part.kind is Kind.F and part.stage == last:
+                inserted.append((end, place + 0.2, Pass(Kind.S, None, i)))
+                inserted.append((end, place + 0.3, Pass(Kind.T, None, i)))
+            if part.kind in {Kind.B, Kind.I} and part.stage == 0:
+                inserted.append((start + interval, place + 0.4, Pass(Kind.G, None, i)))
+    rows = tuple(tuple(item for *_, item in sorted([*row, *inserted], key=_place)) for row in base)
     return Order(order.placement, order.microbatches, rows, barriers=2)
 
 
@@ -97,19 +96,25 @@ def alternating(placement: Placement, microbatches: int, costs: Costs) -> Order:
             f_period[stage] = f_period[after] - 1
             b_period[stage] = b_period[after] + 1
     # (period, place in it): 0 for S and T, then the two passes of the stage, then G and E.
-    shared: list[tuple[int, int, Pass]] = []
+    shared: list[tuple[float, float, Pass]] = []
     for i in range(microbatches):
         shared += [(i, 0, Pass(Kind.S, None, i)), (i, 1, Pass(Kind.T, None, i))]
         shared += [(i + f_period[0] - 1, 4, Pass(Kind.E, None, i)), (i + b_period[0] + 1, 5, Pass(Kind.G, None, i))]
     rows: list[tuple[Pass, ...]] = [()] * placement.devices
     for stage, device in enumerate(placement.stage_device):
         f_place, b_place = (3, 2) if backward_first(stage, stages) else (2, 3)
-        row = [(i + f_period[stage], f_place, Pass(Kind.F, stage, i)) for i in range(microbatches)]
+        row: list[tuple[float, float, Pass]] = [
+            (i + f_period[stage], f_place, Pass(Kind.F, stage, i)) for i in range(microbatches)
+        ]
         row += [(i + b_period[stage], b_place, Pass(Kind.B, stage, i)) for i in range(microbatches)]
-        rows[device] = tuple(item for _, _, item in sorted(row + shared, key=lambda placed: placed[:2]))
+        rows[device] = tuple(item for _, _, item in sorted([*row, *shared], key=_place))
     return Order(placement, microbatches, tuple(rows), barriers=2)
 
 
 def backward_first(stage: int, stages: int) -> bool:
     """Whether a stage runs B then F in each period of the alternating layout: the last one does."""
     return (stages - 1 - stage) % 2 == 0
+
+
+def _place(placed: tuple[float, float, Pass]) -> tuple[float, float]:
+    return placed[:2]

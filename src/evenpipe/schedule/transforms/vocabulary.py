@@ -11,12 +11,14 @@ and the interval (the work of the busiest device per microbatch):
     G(i)        one interval after B(first, i) as moved
 
 Each device sorted by virtual time is a correct order: no pass has an earlier time than what it needs, and where times
-are equal all devices rank passes alike. With equal costs the peak of a device grows by exactly k stage activations per
-stage that it holds. Source: arXiv 2411.05288, section 5 (building blocks and their intervals), appendix C (embedding).
+are equal all devices rank passes alike. With equal costs and microbatches enough, the peak of a device grows by exactly
+k stage activations per stage that it holds. Source: arXiv 2411.05288, section 5 (building blocks and their intervals)
+and appendix C (embedding).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from evenpipe.errors import InputError
@@ -73,45 +75,39 @@ class VirtualTimes:
             return round(time / interval * INTERVAL)
 
         last_stage, ranks = order.placement.stages - 1, _RANKS[barriers]
-        base: list[tuple[Timed, ...]] = []
+        base: list[list[Timed]] = [[] for _ in range(order.devices)]
         vocabulary: list[Timed] = []
-        for device in range(order.devices):
-            row: list[Timed] = []
-            for number in range(graph.first[device], graph.first[device + 1]):
-                for part in parts_of(graph.items[number]):
-                    moved = barriers * INTERVAL if part.kind in MOVED else 0
-                    start = whole(times.start[number]) + moved
-                    row.append((start, 0, times.sequence[number], part))
-                    if part.microbatch is None:
-                        continue
-                    wanted: list[tuple[Kind, int]] = []
-                    if part.kind is Kind.F and part.stage == last_stage:
-                        end = whole(times.end[number])
-                        wanted += [(Kind.S, end), (Kind.T, end + INTERVAL)]
-                        wanted += [(Kind.C, end + INTERVAL // 2)] if barriers == 1 else []
-                    if part.kind is Kind.F and part.stage == 0:
-                        wanted.append((Kind.E, start - INTERVAL))
-                    if part.kind in {Kind.B, Kind.I} and part.stage == 0:
-                        wanted.append((Kind.G, start + INTERVAL))
-                    for kind, time in wanted:
-                        rank = 1 + ranks.index(kind)
-                        vocabulary.append((time, rank, part.microbatch, Pass(kind, None, part.microbatch)))
-            base.append(tuple(row))
-        return cls(tuple(base), tuple(sorted(vocabulary, key=_place)))
+        for number, (item, device) in enumerate(zip(graph.items, graph.device_of, strict=True)):
+            for part in parts_of(item):
+                moved = barriers * INTERVAL if part.kind in MOVED else 0
+                start, end = whole(times.start[number]) + moved, whole(times.end[number])
+                base[device].append((start, 0, times.sequence[number], part))
+                for kind, time in _companions(part, start, end, last_stage, barriers):
+                    assert part.microbatch is not None
+                    rank = 1 + ranks.index(kind)
+                    vocabulary.append((time, rank, part.microbatch, Pass(kind, None, part.microbatch)))
+        return cls(tuple(map(tuple, base)), tuple(sorted(vocabulary, key=_place)))
+
+
+def _companions(part: Pass, start: int, end: int, last_stage: int, barriers: int) -> Iterator[tuple[Kind, int]]:
+    """Kind and time of the vocabulary passes that go by `part`, which runs from `start` to `end`."""
+    if part.kind is Kind.F and part.stage == 0:
+        yield Kind.E, start - INTERVAL
+    if part.kind is Kind.F and part.stage == last_stage:
+        yield Kind.S, end
+        yield Kind.T, end + INTERVAL
+        if barriers == 1:
+            yield Kind.C, end + INTERVAL // 2
+    if part.kind in {Kind.B, Kind.I} and part.stage == 0:
+        yield Kind.G, start + INTERVAL
 
 
 def interval_of(order: Order, graph: Graph, times: Run) -> float:
     """Work of the busiest device per microbatch."""
-    return (
-        max(
-            sum(
-                times.end[number] - times.start[number]
-                for number in range(graph.first[device], graph.first[device + 1])
-            )
-            for device in range(order.devices)
-        )
-        / order.microbatches
-    )
+    work = [0.0] * order.devices
+    for number, device in enumerate(graph.device_of):
+        work[device] += times.end[number] - times.start[number]
+    return max(work) / order.microbatches
 
 
 def sorted_by_virtual_time(times: VirtualTimes) -> tuple[tuple[Pass, ...], ...]:

@@ -1,0 +1,87 @@
+"""Cost files."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from evenpipe.errors import InputError
+from evenpipe.schedule import Costs, Placement, add_vocabulary, generate, time_order
+from evenpipe.schedule.passes import TransferKind
+
+
+def test_everything_that_a_file_may_say() -> None:
+    costs = Costs.from_dict(
+        {
+            "F": [1, 2], "B": 3, "I": 1, "W": [1, 2.5], "S": 0.5, "C": [0, 0.1], "T": 1, "E": 0, "G": 0,
+            "p2p": 0.1, "collectives": {"broadcast": 0.2, "reduce": 1}, "overlap_slowdown": 1.1, "bytes": [10, 20],
+        }
+    )  # fmt: skip
+    assert costs.F == (1.0, 2.0)
+    assert costs.B == 3.0
+    assert costs.stage_bytes(Placement.linear(2)) == (10.0, 20.0)
+    times = {kind: costs.transfer_time(kind) for kind in TransferKind}
+    assert {times[kind] for kind in TransferKind if kind.value[:4] in {"SEND", "RECV"}} == {0.1}
+    assert (times[TransferKind.X], times[TransferKind.DX]) == (0.2, 1.0)
+    assert (times[TransferKind.STATISTICS], times[TransferKind.ROWS], times[TransferKind.ROW_GRADIENTS]) == (0, 0, 0)
+
+
+def test_the_whole_backward_is_its_halves_by_default() -> None:
+    order = generate("1f1b", 2, 1)
+    assert time_order(order, Costs.from_dict({"F": 1, "I": [1, 2], "W": 3})).busy == (5.0, 6.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "F is missing"),
+        ({"B": 2}, "F is missing"),
+        ({"F": 1}, "B is missing; give B, or I and W"),
+        ({"F": 1, "I": 1}, "B is missing"),
+        ({"F": 1, "B": 2, "f": 1}, "unknown key 'f', did you mean"),
+        ({"F": 1, "B": 2, "p2q": 1}, "unknown key 'p2q', did you mean p2p? Accepted: F, B, I, W"),
+        ({"F": -1, "B": 2}, "F must be a finite number of at least 0, not -1"),
+        ({"F": [1, -2], "B": 2}, "F[1] must be a finite number of at least 0, not -2"),
+        ({"F": math.nan, "B": 2}, "F must be a finite number of at least 0, not nan"),
+        ({"F": math.inf, "B": 2}, "F must be a finite number of at least 0, not inf"),
+        ({"F": "1", "B": 2}, "F must be a finite number of at least 0, not '1'"),
+        ({"F": True, "B": 2}, "F must be a finite number of at least 0, not True"),
+        ({"F": [1, None], "B": 2}, "F[1] must be a finite number of at least 0, not None"),
+        ({"F": [], "B": 2}, "F is an empty list"),
+        ({"F": 1, "B": 2, "p2p": [1]}, "p2p must be a finite number"),
+        ({"F": 1, "B": 2, "p2p": None}, "p2p must be a finite number"),
+        ({"F": 1, "B": 2, "overlap_slowdown": 0.9}, "overlap_slowdown must be at least 1, not 0.9"),
+        ({"F": 1, "B": 2, "collectives": 3}, "collectives must be a table of broadcast"),
+        ({"F": 1, "B": 2, "collectives": {"brodcast": 3}}, "unknown key 'brodcast', did you mean broadcast?"),
+        ({"F": 1, "B": 2, "collectives": {"reduce": -3}}, "collectives.reduce must be a finite number"),
+        ({"F": 1, "B": 2, "bytes": [-1]}, "bytes[0] must be a finite number"),
+        ([1, 2], "costs must be a table"),
+    ],
+)
+def test_bad_files(values: object, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        Costs.from_dict(values)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"F": [1, 1, 1], "B": 2}, "F has 3 numbers for 2 stages; give one number, or 2"),
+        ({"F": 1, "B": [2]}, "B has 1 numbers for 2 stages"),
+        ({"F": 1, "B": 2, "S": [1], "T": 1, "E": 0, "G": 0}, "S has 1 numbers for 2 devices"),
+        ({"F": 1, "B": 2, "T": 1, "E": 0, "G": 0}, "S is missing, but the order has S0"),
+        ({"F": 1, "B": 2, "S": 1, "E": 0, "G": 0}, "T is missing, but the order has T0"),
+    ],
+)
+def test_costs_that_do_not_fit_the_order(values: dict[str, object], message: str) -> None:
+    order = add_vocabulary(generate("1f1b", 2, 1), 1)
+    with pytest.raises(InputError) as error:
+        time_order(order, Costs.from_dict(values))
+    assert message in str(error.value)
+
+
+def test_kinds_that_an_order_lacks_need_no_time() -> None:
+    assert time_order(generate("1f1b", 2, 2), Costs.from_dict({"F": 1, "B": 2})).span == 9
