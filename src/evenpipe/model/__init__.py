@@ -1,29 +1,40 @@
-"""A Hugging Face causal language model cut into stages: describe it, build one stage, fill in its weights, write it back.
+"""A Hugging Face causal language model cut into stages: describe it, build a stage, fill in its weights, write it back.
 
-Architectures are found by structure and by probing, never by name; `self_check` compares cut and whole before anything is trained.
+Architectures are found by structure and by probing, never by name, and `self_check` compares cut and whole before
+anything is trained.
 """
 
 from __future__ import annotations
 
+from evenpipe.model.comparison import gradient_errors, self_check
 from evenpipe.model.description import Description, describe
+from evenpipe.model.export import save_tensors, write_folder_metadata
+from evenpipe.model.flops import head_flops, layer_flops
 from evenpipe.model.initialization import initial_rows, initialize
 from evenpipe.model.loading import copy_parameters, fill_parameters, fill_rows, load_parameters, load_rows
+from evenpipe.model.modules import ModuleStage, describe_modules
 from evenpipe.model.names import disk_names
-from evenpipe.model.self_check import self_check
 from evenpipe.model.stage import Stage, build_stage
 
 __all__ = [
     "Description",
+    "ModuleStage",
     "Stage",
     "build_stage",
     "copy_parameters",
     "describe",
+    "describe_modules",
     "disk_names",
     "fill_parameters",
     "fill_rows",
+    "gradient_errors",
+    "head_flops",
     "initial_rows",
     "initialize",
+    "layer_flops",
     "load_parameters",
     "load_rows",
+    "save_tensors",
     "self_check",
+    "write_folder_metadata",
 ]

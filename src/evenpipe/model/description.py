@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from evenpipe.errors import InputError
-from evenpipe.model.initialization import undisturbed
 from evenpipe.model.logits import probe_logits
+from evenpipe.model.rules import undisturbed
 from evenpipe.model.structure import (
     Structure,
     build_skeleton,
@@ -30,8 +30,8 @@ from evenpipe.model.structure import (
 class Description:
     """A causal language model as the pipeline sees it. Names are those of Hugging Face's model in memory."""
 
-    config: PreTrainedConfig
-    """The model's config as the user gave it (a copy)."""
+    config: PreTrainedConfig | None
+    """The model's config as the user gave it (a copy). None for a model put together from plain modules."""
     architecture: str
     """Class name, for messages."""
     layers: int
@@ -39,7 +39,7 @@ class Description:
     vocabulary_size: int
     """Rows of the embedding matrix and of the head."""
     tied: bool
-    """Embedding and head are one matrix. It is called `embedding_name`; `head_name` is not among the parameters then."""
+    """Embedding and head are one matrix, called `embedding_name`; `head_name` is then not among the parameters."""
     embedding_name: str
     head_name: str
     head_bias_name: str | None
@@ -53,8 +53,8 @@ class Description:
     maximum_length: int | None
     """`max_position_embeddings`, where the config has one."""
     structure: Structure
-    skeleton: PreTrainedModel = field(repr=False)
-    """The whole model on the meta device, fp32: names and shapes."""
+    skeleton: nn.Module = field(repr=False)
+    """The whole model on the meta device, fp32: names and shapes. Of plain modules: the modules themselves."""
     source: str | None = None
     """Hub name or folder that holds the weights; None: fresh weights, or those of `model`."""
     model: nn.Module | None = field(default=None, repr=False)
@@ -66,6 +66,10 @@ class Description:
         """Parameters that are sharded by rows and belong to no stage."""
         names = (self.embedding_name, None if self.tied else self.head_name, self.head_bias_name)
         return tuple(name for name in names if name is not None)
+
+    def layer(self, index: int) -> nn.Module:
+        """One layer of the skeleton."""
+        return self.skeleton.get_submodule(f"{self.structure.layers_name}.{index}")
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -82,7 +86,8 @@ def describe(source: str | Path | PreTrainedConfig | nn.Module, *, trust_remote_
         trust_remote_code: run Python code that comes with a hub model. Off unless asked for.
 
     Raises:
-        InputError: not a causal language model of transformers, or one that cannot be cut exactly; one sentence says what is in the way.
+        InputError: not a causal language model of transformers, or one that cannot be cut exactly; one sentence says
+            what is in the way.
     """
     live, name = None, None
     model_class: type[PreTrainedModel] | None = None
@@ -117,7 +122,8 @@ def _read_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(
-            f"model = {name!r} is neither a folder with a config.json nor a model that the hub gives out ({first_line(error)})."
+            f"model = {name!r} is neither a folder with a config.json nor a model that the hub gives out "
+            f"({first_line(error)})."
         ) from error
 
 
@@ -128,7 +134,8 @@ def _describe(
         skeleton = build_skeleton(config, torch.float32, model_class, trust_remote_code)
     except Exception as error:  # whatever a family raises on a config that makes no sense to it
         raise InputError(
-            f"transformers cannot build a causal language model from this {type(config).__name__} ({first_line(error)})."
+            f"transformers cannot build a causal language model from this {type(config).__name__} "
+            f"({first_line(error)})."
         ) from error
     architecture, model_class = type(skeleton).__name__, type(skeleton)
     if type(skeleton.config) is not type(config):  # the language model of a config that holds several models
@@ -137,14 +144,14 @@ def _describe(
         embedding, head = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
     except NotImplementedError:
         embedding = head = None
-    _check_ends(architecture, embedding, head)
+    check_ends(architecture, embedding, head)
     layers_name = find_layers(skeleton)
     layers = len(skeleton.get_submodule(layers_name))
     embedding_module, head_module = module_name(skeleton, embedding), module_name(skeleton, head)
 
     fresh = build_skeleton(config, torch.float64, model_class)
     structure = probe(fresh, layers_name, embedding_module, head_module)
-    # `fresh` now has layers that stand in and real parameters elsewhere: it can run with any logits in place of the head's.
+    # `fresh` now runs without layers and weights, so it can be given any logits in place of the head's.
     logits_for: list[torch.Tensor] = []
     replace_head(fresh, head_module, lambda hidden: logits_for[0])
 
@@ -179,7 +186,7 @@ def _describe(
     )
 
 
-def _check_ends(architecture: str, embedding: nn.Module | None, head: nn.Module | None) -> None:
+def check_ends(architecture: str, embedding: nn.Module | None, head: nn.Module | None) -> None:
     """The vocabulary matrices must be an `nn.Embedding` and an `nn.Linear`, of one shape."""
     if not isinstance(embedding, nn.Embedding) or [*embedding._parameters] != ["weight"]:
         raise uncuttable(architecture, f"its input embedding is {type(embedding).__name__}, not an nn.Embedding")

@@ -1,20 +1,66 @@
-"""Forward FLOPs per token, from the shapes of the parameters."""
+"""How much arithmetic a layer and the head need, from the shapes of their parameters: enough to split layers by cost."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from evenpipe.model.description import Description
+
+LOCAL = ("sliding_attention", "chunked_attention")
+WITHOUT_ATTENTION = ("linear_attention", "conv", "mamba", "mamba2", "moe", "mlp", "recurrent")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
 def layer_flops(description: Description, sequence: int) -> list[float]:
-    """Of each layer: two per entry of every matrix, and attention over half of `sequence` tokens."""
-    prefix = description.structure.layers_name + "."
-    products = [0.0] * description.layers
-    for name, shape in description.shapes.items():
-        if name.startswith(prefix) and len(shape) == 2:
-            products[int(name[len(prefix) :].split(".")[0])] += 2.0 * shape.numel()
-    return [product + 2.0 * sequence * description.hidden_size for product in products]
+    """Forward floating-point operations per token of every layer.
+
+    Two per parameter of every matrix (of experts: of those that a token meets), and for attention, per token and
+    layer, 2 * context * heads * (query size + value size), where context is `sequence` or the window if that is
+    smaller. Masked products are counted.
+    """
+    return [
+        _matrices(description, index) + _attention(description, index, sequence) for index in range(description.layers)
+    ]
 
 
 def head_flops(description: Description) -> float:
-    """Of the output layer."""
-    return 2.0 * description.vocabulary_size * description.hidden_size
+    """Forward floating-point operations per token of the output layer: 2 * vocabulary_size * hidden_size."""
+    return 2.0 * math.prod(description.head_weight_shape)
+
+
+def _matrices(description: Description, index: int) -> float:
+    experts = _first(description, EXPERTS)
+    total = 0.0
+    for parameter in description.layer(index).parameters():
+        if parameter.ndim < 2:
+            continue
+        share = 1.0
+        if parameter.ndim == 3 and experts and parameter.shape[0] == experts:
+            share = (_first(description, EXPERTS_PER_TOKEN) or experts) / experts
+        total += 2.0 * parameter.numel() * share
+    return total
+
+
+def _attention(description: Description, index: int, sequence: int) -> float:
+    if description.config is None:
+        return 0.0
+    config = description.config.get_text_config()
+    types = getattr(config, "layer_types", None)
+    kind = types[index] if types else None
+    heads = getattr(config, "num_attention_heads", None)
+    if kind in WITHOUT_ATTENTION or not isinstance(heads, int):
+        return 0.0
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    windowed = kind in LOCAL or (types is None and getattr(config, "use_sliding_window", True))
+    context = min(sequence, window) if windowed and isinstance(window, int) else sequence
+    size = getattr(config, "head_dim", None) or description.hidden_size // heads
+    query = getattr(config, "qk_head_dim", None) or size
+    value = getattr(config, "v_head_dim", None) or size
+    return 2.0 * context * heads * (query + value)
+
+
+def _first(description: Description, names: tuple[str, ...]) -> Any:
+    config = None if description.config is None else description.config.get_text_config()
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)

@@ -1,15 +1,17 @@
 """Weights into stages and vocabulary shards: from a Hugging Face folder, from a live model, or fresh.
 
-A folder is read lazily: only the tensors (and only the rows) that are asked for. Nothing in it is executed: safetensors only.
+A folder is read lazily: only the tensors (and only the rows) that are asked for. Nothing in it is executed, since only
+safetensors are read.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
 from evenpipe.errors import InputError
@@ -17,6 +19,7 @@ from evenpipe.model.description import Description
 from evenpipe.model.initialization import initial_rows, initialize
 from evenpipe.model.names import memory_names
 from evenpipe.model.stage import Stage
+from evenpipe.model.structure import first_line
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -32,13 +35,12 @@ def fill_parameters(stage: Stage, description: Description, seed: int = 0) -> No
 
 
 def fill_rows(description: Description, name: str, start: int, stop: int, seed: int = 0) -> torch.Tensor:
-    """Rows [start, stop) of a vocabulary matrix (or entries of the head's bias), from where `fill_parameters` takes its weights.
+    """Rows [start, stop) of a vocabulary matrix or entries of the head's bias, from where `fill_parameters` takes them.
 
     Returns: [stop - start, hidden_size] (bias: [stop - start]) on the CPU, in the dtype of the source, fp32 when fresh.
     """
     if description.model is not None:
-        whole = description.model.get_parameter(name)
-        return whole.detach()[start:stop].cpu().clone()
+        return description.model.get_parameter(name).detach()[start:stop].cpu().clone()
     if description.source is not None:
         return load_rows(description, description.source, name, start, stop)
     return initial_rows(description, name, start, stop, seed)
@@ -49,11 +51,12 @@ def copy_parameters(stage: Stage, description: Description) -> None:
     assert description.model is not None
     with torch.no_grad():
         for name, held in _stored(stage):
-            held.copy_(_attribute(description.model, name))
+            parent, _, attribute = name.rpartition(".")
+            held.copy_(getattr(description.model.get_submodule(parent), attribute))
 
 
 def load_parameters(stage: Stage, description: Description, folder: str | Path) -> None:
-    """Reads a stage's parameters and persistent buffers from a Hugging Face folder (or hub name), cast to the stage's dtype.
+    """Reads a stage's parameters and persistent buffers from a Hugging Face folder (or hub name), cast to its dtype.
 
     Raises:
         InputError: no safetensors there, names that are missing, or shapes that differ.
@@ -61,14 +64,11 @@ def load_parameters(stage: Stage, description: Description, folder: str | Path) 
     checkpoint = _Checkpoint(description, folder)
     wanted = dict(_stored(stage))
     checkpoint.require(wanted)
+    for name, held in wanted.items():
+        checkpoint.require_shape(name, tuple(held.shape))
     with torch.no_grad():
-        for name, held in wanted.items():  # tensor by tensor, so that old and new never exist together as a whole
-            value = checkpoint.slice(name)
-            if tuple(value.get_shape()) != tuple(held.shape):
-                raise InputError(
-                    f"{folder}: {name} has the shape {tuple(value.get_shape())}, and the config asks for {tuple(held.shape)}."
-                )
-            held.copy_(value[:] if held.ndim else checkpoint.whole(name))
+        for name, held in wanted.items():  # one by one, so that old and new never exist together as a whole
+            held.copy_(checkpoint.tensor(name))
 
 
 def load_rows(description: Description, folder: str | Path, name: str, start: int, stop: int) -> torch.Tensor:
@@ -77,82 +77,78 @@ def load_rows(description: Description, folder: str | Path, name: str, start: in
     Returns: [stop - start, hidden_size] (the head's bias: [stop - start]) on the CPU, in the dtype of the file.
     """
     checkpoint = _Checkpoint(description, folder)
-    if description.tied and name == description.head_name:
-        name = description.embedding_name
-    if description.tied and name == description.embedding_name and name not in checkpoint.disk_name:
-        name = description.head_name  # a tied matrix stored under the other of its names
+    if description.tied and name in (description.embedding_name, description.head_name):
+        # Usually under the embedding's name; folders written by older programs may have it under the head's only.
+        names = (description.embedding_name, description.head_name)
+        name = next((known for known in names if known in checkpoint.disk_name), description.embedding_name)
     checkpoint.require([name])
-    rows = checkpoint.slice(name)
-    expected = (description.vocabulary_size,) if name == description.head_bias_name else description.head_weight_shape
-    if tuple(rows.get_shape()) != expected:
-        raise InputError(
-            f"{folder}: {name} has the shape {tuple(rows.get_shape())}, and the config asks for {expected}."
-        )
-    return rows[start:stop].clone()  # a slice would keep the storage of the whole matrix
+    is_bias = name == description.head_bias_name
+    checkpoint.require_shape(name, description.head_weight_shape[:1] if is_bias else description.head_weight_shape)
+    return checkpoint.slice(name)[start:stop].clone()  # a slice would keep the storage of the whole matrix
 
 
-def _stored(stage: Stage):
+def _stored(stage: Stage) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of what a checkpoint holds for a stage: parameters and persistent buffers."""
     yield from stage.named_parameters()
-    persistent = stage.state_dict().keys()
-    for name, buffer in stage.named_buffers():
-        if name in persistent:
-            yield name, buffer
-
-
-def _attribute(model: torch.nn.Module, name: str) -> torch.Tensor:
-    parent, _, attribute = name.rpartition(".")
-    return getattr(model.get_submodule(parent), attribute)
+    for prefix, module in stage.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{key}" if prefix else key, buffer
 
 
 class _Checkpoint:
     """The tensors of a folder under their names in memory."""
 
     def __init__(self, description: Description, folder: str | Path):
-        self._folder, self._files = str(folder), {}
-        where = self._index()
+        self._folder = str(folder)
+        self._open_files: dict[str, safe_open] = {}
+        self._file_of = self._read_index()
         self.disk_name: dict[str, str] = {}
-        for disk, name in memory_names(description, where).items():
+        for disk, name in memory_names(description, self._file_of).items():
             self.disk_name.setdefault(name, disk)
-        self._where = where
 
-    def _file(self, name: str, required: bool) -> str | None:
-        try:
-            return cached_file(self._folder, name, _raise_exceptions_for_missing_entries=required)
-        except (OSError, ValueError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise InputError(f"{self._folder} gives out no {name} ({reason}).") from error
-
-    def _index(self) -> dict[str, str]:
-        """Name on disk -> file."""
-        index = self._file(INDEX, required=False)
-        if index is not None:
-            return json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-        if self._file(SINGLE, required=False) is None:
-            raise InputError(
-                f"{self._folder} holds neither {SINGLE} nor {INDEX}: weights are read from safetensors only."
-            )
-        return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
-
-    def _open(self, file: str):
-        if file not in self._files:
-            path = self._file(file, required=True)
-            try:
-                self._files[file] = safe_open(path, framework="pt")
-            except Exception as error:
-                raise InputError(f"{self._folder}: {file} is damaged ({error}).") from error
-        return self._files[file]
-
-    def require(self, names) -> None:
+    def require(self, names: Iterable[str]) -> None:
         missing = [name for name in names if name not in self.disk_name]
         if missing:
-            shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-            raise InputError(f"{self._folder} has no tensor for {shown}.")
+            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+            raise InputError(f"{self._folder} has no tensor for {', '.join(missing[:8])}{more}.")
+
+    def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        found = tuple(self.slice(name).get_shape())
+        if found != shape:
+            raise InputError(f"{self._folder}: {name} has the shape {found}, and the config asks for {shape}.")
 
     def slice(self, name: str):
+        """A lazy view of a tensor: `[a:b]` reads only those rows."""
         disk = self.disk_name[name]
-        return self._open(self._where[disk]).get_slice(disk)
+        return self._open(self._file_of[disk]).get_slice(disk)
 
-    def whole(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> torch.Tensor:
         disk = self.disk_name[name]
-        return self._open(self._where[disk]).get_tensor(disk)
+        return self._open(self._file_of[disk]).get_tensor(disk)
+
+    def _read_index(self) -> dict[str, str]:
+        """Name on disk -> file."""
+        index = self._path(INDEX, required=False)
+        if index is not None:
+            try:
+                return json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+            except (ValueError, KeyError) as error:
+                raise InputError(f"{self._folder}: {INDEX} is damaged ({first_line(error)}).") from error
+        if self._path(SINGLE, required=False) is None:
+            raise InputError(f"{self._folder} holds neither {SINGLE} nor {INDEX}; only safetensors are read.")
+        return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+
+    def _open(self, file: str) -> safe_open:
+        if file not in self._open_files:
+            try:
+                self._open_files[file] = safe_open(self._path(file, required=True), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise InputError(f"{self._folder}: {file} is damaged ({first_line(error)}).") from error
+        return self._open_files[file]
+
+    def _path(self, file: str, required: bool) -> str | None:
+        try:
+            return cached_file(self._folder, file, _raise_exceptions_for_missing_entries=required)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{self._folder} gives out no {file} ({first_line(error)}).") from error

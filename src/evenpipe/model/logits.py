@@ -1,7 +1,8 @@
 """What a model does to its logits, found by feeding it known ones.
 
-The head is replaced by a stub that returns chosen values z; what comes out of the model's own forward is y = cap * tanh(z * scale / cap),
-or y = z * scale without a cap. Attribute names are not read: `logits_scaling` multiplies in one family and divides in another.
+The head is replaced by a stub that returns chosen values z. What comes out of the model's own forward is
+y = cap * tanh(z * scale / cap), or y = z * scale without a cap. Attribute names are not read: `logits_scaling`
+multiplies in one family and divides in another.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def probe_logits(
     """(logit_scale, soft_cap) of a model.
 
     Args:
-        run: runs the model's forward with the given fp64 logits [2, 3, vocabulary_size] in place of the head's output and returns
-            the logits that the model returns.
+        run: runs the model's forward with the given fp64 logits [2, 3, vocabulary_size] in place of the head's output
+            and returns the logits that the model returns.
 
     Raises:
         InputError: it does something else to them.

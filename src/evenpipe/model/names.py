@@ -1,8 +1,8 @@
 """Names on disk and names in memory.
 
-transformers converts checkpoints while it loads and saves them: some names differ (GPT-NeoX's head is `embed_out.weight` on disk and
-`lm_head.weight` in memory), and experts are stored one by one and held fused. Renaming goes through transformers' own tables; what needs
-tensors to be merged or split is refused with the names.
+transformers converts checkpoints while it loads and saves them: some names differ (GPT-NeoX's head is
+`embed_out.weight` on disk and `lm_head.weight` in memory), and experts are stored one by one and held fused. Renaming
+goes through transformers' own tables; what needs tensors to be merged or split is refused with the names.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ def disk_names(description: Description, names: Iterable[str]) -> dict[str, str]
     Raises:
         InputError: for tensors that transformers stores merged or split (experts).
     """
+    if description.config is None:
+        return {name: name for name in names}
     conversions = get_model_conversion_mapping(description.skeleton, add_legacy=False)
     reverse = [entry.reverse_transform() for entry in reversed(conversions) if not isinstance(entry, PrefixChange)]
     renamings = [entry for entry in reverse if isinstance(entry, WeightRenaming)]
@@ -51,8 +53,7 @@ def disk_names(description: Description, names: Iterable[str]) -> dict[str, str]
     for name in names:
         _, pattern = apply_converters(name, converters)
         if pattern is not None:
-            raise InputError(
-                f"{description.architecture} stores {name} in another form on disk than in memory, which is not supported."
-            )
+            form = "merges or splits it on disk, which is not supported"
+            raise InputError(f"{name} of {description.architecture} cannot be written: transformers {form}.")
         found[name] = apply_renamings(name, renamings)
     return found

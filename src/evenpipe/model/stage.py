@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
+from evenpipe.model.modules import ModuleStage
 from evenpipe.model.structure import build_skeleton, embed_rows, hollow, identity_forward, outer_parameters, uncuttable
 
 
@@ -128,7 +129,7 @@ def build_stage(
     is_last: bool,
     dtype: torch.dtype = torch.float32,
     torch_device: str | torch.device = "cpu",
-) -> Stage:
+) -> Stage | ModuleStage:
     """Builds layers [first, last) of a model and nothing else: all other weights stay on the meta device.
 
     Parameters are allocated and hold NaN until `fill_parameters` (or `initialize`, `load_parameters`,
@@ -149,7 +150,8 @@ def build_stage(
     if (is_first and first != 0) or (is_last and last != count):
         end = "first" if is_first and first != 0 else "last"
         raise InputError(f"layers [{first}, {last}) of {count} cannot be the {end} stage: it has to reach that end.")
-    return Stage(description, first, last, is_first=is_first, is_last=is_last, dtype=dtype, torch_device=torch_device)
+    build = ModuleStage if description.config is None else Stage
+    return build(description, first, last, is_first=is_first, is_last=is_last, dtype=dtype, torch_device=torch_device)
 
 
 def _materialise(

@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from evenpipe.errors import InputError
-from evenpipe.model.initialization import restore_buffers
+from evenpipe.model.rules import restore_buffers
 
 PROBE_BATCH, PROBE_SEQUENCE = 2, 3
 
@@ -265,6 +265,8 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
         if (name in first) == (name in last):
             where = "both before and after" if name in first else "neither before nor after"
             raise uncuttable(architecture, f"its parameter {name} acts {where} the layers")
+    for layer in layers:
+        layer.forward = identity_forward(argument, returns)
     return Structure(
         layers_name=layers_name,
         embedding_module=embedding_module,

@@ -1,8 +1,8 @@
 """Cut and whole must agree, in the loss and in every gradient, before an architecture is trained.
 
-A small copy of the config (see `small_copy`) is built whole by transformers and in three pieces by this room, with the same
-random weights and the same tokens. Every parameter carries noise, since norms of ones and biases of zero hide errors. A
-check of the loss would not do: Granite cut at `inputs_embeds` is off by 7e-4 in the loss and by 0.9 in the gradients.
+A small copy of the config (`small_copy`) is built whole by transformers and in three pieces by this room, with the same
+random weights and the same tokens. Every parameter carries noise, since norms of ones and biases of zero hide errors.
+A check of the loss would not do: Granite cut at `inputs_embeds` is off by 7e-4 in the loss and by 0.9 in the gradients.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description, describe
-from evenpipe.model.initialization import undisturbed
 from evenpipe.model.loading import copy_parameters
+from evenpipe.model.rules import undisturbed
 from evenpipe.model.shrink import STEPS, small_copy
 from evenpipe.model.stage import build_stage
 from evenpipe.model.structure import first_line
@@ -35,11 +35,14 @@ Gradients = dict[str, torch.Tensor | None]
 def self_check(description: Description) -> None:
     """Compares a small copy of the model, cut in three, with transformers in one piece. Takes about a second on a CPU.
 
+    A model of plain modules has nothing to be compared with: its layers are called as they are.
     The user's config, the random state and torch's default dtype stay as they are.
 
     Raises:
         InputError: they differ, or no small copy could be made; one sentence names the architecture and what differs.
     """
+    if description.config is None:
+        return
     with undisturbed(), torch.enable_grad():
         small, dtype = _small_model(description)
         whole = small.model
@@ -186,7 +189,7 @@ def _in_pieces(small: Description, dtype: torch.dtype, tokens, labels, mask) -> 
 
 
 def _rounds(loss: torch.Tensor) -> bool:
-    """Whether a model casts on its way (norms, attention or logits in fp32): then fp64 holds only to fp32's rounding."""
+    """Whether a model casts on its way (norms, attention, logits in fp32): fp64 then holds only to fp32's rounding."""
     seen, waiting = set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()

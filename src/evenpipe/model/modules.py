@@ -1,0 +1,116 @@
+"""A pipeline from plain modules: an embedding, layers called as `layer(hidden)`, a norm and a head."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from evenpipe.errors import InputError
+from evenpipe.model.description import Description, check_ends
+from evenpipe.model.structure import Structure, embed_rows
+
+
+class _Whole(nn.Module):
+    """The user's modules under the names that their parameters get."""
+
+    def __init__(self, embedding: nn.Embedding, layers: Sequence[nn.Module], norm: nn.Module | None, head: nn.Linear):
+        super().__init__()
+        self.embedding = embedding
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm if norm is not None else nn.Identity()
+        self.head = head
+
+
+def describe_modules(
+    embedding: nn.Embedding, layers: Sequence[nn.Module], norm: nn.Module | None, head: nn.Linear
+) -> Description:
+    """Describes a model put together from plain modules; the stages take copies of their weights.
+
+    Parameters are named `embedding.weight`, `layers.N. ...`, `norm. ...`, `head.weight`, `head.bias`. The model is tied
+    when embedding and head share one weight.
+
+    Args:
+        layers: each is called with the hidden states [batch, sequence, hidden_size] and returns as many.
+        norm: called on the last layer's output, before the head; None for nothing.
+    """
+    check_ends("the model", embedding, head)
+    if not layers:
+        raise InputError("layers = [] holds no layer: at least one is needed.")
+    whole = _Whole(embedding, layers, norm, head)
+    return Description(
+        config=None,
+        architecture="the model",
+        layers=len(layers),
+        hidden_size=embedding.weight.shape[1],
+        vocabulary_size=embedding.weight.shape[0],
+        tied=embedding.weight is head.weight,
+        embedding_name="embedding.weight",
+        head_name="head.weight",
+        head_bias_name="head.bias" if head.bias is not None else None,
+        head_weight_shape=tuple(head.weight.shape),
+        padding_index=embedding.padding_idx,
+        logit_scale=1.0,
+        soft_cap=None,
+        maximum_length=None,
+        structure=Structure(layers_name="layers", embedding_module="embedding", head_module="head"),
+        skeleton=whole,
+        model=whole,
+    )
+
+
+class ModuleStage(nn.Module):
+    """Layers [first, last) of a model of plain modules: the interface of `Stage`."""
+
+    def __init__(
+        self,
+        description: Description,
+        first: int,
+        last: int,
+        *,
+        is_first: bool,
+        is_last: bool,
+        dtype: torch.dtype,
+        torch_device: str | torch.device,
+    ):
+        super().__init__()
+        self.first, self.last, self.is_first, self.is_last = first, last, is_first, is_last
+        whole = description.skeleton
+        self.layers = nn.ModuleDict({str(index): copy.deepcopy(whole.layers[index]) for index in range(first, last)})
+        if is_last:
+            self.norm = copy.deepcopy(whole.norm)
+        self._embedding: tuple[nn.Module, ...] = ()
+        if is_first:
+            embedding = _without_weight(whole.embedding)
+            self._embedding = (embedding.to(torch_device),)
+        self.to(torch_device)
+        for parameter in self.parameters():  # parameters only: a rounded buffer may change results
+            parameter.data = parameter.data.to(dtype)
+        self.train()
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states in, hidden states out, both [batch, sequence, hidden_size]. See `Stage.forward`."""
+        for name, value in (("position_ids", position_ids), ("attention_mask", attention_mask)):
+            if value is not None:
+                raise InputError(f"{name} were given, and a model of plain modules takes hidden states only.")
+        if self.is_first:
+            hidden = embed_rows(self._embedding[0], hidden)
+        for layer in self.layers.values():
+            hidden = layer(hidden)
+        return self.norm(hidden) if self.is_last else hidden
+
+
+def _without_weight(embedding: nn.Embedding) -> nn.Embedding:
+    """A copy of the embedding module that holds everything but its matrix."""
+    small = copy.copy(embedding)
+    small._parameters = {}
+    small._buffers = dict(embedding._buffers)
+    small.weight = None
+    return small

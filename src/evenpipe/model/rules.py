@@ -1,0 +1,176 @@
+"""transformers' own rules for fresh values (`_init_weights`), applied to parts of a model.
+
+Used for buffers, which are in no checkpoint (rotary frequencies, embedding scales), and for initial weights. Rules run
+on children before parents, as some families rescale their residual projections in the parent's turn. What they leave out
+is seen, since every tensor is filled with NaN before, and then taken from a real layer built from its class and index.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from evenpipe.errors import InputError
+
+Tensors = dict[str, torch.Tensor | None]
+
+
+def seed_of(seed: int, *names: object) -> int:
+    """A seed for one named thing: SHA-256, so that it is the same in every process and every run."""
+    text = "\0".join([str(seed), *(str(name) for name in names)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Gives the CPU's random state back as it was. Accelerators are not touched: all drawing is done on the CPU."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A part of a model that is initialised for itself: a layer, or a module beside the list of layers."""
+
+    name: str
+    module: nn.Module
+    owner: PreTrainedModel
+    """The innermost transformers model that it belongs to: its rules apply."""
+    model: PreTrainedModel
+    layer_index: int | None
+
+    def apply_rules(self, seed: int) -> None:
+        """Runs the rules on every module of the unit, each with a seed made of `seed` and its name."""
+        for name, module, owner in children_first(self.module, self.name, self.owner):
+            torch.default_generator.manual_seed(seed_of(seed, name))
+            owner._init_weights(module)
+
+    def fill_gaps(self, tensors_of: Callable[[nn.Module], Tensors]) -> None:
+        """Copies what the rules left out from a real layer, or refuses with the name.
+
+        Args:
+            tensors_of: the dictionary of parameters or buffers of one module.
+        """
+        gaps = [
+            (prefix, key, value)
+            for prefix, module in self.module.named_modules()
+            for key, value in tensors_of(module).items()
+            if value is not None and not value.is_meta and untouched(value)
+        ]
+        real = self._construct() if gaps else None
+        for prefix, key, gap in gaps:
+            value = None if real is None else tensors_of(real.get_submodule(prefix)).get(key)
+            if value is None or value.shape != gap.shape or untouched(value):
+                self.refuse(prefix, key)
+            gap.copy_(value)
+
+    def refuse(self, prefix: str, key: str) -> None:
+        what = ".".join(part for part in (self.name, prefix, key) if part)
+        architecture = type(self.model).__name__
+        raise InputError(f"transformers gives no fresh value to {what}, so {architecture} cannot be built in parts.")
+
+    def _construct(self) -> nn.Module | None:
+        """The same module built really on the CPU; None if its constructor wants something else than usual."""
+        offered = {"config": self.model.config.get_text_config()}
+        offered |= dict.fromkeys(("layer_idx", "layer_index", "layer_id", "layer_number", "idx"), self.layer_index)
+        wanted = inspect.signature(type(self.module).__init__).parameters
+        try:
+            with torch.device("cpu"):
+                return type(self.module)(**{name: offered[name] for name in wanted if name in offered})
+        except Exception:  # a constructor of another form; the caller refuses with the name
+            return None
+
+
+def units(model: PreTrainedModel, layers_name: str) -> list[Unit]:
+    """All units of a model: every layer, and every module beside the list of layers."""
+    found = []
+
+    def walk(module: nn.Module, name: str, owner: PreTrainedModel) -> None:
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        if name and name != layers_name and not layers_name.startswith(f"{name}."):
+            found.append(Unit(name, module, owner, model, None))
+            return
+        for child_name, child in module.named_children():
+            inner = f"{name}.{child_name}" if name else child_name
+            if name == layers_name:
+                found.append(Unit(inner, child, owner, model, int(child_name)))
+            else:
+                walk(child, inner, owner)
+
+    walk(model, "", model)
+    return found
+
+
+def children_first(
+    module: nn.Module, name: str, owner: PreTrainedModel
+) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+    """(name, module, the transformers model whose rules apply) for a module and all below it, parents last."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    for child_name, child in module.named_children():
+        yield from children_first(child, f"{name}.{child_name}" if name else child_name, owner)
+    yield name, module, owner
+
+
+def marked(shape: torch.Size, dtype: torch.dtype, device: str | torch.device = "cpu") -> torch.Tensor:
+    """A tensor full of NaN (integers: the smallest), so that what nobody fills is seen."""
+    if dtype.is_floating_point or dtype.is_complex:
+        value = float("nan")
+    else:
+        value = False if dtype == torch.bool else torch.iinfo(dtype).min
+    return torch.full(shape, value, dtype=dtype, device=device)
+
+
+def untouched(tensor: torch.Tensor) -> bool:
+    """Whether the mark of `marked` is still somewhere in a tensor. Truth values carry no mark."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(torch.isnan(tensor).any())
+    return tensor.dtype != torch.bool and bool((tensor == torch.iinfo(tensor.dtype).min).any())
+
+
+def restore_buffers(model: PreTrainedModel, layers_name: str) -> None:
+    """Gives every meta buffer its value (rotary frequencies, embedding scales, ...) on the CPU.
+
+    Parameters stay on the meta device. Buffers keep the dtype they were built with: rotary tables fp32.
+
+    Raises:
+        InputError: neither transformers' rules nor the module's constructor give one a value.
+    """
+    with undisturbed(), torch.no_grad():
+        for unit in units(model, layers_name):
+            _restore(unit, list(unit.module.modules()), lambda unit=unit: unit.apply_rules(0))
+        for name, module, owner in children_first(model, "", model):  # what is kept in the models that hold the layers
+            unit = Unit(name, module, owner, model, None)
+            _restore(unit, [module], lambda module=module, owner=owner: owner._init_weights(module))
+
+
+def _restore(unit: Unit, modules: list[nn.Module], run_rules: Callable[[], None]) -> None:
+    held = [
+        (module, key, value)
+        for module in modules
+        for key, value in module._buffers.items()
+        if value is not None and value.is_meta
+    ]
+    if not held:
+        return
+    for module, key, value in held:
+        module._buffers[key] = marked(value.shape, value.dtype)
+    run_rules()
+    truths = [(module, key, module._buffers[key]) for module, key, value in held if value.dtype == torch.bool]
+    if truths:  # they carry no mark: the rules set what comes out the same from the opposite start
+        for module, key, value in truths:
+            module._buffers[key] = torch.ones_like(value)
+        run_rules()
+        for module, key, value in truths:
+            if not torch.equal(module._buffers[key], value):
+                unit.refuse("", key)
+    unit.fill_gaps(lambda module: module._buffers)
