@@ -217,7 +217,7 @@ def fail_on_one(folder: Path, what: str) -> str:
             run = Run(9, True, True, dist.get_rank(), 2, seed=5)
             before = run.tensors()
             if second:
-                (folder / "step-00000003" / what.split()[0]).unlink()
+                (folder / "step-00000003" / what.split(maxsplit=1)[0]).unlink()
             dist.barrier()
             load(checkpoint, run.shards, run.optimizer)
     except (InputError, RunError) as error:
