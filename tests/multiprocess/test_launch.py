@@ -131,6 +131,10 @@ def test_signals_to_the_program_end_all_processes(tmp_path):
         text=True,
     )
     try:
+        while not (tmp_path / "early").exists():
+            time.sleep(0.02)
+        time.sleep(0.3)  # the fork server is in its imports
+        program.send_signal(signal.SIGINT)
         for name, number in (("first", signal.SIGINT), ("second", signal.SIGTERM)):
             pids = pids_in(tmp_path / name)
             program.send_signal(number)
@@ -141,7 +145,8 @@ def test_signals_to_the_program_end_all_processes(tmp_path):
         output, errors = program.communicate(timeout=20)
     finally:
         program.kill()
-    assert output.splitlines() == ["first KeyboardInterrupt()", "second SystemExit(143)"]
+    lines = ["early KeyboardInterrupt()", "first KeyboardInterrupt()", "second SystemExit(143)"]
+    assert output.splitlines() == lines
     assert "Traceback" not in errors
 
 

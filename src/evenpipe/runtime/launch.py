@@ -18,6 +18,7 @@ import contextlib
 import json
 import logging
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -30,14 +31,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.runtime.watch import EXIT_CODE, Board, Cause, Watch, cause_of
-from evenpipe.runtime.worker import SILENCE_SECONDS, TIMEOUT_SECONDS, initialise_worker, start_worker
+from evenpipe.runtime.worker import SILENCE_SECONDS, TIMEOUT_SECONDS, finish_worker, initialise_worker, start_worker
 
 __all__ = ["initialise_worker", "launch"]
 
@@ -118,10 +118,13 @@ def launch(
             elastic_launch(config, _process)(work, dict(os.environ), folder, limits)
         except ChildFailedError as failed:
             raise _first_cause(folder, processes, failed.failures) from None
-        except SignalException as interrupted:
-            if interrupted.sigval == signal.SIGINT:
+        except (SignalException, KeyboardInterrupt) as interrupted:
+            number = getattr(interrupted, "sigval", signal.SIGINT)
+            if not (folder / "started").exists() and (server := _server_pid()):
+                os.kill(server, signal.SIGKILL)  # it is in its imports, and would go on with them
+            if number == signal.SIGINT:
                 raise KeyboardInterrupt from None
-            raise SystemExit(128 + interrupted.sigval) from None
+            raise SystemExit(128 + number) from None
         return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(processes)]
 
 
@@ -134,7 +137,18 @@ def _start_method(preload: Sequence[str]) -> str:
     if sys.platform != "linux" or torch.cuda.is_available():
         return "spawn"
     multiprocessing.set_forkserver_preload([*PRELOAD, *preload])
+    before = signal.getsignal(signal.SIGINT)
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the server keeps: its imports do not end in a traceback
+    multiprocessing.forkserver.ensure_running()
+    with contextlib.suppress(ValueError):
+        signal.signal(signal.SIGINT, before)
     return "forkserver"
+
+
+def _server_pid() -> int | None:
+    """The fork server of this program, if it has one. Python tells nobody."""
+    return getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
 
 
 @contextlib.contextmanager
@@ -207,7 +221,8 @@ def _process(work: bytes, environment: dict[str, str], folder: Path, limits: dic
     os.environ.update(environment | from_agent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_with_the_parent, name="evenpipe-parent", daemon=True).start()
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    (folder / "started").touch()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
     rank = int(os.environ["RANK"])
     watch: Watch | None = None
 
@@ -216,14 +231,12 @@ def _process(work: bytes, environment: dict[str, str], folder: Path, limits: dic
         _record(folder, rank, watch.cause)
 
     try:
-        worker = start_worker(**limits, on_cause=note, board=Board(folder / "board", int(os.environ["WORLD_SIZE"])))
-        watch = worker.watch
+        board = Board(folder / "board", int(os.environ["WORLD_SIZE"]))
+        watch = start_worker(**limits, on_cause=note, board=board).watch
         function, arguments = pickle.loads(work)
         result = pickle.dumps(function(*arguments))
         (folder / f"result-{rank}").write_bytes(result)
-        watch.finish()
-        if worker.world_size > 1:
-            dist.destroy_process_group()
+        finish_worker()
     except BaseException as error:
         if watch is not None:
             watch.report_exception(error)

@@ -162,7 +162,7 @@ class Watch:
 
     def finish(self) -> None:
         """Ends the watch of a process that has done its work: its silence from now on is no alarm."""
-        if self._thread is None:
+        if self._thread is None or os.getpid() != self._beat.pid:  # a forked child has no thread, and not its sockets
             return
         self._stop.set()
         self._thread.join()
@@ -228,7 +228,7 @@ class Watch:
     def report_exception(self, error: BaseException) -> None:
         """Tells all others why this process fails, unless there is a cause already. For its outermost handler."""
         self._main_knows = True
-        if self._thread is None or self._cause_known.is_set():
+        if self._thread is None or self._cause_known.is_set() or os.getpid() != self._beat.pid:
             return
         if isinstance(error, RuntimeError) and any(sign in str(error) for sign in BROKEN):
             self.explain(error)  # from an operation that was not announced: this process may be a victim
