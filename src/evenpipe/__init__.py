@@ -1,5 +1,37 @@
-"""evenpipe: pipeline-parallel training for Hugging Face language models, with nothing out of balance."""
+"""evenpipe: pipeline-parallel training for Hugging Face language models, with nothing out of balance.
+
+    pipeline = evenpipe.Pipeline("Qwen/Qwen3-8B", schedule="1f1b", vocabulary="balanced")
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from evenpipe.runtime import Pipeline, StepResult, initialise_worker, launch
+    from evenpipe.vocabulary import LossOptions
+
+_PUBLIC = {
+    "LossOptions": "evenpipe.vocabulary",
+    "Pipeline": "evenpipe.runtime",
+    "StepResult": "evenpipe.runtime",
+    "initialise_worker": "evenpipe.runtime",
+    "launch": "evenpipe.runtime",
+}
+
+__all__ = ["LossOptions", "Pipeline", "StepResult", "__version__", "initialise_worker", "launch"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports torch and transformers only when something needs them: the schedule room and `--help` do not."""
+    if name in _PUBLIC:
+        from importlib import import_module
+
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'evenpipe' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

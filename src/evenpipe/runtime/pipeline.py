@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -205,6 +206,8 @@ class Pipeline:
                 torch_device=self.torch_device,
             )
             fill_parameters(module, description, seed)
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_(_is_trained(description, name))
             parameters = StageParameters(module, self._compute_dtype)
             for name, parameter in parameters:
                 self._shards[name] = ParameterShard(parameter, None, tuple(parameter.shape), saved_here=True)
@@ -216,8 +219,9 @@ class Pipeline:
             if not shard.rows and not layout.sharded:
                 return None
             rows = fill_rows(description, name, shard.start, shard.stop, seed)
-            requires_grad = description.skeleton.get_parameter(name).requires_grad
-            parameter = nn.Parameter(rows.to(self.torch_device, parameter_dtype), requires_grad=requires_grad)
+            parameter = nn.Parameter(
+                rows.to(self.torch_device, parameter_dtype), requires_grad=_is_trained(description, name)
+            )
             shape = (description.vocabulary_size, *parameter.shape[1:])
             start = shard.start if layout.sharded else None
             self._shards[name] = ParameterShard(parameter, start, shape, saved_here=saved_here)
@@ -322,9 +326,11 @@ class Pipeline:
         for parameters in self._stage_parameters.values():
             parameters.refresh()
         self._walker.record_passes = record_passes
-        record = self._walker.walk(self.layout.program if training else self.layout.evaluation, batch)
-        if training and self._tied_copy is not None and self._tied_copy.trainable:
-            self._add_tied_gradients(self._tied_copy)
+        if training:
+            with self._tied_gradients():
+                record = self._walker.walk(self.layout.program, batch)
+        else:
+            record = self._walker.walk(self.layout.evaluation, batch)
         own = None if self._output is None else self._output.loss
         loss = self._share(own, weights_dtype, ())
         log_probabilities = [] if training else self._log_probabilities(batch, weights_dtype)
@@ -353,15 +359,25 @@ class Pipeline:
         tensor = torch.empty(shape, dtype=dtype, device=self.torch_device) if own is None else own.contiguous()
         return _Shared(tensor, self._control.broadcast(tensor, source, "the loss"))
 
-    def _add_tied_gradients(self, matrix: Matrix) -> None:
-        """Tied weights held twice: the first device has the embedding's gradient, the last the output layer's.
+    @contextmanager
+    def _tied_gradients(self) -> Iterator[None]:
+        """Tied weights held twice: in a step the first device finds the embedding's part of their gradient, the last
+        device the output layer's. After it both have the sum, added to what they had before.
 
         Summed over the two processes that hold the matrix, on their own communicator, and sent back to both.
         """
+        matrix = self._tied_copy
+        if matrix is None or not matrix.trainable:
+            yield
+            return
+        parameter, before = matrix.parameter, matrix.parameter.grad
+        parameter.grad = None
+        yield
         assert self._communicators is not None
         communicator, gradient = self._communicators["tied"], matrix.gradient()
         communicator.reduce(gradient, communicator.members[0], "the sum of tied gradients").wait("the optimizer")
         communicator.broadcast(gradient, communicator.members[0], "tied gradients").wait("the optimizer")
+        parameter.grad = gradient if before is None else before.add_(gradient)
 
     # --- parameters --------------------------------------------------------------------------------------------------
 
@@ -484,6 +500,12 @@ def _schedule(given: Path | Schedule) -> Schedule:
         except OSError as error:
             raise InputError(f"schedule: {given} cannot be read ({error.strerror})") from error
     return str(given)
+
+
+def _is_trained(description: Description, name: str) -> bool:
+    """A live model says which of its parameters are frozen; others have none."""
+    model = description.skeleton if description.model is None else description.model
+    return model.get_parameter(name).requires_grad
 
 
 def _loss_options(given: LossOptions, description: Description) -> LossOptions:
