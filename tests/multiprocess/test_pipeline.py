@@ -286,6 +286,93 @@ def test_frozen_parameters(mode: str) -> None:
     run_processes(frozen, 2, mode)
 
 
+# --- whole models ------------------------------------------------------------------------------------------------------
+
+
+def plain_modules(mode: str, tied: bool) -> None:
+    from torch import nn
+
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(97, 8, padding_idx=3, dtype=FP64), nn.Linear(8, 97, dtype=FP64)
+    if tied:
+        head.weight = embedding.weight
+    layers = [nn.Sequential(nn.Linear(8, 8, dtype=FP64), nn.Tanh()) for _ in range(3)]
+    norm = nn.LayerNorm(8, dtype=FP64)
+    ids = torch.randint(0, 97, (4, 5))
+    pipeline = Pipeline.from_modules(
+        embedding, layers, norm, head, vocabulary=mode, microbatches=2, parameter_dtype=FP64
+    )
+    loss = pipeline.step(ids).loss
+    found = pipeline.full_gradients()
+    hidden = embedding(ids)
+    for layer in layers:
+        hidden = layer(hidden)
+    expected = functional.cross_entropy(head(norm(hidden))[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-12)
+    if pipeline.device == 0:
+        named = {"embedding.weight": embedding.weight, "head.bias": head.bias, "norm.weight": norm.weight}
+        named |= {"layers.1.0.weight": layers[1][0].weight} | ({} if tied else {"head.weight": head.weight})
+        error, name = reference.worst({name: found[name] for name in named}, {n: p.grad for n, p in named.items()})
+        assert error < 1e-10, f"{name}: {error:.1e}"
+        assert len(found) == len(named) + 2 * 3 - 1 + 1
+    pipeline.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_plain_modules_make_a_pipeline(mode: str) -> None:
+    for tied in (False, True):
+        run_processes(plain_modules, 2, mode, tied)
+
+
+def saved(folder: str, mode: str, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.randint(0, 97, (4, 6), generator=torch.Generator().manual_seed(0))
+    pipeline = make(mode, tied=tied)
+    loss = pipeline.evaluate(ids).loss
+    pipeline.save_pretrained(folder)
+    if pipeline.device == 0:
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=FP64)
+        assert reference.loss_of(loaded, ids, ids).item() == pytest.approx(loss, rel=1e-6)
+    dist.barrier()
+    again = Pipeline(folder, vocabulary="vocab-1", microbatches=2, parameter_dtype=FP64, self_check=False)
+    assert again.evaluate(ids).loss == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["first-last", "vocab-2"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_saved_model_loads_in_transformers_and_here(tmp_path, mode: str, tied: bool) -> None:
+    run_processes(saved, 2, str(tmp_path / "model"), mode, tied)
+
+
+def cannot_be_written(folder: str) -> None:
+    from evenpipe.errors import RunError
+
+    with pytest.raises(RunError, match="was not written"):
+        make("vocab-2").save_pretrained(f"{folder}/file/model")
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_on_every_process(tmp_path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    run_processes(cannot_be_written, 2, str(tmp_path))
+
+
+def fresh(processes: int) -> dict[str, torch.Tensor]:
+    """Weights drawn from a seed, in a layout that depends on the number of processes."""
+    config = described(600, False, FP64).model.config
+    mode = MODES[processes]
+    pipeline = Pipeline(config, vocabulary=mode, microbatches=2, seed=7, self_check=False)
+    return pipeline.full_state_dict()
+
+
+def test_fresh_weights_do_not_depend_on_the_layout() -> None:
+    weights = [run_processes(fresh, processes, processes)[0] for processes in (1, 2, 3, 4)]
+    for other in weights[1:]:
+        assert weights[0].keys() == other.keys()
+        assert all(torch.equal(weights[0][name], other[name]) for name in other)
+
+
 # --- schedules that are data -------------------------------------------------------------------------------------------
 
 

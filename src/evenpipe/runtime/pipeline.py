@@ -15,9 +15,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from evenpipe.errors import InputError
-from evenpipe.model import Description, build_stage, describe, fill_parameters, fill_rows, self_check
-from evenpipe.model.flops import head_flops, layer_flops
+from evenpipe.errors import InputError, RunError
+from evenpipe.model import (
+    Description,
+    build_stage,
+    describe,
+    describe_modules,
+    disk_names,
+    fill_parameters,
+    fill_rows,
+    head_flops,
+    layer_flops,
+    save_tensors,
+    self_check,
+    write_folder_metadata,
+)
 from evenpipe.parallel import clip_gradients, pipeline_group, total_norm
 from evenpipe.runtime.batch import Batch, Inputs, cut, distribute
 from evenpipe.runtime.communication import Communicator, Communicators, Handle
@@ -144,9 +156,29 @@ class Pipeline:
         self._communicators: Communicators | None = None
         self._control: Communicator | None = None
         self._make_communicators(timeout_seconds)
-        if self_check:
+        if self_check and self.description.config is not None:
             self._check_architecture()
         self._build(parameter_dtype, seed)
+
+    @classmethod
+    def from_modules(
+        cls,
+        embedding: nn.Embedding,
+        layers: Sequence[nn.Module],
+        norm: nn.Module | None,
+        head: nn.Linear,
+        **options: Any,
+    ) -> Pipeline:
+        """A pipeline of plain modules, whose weights are copied.
+
+        Args:
+            embedding: [vocabulary, hidden_size].
+            layers: each called with hidden states [batch, sequence, hidden_size], returns as many.
+            norm: called between the last layer and the head, or None.
+            head: hidden_size -> vocabulary; tied when its weight is the embedding's.
+            options: as for `Pipeline`.
+        """
+        return cls(describe_modules(embedding, layers, norm, head), **options)
 
     # --- building ----------------------------------------------------------------------------------------------------
 
@@ -475,6 +507,31 @@ class Pipeline:
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter, whole, by Hugging Face name, on the first process; empty on the others. Collective."""
         return dict(self.stream_state())
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Writes a Hugging Face folder that `from_pretrained` loads: safetensors, config and generation config.
+
+        The first process writes, one whole tensor at a time. Collective: every process calls it.
+
+        Raises:
+            InputError: a model of plain modules, or one whose tensors transformers stores in another form.
+            RunError: the folder cannot be written; on every process.
+        """
+        fault: list[str | None] = [None]
+        names = disk_names(self.description, self.description.shapes)
+        tensors = ((names[name], tensor) for name, tensor in self.stream_state())
+        try:
+            if self.device == 0:
+                write_folder_metadata(self.description, path, next(self.parameters()).dtype)
+                save_tensors(path, tensors)
+        except OSError as error:
+            fault = [f"the model was not written to {str(path)!r}: {error.strerror or error}"]
+        for _ in tensors:  # the other processes send; the first one, after a failure, still has to receive
+            pass
+        if self._control is not None:
+            dist.broadcast_object_list(fault, src=self._group.ranks[0], group=self._control.group)
+        if fault[0] is not None:
+            raise RunError(fault[0])
 
 
 def _torch_device(given: torch.device | str | None) -> torch.device:
