@@ -1,0 +1,170 @@
+"""E and G on shards against torch.nn.functional.embedding on the whole matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import cross_entropy, embedding, linear
+from vocabulary_reference import frobenius, leaf
+
+from evenpipe.errors import InputError
+from evenpipe.vocabulary import (
+    LossOptions,
+    add_row_gradients,
+    backward_shard,
+    combine,
+    forward_shard,
+    gather_rows,
+    hidden_gradient,
+    pick_row_gradients,
+    place_rows,
+    route,
+    split,
+)
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def token_ids_of(tokens: int, vocabulary: int, *, seed: int = 0) -> Tensor:
+    return torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(seed))
+
+
+def sharded_embedding(
+    weight: Tensor, token_ids: Tensor, gradient: Tensor, parts: int, padding_index: int | None
+) -> tuple[Tensor, Tensor]:
+    """Hidden states and weight gradient; the messages between shards and the first stage are lists."""
+    shards = split(weight.shape[0], parts)
+    routes = route(token_ids, shards)
+    rows = [gather_rows(weight[shard.start : shard.stop], routes, part) for part, shard in enumerate(shards)]
+    assert [len(sent) for sent in rows] == list(routes.counts)
+    assert sum(routes.counts) == len(token_ids)
+    weight_gradient = torch.zeros_like(weight)
+    for part, shard in enumerate(shards):
+        sent_back = pick_row_gradients(gradient, routes, part)
+        add_row_gradients(weight_gradient[shard.start : shard.stop], sent_back, routes, part, padding_index)
+    return place_rows(rows, routes), weight_gradient
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("vocabulary", [1003, 9])
+@pytest.mark.parametrize("padding_index", [None, 0, 8])
+def test_every_layout(vocabulary: int, parts: int, padding_index: int | None) -> None:
+    weight, gradient = random(vocabulary, 8, seed=1), random(50, 8, seed=2)
+    token_ids = token_ids_of(50, vocabulary)
+    token_ids[::7] = 8
+    token_ids[3] = 0
+    whole = leaf(weight)
+    expected = embedding(token_ids, whole, padding_idx=padding_index)
+    expected.backward(gradient)
+    assert whole.grad is not None
+    hidden, weight_gradient = sharded_embedding(weight, token_ids, gradient, parts, padding_index)
+    assert torch.equal(hidden, expected)
+    assert frobenius(weight_gradient, whole.grad) <= 1e-14
+    if padding_index is not None:
+        assert not bool(weight_gradient[padding_index].any())
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(1, 30), st.integers(1, 10), st.integers(0, 40), st.integers(0, 1000))
+def test_routes(vocabulary: int, parts: int, tokens: int, seed: int) -> None:
+    """Each token is on exactly one route, with its owner, and positions ascend."""
+    token_ids = token_ids_of(tokens, vocabulary, seed=seed)
+    shards = split(vocabulary, parts)
+    routes = route(token_ids, shards)
+    seen: list[int] = []
+    for part, shard in enumerate(shards):
+        positions = routes.positions(part)
+        assert positions.tolist() == sorted(positions.tolist())
+        assert len(positions) == routes.counts[part]
+        assert bool(((token_ids[positions] >= shard.start) & (token_ids[positions] < shard.stop)).all())
+        assert torch.equal(routes.token_ids[routes.span(part)], token_ids[positions])
+        seen += positions.tolist()
+    assert sorted(seen) == list(range(tokens))
+    assert routes.tokens == tokens
+
+
+def test_one_shard_is_a_plain_gather() -> None:
+    weight, token_ids = random(30, 4, seed=0), token_ids_of(12, 30)
+    routes = route(token_ids, split(30, 1))
+    rows = gather_rows(weight, routes, 0)
+    assert place_rows([rows], routes) is rows
+    gradient = random(12, 4, seed=1)
+    assert pick_row_gradients(gradient, routes, 0) is gradient
+
+
+def test_a_microbatch_in_two_dimensions() -> None:
+    token_ids = token_ids_of(12, 30).view(3, 4)
+    assert route(token_ids, split(30, 2)).tokens == 12
+
+
+def test_gradients_accumulate_in_fp32_in_the_same_order_every_time() -> None:
+    """Many repeated tokens, bf16 messages, a gradient that is not empty."""
+    token_ids = token_ids_of(400, 7)
+    shards = split(7, 2)
+    routes = route(token_ids, shards)
+    messages = [random(count, 16, seed=3).bfloat16() for count in routes.counts]
+    begun = random(7, 16, seed=4).float()
+
+    def run() -> Tensor:
+        total = begun.clone()
+        for part, shard in enumerate(shards):
+            add_row_gradients(total[shard.start : shard.stop], messages[part], routes, part)
+        return total
+
+    expected = begun.double()
+    for part in range(2):
+        expected.index_add_(0, token_ids[routes.positions(part)], messages[part].double())
+    first = run()
+    assert frobenius(first, expected) <= 1e-6
+    assert torch.equal(first, run())
+
+
+@pytest.mark.parametrize(("wrong", "named"), [(30, 30), (-1, -1)])
+def test_unknown_token_ids_are_refused(wrong: int, named: int) -> None:
+    with pytest.raises(InputError, match=f"Token id {named} is outside the vocabulary, which has the ids 0 to 29"):
+        route(torch.tensor([1, wrong, 2]), split(30, 2))
+
+
+@pytest.mark.parametrize("one_barrier", [True, False])
+@pytest.mark.parametrize("padding_index", [None, 5])
+def test_tied_weights_are_one_shard_used_twice(padding_index: int | None, one_barrier: bool) -> None:
+    """Embedding and output layer add to the same gradient; the padding row keeps what the output layer gives it."""
+    vocabulary, tokens, parts = 41, 30, 4
+    matrix = random(vocabulary, 8, seed=1)
+    token_ids, labels = token_ids_of(tokens, vocabulary), token_ids_of(tokens, vocabulary, seed=1)
+    token_ids[:3] = 5
+    token_weights = torch.full((tokens,), 1 / tokens, dtype=torch.float64)
+
+    whole = leaf(matrix)
+    hidden = embedding(token_ids, whole, padding_idx=padding_index).tanh()
+    cross_entropy(linear(hidden, whole), labels).backward()
+    assert whole.grad is not None
+
+    options, shards, total = LossOptions(), split(vocabulary, parts), torch.zeros_like(matrix)
+    routes = route(token_ids, shards)
+    pieces = [matrix[shard.start : shard.stop] for shard in shards]
+    gradients = [total[shard.start : shard.stop] for shard in shards]
+    rows = place_rows([gather_rows(piece, routes, part) for part, piece in enumerate(pieces)], routes)
+    hidden = rows.tanh()
+    passes = [
+        forward_shard(hidden, piece, None, labels, shard, options, one_barrier)
+        for piece, shard in zip(pieces, shards, strict=True)
+    ]
+    combined = combine(torch.stack([table for table, _ in passes]), token_weights, labels, options, vocabulary)
+    hidden_parts = []
+    for (_, state), piece, gradient in zip(passes, pieces, gradients, strict=True):
+        if one_barrier:
+            hidden_parts.append(hidden_gradient(state, combined, piece))
+        part_of_t = backward_shard(state, combined, piece, gradient)
+        if part_of_t is not None:
+            hidden_parts.append(part_of_t)
+    row_gradient = torch.stack(hidden_parts).sum(0) * (1 - hidden.square())
+    for part, gradient in enumerate(gradients):
+        add_row_gradients(gradient, pick_row_gradients(row_gradient, routes, part), routes, part, padding_index)
+    assert frobenius(total, whole.grad) <= 1e-10
+    assert bool(total[5].any())

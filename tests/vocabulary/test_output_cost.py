@@ -1,0 +1,214 @@
+"""What S, C and T cost: arithmetic counted, and the largest tensors that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from vocabulary_reference import problem
+
+from evenpipe.vocabulary import (
+    Buffers,
+    LossOptions,
+    OutputState,
+    backward_shard,
+    combine,
+    forward_shard,
+    hidden_gradient,
+    split,
+)
+
+TOKENS, HIDDEN, VOCABULARY = 64, 16, 512
+PRODUCT = 2 * TOKENS * HIDDEN * VOCABULARY
+
+
+class Layer:
+    """One shard that is the whole vocabulary."""
+
+    def __init__(self, options: LossOptions, *, one_barrier: bool, dtype: torch.dtype, bias: bool = False) -> None:
+        self.inputs = problem(TOKENS, HIDDEN, VOCABULARY, bias=bias).to(dtype)
+        self.options = options
+        self.one_barrier = one_barrier
+        self.buffers = Buffers()
+        (self.shard,) = split(VOCABULARY, 1)
+        accumulator = torch.float64 if dtype == torch.float64 else torch.float32
+        self.weight_gradient = torch.zeros(VOCABULARY, HIDDEN, dtype=accumulator)
+
+    def forward(self, gradients: bool = True) -> tuple[Tensor, OutputState]:
+        given = self.inputs
+        return forward_shard(
+            given.hidden,
+            given.weight,
+            given.bias,
+            given.labels,
+            self.shard,
+            self.options,
+            self.one_barrier,
+            gradients=gradients,
+            buffers=self.buffers,
+        )
+
+    def backward(self, statistics: Tensor, state: OutputState) -> tuple[Callable[[], object], Callable[[], object]]:
+        given = self.inputs
+        combined = combine(statistics[None], given.token_weights, given.labels, self.options, VOCABULARY)
+        return (
+            lambda: hidden_gradient(state, combined, given.weight),
+            lambda: backward_shard(state, combined, given.weight, self.weight_gradient),
+        )
+
+
+class Recorder(TorchDispatchMode):
+    """Sizes of the tensors that operations return, and the matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: set[tuple[int, torch.dtype]] = set()
+        """Elements of the storage, and dtype."""
+        self.products: list[tuple[int, int, int]] = []
+        """Rows, inner dimension, columns."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self.made.add((tensor.untyped_storage().nbytes() // tensor.element_size(), tensor.dtype))
+        name = function.overloadpacket.__name__
+        if name in ("mm", "addmm", "addmm_"):
+            left, right = args[:2] if name == "mm" else args[1:3]
+            self.products.append((*left.shape, right.shape[1]))
+        return result
+
+    def largest(self, dtype: torch.dtype) -> int:
+        return max((elements for elements, made in self.made if made == dtype), default=0)
+
+
+def flops(run: Callable[[], Any]) -> tuple[int, Any]:
+    with Recorder() as recorder:
+        result = run()
+    return sum(2 * rows * inner * columns for rows, inner, columns in recorder.products), result
+
+
+# products in S, in C, in T
+@pytest.mark.parametrize(
+    ("one_barrier", "keep", "products"),
+    [
+        (True, "probabilities", (2, 0, 1)),
+        (False, "probabilities", (1, 0, 2)),
+        (True, "nothing", (2, 0, 2)),
+        (False, "nothing", (1, 0, 3)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrix_products(dtype: torch.dtype, one_barrier: bool, keep: str, products: tuple[int, int, int]) -> None:
+    """Three in all, in units of 2 tokens x hidden_size x rows; a fourth only when nothing is kept."""
+    layer = Layer(LossOptions(keep=keep, rows_per_block=24, z_loss=1e-3), one_barrier=one_barrier, dtype=dtype)
+    count, (statistics, state) = flops(layer.forward)
+    assert count == products[0] * PRODUCT
+    hidden_pass, weight_pass = layer.backward(statistics, state)
+    if one_barrier:
+        assert flops(hidden_pass)[0] == products[1] * PRODUCT
+    assert flops(weight_pass)[0] == products[2] * PRODUCT
+
+
+def test_ignored_tokens_cost_nothing() -> None:
+    layer = Layer(LossOptions(), one_barrier=True, dtype=torch.float32)
+    layer.inputs.labels[::2] = -100
+    count, (statistics, state) = flops(layer.forward)
+    assert count == PRODUCT
+    assert flops(layer.backward(statistics, state)[1])[0] == PRODUCT // 2
+
+
+@pytest.mark.parametrize("one_barrier", [True, False])
+def test_bf16_never_has_fp32_logits_of_all_tokens(one_barrier: bool) -> None:
+    options = LossOptions(rows_per_block=8, soft_cap=5.0, label_smoothing=0.1)
+    layer = Layer(options, one_barrier=one_barrier, dtype=torch.bfloat16)
+    with Recorder() as recorder:
+        statistics, state = layer.forward()
+        hidden_pass, weight_pass = layer.backward(statistics, state)
+        if one_barrier:
+            hidden_pass()
+        weight_pass()
+    assert recorder.largest(torch.bfloat16) == TOKENS * VOCABULARY
+    assert recorder.largest(torch.float32) == VOCABULARY * HIDDEN  # the gradient; a block of logits is half of that
+    assert recorder.largest(torch.float64) < 10 * TOKENS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_nothing_is_kept_when_nothing_is_to_be_kept(gradients: bool, dtype: torch.dtype) -> None:
+    """Neither with keep = "nothing" nor in evaluation does S make a tensor of all tokens and all rows."""
+    options = LossOptions(keep="nothing" if gradients else "probabilities", rows_per_block=8, soft_cap=5.0)
+    layer = Layer(options, one_barrier=True, dtype=dtype)
+    with Recorder() as recorder:
+        layer.forward(gradients=gradients)
+    assert max(recorder.largest(torch.float32), recorder.largest(torch.bfloat16)) <= VOCABULARY * HIDDEN
+
+
+def test_recomputation_works_in_slices_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evenpipe.vocabulary.output.BLOCK_LOGITS", TOKENS * 256)
+    layer = Layer(LossOptions(keep="nothing"), one_barrier=False, dtype=torch.float32)
+    statistics, state = layer.forward()
+    _, weight_pass = layer.backward(statistics, state)
+    layer.buffers.clear()
+    with Recorder() as recorder:
+        weight_pass()
+    assert recorder.largest(torch.float32) == TOKENS * 256
+    assert len(recorder.products) == 2 * 3
+
+
+@pytest.mark.parametrize("keep", ["probabilities", "nothing"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weight_gradient_sums_all_tokens_at_once(dtype: torch.dtype, keep: str) -> None:
+    layer = Layer(LossOptions(rows_per_block=8, keep=keep), one_barrier=True, dtype=dtype)
+    statistics, state = layer.forward()
+    hidden_pass, weight_pass = layer.backward(statistics, state)
+    hidden_pass()
+    with Recorder() as recorder:
+        weight_pass()
+    again = {HIDDEN} if keep == "nothing" else set()
+    assert {inner for _, inner, _ in recorder.products} == {TOKENS} | again
+
+
+def test_memory_goes_from_one_microbatch_to_the_next() -> None:
+    layer = Layer(LossOptions(), one_barrier=True, dtype=torch.float32)
+    addresses = []
+    for _ in range(3):
+        statistics, state = layer.forward()
+        assert state.exponentials is not None
+        addresses.append(state.exponentials.data_ptr())
+        hidden_pass, weight_pass = layer.backward(statistics, state)
+        hidden_pass()
+        assert state.product is None
+        weight_pass()
+        assert state.hidden is None and state.exponentials is None
+    assert len(set(addresses)) == 1
+
+
+def test_microbatches_in_flight_have_their_own_memory() -> None:
+    layer = Layer(LossOptions(), one_barrier=True, dtype=torch.float32)
+    states = [layer.forward()[1] for _ in range(3)]
+    assert len({state.exponentials.data_ptr() for state in states if state.exponentials is not None}) == 3
+
+
+def test_buffers_fit_the_largest_use() -> None:
+    buffers, like = Buffers(), torch.empty(0)
+    small = buffers.take(3, 10, like, torch.float32, room=8)
+    assert small.shape == (3, 10)
+    buffers.give(small)
+    large = buffers.take(8, 10, like, torch.float32)
+    assert large.data_ptr() == small.data_ptr() and large.shape == (8, 10)
+    assert buffers.take(2, 2, like, torch.float32).data_ptr() != large.data_ptr(), "handed out twice"
+    buffers.give(large)
+    assert buffers.take(2, 2, like, torch.float64).dtype == torch.float64
+    outgrown = buffers.take(9, 10, like, torch.float32)
+    assert outgrown.shape == (9, 10) and not buffers._free
+    buffers.give(outgrown)
+    buffers.give(None)
+    buffers.clear()
+    assert not buffers._free

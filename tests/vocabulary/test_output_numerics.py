@@ -1,0 +1,292 @@
+"""Extreme tokens in fp32, poisoned memory, ignored rows: where cross-entropy layers usually lose digits or leak."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+from vocabulary_reference import Answer, Problem, assert_close, frobenius, problem, reference, sharded, worst_row
+
+from evenpipe.vocabulary import Buffers, LossOptions, backward_shard, combine, forward_shard, hidden_gradient, split
+
+BARRIERS = pytest.mark.parametrize("one_barrier", [True, False], ids=["one barrier", "two barriers"])
+KEEP = pytest.mark.parametrize("keep", ["probabilities", "nothing"])
+
+
+def with_log_odds(log_odds: float, *, tokens: int = 40, hidden_size: int = 24, vocabulary: int = 301) -> Problem:
+    """fp32 inputs whose labels all have about these log-odds against them: p = 1 / (1 + exp(log_odds)).
+
+    The last hidden dimension only reaches the logit of token 17, the label of all, and sets it.
+    """
+    inputs = problem(tokens, hidden_size, vocabulary, spread=1.5)
+    inputs.labels.fill_(17)
+    inputs.weight[:, -1] = 0.0
+    inputs.weight[17, -1] = 1.0
+    inputs.hidden[:, -1] = 0.0
+    logits = inputs.hidden @ inputs.weight.t()
+    others = logits.clone()
+    others[:, 17] = -torch.inf
+    inputs.hidden[:, -1] = others.logsumexp(1) - logits[:, 17] - log_odds
+    return inputs.to(torch.float32)
+
+
+def on_a_grid(inputs: Problem) -> Problem:
+    """Rounded so that logits are multiples of 1/256: fp32 holds them exactly, even with an offset of 10 000."""
+    return replace(
+        inputs,
+        hidden=(inputs.hidden * 4).round() / 4,
+        weight=(inputs.weight * 64).round() / 64,
+        bias=None if inputs.bias is None else (inputs.bias * 256).round() / 256,
+    )
+
+
+def plain_fp32(inputs: Problem) -> Tensor:
+    """The weight gradient as torch's own fp32 cross-entropy has it."""
+    weight = inputs.weight.clone().requires_grad_()
+    losses = cross_entropy(linear(inputs.hidden, weight), inputs.labels, reduction="none")
+    (losses * inputs.token_weights).sum().backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
+def assert_log_odds_close(actual: Answer, expected: Answer) -> None:
+    assert_close(actual, expected, 2e-5, row_tolerance=1e-4)
+    relative = (actual.losses.double() - expected.losses).abs() / expected.losses
+    assert _largest(relative, expected.losses < 1e-3) <= 1e-4
+    assert _largest(relative, expected.losses >= 1e-3) <= 1e-6
+
+
+def _largest(values: Tensor, where: Tensor) -> float:
+    return float(values[where].max()) if bool(where.any()) else 0.0
+
+
+@BARRIERS
+@KEEP
+@pytest.mark.parametrize("confidence", [1e-2, 1e-6, 1e-12, 1e-30])
+def test_confident_tokens(confidence: float, keep: str, one_barrier: bool) -> None:
+    """1 - p of the label down to 1e-30, where 1 - p itself is zero in fp32 and in fp64."""
+    inputs = with_log_odds(float(torch.tensor(confidence, dtype=torch.float64).log()))
+    expected = reference(inputs, LossOptions(), log_odds=True)
+    assert 0.1 * confidence < float(expected.losses.mean()) < 10 * confidence
+    options = LossOptions(keep=keep, rows_per_block=16)
+    assert_log_odds_close(sharded(inputs, options, 4, one_barrier=one_barrier), expected)
+    if confidence <= 1e-6:
+        assert frobenius(plain_fp32(inputs), expected.weight) > 1e-2, "this case no longer tells methods apart"
+
+
+@BARRIERS
+@KEEP
+def test_very_unlikely_tokens(keep: str, one_barrier: bool) -> None:
+    inputs = with_log_odds(200.0)
+    expected = reference(inputs, LossOptions(), log_odds=True)
+    assert float(expected.losses.min()) > 190
+    assert_log_odds_close(sharded(inputs, LossOptions(keep=keep), 4, one_barrier=one_barrier), expected)
+
+
+def test_both_references_agree() -> None:
+    inputs = problem(30, 16, 103, bias=True, ignored=(2,))
+    options = LossOptions(z_loss=1e-3, soft_cap=4.0)
+    assert_close(reference(inputs, options, log_odds=True), reference(inputs, options), 1e-12)
+
+
+@BARRIERS
+@KEEP
+@pytest.mark.parametrize("offset", [1e4, -1e4])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_common_offset(offset: float, label_smoothing: float, keep: str, one_barrier: bool) -> None:
+    """Each device subtracts first and combines then, so an offset of all logits changes nothing."""
+    inputs = on_a_grid(problem(40, 16, 301, bias=True)).to(torch.float32)
+    assert inputs.bias is not None
+    options = LossOptions(keep=keep, label_smoothing=label_smoothing)
+    at_zero = replace(inputs, bias=torch.zeros_like(inputs.bias))
+    at_offset = replace(inputs, bias=torch.full_like(inputs.bias, offset))
+    expected = reference(at_zero, options)
+    assert_close(sharded(at_zero, options, 3, one_barrier=one_barrier), expected, 2e-5, row_tolerance=1e-4)
+    assert_close(sharded(at_offset, options, 3, one_barrier=one_barrier), expected, 2e-5, row_tolerance=1e-4)
+
+
+@BARRIERS
+@KEEP
+def test_dominated_shards(keep: str, one_barrier: bool) -> None:
+    """The logits of the second shard stand 150 above all others: nothing of theirs survives, and nothing overflows."""
+    inputs = on_a_grid(problem(40, 16, 400, bias=True)).to(torch.float32)
+    assert inputs.bias is not None
+    inputs.bias[100:200] += 150.0
+    inputs.labels[:30] = torch.arange(100, 400, 10)  # labels in and outside the dominating shard
+    options = LossOptions(keep=keep)
+    expected = reference(inputs, options, log_odds=True)
+    assert_log_odds_close(sharded(inputs, options, 4, one_barrier=one_barrier), expected)
+
+
+@BARRIERS
+@KEEP
+def test_a_shard_of_one_row_that_is_the_target(keep: str, one_barrier: bool) -> None:
+    inputs = problem(10, 6, 4, bias=True)
+    options = LossOptions(keep=keep, label_smoothing=0.1)
+    assert_close(sharded(inputs, options, 4, one_barrier=one_barrier), reference(inputs, options), 1e-10)
+
+
+@BARRIERS
+@KEEP
+def test_tokens_masked_out_by_the_bias(keep: str, one_barrier: bool) -> None:
+    """A bias of minus infinity takes tokens out of the vocabulary, here with one whole shard."""
+    inputs = problem(30, 16, 40, bias=True)
+    assert inputs.bias is not None
+    inputs.bias[10:20] = -torch.inf
+    inputs.bias[25] = -torch.inf
+    inputs.labels[:] = torch.arange(30) % 10
+    options = LossOptions(keep=keep, z_loss=1e-3)
+    keptrows = inputs.bias.isfinite()
+    small = replace(inputs, weight=inputs.weight[keptrows], bias=inputs.bias[keptrows])
+    actual = sharded(inputs, options, 4, one_barrier=one_barrier)
+    expected = reference(small, options)
+    assert actual.bias is not None and expected.bias is not None
+    assert float(actual.weight[~keptrows].norm()) == float(actual.bias[~keptrows].norm()) == 0.0
+    assert_close(replace(actual, weight=actual.weight[keptrows], bias=actual.bias[keptrows]), expected, 1e-10)
+
+
+@BARRIERS
+@KEEP
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_all_tokens_ignored(label_smoothing: float, keep: str, one_barrier: bool) -> None:
+    inputs = problem(12, 8, 30, bias=True, ignored=range(12))
+    inputs.hidden.fill_(torch.nan)
+    inputs.token_weights.fill_(torch.nan)  # what 0 / 0 tokens makes of the weights
+    options = LossOptions(keep=keep, label_smoothing=label_smoothing)
+    actual = sharded(inputs, options, 4, one_barrier=one_barrier)
+    for name in ("losses", "log_probabilities", "hidden", "weight", "bias"):
+        assert not bool(getattr(actual, name).any()), name
+
+
+@BARRIERS
+@KEEP
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_ignored_rows_reach_nothing(poison: float, keep: str, one_barrier: bool) -> None:
+    ignored = [0, 7, 8, 19]
+    inputs = problem(20, 16, 103, bias=True, ignored=ignored)
+    options = LossOptions(keep=keep, label_smoothing=0.1, z_loss=1e-3, soft_cap=5.0, rows_per_block=8)
+    clean = sharded(inputs, options, 3, one_barrier=one_barrier)
+    inputs.hidden[ignored] = poison
+    inputs.token_weights[ignored] = poison
+    poisoned = sharded(inputs, options, 3, one_barrier=one_barrier)
+    for name in ("losses", "log_probabilities", "hidden", "weight", "bias"):
+        assert torch.equal(getattr(clean, name), getattr(poisoned, name)), name
+    assert not bool(poisoned.hidden[ignored].any())
+
+
+def test_a_token_id_may_be_the_ignored_one() -> None:
+    inputs = problem(20, 16, 30)
+    inputs.labels[::3] = 5
+    options = LossOptions(ignore_index=5)
+    actual = sharded(inputs, options, 3, one_barrier=True)
+    assert_close(actual, reference(inputs, options), 1e-10)
+    assert not bool(actual.losses[::3].any())
+
+
+@BARRIERS
+@KEEP
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_memory_full_of_nan_is_never_read(dtype: torch.dtype, keep: str, one_barrier: bool) -> None:
+    """Buffers handed on from microbatches of other sizes, poisoned in between."""
+    buffers = Buffers()
+    options = LossOptions(keep=keep, label_smoothing=0.1, soft_cap=5.0, rows_per_block=8)
+    for seed, ignored in enumerate([(), (1, 2, 3), (), range(15), (0,)]):
+        inputs = problem(20, 16, 103, seed=seed, ignored=ignored).to(dtype)
+        fresh = sharded(inputs, options, 3, one_barrier=one_barrier)
+        used = sharded(inputs, options, 3, one_barrier=one_barrier, buffers=buffers)
+        for name in ("losses", "log_probabilities", "hidden", "weight"):
+            assert torch.equal(getattr(fresh, name), getattr(used, name)), name
+        assert buffers._free, "nothing was handed back"
+        for room in buffers._free:
+            room.fill_(torch.nan)
+
+
+@BARRIERS
+def test_repeated_and_unseen_targets(one_barrier: bool) -> None:
+    inputs = problem(64, 16, 50).to(torch.float32)
+    inputs.labels[:] = torch.arange(64) % 3
+    actual = sharded(inputs, LossOptions(), 4, one_barrier=one_barrier)
+    expected = reference(inputs, LossOptions())
+    assert worst_row(actual.weight[:3], expected.weight[:3]) <= 1e-4
+    assert worst_row(actual.weight[3:], expected.weight[3:]) <= 1e-4
+
+
+def test_every_device_combines_to_the_same_bits() -> None:
+    """The gathered table may lie anywhere in memory, and each device may hold the weights in its own storage."""
+    inputs = problem(333, 16, 103, ignored=(1, 5)).to(torch.float32)
+    options = LossOptions(label_smoothing=0.1, z_loss=1e-3, soft_cap=5.0)
+    shards = split(103, 4)
+    table = torch.stack(
+        [
+            forward_shard(
+                inputs.hidden, inputs.weight[shard.start : shard.stop], None, inputs.labels, shard, options, False
+            )[0]
+            for shard in shards
+        ]
+    )
+    first = combine(table, inputs.token_weights, inputs.labels, options, 103)
+    for shift in range(1, 5):
+        elsewhere = torch.empty(table.numel() + shift)[shift:].view_as(table).copy_(table)
+        weights = torch.empty(333 + shift)[shift:].copy_(inputs.token_weights)
+        again = combine(elsewhere, weights, inputs.labels, options, 103)
+        for name in ("losses", "log_probabilities", "log_sum_exp", "maximum", "others", "target", "uniform"):
+            assert torch.equal(getattr(first, name), getattr(again, name)), name
+
+
+def test_the_order_of_shards_in_the_table_is_free() -> None:
+    inputs = problem(20, 16, 103, bias=True)
+    assert inputs.bias is not None
+    options = LossOptions(label_smoothing=0.1, z_loss=1e-3)
+    shards = split(103, 4)[::-1]
+    passes = []
+    for shard in shards:
+        rows = slice(shard.start, shard.stop)
+        passes.append(
+            forward_shard(inputs.hidden, inputs.weight[rows], inputs.bias[rows], inputs.labels, shard, options, True)
+        )
+    combined = combine(
+        torch.stack([statistics for statistics, _ in passes]), inputs.token_weights, inputs.labels, options, 103
+    )
+    parts = [
+        hidden_gradient(state, combined, inputs.weight[shard.start : shard.stop])
+        for shard, (_, state) in zip(shards, passes, strict=True)
+    ]
+    expected = reference(inputs, options)
+    assert frobenius(combined.losses, expected.losses) <= 1e-10
+    assert frobenius(torch.stack(parts).sum(0), expected.hidden) <= 1e-10
+
+
+def test_wrong_input_is_refused() -> None:
+    inputs = problem(6, 8, 20, bias=True)
+    options, (shard,) = LossOptions(), split(20, 1)
+    hidden, weight, bias, labels = inputs.hidden, inputs.weight, inputs.bias, inputs.labels
+
+    def forward(**changes: Tensor) -> None:
+        given = {"hidden": hidden, "weight": weight, "bias": bias, "labels": labels} | changes
+        forward_shard(*given.values(), shard, options, True)
+
+    with pytest.raises(ValueError, match=r"Label 20 is neither a token \(0 to 19\) nor ignore_index \(-100\)"):
+        forward(labels=labels.index_fill(0, torch.tensor([2]), 20))
+    with pytest.raises(ValueError, match=r"Label -1 is neither a token"):
+        forward(labels=labels.index_fill(0, torch.tensor([2]), -1))
+    with pytest.raises(ValueError, match=r"labels must have the shape \[6\], not \[5\]"):
+        forward(labels=labels[1:])
+    with pytest.raises(ValueError, match=r"one dtype, not torch\.float64 and torch\.float32"):
+        forward(weight=weight.float())
+    with pytest.raises(ValueError, match="the shard's 20 rows, not 19"):
+        forward(weight=weight[1:])
+    with pytest.raises(ValueError, match=r"not \[6, 7\] and \[20, 8\]"):
+        forward(hidden=hidden[:, 1:])
+    with pytest.raises(ValueError, match=r"bias must have the shape \[20\]"):
+        forward(bias=torch.zeros(3))
+    statistics, state = forward_shard(hidden, weight, bias, labels, shard, options, False)
+    with pytest.raises(ValueError, match=r"statistics must be \[shards, 6, 5\], not \[1, 6, 3\]"):
+        combine(statistics[None], inputs.token_weights, labels, LossOptions(label_smoothing=0.1), 20)
+    combined = combine(statistics[None], inputs.token_weights, labels, options, 20)
+    with pytest.raises(ValueError, match=r"weight_gradient must be \[20, 8\] in torch.float64"):
+        backward_shard(state, combined, weight, torch.zeros(20, 8))
+    with pytest.raises(ValueError, match=r"bias_gradient must be \[20\] in torch.float64"):
+        backward_shard(state, combined, weight, torch.zeros(20, 8).double(), torch.zeros(19).double())

@@ -1,0 +1,223 @@
+"""The output layer and its loss on one piece of memory, with torch's autograd: what the shards must agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+
+from evenpipe.vocabulary import (
+    Buffers,
+    LossOptions,
+    backward_shard,
+    combine,
+    forward_shard,
+    hidden_gradient,
+    split,
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs of the output layer: hidden [n, h], weight [V, h], bias [V] or None, labels [n], token_weights [n]."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    token_weights: Tensor
+
+    def to(self, dtype: torch.dtype) -> Problem:
+        """Rounded to `dtype` (labels stay; weights of tokens stay fp32, or fp64 for fp64)."""
+        return replace(
+            self,
+            hidden=self.hidden.to(dtype),
+            weight=self.weight.to(dtype),
+            bias=None if self.bias is None else self.bias.to(dtype),
+            token_weights=self.token_weights.to(torch.float64 if dtype == torch.float64 else torch.float32),
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What comes out: per token [n], and gradients of the weighted sum of the losses."""
+
+    losses: Tensor
+    log_probabilities: Tensor
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+def problem(
+    tokens: int,
+    hidden_size: int,
+    vocabulary: int,
+    *,
+    seed: int = 0,
+    bias: bool = False,
+    ignored: Iterable[int] = (),
+    spread: float = 1.0,
+) -> Problem:
+    """Random inputs in fp64; logits have the standard deviation `spread`, token weights both signs and a zero."""
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    labels = torch.randint(vocabulary, (tokens,), generator=random)
+    labels[list(ignored)] = -100
+    token_weights = normal(tokens)
+    token_weights[1:2] = 0.0
+    return Problem(
+        normal(tokens, hidden_size),
+        normal(vocabulary, hidden_size) * spread / hidden_size**0.5,
+        normal(vocabulary) if bias else None,
+        labels,
+        token_weights,
+    )
+
+
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: LossOptions) -> Tensor:
+    logits = linear(hidden, weight, bias) * options.logit_scale
+    if options.soft_cap is not None:
+        logits = options.soft_cap * torch.tanh(logits / options.soft_cap)
+    return logits
+
+
+def leaf(values: Tensor) -> Tensor:
+    """An own copy in fp64 that collects a gradient."""
+    return values.detach().to(torch.float64, copy=True).requires_grad_()
+
+
+def reference(given: Problem, options: LossOptions, *, log_odds: bool = False) -> Answer:
+    """Autograd in fp64 on the unsharded problem, ignored tokens cut out first.
+
+    log_odds: write lse - z_t as log(1 + exp(lse of the others - z_t)), for tokens so confident that fp64 itself would
+    lose digits in lse - z_t. Only for label_smoothing = 0.
+    """
+    valid = given.labels != options.ignore_index
+    labels = given.labels[valid]
+    hidden = leaf(given.hidden[valid])
+    weight = leaf(given.weight)
+    bias = None if given.bias is None else leaf(given.bias)
+    logits = logits_of(hidden, weight, bias, options)
+    if log_odds:
+        assert not options.label_smoothing
+        others = logits.scatter(1, labels[:, None], -torch.inf).logsumexp(1)
+        odds = others - logits.gather(1, labels[:, None]).squeeze(1)
+        plain = losses = torch.logaddexp(odds, torch.zeros_like(odds))
+    else:
+        plain = cross_entropy(logits, labels, reduction="none")
+        losses = cross_entropy(logits, labels, reduction="none", label_smoothing=options.label_smoothing)
+    losses = losses + options.z_loss * logits.logsumexp(1).square()
+    (losses * given.token_weights[valid].double()).sum().backward()
+
+    def spread(values: Tensor | None) -> Tensor:
+        assert values is not None
+        return torch.zeros(len(valid), *values.shape[1:], dtype=torch.float64).index_copy(
+            0, valid.nonzero().squeeze(1), values.detach()
+        )
+
+    assert weight.grad is not None
+    return Answer(spread(losses), spread(-plain), spread(hidden.grad), weight.grad, None if bias is None else bias.grad)
+
+
+def sharded(
+    given: Problem,
+    options: LossOptions,
+    parts: int,
+    *,
+    one_barrier: bool,
+    padded_rows: int | None = None,
+    buffers: Buffers | None = None,
+    weight_gradient: Tensor | None = None,
+) -> Answer:
+    """The same through S, the barrier, C and T on `parts` shards; gathers and reductions are a stack and a sum.
+
+    padded_rows: add rows to weight and bias that stand for no token, filled with NaN: they must never be read.
+    weight_gradient: added to in place.
+    """
+    vocabulary, hidden_size = given.weight.shape
+    dtype = torch.float64 if given.hidden.dtype == torch.float64 else torch.float32
+    shards = split(vocabulary, parts, padded_rows=padded_rows)
+    padding = (padded_rows or vocabulary) - vocabulary
+    weight = torch.cat([given.weight, given.weight.new_full((padding, hidden_size), torch.nan)])
+    bias = None if given.bias is None else torch.cat([given.bias, given.bias.new_full((padding,), torch.nan)])
+    if weight_gradient is None:
+        weight_gradient = torch.zeros(weight.shape, dtype=dtype)
+    bias_gradient = None if bias is None else torch.zeros(bias.shape, dtype=dtype)
+
+    passes = [
+        forward_shard(
+            given.hidden,
+            weight[shard.start : shard.stop],
+            None if bias is None else bias[shard.start : shard.stop],
+            given.labels,
+            shard,
+            options,
+            one_barrier,
+            buffers=buffers,
+        )
+        for shard in shards
+    ]
+    table = torch.stack([statistics for statistics, _ in passes])
+    combined = combine(table, given.token_weights, given.labels, options, vocabulary)
+    hidden_parts = []
+    for shard, (_, state) in zip(shards, passes, strict=True):
+        rows = slice(shard.start, shard.stop)
+        if one_barrier:
+            hidden_parts.append(hidden_gradient(state, combined, weight[rows]))
+        part = backward_shard(
+            state,
+            combined,
+            weight[rows],
+            weight_gradient[rows],
+            None if bias_gradient is None else bias_gradient[rows],
+        )
+        assert (part is None) == one_barrier
+        if part is not None:
+            hidden_parts.append(part)
+    assert torch.equal(weight_gradient[vocabulary:], torch.zeros(padding, hidden_size, dtype=dtype))
+    assert all(part.dtype == dtype for part in hidden_parts)
+    return Answer(
+        combined.losses,
+        combined.log_probabilities,
+        torch.stack(hidden_parts).sum(0),
+        weight_gradient[:vocabulary],
+        None if bias_gradient is None else bias_gradient[:vocabulary],
+    )
+
+
+def frobenius(actual: Tensor, expected: Tensor) -> float:
+    """Relative Frobenius error; absolute where the expected tensor is zero."""
+    scale = float(expected.double().norm())
+    error = float((actual.double() - expected.double()).norm())
+    return error / scale if scale else error
+
+
+def worst_row(actual: Tensor, expected: Tensor) -> float:
+    """Largest relative error of a row. Rows below a millionth of the largest are compared with that."""
+    scales = expected.double().norm(dim=1)
+    errors = (actual.double() - expected.double()).norm(dim=1)
+    floor = max(float(scales.max()) * 1e-6, 1e-300) if len(scales) else 1.0
+    return float((errors / scales.clamp(min=floor)).max()) if len(scales) else 0.0
+
+
+def assert_close(actual: Answer, expected: Answer, tolerance: float, *, row_tolerance: float | None = None) -> None:
+    """Every tensor to a relative Frobenius error of `tolerance`; rows of the two matrices to `row_tolerance`."""
+    for name in ("losses", "log_probabilities", "hidden", "weight", "bias"):
+        ours, theirs = getattr(actual, name), getattr(expected, name)
+        assert (ours is None) == (theirs is None), name
+        if ours is None:
+            continue
+        assert ours.shape == theirs.shape, name
+        assert bool(ours.isfinite().all()), f"{name} is not finite"
+        error = frobenius(ours, theirs)
+        assert error <= tolerance, f"{name}: relative Frobenius error {error:.2e}"
+        if row_tolerance is not None and ours.dim() == 2:
+            error = worst_row(ours, theirs)
+            assert error <= row_tolerance, f"{name}: worst row {error:.2e}"
