@@ -65,6 +65,11 @@ class Found:
     rejected: tuple[Rejected, ...]
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is one checkpoint, sound or not, rather than something that holds checkpoints."""
+    return _FOLDER_NAME.fullmatch(path.name) is not None or (path / MANIFEST).exists()
+
+
 def prepare_folder(folder: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None) -> None:
     """Makes the folder for checkpoints and removes what a killed run left half written. Call once, before training.
 

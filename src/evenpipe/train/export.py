@@ -1,0 +1,215 @@
+"""From a checkpoint to a Hugging Face folder, in one process, without the pipeline that wrote it.
+
+The checkpoint is verified first. Then tensor after tensor is read whole, whatever layout it was saved in, and written
+under its name on disk to safetensors files; memory holds one of these files (`max_shard_size`) at most. Beside them
+stand config.json, generation_config.json and the tokenizer. A tied head is left out: the embedding stands for both.
+
+What run.json has to say for that, as the trainer gives it to `save`:
+
+    model_config        the transformers config, as its `to_dict` gives it
+    tied                whether embedding and head are one matrix; compared with what the config says
+    tokenizer           optional: its folder, relative to the checkpoint's
+    generation_config   optional: as its `to_dict` gives it; without it, what the model's config implies
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from evenpipe.errors import InputError, RunError
+from evenpipe.model import Description, describe, disk_names, save_tensors, write_folder_metadata
+from evenpipe.train.agreement import describe_os_error
+from evenpipe.train.checkpoint import read_tensors
+from evenpipe.train.checkpoint_folder import RUN, Checkpoint, find_latest, is_checkpoint, open_checkpoint
+from evenpipe.train.checkpoint_state import PARAMETERS, parameter_names
+from evenpipe.train.checkpoint_storage import dtype_name, read_index
+from evenpipe.train.manifest import sync_folder
+
+MAXIMUM_SHARD_BYTES = 4 * 2**30
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+_OTHER_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json")
+
+
+def export_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int = MAXIMUM_SHARD_BYTES,
+) -> Path:
+    """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads, and gives its path.
+
+    Args:
+        checkpoint: a checkpoint's folder, or that of a run or of its checkpoints: then the newest sound one, with a
+            warning for each newer one that is not.
+        output: a new folder, an empty one, or an earlier export, which is replaced once the new one is whole.
+        dtype: of the weights; None: as they were trained.
+        max_shard_size: bytes per safetensors file, and about what is held in memory; a larger tensor has its own file.
+
+    Raises:
+        InputError: no sound checkpoint, one that does not fit its own config, or an output with other things in it.
+        RunError: it cannot be written, or the checkpoint cannot be read; an earlier export is left as it was.
+    """
+    output = Path(output)
+    _check_output(output)
+    wanted = None if dtype is None else _dtype(dtype)
+    source = _open(Path(checkpoint))
+    description = _describe(source)
+    kept = wanted or getattr(torch, source.manifest.tensors[PARAMETERS + description.embedding_name].dtype)
+    temporary, replaced = (output.with_name(f"{output.name}.{ending}") for ending in ("tmp", "replaced"))
+    try:
+        for folder in (temporary, replaced):
+            shutil.rmtree(folder, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_tensors(temporary, _tensors(source, description, wanted), max_shard_size)
+        write_folder_metadata(description, temporary, kept)
+        if "generation_config" in source.metadata:
+            text = json.dumps(source.metadata["generation_config"], indent=2)
+            (temporary / "generation_config.json").write_text(text + "\n", encoding="utf-8")
+        _copy_tokenizer(source, temporary)
+        _sync(temporary)
+        if output.exists():
+            output.rename(replaced)
+        temporary.rename(output)
+        sync_folder(output.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        reason = describe_os_error(error) if isinstance(error, OSError) else str(error)
+        raise RunError(f"the model was not written to {str(output)!r}: {reason}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return output
+
+
+def _open(path: Path) -> Checkpoint:
+    """The checkpoint in a folder, or the newest sound one of a run."""
+    if is_checkpoint(path):
+        return open_checkpoint(path)
+    for folder in (path / "checkpoints", path):
+        found = find_latest(folder)
+        if found.checkpoint is not None:
+            for rejected in found.rejected:
+                warnings.warn(f"passed over {rejected.path}: {rejected.reason}", stacklevel=3)
+            return found.checkpoint
+        if found.rejected:
+            newest = found.rejected[0]
+            raise InputError(f"{str(folder)!r} holds no sound checkpoint: {newest.path.name}: {newest.reason}")
+    raise InputError(f"{str(path)!r} holds no checkpoint; expected a checkpoint's folder, or that of a run")
+
+
+def _describe(checkpoint: Checkpoint) -> Description:
+    """The model that the checkpoint's config describes, once its names and shapes are those of the parameters."""
+    where, description = f"the checkpoint {str(checkpoint.path)!r}", describe(_config(checkpoint))
+    tensors, shapes = checkpoint.manifest.tensors, description.shapes
+    missing = [name for name in shapes if PARAMETERS + name not in tensors]
+    if missing:
+        raise InputError(f"{where} holds no {missing[0]!r}, which the model of its config has")
+    unknown = [name for name in parameter_names(checkpoint.manifest) if name not in shapes]
+    if unknown:
+        raise InputError(f"{where} holds {unknown[0]!r}, which the model of its config does not have")
+    for name, shape in shapes.items():
+        saved = tensors[PARAMETERS + name].shape
+        if saved != tuple(shape):
+            raise InputError(
+                f"{name!r} has shape {saved} in the checkpoint and {tuple(shape)} in the model of its config"
+            )
+    if checkpoint.metadata.get("tied", description.tied) != description.tied:
+        raise InputError(f"{where} says tied: {checkpoint.metadata['tied']}, and the model of its config is not so")
+    return description
+
+
+def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    where, values = f"the checkpoint {str(checkpoint.path)!r}", checkpoint.metadata.get("model_config")
+    if not isinstance(values, Mapping):
+        raise InputError(f"{where} cannot be exported: its {RUN} has no model_config")
+    kind = values.get("model_type")
+    if (
+        not isinstance(kind, str) or kind not in CONFIG_MAPPING
+    ):  # a model with code of its own; nothing of that kind is run here
+        raise InputError(f"{where} cannot be exported: its model_type {kind!r} is not one of transformers' own")
+    try:
+        config: PreTrainedConfig = CONFIG_MAPPING[kind].from_dict(dict(values))
+    except Exception as error:  # validators of transformers raise several types
+        raise InputError(f"{where} has a model_config that transformers refuses: {error}") from error
+    return config
+
+
+def _tensors(
+    checkpoint: Checkpoint, description: Description, dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name on disk, whole tensor on the CPU), each read when it is asked for."""
+    index = read_index(checkpoint.path, checkpoint.manifest)
+    for name, disk_name in disk_names(description, description.shapes).items():
+        entry = checkpoint.manifest.tensors[PARAMETERS + name]
+        tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        read_tensors(checkpoint, index, {PARAMETERS + name: tensor})
+        yield disk_name, tensor if dtype is None else tensor.to(dtype)
+
+
+def _copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
+    named = checkpoint.metadata.get("tokenizer")
+    if named is None:
+        return
+    source = checkpoint.path / named
+    files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+    if not files:
+        warnings.warn(f"there is no tokenizer in {source}, where {RUN} says that it is: none is exported", stacklevel=3)
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+
+
+def _check_output(output: Path) -> None:
+    """Only what an export has written may be replaced."""
+    if output.is_symlink() or (output.exists() and not output.is_dir()):
+        raise InputError(
+            f"the folder to export to, {str(output)!r}, is a file or a link; expected a folder, or nothing"
+        )
+    for path in sorted(output.iterdir()) if output.exists() else []:
+        ours = path.name in (*_OTHER_FILES, *TOKENIZER_FILES) or path.match("model*.safetensors")
+        if path.is_dir() or not ours:
+            raise InputError(
+                f"the folder to export to, {str(output)!r}, holds {path.name!r}, which no export has written; expected "
+                "a new or empty folder, or an earlier export"
+            )
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
+    if name not in DTYPES:
+        raise InputError(f"dtype is {name!r}, but must be one of {', '.join(DTYPES)}")
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def _sync(folder: Path) -> None:
+    """Waits until the disk has the folder, before it takes the place of another."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(folder)

@@ -1,0 +1,299 @@
+"""From a checkpoint to a folder that transformers loads: the same model to the last bit."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_run import Shard, flip
+from safetensors import safe_open
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+from evenpipe.errors import InputError, RunError
+from evenpipe.train import export as module
+from evenpipe.train.checkpoint import save
+from evenpipe.train.export import export_checkpoint
+
+FAMILIES = (
+    "cohere2",
+    "gemma2",
+    "gemma3_text",
+    "gpt_neox",
+    "granite",
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "starcoder2",
+)
+IDS = torch.arange(24).reshape(2, 12) * 5 % 97
+
+
+def build(family: str = "llama", **changes: Any) -> PreTrainedModel:
+    """A tiny model in which no parameter has a special value."""
+    values = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = CONFIG_MAPPING[family](**values | changes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    return model
+
+
+def checkpoint_of(model: PreTrainedModel, folder: Path, step: int = 7, **metadata: Any) -> Path:
+    """What a run of one process saves: parameters, optimizer state, and the model's config."""
+    shards = {name: Shard(parameter) for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    facts = {"model_config": model.config.to_dict(), "tied": model.config.tie_word_embeddings}
+    return save(folder, step, shards, optimizer, facts | metadata)
+
+
+def loss_of(model: PreTrainedModel) -> float:
+    with torch.no_grad():
+        return model(input_ids=IDS, labels=IDS, use_cache=False).loss.item()
+
+
+def assert_same_model(folder: Path, model: PreTrainedModel) -> None:
+    loaded, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    expected = dict(model.named_parameters())
+    assert dict(loaded.named_parameters()).keys() == expected.keys()
+    for name, parameter in loaded.named_parameters():
+        assert parameter.dtype == expected[name].dtype, name
+        assert torch.equal(parameter, expected[name]), name
+    assert type(loaded) is type(model)
+    assert abs(loss_of(loaded.eval()) - loss_of(model)) <= 1e-6 * loss_of(model)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_what_was_trained(tmp_path: Path, family: str, tied: bool) -> None:
+    model = build(family, tie_word_embeddings=tied)
+    export_checkpoint(checkpoint_of(model, tmp_path), tmp_path / "model")
+    assert_same_model(tmp_path / "model", model)
+    with safe_open(tmp_path / "model" / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        names = set(file.keys())
+    head = {"gpt_neox": "embed_out.weight"}.get(family, "lm_head.weight")
+    assert (head in names) is not tied
+    assert not any("optimizer" in name for name in names)
+
+
+def test_the_folder_is_complete(tmp_path: Path) -> None:
+    model = build()
+    path = export_checkpoint(checkpoint_of(model, tmp_path), tmp_path / "model")
+    assert path == tmp_path / "model"
+    assert sorted(file.name for file in path.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+    config = json.loads((path / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "float32")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
+def test_another_dtype(tmp_path: Path, dtype: str | torch.dtype) -> None:
+    model = build()
+    export_checkpoint(checkpoint_of(model, tmp_path), tmp_path / "model", dtype=dtype)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter.to(torch.bfloat16)), name
+    with pytest.raises(InputError, match=r"dtype is 'int8', but must be one of .*bfloat16"):
+        export_checkpoint(tmp_path / "step-00000007", tmp_path / "other", dtype="int8")
+
+
+def test_large_models_come_in_several_files(tmp_path: Path) -> None:
+    model = build()
+    checkpoint = checkpoint_of(model, tmp_path)
+    export_checkpoint(checkpoint, tmp_path / "model", max_shard_size=20_000)
+    assert_same_model(tmp_path / "model", model)
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert index["metadata"]["total_size"] == sum(parameter.nbytes for parameter in model.parameters())
+    for file in files:
+        with safe_open(tmp_path / "model" / file, framework="pt") as opened:
+            assert set(opened.keys()) == {name for name, where in index["weight_map"].items() if where == file}
+            assert opened.metadata() == {"format": "pt"}
+
+
+def tokenizer_in(folder: Path) -> Path:
+    from tokenizers import Tokenizer, models
+
+    vocabulary = {"<eos>": 0, "<unk>": 1, "a": 2}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")), eos_token="<eos>"
+    )
+    tokenizer.save_pretrained(folder)
+    (folder / "private.txt").write_text("not part of a tokenizer")
+    return folder
+
+
+def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
+    tokenizer_in(tmp_path / "run" / "tokenizer")
+    checkpoint = checkpoint_of(build(), tmp_path / "run" / "checkpoints", tokenizer="../../tokenizer")
+    export_checkpoint(checkpoint, tmp_path / "model")
+    assert AutoTokenizer.from_pretrained(tmp_path / "model")("a")["input_ids"] == [2]
+    assert not (tmp_path / "model" / "private.txt").exists()
+
+
+def test_a_tokenizer_that_is_gone(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(build(), tmp_path / "run" / "checkpoints", tokenizer="../../tokenizer")
+    with pytest.warns(UserWarning, match=r"there is no tokenizer in .*/\.\./\.\./tokenizer, where run\.json says"):
+        export_checkpoint(checkpoint, tmp_path / "model")
+    assert (tmp_path / "model" / "config.json").exists()
+
+
+def test_a_runs_folder_stands_for_its_newest_sound_checkpoint(tmp_path: Path) -> None:
+    old, new = build(), build()
+    checkpoint_of(old, tmp_path / "checkpoints", step=3)
+    with torch.no_grad():
+        new.model.norm.weight.add_(1)
+    newest = checkpoint_of(new, tmp_path / "checkpoints", step=4)
+    for folder in (tmp_path, tmp_path / "checkpoints"):
+        assert_same_model(export_checkpoint(folder, tmp_path / "model"), new)
+    flip(newest / "__0_0.distcp", random.Random(0))
+    said = pytest.warns(UserWarning, match=r"passed over .*step-00000004: __0_0\.distcp does not have the content")
+    with said:
+        export_checkpoint(tmp_path, tmp_path / "model")
+    assert_same_model(tmp_path / "model", old)
+    with pytest.raises(InputError, match=r"step-00000004' cannot be used: __0_0\.distcp"):
+        export_checkpoint(newest, tmp_path / "model")
+    flip(tmp_path / "checkpoints" / "step-00000003" / "run.json", random.Random(0))
+    with pytest.raises(InputError, match=r"holds no sound checkpoint: step-00000004: __0_0\.distcp"):
+        export_checkpoint(tmp_path, tmp_path / "model")
+    assert_same_model(tmp_path / "model", old)
+
+
+def test_what_is_no_run(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(InputError, match="holds no checkpoint"):
+            export_checkpoint(folder, tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda facts: facts.pop("model_config"), r"run\.json has no model_config"),
+        (lambda facts: facts["model_config"].update(model_type="never heard of"), "model_type 'never heard of'"),
+        (lambda facts: facts["model_config"].update(num_hidden_layers=3), r"holds no 'model\.layers\.2\."),
+        (lambda facts: facts["model_config"].update(num_hidden_layers=1), r"holds 'model\.layers\.1\..* does not have"),
+        (lambda facts: facts["model_config"].update(vocab_size=98), r"has shape \(97, 32\) in the checkpoint"),
+        (lambda facts: facts["model_config"].update(tie_word_embeddings=True), "holds 'lm_head.weight'"),
+    ],
+)
+def test_a_config_that_is_not_that_of_the_parameters(tmp_path: Path, change: Any, says: str) -> None:
+    model = build()
+    facts = {"model_config": copy.deepcopy(model.config.to_dict()), "tied": False}
+    change(facts)
+    shards = {name: Shard(parameter) for name, parameter in model.named_parameters()}
+    checkpoint = save(tmp_path, 1, shards, None, facts)
+    with pytest.raises(InputError, match=says):
+        export_checkpoint(checkpoint, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+# ---- where it goes
+
+
+def test_an_earlier_export_is_replaced(tmp_path: Path) -> None:
+    model = build()
+    checkpoint = checkpoint_of(model, tmp_path)
+    export_checkpoint(checkpoint, tmp_path / "model", max_shard_size=20_000)
+    export_checkpoint(checkpoint, tmp_path / "model")
+    assert not list((tmp_path / "model").glob("*-of-*"))
+    assert_same_model(tmp_path / "model", model)
+    (tmp_path / "empty").mkdir()
+    assert_same_model(export_checkpoint(checkpoint, tmp_path / "empty"), model)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "model", "step-00000007"]
+
+
+@pytest.mark.parametrize("name", ["notes.md", "step-00000001/manifest.json", "weights.bin"])
+def test_a_folder_with_other_things_is_left_alone(tmp_path: Path, name: str) -> None:
+    checkpoint = checkpoint_of(build(), tmp_path)
+    other = tmp_path / "home" / name
+    other.parent.mkdir(parents=True)
+    other.write_text("precious")
+    first = name.split("/", maxsplit=1)[0]
+    with pytest.raises(InputError, match=f"home', holds '{first}', which no export has written"):
+        export_checkpoint(checkpoint, tmp_path / "home")
+    assert other.read_text() == "precious"
+    with pytest.raises(InputError, match="is a file or a link"):
+        export_checkpoint(checkpoint, other)
+
+
+def test_a_disk_that_fails_leaves_the_earlier_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    checkpoint = checkpoint_of(model, tmp_path)
+    export_checkpoint(checkpoint, tmp_path / "model")
+
+    def fail(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+    monkeypatch.setattr(module, "sync_folder", fail)
+    with pytest.raises(
+        RunError, match=r"the model was not written to .*/model': No space left on device: .*model\.tmp"
+    ):
+        export_checkpoint(checkpoint, tmp_path / "model")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "step-00000007"]
+    assert_same_model(tmp_path / "model", model)
+
+
+def test_memory_holds_one_file_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks which tensors are alive whenever another one has been read."""
+    checkpoint = checkpoint_of(build(), tmp_path)
+    read: list[tuple[StorageWeakRef, int]] = []
+    most = 0
+    real = module.read_tensors
+
+    def counting(opened: Any, index: Any, state: dict[str, torch.Tensor]) -> None:
+        nonlocal most
+        read.extend((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes) for tensor in state.values())
+        most = max(most, sum(size for reference, size in read if not reference.expired()))
+        real(opened, index, state)
+
+    monkeypatch.setattr(module, "read_tensors", counting)
+    largest = 97 * 32 * 4
+    export_checkpoint(checkpoint, tmp_path / "model", max_shard_size=1)
+    assert len(read) == 21
+    assert most <= 2 * largest
+    most = 0
+    export_checkpoint(checkpoint, tmp_path / "model")
+    assert most > 5 * largest, "this test does not see what is held"
+
+
+def test_a_generation_config_of_the_run_is_kept(tmp_path: Path) -> None:
+    model = build()
+    model.generation_config.temperature = 0.5
+    checkpoint = checkpoint_of(model, tmp_path, generation_config=model.generation_config.to_dict())
+    export_checkpoint(checkpoint, tmp_path / "model")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").generation_config.temperature == 0.5
