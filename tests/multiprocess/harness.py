@@ -13,7 +13,6 @@ exceptions travel by pickle. What a process prints is kept in a file and shown w
 
 import datetime
 import faulthandler
-import functools
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -122,19 +121,26 @@ def describe(outcomes: list[Outcome], timeout_seconds: float | None = None) -> s
     return "\n".join(lines)
 
 
-@functools.cache
+_server_pid: int | None = None
+
+
 def _start_fork_server() -> None:
     """Starts the server with the test folder on its path, and makes sure that the preload really happened.
 
     Python ignores a module that the server cannot import, which would only be seen as tests that take ten times as
     long.
     """
+    global _server_pid
+    server = multiprocessing.forkserver._forkserver
+    if server._forkserver_pid is not None and server._forkserver_pid == _server_pid:
+        return
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), *(entry for entry in sys.path if entry)])
-    multiprocessing.forkserver._forkserver._stop()  # launch() may have started one that knows less
+    server._stop()  # launch() may have started one that knows less
     multiprocessing.set_forkserver_preload(["preload"])
     with mock.patch.dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"):
-        multiprocessing.forkserver.ensure_running()
+        server.ensure_running()
+    _server_pid = server._forkserver_pid
     child = multiprocessing.get_context("forkserver").Process(target=_assert_preloaded)
     child.start()
     child.join(120)
@@ -142,7 +148,6 @@ def _start_fork_server() -> None:
 
 
 def _assert_preloaded() -> None:
-    # Not by sys.modules: unpickling this function imported this module, and with it nothing of what is looked for.
     sys.exit(0 if "preload" in sys.modules and "torch.distributed" in sys.modules else 1)
 
 

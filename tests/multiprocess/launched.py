@@ -26,6 +26,7 @@ def report(number, table):
         "arguments": (number, table),
         "threads": torch.get_num_threads(),
         "environment": os.environ.get("OF_THE_CALLER"),
+        "prepared": "colorsys" in sys.modules,
         "interrupt": signal.getsignal(signal.SIGINT) is signal.SIG_DFL,
         "timeout": worker.timeout_seconds,
     }

@@ -1,5 +1,7 @@
 """launch() brings back results and first causes, and leaves no process behind however it ends."""
 
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import re
 import signal
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime.launch import launch
+from evenpipe.runtime.launch import launch, prepare_launch
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -22,6 +24,8 @@ def without_gpus():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.delenv("RANK", raising=False)
+        multiprocessing.forkserver._forkserver._stop()  # the harness may have started one that knows other modules
+        prepare_launch("colorsys")
         yield
 
 
@@ -62,7 +66,7 @@ def test_results_come_back_in_rank_order_and_nothing_is_left_behind(monkeypatch,
         assert result["arguments"][0] == 7
         assert torch.equal(result["arguments"][1]["a"], torch.arange(3))
         assert (result["threads"], result["environment"], result["interrupt"]) == (1, "seen", True)
-        assert result["timeout"] == 99
+        assert (result["timeout"], result["prepared"]) == (99, True)
     assert len({result["pid"] for result in results} | {os.getpid()}) == 4
     assert not any(alive(result["pid"]) for result in results)
     assert dict(os.environ) == before

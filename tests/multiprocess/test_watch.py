@@ -14,7 +14,7 @@ from harness import Outcome, describe, run_outcomes, run_processes
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.runtime.communication import Communicators
-from evenpipe.runtime.watch import Beat, Board, Waiting, cause_of, processes
+from evenpipe.runtime.watch import Beat, Board, Waiting, Watch, cause_of, processes
 from evenpipe.runtime.worker import Worker, initialise_worker, meet
 
 SILENCE_SECONDS = 1.5
@@ -161,6 +161,32 @@ def an_operation_of_torchs_own() -> None:
 def test_an_operation_of_torchs_own_is_explained_too():
     outcomes = run_outcomes(an_operation_of_torchs_own, 3, group=False)
     assert [outcome.exit_code for outcome in outcomes] == [0, -9, 0], describe(outcomes)
+
+
+def the_store_dies_with_process_0() -> None:
+    """Without a launcher the first process holds the store; 1 waits for it, 2 waits for 1."""
+    rank = dist.get_rank()
+    shared = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, False, wait_for_workers=False)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        shared.set("port of the store", str(store.port))
+    else:
+        port = int(shared.get("port of the store"))
+        store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    watch = Watch(dist.PrefixStore("watch", store), rank, 3, silence_seconds=SILENCE_SECONDS)
+    watch.start()
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with watch.during(f"{rank}RECV_F0", "F", (rank - 1,)):
+        dist.recv(torch.zeros(1), rank - 1)
+
+
+def test_the_store_dies_with_process_0():
+    outcomes = run_outcomes(the_store_dies_with_process_0, 3)
+    check(outcomes[1], r"process 0 has died.*store of the run.*", "1RECV_F0 from process 0")
+    check(outcomes[2], r"process 0 has died.*store of the run.*", "2RECV_F0 from process 1")
 
 
 # -- nobody dies: a program that cannot go on ------------------------------------------------------

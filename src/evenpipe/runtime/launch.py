@@ -39,7 +39,7 @@ from evenpipe.errors import InputError, RunError
 from evenpipe.runtime.watch import EXIT_CODE, Board, Cause, Watch, cause_of
 from evenpipe.runtime.worker import SILENCE_SECONDS, TIMEOUT_SECONDS, finish_worker, initialise_worker, start_worker
 
-__all__ = ["initialise_worker", "launch"]
+__all__ = ["initialise_worker", "launch", "prepare_launch"]
 
 PRELOAD = ("torch.distributed", "transformers.modeling_utils", "evenpipe.runtime.worker")
 
@@ -73,7 +73,7 @@ def launch(
     timeout_seconds: limit of a wait among live processes.
     silence_seconds: a process without a sign of life for this long is given up.
     torch_device: "cpu" or "cuda"; default: a GPU where there is one.
-    preload: names of modules that each process will need, to import once for all (CPU only).
+    preload: as in `prepare_launch`, which may have been called before.
 
     Raises:
         InputError: `function` raised one, or an argument of launch is wrong. Same text.
@@ -98,6 +98,7 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="evenpipe-launch-") as name, _elastic_as_a_guest():
         folder = Path(name)
         Board(folder / "board", processes)
+        prepare_launch(*preload, torch_device=torch_device)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -110,7 +111,7 @@ def launch(
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
-            start_method=_start_method(preload),
+            start_method=_start_method(torch_device),
             logs_specs=DefaultLogsSpecs(log_dir=name),
             shutdown_timeout=5,
         )
@@ -125,25 +126,42 @@ def launch(
             if number == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + number) from None
+        except (OSError, EOFError) as error:
+            raise RunError(f"the processes could not be started: {error!r}") from error
         return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(processes)]
+
+
+def prepare_launch(*modules: str, torch_device: str | None = None) -> None:
+    """Lets a server begin in the background to import what the processes of a later `launch` will need.
+
+    Worth calling early: four imports of torch and transformers take 12 s on two cores; one takes 3 s, which pass
+    while the caller does something else. With GPUs it does nothing.
+
+    modules: names of more modules to import, beside torch, transformers and evenpipe.
+    """
+    if _start_method(torch_device) != "forkserver":
+        return
+    multiprocessing.set_forkserver_preload([*PRELOAD, *modules])
+    before, threads = signal.getsignal(signal.SIGINT), os.environ.get("OMP_NUM_THREADS")
+    try:
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server keeps it: no traceback from its imports
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        if threads is None:
+            del os.environ["OMP_NUM_THREADS"]
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGINT, before)
 
 
 # -- the parent -------------------------------------------------------------------------------------------------------
 
 
-def _start_method(preload: Sequence[str]) -> str:
-    """Fork from a server that has imported everything, where that is safe: four imports of torch and transformers take
-    12 s on two cores, one takes 3 s."""
-    if sys.platform != "linux" or torch.cuda.is_available():
-        return "spawn"
-    multiprocessing.set_forkserver_preload([*PRELOAD, *preload])
-    before = signal.getsignal(signal.SIGINT)
-    with contextlib.suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the server keeps: its imports do not end in a traceback
-    multiprocessing.forkserver.ensure_running()
-    with contextlib.suppress(ValueError):
-        signal.signal(signal.SIGINT, before)
-    return "forkserver"
+def _start_method(torch_device: str | None) -> str:
+    """Fork from a server that has imported everything, where that is safe."""
+    gpus = torch_device != "cpu" and torch.cuda.is_available()
+    return "spawn" if sys.platform != "linux" or gpus else "forkserver"
 
 
 def _server_pid() -> int | None:

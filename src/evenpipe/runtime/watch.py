@@ -216,7 +216,10 @@ class Watch:
         peers = () if waiting is None else waiting.peers
         deadline = time.monotonic() + self.silence_seconds + 1
         while not self._cause_known.wait(0.05):
-            dead = [cause for peer in peers if (cause := self._death_of(peer, self._store))]
+            try:
+                dead = [cause for peer in peers if (cause := self._death_of(peer, self._store))]
+            except RuntimeError as lost:
+                dead = [_store_lost(lost)]
             if dead:
                 self._settle(dead[0])
             elif time.monotonic() > deadline:
@@ -267,7 +270,7 @@ class Watch:
                 # not.
                 lost_seconds = lost_seconds + elapsed if self.waiting is not None else 0.0
                 if lost_seconds > self.silence_seconds:
-                    self._learn(Cause("dead", self.rank, f"the store of the run no longer answers ({error})"))
+                    self._learn(_store_lost(error))
                     break
         else:
             return
@@ -370,6 +373,12 @@ def cause_of(error: BaseException, rank: int) -> Cause:
     if isinstance(error, RunError):
         return Cause("exception", rank, str(error))
     return Cause("exception", rank, f"process {rank} failed: {type(error).__name__}: {error}")
+
+
+def _store_lost(error: Exception) -> Cause:
+    lines = str(error).strip().splitlines()
+    holder = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "process 0"
+    return Cause("dead", 0, f"{holder} has died, and with it the store of the run ({lines[0] if lines else error!r})")
 
 
 def processes(ranks: Sequence[int]) -> str:
