@@ -61,6 +61,8 @@ def save_as_a_pipeline(folder: Path, tied: bool, spread: bool) -> None:
                 shards[name] = Shard(parameter, None, shape, saved_here=not (tied and rank == last))
     optimizer = torch.optim.AdamW([shard.parameter for shard in shards.values()])
     save(folder, 1, shards, optimizer, {"model_config": model.config.to_dict(), "tied": tied})
+    if rank == 0:  # one process of several, as at the end of a run: the others know nothing of it
+        export_checkpoint(folder, folder / "by one of four")
 
 
 @pytest.mark.parametrize("spread", [True, False])
@@ -68,6 +70,8 @@ def save_as_a_pipeline(folder: Path, tied: bool, spread: bool) -> None:
 def test_a_sharded_checkpoint_becomes_one_model(tmp_path: Path, tied: bool, spread: bool) -> None:
     run_processes(save_as_a_pipeline, 4, tmp_path, tied, spread)
     loaded = AutoModelForCausalLM.from_pretrained(export_checkpoint(tmp_path, tmp_path / "model")).eval()
+    for file in (tmp_path / "model").iterdir():
+        assert (tmp_path / "by one of four" / file.name).read_bytes() == file.read_bytes()
     model = build(tied)
     expected = dict(model.named_parameters())
     assert dict(loaded.named_parameters()).keys() == expected.keys()

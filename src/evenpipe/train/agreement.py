@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 class Team:
-    """The processes of a group, or this one alone where torch.distributed is not initialised.
+    """The processes of a group (None: all), or this one alone: where told so, or without torch.distributed.
 
     The group's timeout limits how long one process may work while the others wait for it.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        self.distributed = dist.is_available() and dist.is_initialized()
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
+        self.distributed = not alone and dist.is_available() and dist.is_initialized()
         self.group = (process_group or dist.group.WORLD) if self.distributed else None
         self.rank = dist.get_rank(self.group) if self.distributed else 0
         self.size = dist.get_world_size(self.group) if self.distributed else 1

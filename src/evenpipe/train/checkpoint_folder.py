@@ -92,13 +92,15 @@ def prepare_folder(folder: str | os.PathLike[str], process_group: dist.ProcessGr
     team.first(prepare)
 
 
-def find_latest(folder: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None) -> Found:
-    """The newest checkpoint in a folder that is whole to the last bit. Collective; all processes get the same answer.
+def find_latest(
+    folder: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None, *, alone: bool = False
+) -> Found:
+    """The newest checkpoint in a folder that is whole to the last bit. Collective: all processes get one answer.
 
     Every file of a candidate is read and hashed (the processes share the work) before anything in it is opened. A
-    folder that does not exist holds no checkpoint.
+    folder that does not exist holds no checkpoint. `alone`: this process asks for itself, whatever groups there are.
     """
-    folder, team = Path(folder), Team(process_group)
+    folder, team = Path(folder), Team(process_group, alone=alone)
     rejected: list[Rejected] = []
     for _, path in team.first(lambda: _candidates(folder)):
         try:
@@ -108,14 +110,16 @@ def find_latest(folder: str | os.PathLike[str], process_group: dist.ProcessGroup
     return Found(None, tuple(rejected))
 
 
-def open_checkpoint(path: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None) -> Checkpoint:
-    """The checkpoint in one folder, verified as find_latest does. Collective.
+def open_checkpoint(
+    path: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None, *, alone: bool = False
+) -> Checkpoint:
+    """The checkpoint in one folder, verified as find_latest does. Collective, unless `alone`.
 
     Raises:
         InputError: it is not a checkpoint, or damaged; the sentence names the file and what is wrong with it.
     """
     try:
-        return _verify(Path(path), Team(process_group), named_step=None)
+        return _verify(Path(path), Team(process_group, alone=alone), named_step=None)
     except DamagedError as error:
         raise InputError(f"the checkpoint {str(path)!r} cannot be used: {error}") from error
 

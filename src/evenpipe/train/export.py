@@ -1,4 +1,4 @@
-"""From a checkpoint to a Hugging Face folder, in one process, without the pipeline that wrote it.
+"""From a checkpoint to a Hugging Face folder: in one process, without the pipeline that wrote it or a word to others.
 
 The checkpoint is verified first. Then tensor after tensor is read whole, whatever layout it was saved in, and written
 under its name on disk to safetensors files; memory holds one of these files (`max_shard_size`) at most. Beside them
@@ -110,9 +110,9 @@ def export_checkpoint(
 def _open(path: Path) -> Checkpoint:
     """The checkpoint in a folder, or the newest sound one of a run."""
     if is_checkpoint(path):
-        return open_checkpoint(path)
+        return open_checkpoint(path, alone=True)
     for folder in (path / "checkpoints", path):
-        found = find_latest(folder)
+        found = find_latest(folder, alone=True)
         if found.checkpoint is not None:
             for rejected in found.rejected:
                 warnings.warn(f"passed over {rejected.path}: {rejected.reason}", stacklevel=3)
