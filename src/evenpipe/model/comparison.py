@@ -128,7 +128,10 @@ def _build(model_class: type[PreTrainedModel], config, dtype: torch.dtype) -> Pr
 
 
 def _batch(small: Description, generator: torch.Generator, padded: bool):
-    """Tokens with padding tokens among them, labels of which some are ignored, and perhaps padding on the right."""
+    """Tokens with padding tokens among them, labels of which some are ignored, and perhaps a mask.
+
+    The mask has padding on the right and a hole: padding alone changes nothing under causal attention.
+    """
     tokens = torch.randint(0, small.vocabulary_size, (BATCH, SEQUENCE), generator=generator)
     labels = torch.randint(0, small.vocabulary_size, (BATCH, SEQUENCE), generator=generator)
     if small.padding_index is not None:
@@ -138,9 +141,8 @@ def _batch(small: Description, generator: torch.Generator, padded: bool):
     if not padded:
         return tokens, labels, None
     mask = torch.ones_like(tokens)
-    mask[1, -PADDED:] = 0
-    labels[1, -PADDED:] = -100
-    return tokens, labels, mask
+    mask[1, 2:4] = mask[1, -PADDED:] = 0
+    return tokens, labels.masked_fill(mask == 0, -100), mask
 
 
 def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -121,6 +121,10 @@ def _read_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                f"model = {name!r} comes with Python code of its own, which is run only with trust_remote_code = true."
+            ) from error
         raise InputError(
             f"model = {name!r} is neither a folder with a config.json nor a model that the hub gives out "
             f"({first_line(error)})."

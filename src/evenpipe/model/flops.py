@@ -1,4 +1,4 @@
-"""How much arithmetic a layer and the head need, from the shapes of their parameters: enough to split layers by cost."""
+"""How much arithmetic a layer and the head need, from their parameters' shapes: enough to split layers by cost."""
 
 from __future__ import annotations
 

@@ -47,12 +47,17 @@ def fill_rows(description: Description, name: str, start: int, stop: int, seed: 
 
 
 def copy_parameters(stage: Stage, description: Description) -> None:
-    """Copies a stage's parameters and persistent buffers from the live model that was described."""
+    """Copies a stage's parameters and persistent buffers from the live model that was described.
+
+    Parameters that are frozen there (`requires_grad` off) are frozen here.
+    """
     assert description.model is not None
     with torch.no_grad():
         for name, held in _stored(stage):
             parent, _, attribute = name.rpartition(".")
-            held.copy_(getattr(description.model.get_submodule(parent), attribute))
+            given = getattr(description.model.get_submodule(parent), attribute)
+            held.copy_(given)
+            held.requires_grad_(given.requires_grad)
 
 
 def load_parameters(stage: Stage, description: Description, folder: str | Path) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description, check_ends
-from evenpipe.model.structure import Structure, embed_rows
+from evenpipe.model.structure import Structure, embed_rows, uncuttable
 
 
 class _Whole(nn.Module):
@@ -37,6 +37,8 @@ def describe_modules(
         norm: called on the last layer's output, before the head; None for nothing.
     """
     check_ends("the model", embedding, head)
+    if len(list(embedding.parameters())) > 1:
+        raise uncuttable("the model", "its embedding holds parameters besides its matrix")
     if not layers:
         raise InputError("layers = [] holds no layer: at least one is needed.")
     whole = _Whole(embedding, layers, norm, head)

@@ -1,8 +1,8 @@
 """transformers' own rules for fresh values (`_init_weights`), applied to parts of a model.
 
 Used for buffers, which are in no checkpoint (rotary frequencies, embedding scales), and for initial weights. Rules run
-on children before parents, as some families rescale their residual projections in the parent's turn. What they leave out
-is seen, since every tensor is filled with NaN before, and then taken from a real layer built from its class and index.
+on children before parents, as some families rescale their residual projections in the parent's turn. What they leave
+out is seen, since every tensor is filled with NaN before, and taken from a real layer built from its class and index.
 """
 
 from __future__ import annotations

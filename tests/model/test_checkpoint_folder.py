@@ -1,0 +1,249 @@
+"""Hugging Face folders: read in parts, written in parts, and loaded by transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from families import FAMILIES, GROUPED, build_stages, tiny_config, tokens_and_labels, whole_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from evenpipe.errors import InputError
+from evenpipe.model import (
+    build_stage,
+    describe,
+    disk_names,
+    fill_parameters,
+    fill_rows,
+    load_parameters,
+    load_rows,
+    save_tensors,
+    write_folder_metadata,
+)
+
+NEOX = {"embed_out.weight": "lm_head.weight"}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Writes a whole model with transformers; returns it and the folder."""
+
+    def save(name: str, tied: bool = False, **options):
+        model = whole_model(tiny_config(name, tied=tied), dtype=torch.float32)
+        model.save_pretrained(tmp_path / "given", **options)
+        return model, tmp_path / "given"
+
+    return save
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_from_folder_to_stages_to_folder(name, tied, saved, tmp_path) -> None:
+    model, given = saved(name, tied, max_shard_size="40KB")
+    description = describe(given)
+    tensors = {}
+    for stage in build_stages(description, (1, 3), dtype=torch.float32):
+        fill_parameters(stage, description)
+        tensors |= dict(stage.named_parameters())
+    for key in description.vocabulary_names:
+        tensors[key] = torch.cat([fill_rows(description, key, 0, 300), fill_rows(description, key, 300, 503)])
+    whole = dict(model.named_parameters())
+    assert tensors.keys() == whole.keys()
+    assert all(torch.equal(tensors[key], whole[key]) for key in whole)
+
+    written = tmp_path / "written"
+    names = disk_names(description, tensors)
+    write_folder_metadata(description, written, torch.float32)
+    save_tensors(written, ((names[key], tensor) for key, tensor in tensors.items()), max_shard_size=40_000)
+    read, report = transformers.AutoModelForCausalLM.from_pretrained(written, output_loading_info=True)
+    assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens, _ = tokens_and_labels()
+    assert torch.equal(read.eval()(tokens).logits, model.eval()(tokens).logits)
+    ours = {key for file in written.glob("*.safetensors") for key in load_file(file)}
+    theirs = {key for file in given.glob("*.safetensors") for key in load_file(file)}
+    assert ours == theirs, "names on disk are those that transformers writes"
+    assert {json.loads((written / "config.json").read_text())[key] for key in ("dtype", "model_type")} == {
+        "float32",
+        model.config.model_type,
+    }
+
+
+def test_names_differ_on_disk_for_gpt_neox(saved) -> None:
+    _, folder = saved("gpt_neox")
+    description = describe(folder)
+    assert description.head_name == "lm_head.weight"
+    assert disk_names(description, ["lm_head.weight", "gpt_neox.final_layer_norm.bias"]) == {
+        "lm_head.weight": "embed_out.weight",
+        "gpt_neox.final_layer_norm.bias": "gpt_neox.final_layer_norm.bias",
+    }
+
+
+def test_a_single_file_and_shards_hold_the_same(tmp_path) -> None:
+    tensors = {f"t{index}": torch.full((10, 10), float(index)) for index in range(5)}
+    assert [path.name for path in save_tensors(tmp_path / "one", tensors.items())] == ["model.safetensors"]
+    files = save_tensors(tmp_path / "many", tensors.items(), max_shard_size=800)
+    assert [path.name for path in files] == [
+        *(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)),
+        "model.safetensors.index.json",
+    ]
+    index = json.loads(files[-1].read_text())
+    assert index["metadata"]["total_size"] == 5 * 400
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / "many" / file)[name], tensors[name])
+    with safe_open(tmp_path / "one" / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["model.safetensors"]
+
+
+def test_tensors_are_drawn_one_by_one(tmp_path) -> None:
+    """When a shard is full its tensors are let go before the next is made."""
+    import weakref
+
+    alive = weakref.WeakSet()
+    most = 0
+
+    def made():
+        nonlocal most
+        for index in range(12):
+            tensor = torch.full((100,), float(index))
+            alive.add(tensor.untyped_storage())
+            yield f"t{index}", tensor
+            del tensor
+            most = max(most, len(alive))
+
+    save_tensors(tmp_path, made(), max_shard_size=1200)
+    assert most <= 3
+
+
+def test_views_are_written_alone(tmp_path) -> None:
+    whole = torch.arange(1000.0)
+    save_tensors(tmp_path, [("a", whole[10:20]), ("b", whole[20:30]), ("c", whole.view(10, 100).T)])
+    read = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(read["a"], whole[10:20]) and torch.equal(read["c"], whole.view(10, 100).T)
+    assert (tmp_path / "model.safetensors").stat().st_size < 1020 * 4 + 400
+    with pytest.raises(InputError, match="no tensor to write"):
+        save_tensors(tmp_path, [])
+
+
+def test_loaded_rows_do_not_hold_the_whole_matrix(saved) -> None:
+    _, folder = saved("llama")
+    rows = load_rows(describe(folder), folder, "lm_head.weight", 100, 110)
+    assert rows.untyped_storage().nbytes() == 10 * 64 * 4
+
+
+def test_values_are_cast_to_the_dtype_of_the_stage(saved) -> None:
+    model, folder = saved("llama")
+    description = describe(folder)
+    stage = build_stage(description, 0, 1, is_first=True, is_last=False, dtype=torch.bfloat16)
+    load_parameters(stage, description, folder)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(stage.get_parameter(name), model.get_parameter(name).bfloat16())
+
+
+@pytest.mark.parametrize("stored_as", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_tied_matrix_under_either_name(saved, stored_as) -> None:
+    model, folder = saved("llama", True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[stored_as] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    description = describe(folder)
+    for name in (description.embedding_name, description.head_name):
+        assert torch.equal(fill_rows(description, name, 3, 9), model.lm_head.weight[3:9])
+
+
+def test_a_folder_of_the_base_model_alone_has_its_layers(saved, tmp_path) -> None:
+    model, _ = saved("llama")
+    model.model.save_pretrained(tmp_path / "base")
+    shutil.copy(tmp_path / "given" / "config.json", tmp_path / "base" / "config.json")
+    description = describe(tmp_path / "base")
+    stage = build_stage(description, 1, 3, is_first=False, is_last=False)
+    fill_parameters(stage, description)
+    assert all(torch.equal(parameter, model.get_parameter(name)) for name, parameter in stage.named_parameters())
+    with pytest.raises(InputError, match=r"has no tensor for lm_head\.weight"):
+        fill_rows(description, "lm_head.weight", 0, 5)
+
+
+def damage_nothing_there(folder) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def damage_truncated(folder) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+def damage_missing(folder) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({key: value for key, value in tensors.items() if "layers.1.mlp" not in key}, folder / "model.safetensors")
+
+
+def damage_shape(folder) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(96, 63)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def damage_index(folder) -> None:
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+DAMAGE = [
+    (damage_nothing_there, r"holds neither model\.safetensors nor model\.safetensors\.index\.json"),
+    (damage_truncated, r"model\.safetensors is damaged"),
+    (damage_missing, r"has no tensor for model\.layers\.1\.mlp\.gate_proj\.weight, .*bias"),
+    (damage_shape, r"up_proj\.weight has the shape \(96, 63\), and the config asks for \(96, 64\)"),
+    (damage_index, r"index\.json is damaged"),
+]
+
+
+@pytest.mark.parametrize(("damage", "text"), DAMAGE, ids=[damage.__name__ for damage, _ in DAMAGE])
+def test_damaged_folders_are_refused(saved, damage, text) -> None:
+    _, folder = saved("llama")
+    damage(folder)
+    description = describe(folder)
+    stage = build_stage(description, 1, 2, is_first=False, is_last=False)
+    with pytest.raises(InputError, match=text) as caught:
+        fill_parameters(stage, description)
+    assert "\n" not in str(caught.value)
+    assert all(parameter.isnan().all() for parameter in stage.parameters()), "nothing was half loaded"
+
+
+def test_experts_that_are_stored_one_by_one_are_refused_by_name(tmp_path) -> None:
+    config = transformers.MixtralConfig(**GROUPED, num_local_experts=4)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    description = describe(tmp_path)
+    stage = build_stage(description, 1, 2, is_first=False, is_last=False)
+    with pytest.raises(InputError, match=r"has no tensor for model\.layers\.1\.mlp\.experts"):
+        fill_parameters(stage, description)
+    with pytest.raises(InputError, match=r"cannot be written: transformers merges or splits"):
+        disk_names(description, description.shapes)
+
+
+def test_generation_settings_travel(tmp_path, saved) -> None:
+    _, folder = saved("llama")
+    transformers.GenerationConfig(top_k=7, do_sample=True).save_pretrained(folder)
+    write_folder_metadata(describe(folder), tmp_path / "written", torch.bfloat16)
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "written").top_k == 7
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "written")
+    assert config.dtype == torch.bfloat16 and config.architectures == ["LlamaForCausalLM"]
+
+
+def test_a_live_model_is_copied_not_shared() -> None:
+    model = whole_model(tiny_config("llama", tied=True), dtype=torch.float32)
+    model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
+    description = describe(model)
+    stage = build_stage(description, 1, 2, is_first=False, is_last=False)
+    fill_parameters(stage, description)
+    rows = fill_rows(description, description.head_name, 5, 9)
+    assert torch.equal(rows, model.lm_head.weight[5:9])
+    with torch.no_grad():
+        rows.zero_()
+        for parameter in stage.parameters():
+            parameter.zero_()
+    assert all(parameter.abs().sum() > 0 for parameter in model.parameters())
+    frozen = [name for name, parameter in stage.named_parameters() if not parameter.requires_grad]
+    assert frozen == ["model.layers.1.mlp.up_proj.weight"], "frozen parameters stay frozen"

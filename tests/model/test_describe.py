@@ -1,0 +1,259 @@
+"""What is found out about a model, and what is refused with which sentence."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from families import COMMON, FAMILIES, GROUPED, PADDING, VOCABULARY, tiny_config, whole_model
+from torch import nn
+
+from evenpipe.errors import InputError
+from evenpipe.model import describe, head_flops, layer_flops
+from evenpipe.model.logits import probe_logits
+
+# family -> what happens to its logits: (scale, soft-cap)
+LOGITS = {
+    "llama": (1.0, None),
+    "cohere2": (0.3, None),
+    "granite": (1 / 3, None),
+    "hyperclovax": (0.3, None),
+    "gemma2": (1.0, 3.0),
+    "gemma3_text": (1.0, 3.0),
+    "nanochat": (1.0, 3.0),
+}
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_what_happens_to_logits_is_measured(name) -> None:
+    description = describe(tiny_config(name))
+    assert (description.logit_scale, description.soft_cap) == LOGITS[name]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_facts(name, tied) -> None:
+    config = tiny_config(name, tied=tied)
+    before = copy.deepcopy(config.to_dict())
+    description = describe(config)
+    whole = whole_model(config, dtype=torch.float32)
+    embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
+    assert config.to_dict() == before, "the caller's config is not touched"
+    assert (description.layers, description.hidden_size, description.vocabulary_size) == (4, 64, VOCABULARY)
+    assert description.tied is (embedding.weight is head.weight) is tied
+    assert whole.get_parameter(description.embedding_name) is embedding.weight
+    assert whole.get_parameter(description.head_name) is head.weight
+    assert (description.head_bias_name is not None) == (head.bias is not None)
+    assert description.padding_index == embedding.padding_idx
+    assert description.maximum_length == 128
+    assert description.shapes == {key: parameter.shape for key, parameter in whole.named_parameters()}
+    assert {parameter.device.type for parameter in description.skeleton.parameters()} == {"meta"}
+
+
+def test_a_model_may_have_no_maximum_length() -> None:
+    config = transformers.BloomConfig(vocab_size=99, hidden_size=64, n_layer=2, n_head=4)
+    assert describe(config).maximum_length is None
+
+
+def test_padding_index_is_that_of_the_module_and_not_of_the_config() -> None:
+    found = {name: describe(tiny_config(name)).padding_index for name in ("llama", "gpt_neox", "gpt2")}
+    assert found == {"llama": PADDING, "gpt_neox": None, "gpt2": None}
+
+
+def test_a_live_model_is_described_with_its_own_class() -> None:
+    class Own(transformers.LlamaForCausalLM):
+        pass
+
+    model = Own(tiny_config("llama"))
+    description = describe(model)
+    assert description.model is model and description.architecture == "Own" and type(description.skeleton) is Own
+
+
+class BetweenLayers(transformers.LlamaForCausalLM):
+    """Does something to the hidden states between two layers."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        layers = self.model.layers
+        layers[1].register_forward_hook(lambda module, args, output: output * 2)
+
+
+class TwiceThrough(transformers.LlamaForCausalLM):
+    """Runs its layers twice."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.forward = self.twice(self.model.forward)
+
+    @staticmethod
+    def twice(forward):
+        def run(inputs_embeds, **arguments):
+            hidden = forward(inputs_embeds=inputs_embeds, **arguments).last_hidden_state
+            return forward(inputs_embeds=hidden, **arguments)
+
+        return run
+
+
+class Skip(transformers.LlamaForCausalLM):
+    """Adds the embeddings to the output of the last layer."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.seen = []
+        self.model.layers[0].register_forward_pre_hook(lambda module, args: self.seen.append(args[0]))
+        self.model.norm.register_forward_pre_hook(lambda module, args: (args[0] + self.seen[-1],))
+
+
+class Unused(transformers.LlamaForCausalLM):
+    """Has a parameter that takes no part."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.extra = nn.Linear(3, 3, bias=False)
+
+
+class OtherLogits(transformers.LlamaForCausalLM):
+    """Squares its logits."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits**2
+        return output
+
+
+class OtherHead(transformers.LlamaForCausalLM):
+    """Has an output layer that normalises its weight."""
+
+    class Head(nn.Linear):
+        def forward(self, hidden):
+            return nn.functional.linear(hidden, nn.functional.normalize(self.weight))
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.lm_head = self.Head(config.hidden_size, config.vocab_size, bias=False)
+
+
+OPT = {"vocab_size": 99, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+REFUSED = [
+    (BetweenLayers, "hidden states change between layers 1 and 2"),
+    (TwiceThrough, r"calls its 4 layers in the order \[0, 1, 2, 3, 0, 1, 2, 3\]"),
+    (Skip, "uses hidden states other than the last layer's"),
+    (Unused, "model.extra.weight acts neither before nor after the layers"),
+    (OtherLogits, "neither a positive scale nor a soft-cap"),
+    (OtherHead, "its output layer is Head, not an nn.Linear"),
+]
+
+
+@pytest.mark.parametrize(("model_class", "text"), REFUSED, ids=[entry[0].__name__ for entry in REFUSED])
+def test_models_that_cannot_be_cut_are_refused(model_class, text) -> None:
+    with pytest.raises(InputError, match=rf"{model_class.__name__} cannot be cut into stages: .*{text}") as caught:
+        describe(model_class(tiny_config("llama")))
+    assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
+
+
+CONFIGS = [
+    ("two stacks", lambda: transformers.AutoConfig.for_model("hrm_text"), "exactly one list of"),
+    ("a list of other length", lambda: transformers.AutoConfig.for_model("longcat_flash"), "exactly one list of"),
+    (
+        "inputs per layer",
+        lambda: transformers.AutoConfig.for_model("gemma3n_text", num_hidden_layers=4, layer_types=None),
+        "cannot be cut into stages|cannot build",
+    ),
+    ("shared key-values", lambda: transformers.AutoConfig.for_model("gemma4_text"), "cannot be cut into stages"),
+    ("not a language model", lambda: transformers.ViTConfig(), "model_type = 'vit' has no causal language model"),
+    ("layers skipped at random", lambda: transformers.OPTConfig(**OPT, layerdrop=0.1), "layerdrop = 0.1 skips layers"),
+    (
+        "a router's loss",
+        lambda: transformers.MixtralConfig(**GROUPED, output_router_logits=True),
+        "output_router_logits = true adds a router loss",
+    ),
+]
+
+
+@pytest.mark.parametrize(("what", "config", "text"), CONFIGS, ids=[entry[0] for entry in CONFIGS])
+def test_configs_that_are_refused(what, config, text) -> None:
+    with pytest.raises(InputError, match=text) as caught:
+        describe(config())
+    assert "\n" not in str(caught.value)
+
+
+def test_sources_that_are_no_model(tmp_path) -> None:
+    with pytest.raises(InputError, match=r"use Pipeline.from_modules"):
+        describe(nn.Linear(3, 3))
+    with pytest.raises(InputError, match="model = 17 is neither"):
+        describe(17)
+    with pytest.raises(InputError, match=r"neither a folder with a config.json nor a model"):
+        describe(tmp_path)
+
+
+def test_remote_code_is_not_run_unless_asked_for(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}'
+    )
+    (tmp_path / "own.py").write_text("raise SystemExit('this code was run')")
+    with pytest.raises(InputError, match="trust_remote_code"):
+        describe(tmp_path)
+
+
+def test_layers_with_another_layer_between_them_keep_their_place_in_wrapped_decoders() -> None:
+    assert describe(transformers.OPTConfig(**OPT)).structure.layers_name == "model.decoder.layers"
+
+
+def logits_through(function):
+    return probe_logits("Some model", function, 17)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda z: z, (1.0, None)),
+        (lambda z: z / 8, (0.125, None)),
+        (lambda z: 30 * torch.tanh(z / 30), (1.0, 30.0)),
+        (lambda z: 15 * torch.tanh(z * 0.5 / 15), (0.5, 15.0)),
+        (lambda z: z.float() * 0.5, (0.5, None)),
+    ],
+)
+def test_fitting_logits(function, expected) -> None:
+    scale, cap = logits_through(function)
+    assert scale == pytest.approx(expected[0], rel=1e-12) and cap == expected[1]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda z: -z,
+        lambda z: z + 1,
+        lambda z: z.clamp(-30, 30),
+        lambda z: torch.cat([z[..., :-1], torch.full_like(z[..., :1], -1e9)], dim=-1),
+        lambda z: z[..., :-1],
+        lambda z: z - z.logsumexp(-1, keepdim=True),
+    ],
+    ids=["negative", "shifted", "clamped", "masked column", "cut off", "log-probabilities"],
+)
+def test_other_things_done_to_logits_are_refused(function) -> None:
+    with pytest.raises(InputError, match=r"Some model cannot be cut into stages: (what it does to )?its logits"):
+        logits_through(function)
+
+
+def test_arithmetic_per_layer() -> None:
+    """Against a count by hand: Llama's seven matrices, and attention over the whole sequence or the window."""
+    matrices = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96)
+    assert layer_flops(describe(tiny_config("llama")), 100) == [matrices + 4 * 100 * 64] * 4
+    assert layer_flops(describe(tiny_config("mistral")), 100) == [matrices + 4 * 8 * 64] * 4
+    mixed = layer_flops(describe(tiny_config("olmo3")), 100)
+    assert [flops - mixed[0] for flops in mixed] == [0, 4 * 92 * 64, 0, 4 * 92 * 64]
+    assert head_flops(describe(tiny_config("llama"))) == 2 * VOCABULARY * 64
+
+
+def test_only_the_experts_that_a_token_meets_are_counted() -> None:
+    dense = transformers.MistralConfig(**GROUPED, sliding_window=None)
+    experts = transformers.MixtralConfig(**GROUPED, num_local_experts=8, num_experts_per_tok=2)
+    router, mlp = 2 * 8 * 64, 2 * 3 * 64 * 96
+    expected = layer_flops(describe(dense), 10)[0] + mlp + router
+    assert layer_flops(describe(experts), 10)[0] == expected
+
+
+def test_common_settings_are_used() -> None:
+    assert all(describe(tiny_config(name)).config.hidden_size == COMMON["hidden_size"] for name in ("gpt2", "bloom"))

@@ -1,0 +1,184 @@
+"""Fresh weights: the same for every layout, and distributed as transformers draws them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from families import COMMON, FAMILIES, GROUPED, PADDING, build_stages, tiny_config
+from torch import nn
+
+from evenpipe.errors import InputError
+from evenpipe.model import build_stage, describe, initial_rows, initialize
+
+LAYOUTS = [(), (2,), (1, 3), (0, 2, 4)]
+
+
+def fresh(description, cuts, seed=0, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    found = {}
+    for stage in build_stages(description, cuts, dtype=dtype):
+        initialize(stage, description, seed)
+        found |= {name: parameter.detach() for name, parameter in stage.named_parameters()}
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_layout_starts_from_the_same_weights(name) -> None:
+    description = describe(tiny_config(name))
+    whole, *others = (fresh(description, cuts) for cuts in LAYOUTS)
+    for other in others:
+        assert other.keys() == whole.keys()
+        assert all(torch.equal(other[key], whole[key]) for key in whole)
+
+
+def test_a_layer_does_not_depend_on_how_many_there_are() -> None:
+    shallow, deep = (fresh(describe(tiny_config("llama", num_hidden_layers=count)), ()) for count in (2, 4))
+    assert all(torch.equal(shallow[key], deep[key]) for key in shallow)
+
+
+def test_seeds_and_names_matter() -> None:
+    description = describe(tiny_config("llama"))
+    one, other = fresh(description, (), seed=0), fresh(description, (), seed=1)
+    first, second = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
+    assert not torch.equal(one[first], other[first]) and not torch.equal(one[first], one[second])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_values_are_drawn_in_fp32_and_cast(dtype) -> None:
+    description = describe(tiny_config("gpt2"))
+    reference, cast = fresh(description, ()), fresh(description, (1,), dtype=dtype)
+    assert all(torch.equal(reference[key].to(dtype), cast[key]) for key in reference)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_distribution_is_that_of_transformers(name) -> None:
+    """Mean and spread of every parameter; with 4000 values and more the spread is known to a few percent."""
+    config = tiny_config(
+        name,
+        num_hidden_layers=2,
+        **({} if "layer_types" not in FAMILIES[name][1] else {"layer_types": FAMILIES[name][1]["layer_types"][:2]}),
+    )
+    torch.manual_seed(3)
+    whole = transformers.AutoModelForCausalLM.from_config(config)
+    description = describe(config)
+    found = fresh(description, (1,))
+    for key in description.vocabulary_names:
+        found[key] = initial_rows(description, key, 0, description.vocabulary_size, 0)
+    for key, expected in whole.named_parameters():
+        assert found[key].shape == expected.shape
+        tolerance = 0.1 if expected.numel() >= 4000 else 0.5
+        assert found[key].std().item() == pytest.approx(expected.std().item(), rel=tolerance, abs=1e-9), key
+        assert found[key].mean().item() == pytest.approx(expected.mean().item(), abs=0.01), key
+
+
+def test_residual_projections_of_gpt2_are_rescaled_by_their_parents() -> None:
+    weights = fresh(describe(tiny_config("gpt2")), (1, 3))
+    assert weights["transformer.h.2.attn.c_attn.weight"].std().item() == pytest.approx(0.02, rel=0.05)
+    assert weights["transformer.h.2.attn.c_proj.weight"].std().item() == pytest.approx(0.02 / 8**0.5, rel=0.05)
+
+
+class Uncovered(transformers.LlamaForCausalLM):
+    """Its layers hold a parameter that no rule knows; the constructor gives it a value."""
+
+    def __init__(self, config):
+        super().__init__(config)
+
+
+class LayerWithGate(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.gate = nn.Parameter(torch.linspace(0, 1 + layer_idx, config.hidden_size))
+        self.offset = nn.Buffer(torch.full((3,), 0.5 + layer_idx), persistent=False)
+
+
+def with_gates(config) -> transformers.LlamaForCausalLM:
+    class Gated(transformers.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.model.layers = nn.ModuleList(LayerWithGate(config, index) for index in range(4))
+
+    return Gated(config)
+
+
+def test_what_no_rule_covers_comes_from_the_constructor() -> None:
+    description = describe(with_gates(tiny_config("llama")))
+    stage = build_stage(description, 2, 3, is_first=False, is_last=False)
+    initialize(stage, description, 0)
+    assert torch.equal(stage.get_parameter("model.layers.2.gate"), torch.linspace(0, 3, 64))
+    assert torch.equal(dict(stage.named_buffers())["model.layers.2.offset"], torch.full((3,), 2.5))
+
+
+def test_what_nothing_covers_is_refused() -> None:
+    class Layer(LayerWithGate):
+        def __init__(self, config, layer_idx, surprise):
+            super().__init__(config, layer_idx)
+            self.offset = None
+
+    class Model(transformers.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.model.layers = nn.ModuleList(Layer(config, index, surprise=1) for index in range(4))
+
+    description = describe(Model(tiny_config("llama")))
+    stage = build_stage(description, 2, 3, is_first=False, is_last=False)
+    with pytest.raises(InputError, match=r"no fresh value to model.layers.2.gate, so Model cannot be built in parts"):
+        initialize(stage, description, 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_are_the_same_for_every_sharding(name, tied) -> None:
+    description = describe(tiny_config(name, tied=tied, vocab_size=1003))
+    for key in (description.embedding_name, description.head_name):
+        whole = initial_rows(description, key, 0, 1003, seed=4)
+        assert whole.shape == (1003, 64) and whole.dtype == torch.float32 and not whole.isnan().any()
+        for parts in (2, 3, 7):
+            size = -(-1003 // parts)
+            bounds = [(min(1003, part * size), min(1003, (part + 1) * size)) for part in range(parts)]
+            shards = [initial_rows(description, key, start, stop, seed=4) for start, stop in bounds]
+            assert torch.equal(torch.cat(shards), whole)
+    assert initial_rows(description, description.embedding_name, 10, 10, 0).shape == (0, 64)
+
+
+def test_rows_of_different_blocks_and_matrices_differ() -> None:
+    description = describe(tiny_config("llama", vocab_size=1003))
+    rows = initial_rows(description, description.embedding_name, 0, 1003, 0)
+    assert not torch.equal(rows[:200], rows[256:456])
+    assert not torch.equal(rows[300:400], initial_rows(description, description.head_name, 300, 400, 0))
+
+
+@pytest.mark.parametrize("padding", [PADDING, 300])
+def test_the_padding_row_is_zero_in_the_embedding_and_only_there(padding) -> None:
+    untied = describe(tiny_config("llama", pad_token_id=padding))
+    rows = initial_rows(untied, untied.embedding_name, 0, 503, 0)
+    assert [int(row) for row in torch.where((rows == 0).all(1))[0]] == [padding]
+    assert not (initial_rows(untied, untied.head_name, 0, 503, 0) == 0).all(1).any()
+    tied = describe(tiny_config("llama", pad_token_id=padding, tied=True))
+    assert torch.equal(initial_rows(tied, tied.head_name, 0, 503, 0), rows), "the one matrix of a tied model"
+
+
+def test_the_bias_of_a_head() -> None:
+    description = describe(tiny_config("phi"))
+    assert torch.equal(initial_rows(description, description.head_bias_name, 100, 400, 0), torch.zeros(300))
+
+
+def test_rows_that_do_not_exist_and_names_that_are_none() -> None:
+    description = describe(tiny_config("llama"))
+    with pytest.raises(InputError, match=r"rows \[0, 504\) are not within the vocabulary of 503 rows"):
+        initial_rows(description, description.head_name, 0, 504, 0)
+    with pytest.raises(InputError, match=r"'model.norm.weight' is no vocabulary matrix of LlamaForCausalLM"):
+        initial_rows(description, "model.norm.weight", 0, 4, 0)
+
+
+def test_large_vocabularies_are_never_drawn_whole() -> None:
+    config = transformers.LlamaConfig(**{**COMMON, **GROUPED, "vocab_size": 10**9})
+    rows = initial_rows(describe_without_probing_logits(config), "model.embed_tokens.weight", 10**9 - 3, 10**9, 0)
+    assert rows.shape == (3, 64)
+
+
+def describe_without_probing_logits(config):
+    """The description of the same model with a small vocabulary, its rows set to the large one."""
+    from dataclasses import replace
+
+    small = describe(transformers.LlamaConfig(**{**config.to_dict(), "vocab_size": 503}))
+    return replace(small, vocabulary_size=config.vocab_size)

@@ -1,0 +1,115 @@
+"""A pipeline from plain modules: the same interface, the same numbers as calling the modules one after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import build_stages, loss_and_gradients_in_stages
+from torch import nn
+from torch.nn import functional
+
+from evenpipe.errors import InputError
+from evenpipe.model import (
+    build_stage,
+    describe_modules,
+    disk_names,
+    fill_parameters,
+    fill_rows,
+    gradient_errors,
+    head_flops,
+    layer_flops,
+    self_check,
+    write_folder_metadata,
+)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.mix = nn.Linear(width, width)
+        self.scale = nn.Buffer(torch.tensor(1.0 + 2**-20))
+
+    def forward(self, hidden):
+        return hidden + torch.tanh(self.mix(hidden)) * self.scale
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids) * 3.0
+
+
+def parts(tied: bool = False, norm: bool = True, embedding_class=nn.Embedding):
+    torch.manual_seed(0)
+    embedding = embedding_class(31, 8, padding_idx=3).double()
+    head = nn.Linear(8, 31, bias=not tied).double()
+    if tied:
+        head.weight = embedding.weight
+    return embedding, [Block(8).double() for _ in range(4)], nn.LayerNorm(8).double() if norm else None, head
+
+
+@pytest.mark.parametrize("cuts", [(), (1, 3), (0, 4), (2,)])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("embedding_class", [nn.Embedding, Scaled])
+def test_stages_equal_the_modules(cuts, tied, embedding_class) -> None:
+    embedding, layers, norm, head = parts(tied, embedding_class=embedding_class)
+    description = describe_modules(embedding, layers, norm, head)
+    tokens, labels = torch.randint(0, 31, (2, 6)), torch.randint(0, 31, (2, 6))
+    tokens[0, 2] = 3
+    hidden = embedding(tokens)
+    for layer in layers:
+        hidden = layer(hidden)
+    expected = functional.cross_entropy(head(norm(hidden)).flatten(0, 1), labels.flatten())
+    expected.backward()
+    gradients = {name: parameter.grad for name, parameter in description.model.named_parameters()}
+    loss, found = loss_and_gradients_in_stages(description, cuts, tokens, labels)
+    assert loss == expected.item() and found.keys() == gradients.keys()
+    assert max(gradient_errors(found, gradients).values()) < 1e-15
+
+
+def test_names_and_facts() -> None:
+    description = describe_modules(*parts(norm=False))
+    stages = build_stages(description, (1, 3))
+    names = [name for stage in stages for name, _ in stage.named_parameters()]
+    assert names == [f"layers.{index}.mix.{kind}" for index in range(4) for kind in ("weight", "bias")]
+    assert description.vocabulary_names == ("embedding.weight", "head.weight", "head.bias")
+    assert (description.padding_index, description.tied, description.config) == (3, False, None)
+    assert layer_flops(description, 100) == [2 * 8 * 8] * 4 and head_flops(description) == 2 * 8 * 31
+    assert disk_names(description, names) == {name: name for name in names}
+    assert self_check(description) is None
+
+
+def test_weights_are_copies_and_buffers_keep_their_dtype() -> None:
+    embedding, layers, norm, head = parts()
+    description = describe_modules(embedding, layers, norm, head)
+    stage = build_stage(description, 1, 3, is_first=False, is_last=False, dtype=torch.bfloat16)
+    fill_parameters(stage, description)
+    weight = stage.get_parameter("layers.1.mix.weight")
+    assert weight.dtype == torch.bfloat16 and torch.equal(weight, layers[1].mix.weight.bfloat16())
+    assert {buffer.dtype for buffer in stage.buffers()} == {torch.float64}
+    weight.data.zero_()
+    assert layers[1].mix.weight.abs().sum() > 0
+    assert torch.equal(fill_rows(description, "head.bias", 4, 9), head.bias[4:9])
+
+
+def test_what_does_not_fit_is_refused(tmp_path) -> None:
+    embedding, layers, norm, head = parts()
+    with pytest.raises(InputError, match="embedding is Linear"):
+        describe_modules(head, layers, norm, head)
+    with pytest.raises(InputError, match="they must agree"):
+        describe_modules(embedding, layers, norm, nn.Linear(8, 30))
+    with pytest.raises(InputError, match=r"layers = \[\] holds no layer"):
+        describe_modules(embedding, [], norm, head)
+    description = describe_modules(embedding, layers, norm, head)
+    stage = build_stage(description, 0, 2, is_first=True, is_last=False)
+    with pytest.raises(InputError, match="position_ids were given"):
+        stage(torch.zeros(1, 2, 8), position_ids=torch.arange(2)[None])
+    with pytest.raises(InputError, match="cannot be written as a folder"):
+        write_folder_metadata(description, tmp_path, torch.float32)
+
+    class WithMore(nn.Embedding):
+        def __init__(self):
+            super().__init__(31, 8)
+            self.norm = nn.LayerNorm(8)
+
+    with pytest.raises(InputError, match="embedding holds parameters besides its matrix"):
+        describe_modules(WithMore(), layers, norm, head)

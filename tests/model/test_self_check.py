@@ -1,0 +1,199 @@
+"""Cut and whole are compared before anything is trained: sound families pass, a wrong cut never does."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from families import FAMILIES, tiny_config
+
+import evenpipe.model.stage as stage_file
+from evenpipe.errors import InputError
+from evenpipe.model import build_stage, describe, self_check
+from evenpipe.model.shrink import STEPS, kept_layers, small_copy
+
+# Full-size configs, as users have them: the check has to make them small by itself.
+FULL_SIZE = {
+    "llama": {},
+    "qwen2": {"use_sliding_window": True},
+    "gemma2": {},
+    "gemma3_text": {},
+    "phi3": {},
+    "granite": {},
+    "smollm3": {},
+    "gpt_neox": {},
+    "cohere2": {},
+    "starcoder2": {},
+    "gpt2": {},
+    "deepseek_v3": {},
+    "mixtral": {},
+}
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_families_of_full_size_pass(name) -> None:
+    config = transformers.AutoConfig.for_model(name, **FULL_SIZE[name])
+    before = copy.deepcopy(config.to_dict())
+    torch.manual_seed(9)
+    state = torch.get_rng_state()
+    assert self_check(describe(config)) is None
+    assert config.to_dict() == before
+    assert torch.equal(torch.get_rng_state(), state) and torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tiny_configs_pass(name) -> None:
+    self_check(describe(tiny_config(name, tied=True)))
+
+
+def cut_at_the_embeddings(monkeypatch) -> None:
+    """What looks like the obvious way: received hidden states go in as `inputs_embeds`."""
+
+    def forward(self, hidden, position_ids=None, attention_mask=None):
+        embedded = stage_file.embed_rows(self._embedding[0], hidden) if self.is_first else hidden
+        self._relay.stand_in = embedded
+        try:
+            self.whole(inputs_embeds=embedded, use_cache=False, attention_mask=attention_mask)
+            return self._relay.result
+        finally:
+            self._relay.clear()
+
+    monkeypatch.setattr(stage_file, "_inject", lambda relay, argument: lambda module, args, kwargs: None)
+    monkeypatch.setattr(stage_file.Stage, "forward", forward)
+
+
+def forget_the_scale_of_the_embedding(monkeypatch) -> None:
+    monkeypatch.setattr(stage_file, "embed_rows", lambda embedding, rows: rows)
+
+
+def forget_the_mask(monkeypatch) -> None:
+    forward = stage_file.Stage.forward
+    monkeypatch.setattr(stage_file.Stage, "forward", lambda self, hidden, attention_mask=None: forward(self, hidden))
+
+
+def renumber_the_layers(monkeypatch) -> None:
+    """Every stage believes that it begins with layer 0 of the config."""
+    build = stage_file.build_skeleton
+
+    def renumbered(config, dtype, model_class):
+        model = build(config, dtype, model_class)
+        kinds = list(model.config.layer_types)
+        model.config.layer_types = kinds[1:] + kinds[:1]
+        return model
+
+    monkeypatch.setattr(stage_file, "build_skeleton", renumbered)
+
+
+def halve_the_gradient(monkeypatch) -> None:
+    """The loss is right and the gradients of all layers are half of what they should be."""
+    forward = stage_file.Stage.forward
+
+    def halved(self, hidden, **arguments):
+        hidden = forward(self, hidden, **arguments)
+        return (hidden + hidden.detach()) / 2 if self.is_last else hidden
+
+    monkeypatch.setattr(stage_file.Stage, "forward", halved)
+
+
+BROKEN = [
+    ("granite", cut_at_the_embeddings, r"differs from the whole in the (loss|gradient)"),
+    ("hyperclovax", cut_at_the_embeddings, r"differs from the whole in the (loss|gradient)"),
+    ("nanochat", cut_at_the_embeddings, r"differs from the whole in the (loss|gradient)"),
+    ("gemma3_text", forget_the_scale_of_the_embedding, r"differs from the whole in the (loss|gradient)"),
+    ("llama", forget_the_mask, r"differs from the whole in the (loss|gradient)"),
+    ("gemma3_text", renumber_the_layers, r"differs from the whole in the (loss|gradient)"),
+    ("llama", halve_the_gradient, r"differs from the whole in the gradient of \S+ \(relative error 5\.0e-01"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "text"), BROKEN, ids=[f"{name}-{wrong.__name__}" for name, wrong, _ in BROKEN]
+)
+def test_a_wrong_cut_is_refused(name, wrong, text, monkeypatch) -> None:
+    description = describe(tiny_config(name))
+    self_check(description)
+    wrong(monkeypatch)
+    with pytest.raises(
+        InputError, match=rf"{description.architecture} cannot be trained in stages: .*{text}"
+    ) as caught:
+        self_check(description)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_multiplier_of_one_does_not_hide_a_wrong_cut(monkeypatch) -> None:
+    """Granite's default multiplies embeddings by 1.0: cut wrongly it gives the right numbers, until it is moved."""
+    description = describe(tiny_config("granite", embedding_multiplier=1.0))
+    cut_at_the_embeddings(monkeypatch)
+    with pytest.raises(InputError, match="GraniteForCausalLM cannot be trained in stages"):
+        self_check(description)
+
+
+def test_a_cut_that_does_not_run_is_refused(monkeypatch) -> None:
+    def forward(self, hidden, **arguments):
+        raise KeyError("position_embeddings")
+
+    description = describe(tiny_config("llama"))
+    monkeypatch.setattr(stage_file.Stage, "forward", forward)
+    with pytest.raises(InputError, match=r"cut in three, does not run \(KeyError: 'position_embeddings'\)"):
+        self_check(description)
+
+
+class NeedsItsWidth(transformers.LlamaForCausalLM):
+    def __init__(self, config):
+        if config.hidden_size != 8192:
+            raise ValueError("hidden_size must be 8192")
+        super().__init__(config)
+
+
+def test_a_model_that_cannot_be_made_small_is_refused() -> None:
+    with torch.device("meta"):
+        model = NeedsItsWidth(transformers.LlamaConfig(hidden_size=8192, intermediate_size=8192, num_hidden_layers=4))
+    with pytest.raises(InputError, match=r"NeedsItsWidth cannot be checked on a small copy \(ValueError: hidden_size"):
+        self_check(describe(model))
+
+
+LAYER_KINDS = [
+    (["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 6, [0, 1, 2, 5]),
+    (["full_attention"] * 12, [0, 1, 2, 3]),
+    (["full_attention"] * 11 + ["sliding_attention"], [0, 1, 2, 11]),
+]
+
+
+@pytest.mark.parametrize(("kinds", "kept"), LAYER_KINDS)
+def test_one_layer_of_every_kind_stays(kinds, kept) -> None:
+    config = transformers.Gemma3TextConfig(num_hidden_layers=12, layer_types=kinds)
+    assert kept_layers(config) == kept
+    small = small_copy(config, narrow=True, moved=True)
+    assert small.num_hidden_layers == 4 and small.layer_types == [kinds[index] for index in kept]
+
+
+def test_a_model_of_two_layers_is_checked_with_four() -> None:
+    config = transformers.Gemma3TextConfig(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    small = small_copy(config, narrow=True, moved=True)
+    assert small.layer_types == ["sliding_attention", "full_attention"] * 2
+    self_check(describe(config))
+
+
+def test_multipliers_are_moved_and_dropouts_removed() -> None:
+    granite = small_copy(transformers.GraniteConfig(attention_dropout=0.3), **STEPS[0])
+    moved = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
+    assert all(getattr(granite, name) != 1.0 for name in moved) and granite.attention_dropout == 0.0
+    gemma = small_copy(transformers.Gemma2Config(), **STEPS[0])
+    assert gemma.final_logit_softcapping == gemma.attn_logit_softcapping == 3.0
+    assert gemma.query_pre_attn_scalar not in (256, gemma.head_dim)
+    kept = small_copy(transformers.GraniteConfig(), **STEPS[1])
+    assert all(getattr(kept, name) == 1.0 for name in moved)
+
+
+def test_the_check_does_not_change_what_is_built_afterwards() -> None:
+    description = describe(tiny_config("gemma3_text"))
+    before = {name: buffer.clone() for name, buffer in build_first(description).named_buffers()}
+    self_check(description)
+    after = dict(build_first(description).named_buffers())
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def build_first(description):
+    return build_stage(description, 0, 2, is_first=True, is_last=False)
