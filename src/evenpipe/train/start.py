@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 from evenpipe.errors import InputError
@@ -31,7 +32,7 @@ def start(config: Config) -> None:
     from evenpipe.train.trainer import train
 
     launch(train, config, processes=config.pipeline.processes, timeout_seconds=config.pipeline.timeout_seconds)
-    show_samples(config)
+    show_result(config)
 
 
 def set_up(config: Config) -> PreparedData:
@@ -43,8 +44,14 @@ def set_up(config: Config) -> PreparedData:
     return data
 
 
-def show_samples(config: Config) -> None:
-    """Print what the exported model writes after each prompt."""
+def show_result(config: Config) -> None:
+    """Export the newest checkpoint as a Hugging Face folder, and print what that model writes after each prompt."""
+    if not config.output.export:
+        return
+    from evenpipe.train.export import export_checkpoint
+
+    folder = export_checkpoint(config.checkpoint_folder, config.export_folder)
+    print(f"the model is in {folder}", file=sys.stderr, flush=True)
     if not config.sample.prompts:
         return
     from evenpipe.train.generation import Generator
@@ -65,7 +72,7 @@ def _run_in_place(config: Config) -> None:
     """This process is one of those that torchrun started. However long the first one prepares data, the others wait."""
     from torch.distributed.distributed_c10d import _get_default_store
 
-    from evenpipe.runtime import initialise_worker
+    from evenpipe.runtime.worker import finish_worker, initialise_worker
     from evenpipe.train.trainer import train
 
     worker = initialise_worker(timeout_seconds=config.pipeline.timeout_seconds)
@@ -84,8 +91,9 @@ def _run_in_place(config: Config) -> None:
             time.sleep(POLL_SECONDS)
         worker.watch.arrived()
         train(config)
-        if worker.rank == 0:
-            show_samples(config)
     except BaseException as error:
         worker.watch.report_exception(error)  # the others end too, with its words
         raise
+    finish_worker()  # what follows the first process does alone
+    if worker.rank == 0:
+        show_result(config)

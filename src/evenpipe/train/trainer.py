@@ -1,6 +1,6 @@
 """The training loop, as one process of a pipeline runs it.
 
-    read the newest sound checkpoint -> step, step, ..., save -> evaluate -> export -> report
+    read the newest sound checkpoint -> step, step, ..., save -> evaluate -> report
 
 Everything that a step depends on follows from the configuration and the number of the step: the batch, the learning
 rate, the seeds. So a run that was killed and started again goes on as if nothing had happened, to the last bit.
@@ -12,7 +12,6 @@ import gc
 import resource
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,13 +114,12 @@ class _Run:
         if found.checkpoint is not None:
             shards = self.pipeline.parameter_shards()
             state = load(found.checkpoint, shards, self.optimizer, group)
-            self.progress = _Progress(
-                step=found.checkpoint.step,
-                steps=state["steps"] if self.box_open else config.training.steps,
-                tokens=state["tokens"],
-                mean=RunningMean(**state["running_mean"]),
-            )
-            self.box_open = self.box_open and not state["steps_decided"]
+            decided = state["decided_steps"]
+            if decided is not None and decided["for"] == self._time_box:
+                self.progress.steps, self.box_open = decided["steps"], False
+            self.progress.step = found.checkpoint.step
+            self.progress.tokens = state["tokens"]
+            self.progress.mean = RunningMean(**state["running_mean"])
         self.started_step = self.progress.step
         if not self.is_first:
             return
@@ -138,14 +136,18 @@ class _Run:
             if state["data"] != data_identity(config, self.data):
                 self.metrics.say("the data, its order or the batch is no longer that of the checkpoint")
 
-    def save(self) -> Path:
+    @property
+    def _time_box(self) -> dict[str, Any]:
+        """What the number of steps was decided from; the decision holds for a resumed run with the same values."""
+        return {"steps": self.config.training.steps, "minutes": self.config.training.minutes}
+
+    def save(self) -> None:
         """Saves where the run is. Collective."""
         if self.metrics is not None:
             self.metrics.sync()
         progress = self.progress
         metadata: dict[str, Any] = {
-            "steps": progress.steps,
-            "steps_decided": not self.box_open,
+            "decided_steps": None if self.box_open else {"for": self._time_box, "steps": progress.steps},
             "tokens": progress.tokens,
             "running_mean": progress.mean.state(),
             "data": data_identity(self.config, self.data),
@@ -154,7 +156,7 @@ class _Run:
             "tied": self.pipeline.description.tied,
             "tokenizer": "../../tokenizer",
         }
-        return save(
+        save(
             self.config.checkpoint_folder,
             progress.step,
             self.pipeline.parameter_shards(),
@@ -168,7 +170,6 @@ class _Run:
 
     def to_the_end(self) -> None:
         config, progress = self.config, self.progress
-        saved: Path | None = None
         self._since = time.perf_counter()
         box_started = self._since
         while progress.step < progress.steps:
@@ -187,20 +188,16 @@ class _Run:
             every = config.checkpoint.every_steps
             if last or (every is not None and number % every == 0):
                 self._log()
-                saved = self.save()
+                self.save()
                 self._since = time.perf_counter()
-        if saved is None:  # started again after its last step
+        if not self.steps_taken:  # started again after its last step
             self._evaluate()
-            found = find_latest(config.checkpoint_folder, self.pipeline.process_group).checkpoint
-            assert found is not None, "a finished run has a checkpoint"
-            saved = found.path
         self._report()
-        if self.is_first and config.output.export:
-            from evenpipe.train.export import export_checkpoint
 
-            export_checkpoint(saved, config.export_folder)
-            assert self.metrics is not None
-            self.metrics.say(f"the model is in {config.export_folder}")
+    @property
+    def steps_taken(self) -> int:
+        """Steps since this start of the run."""
+        return self.progress.step - self.started_step
 
     def _step(self) -> None:
         config, pipeline, progress = self.config, self.pipeline, self.progress
@@ -292,10 +289,9 @@ class _Run:
         if self.metrics is None:
             return
         seconds = self._training_seconds
-        steps = self.progress.step - self.started_step
         report = RunReport(
-            steps=steps,
-            tokens=steps * self.batches.tokens_per_batch,
+            steps=self.steps_taken,
+            tokens=self.steps_taken * self.batches.tokens_per_batch,
             seconds=seconds,
             loss=self.progress.mean.mean,
             validation_loss=self._validation,
