@@ -94,8 +94,8 @@ def test_a_placement_in_any_direction() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("E0,0F0,S0,T0,0B0,G0", "can be added once only"),
-        ("0F0", "to an order that trains"),
+        ("E0,0F0,S0,T0,0B0,G0", "the order has vocabulary passes already, with 2 barriers"),
+        ("0F0", "an order that only evaluates cannot be interlaced"),
         ("0F0,0B0,0REDUCE_GRAD", "cannot be added between UNSHARD"),
     ],
 )

@@ -19,7 +19,7 @@ def check_passes(order: Order, rows: Rows) -> Iterator[Fault]:
     for device in range(order.devices):
         positions: dict[What, dict[int, int]] = {}
         yield from _out_of_place(order, device, rows, positions)
-        yield from _missing(order, device, positions)
+        yield from _missing(order, device, rows, positions)
 
 
 def check_own_needs(order: Order, rows: Rows) -> Iterator[Fault]:
@@ -74,7 +74,7 @@ def _wrong(order: Order, device: int, item: Pass, wanted: frozenset[Kind]) -> st
     return ""
 
 
-def _missing(order: Order, device: int, positions: dict[What, dict[int, int]]) -> Iterator[Fault]:
+def _missing(order: Order, device: int, rows: Rows, positions: dict[What, dict[int, int]]) -> Iterator[Fault]:
     """What a row should have and has not, and backwards that stand there both whole and split."""
 
     def has(kind: Kind, stage: int | None, microbatch: int) -> bool:
@@ -99,7 +99,7 @@ def _missing(order: Order, device: int, positions: dict[What, dict[int, int]]) -
             if whole and (inputs or weights):
                 position = positions[Kind.I if inputs else Kind.W, stage][microbatch]
                 what = f"{Pass(Kind.B, stage, microbatch)} has run whole, and a part of it stands here again"
-                yield Fault(device, position, what)
+                yield Fault(device, position, what, neighbours(rows, device, position))
             elif not (whole or inputs or weights):
                 yield absent(Kind.B, stage, microbatch, ", so its activations are never released")
             elif not (whole or inputs):

@@ -95,6 +95,6 @@ def evaluation_program(order: Order, costs: Costs | None = None) -> Program:
 
     `costs` as for `plan_order`.
     """
-    program = add_communication(forward_only(order), costs)
+    program = add_communication(forward_only(order, costs), costs)
     check_program(program).raise_if_faulty()
     return program

@@ -82,8 +82,8 @@ class _Walk:
 
     @property
     def completed(self) -> bool:
-        """Whether every device came to its end and every transfer completed."""
-        return not any(self.missing) and all(at == len(row) for at, row in zip(self.stands, self.rows, strict=True))
+        """Whether every device came to its end. Then every transfer completed too: each has a pass that waits for it."""
+        return all(at == len(row) for at, row in zip(self.stands, self.rows, strict=True))
 
     def run(self) -> None:
         """Walk until nothing can move."""
@@ -122,9 +122,8 @@ class _Walk:
         """What stands still, where, and why."""
         stopped = {device: at for device, at in enumerate(self.stands) if at < len(self.rows[device])}
         awaited: dict[int, list[int]] = {self.rows[device][at]: [] for device, at in stopped.items()}
-        pending = [number for number, missing in enumerate(self.missing, start=self.passes) if missing]
-        for number in pending:
-            for waiting in self.graph.feeds[number]:
+        for number, missing in enumerate(self.missing, start=self.passes):
+            for waiting in self.graph.feeds[number] if missing else ():
                 if waiting in awaited:
                     awaited[waiting].append(number)
         sentences = [
@@ -132,10 +131,6 @@ class _Walk:
             + join([self._why(number, device) for number in awaited[self.rows[device][at]]])
             for device, at in stopped.items()
         ]
-        if not stopped:  # All passes have run, but transfers remain that nobody waits for on the spot.
-            device = self.graph.carried[pending[0] - self.passes][0].members[0]
-            stopped = {device: self.rows[device].index(pending[0])}
-            sentences = ["at the end there remain " + join([self._why(number, device) for number in pending])]
         device, position = next(iter(stopped.items()))
         what = f"with {model} the program cannot complete: {join(sentences)}"
         return Fault(device, position, what, excerpt(program.rows, dict(list(stopped.items())[:SHOWN])))

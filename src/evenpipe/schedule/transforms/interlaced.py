@@ -39,8 +39,10 @@ def interlace(order: Order, costs: Costs | None = None) -> Order:
     evaluates or has torch's sharding passes, and when costs are missing or nothing takes time.
     """
     costs = EQUAL_COSTS if costs is None else costs
-    if order.barriers or order.forward_only:
-        raise InputError("vocabulary passes can be added once only, and to an order that trains")
+    if order.barriers:
+        raise InputError(f"the order has vocabulary passes already, with {order.barriers} barriers")
+    if order.forward_only:
+        raise InputError("an order that only evaluates cannot be interlaced")
     kinds = {item.kind for device in range(order.devices) for item in order.passes(device)}
     if kinds & SHARDING_KINDS:
         raise InputError("vocabulary passes cannot be added between UNSHARD, RESHARD and REDUCE_GRAD")

@@ -10,6 +10,9 @@ and the interval (the work of the busiest device per microbatch):
     E(i)        one interval before F(first, i)
     G(i)        one interval after B(first, i) as moved
 
+An order for evaluation gets E, S and C, and C(i) an interval after S(i): nobody waits for it, and the statistics have
+all the time until then.
+
 Each device sorted by virtual time is a correct order: no pass has an earlier time than what it needs, and where times
 are equal all devices rank passes alike. With equal costs and microbatches enough, the peak of a device grows by exactly
 k stage activations per stage that it holds. Source: arXiv 2411.05288, section 5 (building blocks and their intervals)
@@ -41,14 +44,16 @@ Timed = tuple[int, int, int, Pass]
 def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> Order:
     """`order` with E, S, C, T and G on every device, and 1 barrier (vocab-2) or 2 (vocab-1).
 
+    An order that only evaluates gets E, S and C; its barrier is one.
     The times of F, B, I and W in `costs` (equal stages by default) set the virtual times; those of the vocabulary
-    passes have no influence. Raises InputError when the order already has vocabulary passes, only evaluates, has
-    torch's sharding passes, or takes no time.
+    passes have no influence. Raises InputError when the order already has vocabulary passes or has torch's sharding
+    passes, when it takes no time, and for another number of barriers.
     """
-    if barriers not in (1, 2):
-        raise InputError(f"barriers must be 1 (vocab-2) or 2 (vocab-1), not {barriers}")
+    if barriers not in ((1,) if order.forward_only else (1, 2)):
+        accepted = "1, as for every evaluation" if order.forward_only else "1 (vocab-2) or 2 (vocab-1)"
+        raise InputError(f"barriers must be {accepted}, not {barriers}")
     times = VirtualTimes.of(order, barriers, EQUAL_COSTS if costs is None else costs)
-    return Order(order.placement, order.microbatches, sorted_by_virtual_time(times), barriers)
+    return Order(order.placement, order.microbatches, sorted_by_virtual_time(times), barriers, order.forward_only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +66,8 @@ class VirtualTimes:
     @classmethod
     def of(cls, order: Order, barriers: int, costs: Costs) -> VirtualTimes:
         """Those of `order` by the rules above."""
-        if order.barriers or order.forward_only:
-            raise InputError("vocabulary passes can be added once only, and to an order that trains")
+        if order.barriers:
+            raise InputError(f"the order has vocabulary passes already, with {order.barriers} barriers")
         graph = Graph.of(order)
         if any(item.kind in SHARDING_KINDS for item in graph.items):
             raise InputError("vocabulary passes cannot be added between UNSHARD, RESHARD and REDUCE_GRAD")
@@ -74,7 +79,7 @@ class VirtualTimes:
         def whole(time: float) -> int:
             return round(time / interval * INTERVAL)
 
-        last_stage, ranks = order.placement.stages - 1, _RANKS[barriers]
+        ranks = _RANKS[0 if order.forward_only else barriers]
         base: list[list[Timed]] = [[] for _ in range(order.devices)]
         vocabulary: list[Timed] = []
         for number, (item, device) in enumerate(zip(graph.items, graph.device_of, strict=True)):
@@ -82,19 +87,21 @@ class VirtualTimes:
                 moved = barriers * INTERVAL if part.kind in MOVED else 0
                 start, end = whole(times.start[number]) + moved, whole(times.end[number])
                 base[device].append((start, 0, times.sequence[number], part))
-                for kind, time in _companions(part, start, end, last_stage, barriers):
+                for kind, time in _companions(part, start, end, order, barriers):
                     assert part.microbatch is not None
-                    rank = 1 + ranks.index(kind)
-                    vocabulary.append((time, rank, part.microbatch, Pass(kind, None, part.microbatch)))
+                    vocabulary.append((time, ranks[kind], part.microbatch, Pass(kind, None, part.microbatch)))
         return cls(tuple(map(tuple, base)), tuple(sorted(vocabulary, key=_place)))
 
 
-def _companions(part: Pass, start: int, end: int, last_stage: int, barriers: int) -> Iterator[tuple[Kind, int]]:
+def _companions(part: Pass, start: int, end: int, order: Order, barriers: int) -> Iterator[tuple[Kind, int]]:
     """Kind and time of the vocabulary passes that go by `part`, which runs from `start` to `end`."""
     if part.kind is Kind.F and part.stage == 0:
         yield Kind.E, start - INTERVAL
-    if part.kind is Kind.F and part.stage == last_stage:
+    if part.kind is Kind.F and part.stage == order.placement.stages - 1:
         yield Kind.S, end
+        if order.forward_only:
+            yield Kind.C, end + INTERVAL
+            return
         yield Kind.T, end + INTERVAL
         if barriers == 1:
             yield Kind.C, end + INTERVAL // 2
@@ -119,6 +126,11 @@ def _place(timed: Timed) -> tuple[int, int, int]:
     return timed[:3]
 
 
-# Of passes that want the same time, the one that the backward of the last stage waits for comes first, then those that
-# forwards and other passes wait for, then those that nobody waits for.
-_RANKS = {1: (Kind.C, Kind.S, Kind.E, Kind.T, Kind.G), 2: (Kind.T, Kind.S, Kind.E, Kind.G)}
+# Of passes that want the same time E comes first, before those of the base order, whose rank is 0: it needs nothing,
+# and its rows have a way to go. The others come behind them: first what the backward of the last stage waits for, then
+# S, then what nobody waits for. By number of barriers, 0 for evaluation.
+_RANKS = {
+    0: {Kind.E: -1, Kind.S: 1, Kind.C: 2},
+    1: {Kind.E: -1, Kind.C: 1, Kind.S: 2, Kind.T: 3, Kind.G: 4},
+    2: {Kind.E: -1, Kind.T: 1, Kind.S: 2, Kind.G: 3},
+}

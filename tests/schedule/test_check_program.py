@@ -1,0 +1,119 @@
+"""What is wrong with a program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from schedule_oracle import completes, edited
+
+from evenpipe.errors import InputError
+from evenpipe.schedule import Program, check_program, plan_program
+
+# What every example starts from: 1F1B on two devices, two microbatches.
+FIRST = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1"
+SECOND = "1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1"
+
+# replaced text, replacement, faults as (device, position, start of the sentence)
+TABLE = [
+    ("", "", []),
+    ("0F0,", "0F0,,", []),
+    ("0SEND_F1,", "", [(0, None, "0SEND_F1 is missing")]),
+    ("1RECV_F1,", "", [(1, None, "1RECV_F1 is missing")]),
+    ("0SEND_F1", "0SEND_F1,0SEND_F1", [(0, 4, "0SEND_F1 stands at position 3 already")]),
+    ("1SEND_B1", "1SEND_B1,1SEND_F0", [(1, 8, "1SEND_F0 is needed by no pass, or device 1 has no part in it")]),
+    ("1SEND_B1", "1SEND_B1,0SEND_F1", [(1, 8, "0SEND_F1 is needed by no pass, or device 1 has no part in it")]),
+    ("0F0,", "X0,0F0,", [(0, 0, "X0 is needed by no pass, or device 0 has no part in it")]),
+    ("0F0,", "0SEND_F5,0F0,", [(0, 0, "0SEND_F5 is of no microbatch; microbatches are 0 to 1")]),
+    ("0F0,", "0SEND_F0.1,0F0,", [(0, 0, "0SEND_F0.1 carries a part of a sequence")]),
+    ("0F0,0SEND_F0", "0SEND_F0,0F0", [(0, 0, "0SEND_F0 is issued before 0F0 at position 1, whose data it carries")]),
+    ("1RECV_F0,1F0", "1F0,1RECV_F0", [(1, 1, "1RECV_F0 is issued behind 1F0 at position 0, which waits for it")]),
+    (
+        "0F0,0SEND_F0,0F1,0SEND_F1",
+        "0F0,0F1,0SEND_F1,0SEND_F0",
+        [(1, 0, "1RECV_F0 comes before 1RECV_F1 on communicator F:0>1, but not on device 0")],
+    ),
+    ("1B1,", "", [(1, None, "1B1 is missing")]),
+    (
+        "1F0,1RECV_F1,1B0",
+        "1B0,1RECV_F1,1F0",
+        [
+            (1, 1, "1B0 stands before 1F0 at position 3"),
+            (0, 5, "the order cannot complete: device 0 stops at position 5, 0B0, awaiting 1B0 of device 1"),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "faults"), TABLE)
+def test_faults(old: str, new: str, faults: list[tuple[int, int | None, str]]) -> None:
+    text = f"{FIRST}\n{SECOND}\n"
+    assert old in text
+    program = Program.from_csv(text.replace(old, new, 1), microbatches=2)
+    found = [(fault.device, fault.position, fault.what) for fault in check_program(program).faults]
+    assert len(found) == len(faults), found
+    for (device, position, what), expected in zip(found, faults, strict=True):
+        assert (device, position) == expected[:2]
+        assert what.startswith(expected[2])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"members": (0, 1)}, "X0 has members (0, 1), not (0, 1, 2)"),
+        ({"root": 0}, "X0 has root 0, not 2"),
+        ({"communicator": "DX"}, "X0 has communicator 'DX', not 'X'"),
+    ],
+)
+def test_a_transfer_says_who_takes_part(change: dict[str, object], message: str) -> None:
+    _, program = plan_program("1f1b", 3, 1, "vocab-2")
+    row = [replace(item, **change) if str(item) == "X0" else item for item in program.rows[1]]
+    (fault,) = check_program(edited(program, 1, row)).faults
+    assert (fault.device, fault.what) == (1, message)
+
+
+def test_a_program_that_only_separate_queues_complete() -> None:
+    """Each communicator is in order on both devices, but between communicators the devices disagree."""
+    _, program = plan_program("1f1b", 2, 2, "first-last")
+    rows = [
+        "0F0,0SEND_F0,0F1,0RECV_B0,0SEND_F1,0B0,0RECV_B1,0B1",
+        "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1",
+    ]
+    damaged = Program.from_csv("\n".join(rows))
+    assert check_program(program).ok
+    (fault,) = check_program(damaged).faults
+    assert fault.what.startswith("with one queue per device the program cannot complete: device 0 stops at position 5")
+    assert "0B0, awaiting 0RECV_B0 (behind 1RECV_F1 on device 1)" in fault.what
+    assert completes(damaged, lambda transfer: transfer.communicator)
+    assert not completes(damaged, lambda transfer: "")
+
+
+def test_a_program_that_no_queues_complete() -> None:
+    """Device 1 offers X only behind the backward that the loss, and with it X, comes before."""
+    _, program = plan_program("1f1b", 2, 1, "vocab-2")
+    row = list(program.rows[1])
+    (late,) = (item for item in row if str(item) == "X0")
+    row.remove(late)
+    row.insert(1 + [str(item) for item in row].index("1B0"), late)
+    faults = check_program(edited(program, 1, row)).faults
+    for fault, model in zip(faults, ("one queue per communicator", "one queue per device"), strict=True):
+        assert fault.what.startswith(f"with {model} the program cannot complete: device 0 stops at position")
+        assert "S0, awaiting X0 (not issued by device 1)" in fault.what
+        assert "1B0, awaiting DX0 (not issued by device 0)" in fault.what
+
+
+def test_the_message_of_a_standstill_shows_rows_with_transfers() -> None:
+    damaged = Program.from_csv(f"{FIRST}\n1RECV_F0,1RECV_F1,1F0,1F1,1B0,1SEND_B0,1B1,1SEND_B1")
+    assert check_program(damaged).ok
+    damaged = Program.from_csv(f"{FIRST.replace('0SEND_F1,0RECV_B0', '0RECV_B0,0SEND_F1')}\n{SECOND}")
+    (fault,) = check_program(damaged).faults
+    assert fault.rows.splitlines()[0] == "  device 0: ... 0SEND_F0 0F1 0RECV_B0 0SEND_F1 [0B0] 0RECV_B1 0B1"
+
+
+def test_a_program_that_is_not_sound_is_refused_with_all_its_faults() -> None:
+    program = Program.from_csv(f"{FIRST.replace('0SEND_F0,', '')}\n{SECOND.replace(',1SEND_B1', '')}")
+    with pytest.raises(InputError) as error:
+        check_program(program).raise_if_faulty()
+    assert str(error.value) == (
+        "the schedule has 2 faults\ndevice 0: 0SEND_F0 is missing\ndevice 1: 1SEND_B1 is missing"
+    )

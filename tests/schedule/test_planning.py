@@ -1,0 +1,115 @@
+"""Names of schedules and modes, and the way from them to a program."""
+
+from __future__ import annotations
+
+import pytest
+
+from evenpipe.errors import InputError
+from evenpipe.schedule import (
+    MODES,
+    SCHEDULES,
+    Costs,
+    Order,
+    add_vocabulary,
+    check_order,
+    check_program,
+    generate,
+    interlace,
+    plan_order,
+    plan_program,
+    vocabulary_mode,
+)
+from evenpipe.schedule.registry import generate as registered
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("devices", range(1, 8))
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 7, 8])
+def test_every_schedule_in_every_size(name: str, devices: int, microbatches: int) -> None:
+    order = generate(name, devices, microbatches)
+    assert check_order(order).ok
+    assert (order.devices, order.microbatches, order.barriers) == (devices, microbatches, 0)
+
+
+def test_the_schedules_themselves() -> None:
+    assert generate("gpipe", 2, 3).to_csv() == "0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n"
+    assert generate("1f1b", 2, 3).to_csv() == "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
+    assert generate("1f1b", 3, 1).to_csv() == "0F0,0B0\n1F0,1B0\n2F0,2B0\n"
+
+
+def test_each_mode_is_its_transform() -> None:
+    base = generate("1f1b", 3, 4)
+    costs = Costs(F=[1, 2, 1], B=[2, 3, 3], S=1, T=1, E=0, G=0)
+    for costs in (None, costs):
+        assert plan_order("1f1b", 3, 4, "first-last", costs) == base
+        assert plan_order("1f1b", 3, 4, "redistribute", costs) == base
+        assert plan_order("1f1b", 3, 4, "vocab-2", costs) == add_vocabulary(base, 1, costs)
+        assert plan_order("1f1b", 3, 4, "vocab-1", costs) == add_vocabulary(base, 2, costs)
+        assert plan_order("1f1b", 3, 4, "interlaced", costs) == interlace(base, costs)
+        assert plan_order("1f1b", 3, 4, "balanced", costs) == plan_order("1f1b", 3, 4, costs=costs)
+        assert plan_order("1f1b", 3, 4, "balanced", costs) == plan_order("1f1b", 3, 4, "vocab-2", costs)
+
+
+def test_a_schedule_may_be_a_name_an_order_or_a_function() -> None:
+    order, program = plan_program("gpipe", 2, 3, "vocab-2")
+    assert program.order == order
+    assert plan_program(generate("gpipe", 2, 3), 2, 3, "vocab-2") == (order, program)
+    assert plan_program(lambda devices, microbatches: generate("gpipe", devices, microbatches), 2, 3) == (
+        order,
+        program,
+    )
+    assert plan_program(order, 2, 3, "vocab-2") == (order, program)
+
+
+def test_mode_names() -> None:
+    assert [vocabulary_mode(name) for name in (*MODES, "balanced")] == [*MODES, "vocab-2"]
+
+
+def wrong_size() -> Order:
+    return generate("1f1b", 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("1f1", 2, 2), "schedule '1f1' is unknown, did you mean '1f1b'? Accepted: gpipe, 1f1b"),
+        (("", 2, 2), "schedule '' is unknown"),
+        (("1f1b", 2, 2, "vocab2"), "vocabulary mode 'vocab2' is unknown, did you mean 'vocab-2'? Accepted: first-last"),
+        (("1f1b", 0, 2), "devices must be a whole number of at least 1, not 0"),
+        (("1f1b", 2, 0), "microbatches must be a whole number of at least 1, not 0"),
+        (("1f1b", 2, 2.0), "microbatches must be a whole number of at least 1, not 2.0"),
+        ((wrong_size(), 2, 2), "the order is for 3 devices and 2 microbatches, not 2 and 2"),
+        ((lambda devices, microbatches: wrong_size(), 3, 1), "3 devices and 2 microbatches, not 3 and 1"),
+        ((lambda devices, microbatches: None, 3, 1), "must return an Order, not NoneType"),
+        ((add_vocabulary(wrong_size(), 1), 3, 2, "vocab-1"), "the order has 1 barriers, but vocabulary mode vocab-1"),
+        ((add_vocabulary(wrong_size(), 1), 3, 2, "first-last"), "vocabulary mode first-last has 0"),
+        ((Order.from_csv("0F0,0B0,0F1\n1F0,1B0,1F1"), 2, 2, "first-last"), "the schedule has 2 faults"),
+        ((Order.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"), 2, 2), "the order cannot complete"),
+    ],
+)
+def test_bad_input(arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        plan_program(*arguments)
+    assert message in str(error.value)
+
+
+def test_options_of_a_schedule() -> None:
+    with pytest.raises(InputError, match="schedule '1f1b' has no option 'group'; its options: none"):
+        plan_program("1f1b", 2, 2, group=2)
+
+    def grouped(devices: int, microbatches: int, *, costs: Costs | None = None, group: int = 1) -> Order:
+        assert (costs, group) == (Costs(F=1, B=2), 2)
+        return generate("1f1b", devices, microbatches)
+
+    SCHEDULES["grouped"] = grouped
+    try:
+        assert registered("grouped", 2, 2, costs=Costs(F=1, B=2), group=2) == generate("1f1b", 2, 2)
+        with pytest.raises(InputError, match="has no option 'groups'; its options: group"):
+            registered("grouped", 2, 2, groups=2)
+    finally:
+        del SCHEDULES["grouped"]
+
+
+def test_programs_are_checked_for_both_ways_of_queueing() -> None:
+    for mode in MODES:
+        assert check_program(plan_program("1f1b", 4, 3, mode)[1]).ok
