@@ -99,7 +99,7 @@ def test_a_program_that_no_queues_complete() -> None:
     for fault, model in zip(faults, ("one queue per communicator", "one queue per device"), strict=True):
         assert fault.what.startswith(f"with {model} the program cannot complete: device 0 stops at position")
         assert "S0, awaiting X0 (not issued by device 1)" in fault.what
-        assert "1B0, awaiting DX0 (not issued by device 0)" in fault.what
+        assert "C0, awaiting STATISTICS0 (not issued by device 0)" in fault.what
 
 
 def test_the_message_of_a_standstill_shows_rows_with_transfers() -> None:

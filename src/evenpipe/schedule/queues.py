@@ -82,7 +82,7 @@ class _Walk:
 
     @property
     def completed(self) -> bool:
-        """Whether every device came to its end. Then every transfer completed too: each has a pass that waits for it."""
+        """Whether every device came to its end, and so every transfer too: each has a pass that waits for it."""
         return all(at == len(row) for at, row in zip(self.stands, self.rows, strict=True))
 
     def run(self) -> None:
