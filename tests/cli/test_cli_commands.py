@@ -48,7 +48,22 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def started(monkeypatch):
+def exported(monkeypatch):
+    """What is exported, (from, to), in place of exporting it."""
+    calls: list[tuple[Path, Path]] = []
+
+    def export_checkpoint(source, target):
+        calls.append((source, target))
+        return target
+
+    export = types.ModuleType("evenpipe.train.export")
+    export.export_checkpoint = export_checkpoint
+    monkeypatch.setitem(sys.modules, "evenpipe.train.export", export)
+    return calls
+
+
+@pytest.fixture
+def started(monkeypatch, exported):
     """What is launched, in place of launching it."""
     calls: list[tuple] = []
     runtime = types.ModuleType("evenpipe.runtime")
@@ -68,6 +83,14 @@ def test_train_prepares_and_then_launches(started, capsys):
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.splitlines()[0] == "reading 1 files"
+
+
+def test_train_exports_the_newest_checkpoint_unless_told_otherwise(started, exported, capsys):
+    assert main(["train", "config.toml", "checkpoint.folder=saved", "output.export_folder=out"]) == 0
+    assert exported == [(Path("saved"), Path("out"))]
+    assert "the model is in out\n" in capsys.readouterr().err
+    assert main(["train", "config.toml", "output.export=false"]) == 0
+    assert (len(started), len(exported)) == (2, 1)
 
 
 WRONG = [
@@ -123,11 +146,11 @@ def test_a_run_that_fails(started, monkeypatch, capsys):
     assert capsys.readouterr().err.endswith("evenpipe: process 1 has died\n")
 
 
-def test_text_is_written_after_training(started, monkeypatch, capsys):
+def test_text_is_written_after_training(started, exported, monkeypatch, capsys):
     class Generator:
         def __init__(self, folder):
             assert folder == Path("run/model")
-            assert len(started) == 1, "the model is there only after training"
+            assert (len(started), len(exported)) == (1, 1), "the model is there only after training and export"
 
         def __call__(self, prompt, **options):
             return f"{prompt}... {options}"
@@ -166,18 +189,20 @@ class Watch:
 
 
 @pytest.fixture
-def torchrun(monkeypatch):
+def torchrun(monkeypatch, exported):
     """One process of two that torchrun started; the rank can be chosen. Gives (watch, store, calls of train)."""
     watch, store, trained = Watch(), Store(), []
 
     def become(rank):
-        runtime = types.ModuleType("evenpipe.runtime")
-        worker = types.SimpleNamespace(rank=rank, world_size=2, watch=watch)
-        runtime.initialise_worker = lambda timeout_seconds: worker
+        this = types.SimpleNamespace(rank=rank, world_size=2, watch=watch)
+        worker = types.ModuleType("evenpipe.runtime.worker")
+        worker.initialise_worker = lambda timeout_seconds: this
+        worker.finish_worker = lambda: watch.calls.append("finished")
         trainer = types.ModuleType("evenpipe.train.trainer")
         trainer.train = trained.append
         monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setitem(sys.modules, "evenpipe.runtime", runtime)
+        monkeypatch.setitem(sys.modules, "evenpipe.runtime", types.ModuleType("evenpipe.runtime"))
+        monkeypatch.setitem(sys.modules, "evenpipe.runtime.worker", worker)
         monkeypatch.setitem(sys.modules, "evenpipe.train.trainer", trainer)
         monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: store)
         monkeypatch.setattr(start_module, "POLL_SECONDS", 0)
@@ -186,16 +211,17 @@ def torchrun(monkeypatch):
     return become
 
 
-def test_inside_torchrun_the_first_process_prepares(torchrun):
+def test_inside_torchrun_the_first_process_prepares_and_exports(torchrun, exported):
     watch, store, trained = torchrun(0)
     assert main(["train", "config.toml"]) == 0
     assert trained == [load_config("config.toml")]
     assert store.keys == {start_module.SET_UP}
-    assert watch.calls == ["arrived"]
+    assert watch.calls == ["arrived", "finished"]
     assert Path("run/data.json").is_file()
+    assert exported == [(Path("run/checkpoints"), Path("run/model"))]
 
 
-def test_inside_torchrun_the_others_wait_and_learn_of_a_failure(torchrun, capsys):
+def test_inside_torchrun_the_others_wait_and_learn_of_a_failure(torchrun, exported, capsys):
     watch, store, trained = torchrun(1)
     assert main(["train", "config.toml"]) == 3
     assert watch.calls[:3] == ["awaiting"] * 3
@@ -205,8 +231,8 @@ def test_inside_torchrun_the_others_wait_and_learn_of_a_failure(torchrun, capsys
     store.set(start_module.SET_UP, "")
     watch.calls.clear()
     assert main(["train", "config.toml"]) == 0
-    assert watch.calls == ["arrived"]
-    assert len(trained) == 1
+    assert watch.calls == ["arrived", "finished"]
+    assert (len(trained), exported) == (1, [])
 
 
 def test_inside_torchrun_wrong_input_reaches_the_others(torchrun, capsys):
@@ -220,11 +246,7 @@ def test_inside_torchrun_wrong_input_reaches_the_others(torchrun, capsys):
     assert not trained
 
 
-def test_export_and_generate_call_what_does_the_work(monkeypatch, capsys):
-    export = types.ModuleType("evenpipe.train.export")
-    exported = []
-    export.export_checkpoint = lambda source, target: exported.append((source, target))
-    monkeypatch.setitem(sys.modules, "evenpipe.train.export", export)
+def test_export_and_generate_call_what_does_the_work(exported, monkeypatch, capsys):
     assert main(["export", "run", "-o", "out"]) == 0
     assert exported == [(Path("run"), Path("out"))]
     assert capsys.readouterr().out == "wrote out\n"
