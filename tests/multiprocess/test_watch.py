@@ -14,7 +14,8 @@ from harness import Outcome, describe, run_outcomes, run_processes
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.runtime.communication import Communicators
-from evenpipe.runtime.watch import Beat, Board, Waiting, Watch, cause_of, processes
+from evenpipe.runtime.signs import Beat, Board, Waiting, cause_of, processes
+from evenpipe.runtime.watch import Watch
 from evenpipe.runtime.worker import Worker, initialise_worker, meet
 
 SILENCE_SECONDS = 1.5

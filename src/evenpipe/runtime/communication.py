@@ -66,14 +66,14 @@ class Handle:
         self._finish = finish
 
     def wait(self, needed_by: str = "") -> None:
-        """Waits for the operation and lets go of its tensors; a second call does nothing. On NCCL only the current
-        stream waits.
+        """Waits for the operation and lets go of its tensors; a second call does nothing.
+
+        On NCCL only the current stream waits, not the host.
 
         needed_by: text of the pass that cannot start before, for the message of a failure.
 
         Raises:
-            RunError: the operation failed, or another process did. Names what was awaited, from whom, and the first
-            cause.
+            RunError: the operation failed, or another process did. Names the first cause, what was awaited, from whom.
         """
         if not self._works:
             return
@@ -157,9 +157,8 @@ class Communicator:
             output[0].copy_(tensor)
 
         def start(host: Tensor, host_output: Tensor) -> Any:
-            rows = [
-                host_output[self.members.index(member)] for member in sorted(self.members)
-            ]  # as the group numbers them
+            # torch numbers the members of a group by rank, whatever their order here.
+            rows = [host_output[self.members.index(member)] for member in sorted(self.members)]
             return dist.all_gather(rows, host, group=self.group, async_op=True)
 
         return self._collective(what, None, start, reads=tensor, writes=output, own_bytes=tensor.nbytes)
@@ -169,20 +168,17 @@ class Communicator:
     def gather_rows(self, rows: Tensor, counts: Sequence[int], root: int, what: str) -> Handle:
         """Brings every member's rows to root, where they lie one after the other in the order of the members.
 
-        rows: [counts[position], ...] on a member; [sum(counts), ...] on root, with root's own rows already in their
-        place
-            (`rows[own_rows(counts)]`), the others' to be filled in.
-        counts: rows of each member, in the order of `members`; the same list on all. A member without rows sends no
-        message.
+        rows: [counts[position], ...] on a member; [sum(counts), ...] on root, with root's own rows in place already
+            (`rows[own_rows(counts)]`) and the others' to be filled in.
+        counts: rows of each member, in the order of `members`; the same list on all. No rows, no message.
         """
         return self._rows(rows, counts, root, what, to_root=True)
 
     def scatter_rows(self, rows: Tensor, counts: Sequence[int], root: int, what: str) -> Handle:
         """Brings from root to every member its rows: gather_rows backwards, with the same shapes.
 
-        rows: [sum(counts), ...] on root, in the order of the members; root's own stay where they are.
-        [counts[position], ...], to be
-            filled, on the others.
+        rows: [sum(counts), ...] on root, in the order of the members; its own stay where they are.
+            [counts[position], ...] on the others, to be filled.
         """
         return self._rows(rows, counts, root, what, to_root=False)
 
@@ -333,17 +329,17 @@ class Communicators:
     ) -> None:
         """Makes one process group per entry, in the order given.
 
-        groups: (name, global ranks of the members). Every process passes the same list in the same order, with the
-        groups that it does
-            not belong to: making a group takes all processes. With several pipelines a name stands there once per
-            pipeline.
-        timeout_seconds: limit of every operation. A process that dies or hangs is found much earlier by the watch; this
-        one is for
-            processes that live and wait for each other.
+        groups: (name, global ranks of the members). Every process passes the same list in the same order, including
+            the groups that it does not belong to: making a group takes all processes. With several pipelines a name
+            stands there once per pipeline.
+        timeout_seconds: limit of every operation. A process that dies or hangs is found much earlier by the watch;
+            this one is for processes that live and wait for each other.
         torch_device: where the tensors are.
         watch: is told what this process waits for, and asked for the cause when a wait fails.
         """
         self.torch_device = torch.device(torch_device)
+        if self.torch_device == torch.device("cuda"):  # without a number: the one that this process uses
+            self.torch_device = torch.device("cuda", torch.cuda.current_device())
         rank = dist.get_rank() if dist.is_initialized() else 0
         on_gpu = self.torch_device.type == "cuda"
         nccl = on_gpu and dist.is_initialized() and "nccl" in dist.get_backend_config()
@@ -401,6 +397,8 @@ class Communicators:
                 communicator.all_gather(tensor.new_empty(len(members), 1), tensor, "first all-gather"),
             ):
                 handle.wait("warm-up")
+            if self.torch_device.type == "cuda":
+                torch.cuda.synchronize(self.torch_device)  # one communicator after the other
             communicator.traffic = before
 
     def traffic(self) -> dict[str, Traffic]:

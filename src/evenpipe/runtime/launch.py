@@ -1,5 +1,4 @@
-"""Starts several processes on this machine, runs a function in each, and brings back the results or the first cause of
-failure.
+"""Starts several processes on this machine, runs a function in each, brings back results or the first cause of failure.
 
     losses = launch(train, "config.toml", processes=4)
 
@@ -36,7 +35,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime.watch import EXIT_CODE, Board, Cause, Watch, cause_of
+from evenpipe.runtime.signs import Board, Cause, cause_of
+from evenpipe.runtime.watch import EXIT_CODE, Watch
 from evenpipe.runtime.worker import SILENCE_SECONDS, TIMEOUT_SECONDS, finish_worker, initialise_worker, start_worker
 
 __all__ = ["initialise_worker", "launch", "prepare_launch"]

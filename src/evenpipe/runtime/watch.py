@@ -1,5 +1,4 @@
-"""The watch: notices that a process died, hangs or failed, and ends all the others with one message that names the
-cause.
+"""The watch: notices that a process died, hangs or failed, and ends all others with one message naming the cause.
 
 Nothing in a process can interrupt a gloo wait, and what gloo raises when a peer dies names no process; after a time-out
 the blame even wanders. So each process has a thread that, every quarter of a second,
@@ -18,18 +17,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
-from evenpipe.errors import InputError, RunError
+from evenpipe.errors import RunError
+from evenpipe.runtime.signs import Beat, Board, Cause, Waiting, cause_of, machine, processes, started
 
 BEAT_SECONDS = 0.25
 GRACE_SECONDS = 1.0
@@ -39,78 +37,6 @@ EXIT_CODE = 3
 
 BROKEN = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Application timeout caused")
 """What gloo says when a peer is gone or a wait took too long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """Why the run ended, as the first process to notice wrote it."""
-
-    kind: str
-    """"input" (the user's mistake), "exception", "dead", "silent", or "stuck" (all alive, but a wait timed out)."""
-    origin: int
-    """The process at fault."""
-    text: str
-    """One sentence; for "input" the text of the InputError itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """What a main thread waits for."""
-
-    what: str
-    needed_by: str
-    communicator: str
-    peers: tuple[int, ...]
-
-    def __str__(self) -> str:
-        for_pass = f" for {self.needed_by}" if self.needed_by else ""
-        return f"{self.what}{for_pass} from {processes(self.peers)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """What a process tells the others."""
-
-    count: int
-    machine: str
-    pid: int
-    started: str
-    waiting: Waiting | None = None
-    done: bool = False
-
-    def dump(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def load(text: str) -> Beat:
-        fields = json.loads(text)
-        if waiting := fields.pop("waiting"):
-            waiting = Waiting(**(waiting | {"peers": tuple(waiting["peers"])}))
-        return Beat(waiting=waiting, **fields)
-
-
-class Board:
-    """A small mapped file in which each process shows what it waits for, readable when all have been killed."""
-
-    WIDTH = 256
-
-    def __init__(self, path: Path, world_size: int) -> None:
-        """Opens the board, or makes it if there is none."""
-        if not path.exists():
-            path.write_bytes(bytes(self.WIDTH * world_size))
-        with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), self.WIDTH * world_size)
-
-    def show(self, rank: int, waiting: Waiting) -> None:
-        text = str(waiting).encode()[: self.WIDTH]
-        self._memory[rank * self.WIDTH : (rank + 1) * self.WIDTH] = text.ljust(self.WIDTH, b"\0")
-
-    def clear(self, rank: int) -> None:
-        self._memory[rank * self.WIDTH] = 0
-
-    def read(self, rank: int) -> str:
-        """What that process waits for, or waited for when it ended; empty if for nothing."""
-        return self._memory[rank * self.WIDTH : (rank + 1) * self.WIDTH].partition(b"\0")[0].decode(errors="replace")
 
 
 class Watch:
@@ -142,7 +68,7 @@ class Watch:
         self._beat_seconds = BEAT_SECONDS * max(1.0, world_size / 256)  # all beats end in one store
         self._on_cause = on_cause
         self._board = board
-        self._beat = Beat(0, _machine(), os.getpid(), _started(os.getpid()) or "")
+        self._beat = Beat(0, machine(), os.getpid(), started(os.getpid()) or "")
         self._cause_known = threading.Event()
         self._learning = threading.Lock()
         self._main_knows = False
@@ -324,7 +250,7 @@ class Watch:
         if not value:
             return None
         beat = Beat.load(value)
-        if beat.machine != self._beat.machine or _started(beat.pid) == beat.started:
+        if beat.machine != self._beat.machine or started(beat.pid) == beat.started:
             return None
         if Beat.load(self._value(rank, store)).done:  # read again after the look: "done" is written before the end
             return None
@@ -341,7 +267,7 @@ class Watch:
     def _kill(self, value: str) -> None:
         """Ends a stopped process of this machine, which would outlive the run and hold up whoever started it."""
         beat = Beat.load(value) if value else None
-        if beat and beat.machine == self._beat.machine and _started(beat.pid) == beat.started:
+        if beat and beat.machine == self._beat.machine and started(beat.pid) == beat.started:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(beat.pid, signal.SIGKILL)
 
@@ -366,45 +292,11 @@ class Watch:
         return Cause("stuck", origin, text)
 
 
-def cause_of(error: BaseException, rank: int) -> Cause:
-    """The cause that an exception of process `rank` is to the others."""
-    if isinstance(error, InputError):
-        return Cause("input", rank, str(error))
-    if isinstance(error, RunError):
-        return Cause("exception", rank, str(error))
-    return Cause("exception", rank, f"process {rank} failed: {type(error).__name__}: {error}")
-
-
 def _store_lost(error: Exception) -> Cause:
     lines = str(error).strip().splitlines()
     holder = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "process 0"
     return Cause("dead", 0, f"{holder} has died, and with it the store of the run ({lines[0] if lines else error!r})")
 
 
-def processes(ranks: Sequence[int]) -> str:
-    """ "process 2", "processes 0, 1, 3"; at most eight by number."""
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"process{'' if len(ranks) == 1 else 'es'} {', '.join(map(str, ranks[:8]))}{more}"
-
-
 def _same(one: Waiting | None, other: Waiting) -> bool:
     return one is not None and (one.what, one.communicator) == (other.what, other.communicator)
-
-
-def _machine() -> str:
-    """Equal for processes that see each other's pids, and only for those: containers of one host may not."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return f"no /proc, process {os.getpid()}"
-
-
-def _started(pid: int) -> str | None:
-    """When that process started, in the kernel's ticks; None if it is no more. With the pid it is unique."""
-    try:
-        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    state, started = after_name[0], after_name[19]
-    return None if state in "ZX" else started

@@ -24,7 +24,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime.watch import Board, Watch, processes
+from evenpipe.runtime.signs import Board, processes
+from evenpipe.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -91,10 +92,10 @@ def initialise_worker(
 
 
 def finish_worker() -> None:
-    """Ends this process's part in good order: its silence is no alarm from now on. Does nothing before
-    initialise_worker.
+    """Ends this process's part in good order: from now on its silence is no alarm.
 
-    For a process that is about to leave by os._exit; otherwise Python does the same at its end.
+    For a process that is about to leave by os._exit; otherwise Python does the same at its end. Without effect where
+    initialise_worker has not been called.
     """
     if _this is None:
         return
