@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evenpipe.errors import InputError
-from evenpipe.schedule import Order, Placement, check_order, generate, plan_order
+from evenpipe.schedule import Order, Placement, check_order, forward_only, generate, plan_order
 
 LINEAR = Placement.linear(2)
 VOCABULARY = ("E0,0F0,S0,C0,T0,0B0,G0", "E0,1F0,S0,C0,1B0,T0,G0")
@@ -91,6 +91,10 @@ def test_a_fault_shows_the_rows_around_it() -> None:
 @pytest.mark.parametrize(("name", "in_flight"), [("gpipe", (5, 5, 5)), ("1f1b", (3, 2, 1))])
 def test_in_flight(name: str, in_flight: tuple[int, ...]) -> None:
     assert check_order(generate(name, 3, 5)).in_flight == in_flight
+
+
+def test_evaluation_stores_nothing() -> None:
+    assert check_order(forward_only(plan_order("1f1b", 3, 5))).in_flight == (0, 0, 0)
 
 
 def test_in_flight_counts_every_stage_of_a_device() -> None:

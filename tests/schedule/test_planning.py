@@ -83,7 +83,8 @@ def wrong_size() -> Order:
         ((lambda devices, microbatches: None, 3, 1), "must return an Order, not NoneType"),
         ((add_vocabulary(wrong_size(), 1), 3, 2, "vocab-1"), "the order has 1 barriers, but vocabulary mode vocab-1"),
         ((add_vocabulary(wrong_size(), 1), 3, 2, "first-last"), "vocabulary mode first-last has 0"),
-        ((Order.from_csv("0F0,0B0,0F1\n1F0,1B0,1F1"), 2, 2, "first-last"), "the schedule has 2 faults"),
+        ((Order.from_csv("0F0,0B0,0F1\n1F0,1B0,1F1"), 2, 2, "vocab-2"), "the schedule has 2 faults"),
+        ((Order.from_csv("0F0\n1F0"), 2, 1), "the order only evaluates"),
         ((Order.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"), 2, 2), "the order cannot complete"),
     ],
 )

@@ -45,6 +45,8 @@ def test_the_whole_backward_is_its_halves_by_default() -> None:
         ({"F": [1, -2], "B": 2}, "F[1] must be a finite number of at least 0, not -2"),
         ({"F": math.nan, "B": 2}, "F must be a finite number of at least 0, not nan"),
         ({"F": math.inf, "B": 2}, "F must be a finite number of at least 0, not inf"),
+        ({"F": 10**400, "B": 2}, "F must be a finite number of at least 0, not 1000"),
+        ({"F": {}, "B": 2}, "F must be a finite number of at least 0, not {}"),
         ({"F": "1", "B": 2}, "F must be a finite number of at least 0, not '1'"),
         ({"F": True, "B": 2}, "F must be a finite number of at least 0, not True"),
         ({"F": [1, None], "B": 2}, "F[1] must be a finite number of at least 0, not None"),

@@ -26,7 +26,8 @@ from .timing import run
 
 def check_order(order: Order) -> Report:
     """Every fault of `order`, and how many stage activations each device holds at most."""
-    return Report(tuple(_order_faults(order, order.rows)), _in_flight(order))
+    faults, _ = _order_faults(order, order.rows)
+    return Report(tuple(faults), _in_flight(order))
 
 
 def check_program(program: Program) -> Report:
@@ -34,23 +35,25 @@ def check_program(program: Program) -> Report:
     # Idle slots in the place of transfers keep positions as they are in the program.
     passes = tuple(tuple(item if isinstance(item, Pass) else None for item in row) for row in program.rows)
     order = Order(program.placement, program.microbatches, passes, program.barriers, program.forward_only)
-    faults = _order_faults(order, program.rows)
+    faults, graph = _order_faults(order, program.rows)
     faults += check_transfers(program)
-    if not faults:
-        faults += check_completion(program, order)
+    if graph and not faults:
+        faults += check_completion(program, graph)
     return Report(tuple(faults), _in_flight(order))
 
 
-def _order_faults(order: Order, rows: Rows) -> list[Fault]:
-    missing_or_wrong = list(check_passes(order, rows))
-    faults = [*missing_or_wrong, *check_own_needs(order, rows)]
-    if not missing_or_wrong:
-        graph = Graph.of(order)
-        try:
-            run(order, graph, [0.0] * len(graph.needs))
-        except DeadlockError as deadlock:
-            faults.append(deadlock.fault(rows))
-    return faults
+def _order_faults(order: Order, rows: Rows) -> tuple[list[Fault], Graph | None]:
+    """Faults of the passes, and their graph if everything is in its place."""
+    out_of_place = list(check_passes(order, rows))
+    faults = [*out_of_place, *check_own_needs(order, rows)]
+    if out_of_place:
+        return faults, None
+    graph = Graph.of(order)
+    try:
+        run(order, graph, [0.0] * len(graph.needs))
+    except DeadlockError as deadlock:
+        faults.append(deadlock.fault(rows))
+    return faults, graph
 
 
 def _in_flight(order: Order) -> tuple[int, ...]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .dependencies import Dependencies, What, same_role
+from .dependencies import Dependencies, What
 from .excerpt import neighbours
 from .faults import Fault
 from .flows import vocabulary_kinds
 from .order import Order
-from .passes import BACKWARD_KINDS, VOCABULARY_KINDS, Item, Kind, Pass, parts_of
+from .passes import BACKWARD_KINDS, ROLE, VOCABULARY_KINDS, Item, Kind, Pass, parts_of
 
 Rows = Sequence[Sequence[Item | None]]
 
@@ -28,7 +28,7 @@ def check_own_needs(order: Order, rows: Rows) -> Iterator[Fault]:
     for device in range(order.devices):
         row = order.rows[device]
         where = {
-            (same_role(part.kind), part.stage, part.microbatch): position
+            (ROLE[part.kind], part.stage, part.microbatch): position
             for position, item in enumerate(row)
             for part in (parts_of(item) if item else ())
         }
@@ -36,7 +36,7 @@ def check_own_needs(order: Order, rows: Rows) -> Iterator[Fault]:
             for part in parts_of(item) if item else ():
                 rule = dependencies.rule(device, part.kind, part.stage)
                 for kind, stage in (*rule.after, *rule.if_present):
-                    there = where.get((same_role(kind), stage, part.microbatch), position)
+                    there = where.get((ROLE[kind], stage, part.microbatch), position)
                     if there > position:
                         what = f"{part} stands before {row[there]} at position {there}, which it needs"
                         yield Fault(device, position, what, neighbours(rows, device, position))

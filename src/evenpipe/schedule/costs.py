@@ -176,9 +176,13 @@ def _cost(name: str, value: Any) -> Cost:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    try:
+        number = math.nan if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 <= number < math.inf:
         raise InputError(f"costs: {name} must be a finite number of at least 0, not {value!r}")
-    return float(value)
+    return number
 
 
 def _spread(name: str, value: Cost | None, count: int, what: str) -> tuple[float, ...] | None:

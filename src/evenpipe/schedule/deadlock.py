@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from evenpipe.errors import InputError
 
-from .dependencies import Dependencies, same_role
+from .dependencies import Dependencies
 from .excerpt import excerpt, join
 from .faults import Fault
 from .graph import Key
 from .order import Order
-from .passes import Item, Pass, parts_of
+from .passes import ROLE, Item, Pass, parts_of
 
 SHOWN = 8
 """Devices that a message shows in full."""
@@ -53,7 +53,7 @@ def _awaited(order: Order, done: Sequence[int], stopped: dict[int, int]) -> dict
     dependencies = Dependencies.of(order)
     ran: list[dict[Key, bool]] = [
         {
-            (same_role(part.kind), part.stage, part.microbatch, part.slice): index < done[device]
+            (ROLE[part.kind], part.stage, part.microbatch, part.slice): index < done[device]
             for index, item in enumerate(order.passes(device))
             for part in parts_of(item)
         }
@@ -61,7 +61,7 @@ def _awaited(order: Order, done: Sequence[int], stopped: dict[int, int]) -> dict
     ]
 
     def unmet(wanted: Pass, there: int) -> str:
-        state = ran[there].get((same_role(wanted.kind), wanted.stage, wanted.microbatch, wanted.slice))
+        state = ran[there].get((ROLE[wanted.kind], wanted.stage, wanted.microbatch, wanted.slice))
         if state:
             return ""
         return f"{wanted} of device {there}" + (" (which is in no row)" if state is None else "")

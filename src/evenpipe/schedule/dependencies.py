@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .flows import Flow, Site, flows
-from .passes import HOP_KINDS, STAGE_KINDS, VOCABULARY_KINDS, Kind, Pass, Transfer, TransferKind, parts_of
+from .passes import HOP_KINDS, ROLE, STAGE_KINDS, VOCABULARY_KINDS, Kind, Pass, Transfer, TransferKind, parts_of
 from .placement import Placement
 
 What = tuple[Kind, int | None]
@@ -139,11 +139,6 @@ class Dependencies:
         return tuple((site.device, site.at(transfer.microbatch, transfer.slice)) for site in sites)
 
 
-def same_role(kind: Kind) -> Kind:
-    """B for I, which takes and gives the same as B towards other stages; any other kind for itself."""
-    return Kind.B if kind is Kind.I else kind
-
-
 def _routes(between_devices: list[Flow]) -> list[Route]:
     return [
         Route(number, flow.kind, flow.members, flow.root, flow.communicator, flow.producers, flow.consumers)
@@ -173,7 +168,7 @@ def _rules(
         whats: list[What] = [(kind, stage) for stage in placement.stages_of(device) for kind in STAGE_KINDS]
         whats += [(kind, None) for kind in VOCABULARY_KINDS]
         for kind, stage in whats:
-            site = Site(device, same_role(kind), stage)
+            site = Site(device, ROLE[kind], stage)
             combines = barriers != 2 or forward_only
             fixed, optional = _own_stage(kind, stage, combines)
             rules[device, kind, stage] = Rule(

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .dependencies import Dependencies, Route, same_role
+from .dependencies import Dependencies, Route
 from .order import Order
-from .passes import Kind, Pass, parts_of
+from .passes import ROLE, Kind, Pass, parts_of
 
 Key = tuple[Kind, int | None, int | None, int]
 """Kind (B for I), stage, microbatch, slice: what a need names."""
@@ -64,16 +64,9 @@ class Graph:
             for here in range(first[device], first[device + 1]):
                 for part in parts_of(items[here]):
                     microbatch, slice_ = part.microbatch, part.slice
-                    if microbatch is None:
-                        continue
                     rule = dependencies.rule(device, part.kind, part.stage)
-                    for route in rule.waits:
-                        feeds[number(route, microbatch, slice_)].append(here)
-                        needs[here] += 1
-                    for route in rule.feeds:
-                        feeds[here].append(number(route, microbatch, slice_))
                     for kind, stage in rule.after:
-                        there = where.get((same_role(kind), stage, microbatch, slice_))
+                        there = where.get((ROLE[kind], stage, microbatch, slice_))
                         if there is None:
                             needs[here] += 1
                         elif there > here:
@@ -84,6 +77,13 @@ class Graph:
                         if there is not None and there > here:
                             feeds[there].append(here)
                             needs[here] += 1
+                    if microbatch is None:
+                        continue
+                    for route in rule.waits:
+                        feeds[number(route, microbatch, slice_)].append(here)
+                        needs[here] += 1
+                    for route in rule.feeds:
+                        feeds[here].append(number(route, microbatch, slice_))
         device_of = [device for device in range(order.devices) for _ in range(first[device], first[device + 1])]
         return cls(items, device_of, first, carried, needs, feeds)
 
@@ -91,7 +91,7 @@ class Graph:
 def positions(items: list[Pass], start: int, stop: int) -> dict[Key, int]:
     """Number of each pass, or part of one, among items[start:stop]."""
     return {
-        (same_role(part.kind), part.stage, part.microbatch, part.slice): number
+        (ROLE[part.kind], part.stage, part.microbatch, part.slice): number
         for number in range(start, stop)
         for part in parts_of(items[number])
     }

@@ -83,6 +83,8 @@ BACKWARD_KINDS = frozenset(
     {Kind.B, Kind.I, Kind.W, Kind.T, Kind.G, Kind.R, Kind.O, Kind.L, Kind.REDUCE_GRAD, Kind.OVERLAP_F_B}
 )
 """Kinds that only training has, not evaluation."""
+ROLE: dict[Kind, Kind] = {**{kind: kind for kind in Kind}, Kind.I: Kind.B}
+"""What a kind is to other stages: I takes and gives the same as B, where a backward is split."""
 SHARDING_KINDS = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
 """Kinds that belong to a stage alone. They may stand anywhere, any number of times."""
 HOP_KINDS = frozenset({TransferKind.SEND_F, TransferKind.RECV_F, TransferKind.SEND_B, TransferKind.RECV_B})

@@ -46,7 +46,8 @@ def plan_order(
     """The order of a schedule in a vocabulary mode; `options` are the generator's.
 
     An order that has vocabulary passes already is taken as it stands when its barriers are those of the mode. Raises
-    InputError for unknown names, and for an order of another size or other barriers.
+    InputError for unknown names, for an order of another size or other barriers, and for one that is not sound, with
+    every fault found.
     """
     mode = vocabulary_mode(mode)
     if isinstance(schedule, str):
@@ -55,6 +56,9 @@ def plan_order(
         order = schedule if isinstance(schedule, Order) else schedule(devices, microbatches)
         if not isinstance(order, Order):
             raise InputError(f"a schedule that is a function must return an Order, not {type(order).__name__}")
+        if order.forward_only:
+            raise InputError("the order only evaluates; a schedule must train, and its evaluation follows from it")
+        check_order(order).raise_if_faulty()
     if (order.devices, order.microbatches) != (devices, microbatches):
         raise InputError(
             f"the order is for {order.devices} devices and {order.microbatches} microbatches, "
@@ -79,12 +83,11 @@ def plan_program(
     costs: Costs | None = None,
     **options: Any,
 ) -> tuple[Order, Program]:
-    """The order of a schedule in a vocabulary mode, and its program with communication, both checked.
+    """The order of a schedule in a vocabulary mode, and its program with communication, which is checked.
 
-    Arguments and errors as for `plan_order`; an order that is not sound raises InputError with every fault found.
+    Arguments and errors as for `plan_order`.
     """
     order = plan_order(schedule, devices, microbatches, mode, costs, **options)
-    check_order(order).raise_if_faulty()
     program = add_communication(order, costs)
     check_program(program).raise_if_faulty()
     return order, program

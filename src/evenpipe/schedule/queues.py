@@ -17,7 +17,6 @@ from .dependencies import Route
 from .excerpt import excerpt, join
 from .faults import Fault
 from .graph import Graph
-from .order import Order
 from .passes import Pass
 from .program import Program
 
@@ -32,12 +31,11 @@ SHOWN = 8
 """Devices whose rows a message shows."""
 
 
-def check_completion(program: Program, order: Order) -> Iterator[Fault]:
+def check_completion(program: Program, graph: Graph) -> Iterator[Fault]:
     """A fault for each queue model under which `program` does not complete.
 
-    `order` is `program` without its transfers. Everything must be in its place: each pass and transfer once.
+    `graph` is that of its order. Everything must be in its place: each pass and transfer once.
     """
-    graph = Graph.of(order)
     rows = _numbered(program, graph)
     for model, queue in QUEUE_MODELS.items():
         walk = _Walk(graph, rows, queue)

@@ -105,18 +105,20 @@ class Timeline:
 def peak_activations(row: Iterable[Pass], weights: tuple[float, ...] | None = None) -> float:
     """The most stage activations held while a device runs `row`, or the most bytes, with `weights` per stage.
 
-    A forward stores one; a full backward releases it, or the weight gradient where the backward is split.
+    A forward stores one; a full backward releases it, or the weight gradient where the backward is split. A row without
+    any backward evaluates and stores nothing.
     """
     held = peak = 0.0
+    trains = False
     for item in row:
         for part in parts_of(item):
-            weight = 1.0 if weights is None or part.stage is None else weights[part.stage]
             if part.kind is Kind.F:
-                held += weight
-                peak = max(peak, held)
+                held += 1.0 if weights is None or part.stage is None else weights[part.stage]
+                peak = held if held > peak else peak
             elif part.kind in _RELEASING:
-                held -= weight
-    return peak
+                held -= 1.0 if weights is None or part.stage is None else weights[part.stage]
+                trains = True
+    return peak if trains else 0.0
 
 
 _RELEASING = frozenset({Kind.B, Kind.W})
