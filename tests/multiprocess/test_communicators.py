@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from harness import GROUP_TIMEOUT, run_processes
 
-from evenpipe.runtime.communication import Communicator, Communicators, Traffic
+from evenpipe.runtime.communication import Communicator, Communicators, Staging, Traffic
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 
@@ -247,6 +247,61 @@ def everything_under_way_at_once():
 
 def test_everything_under_way_at_once():
     run_processes(everything_under_way_at_once, 4)
+
+
+# -- staging, with copies within the CPU in place of the GPU's ------------------------------------
+
+
+class StagingOnTheCpu(Staging):
+    """All of it but the two methods that touch CUDA."""
+
+    def __init__(self) -> None:
+        self.copied_out = 0
+
+    def _host_memory(self, tensor):
+        return torch.full_like(tensor, 77)
+
+    def _copy_out(self, pairs):
+        self.copied_out += len(pairs)
+        for tensor, host in pairs:
+            host.copy_(tensor)
+
+
+def all_operations_staged():
+    rank, communicator = dist.get_rank(), everyone()
+    staging = communicator._staging = StagingOnTheCpu()
+    other = 1 - rank
+    tensor, buffer = values(rank, 5), torch.zeros(5)
+    receive, send = communicator.receive(buffer, other, "receive"), communicator.send(tensor, other, "send")
+    tensor.zero_()  # the copy is on its way
+    receive.wait()
+    send.wait()
+    assert torch.equal(buffer, values(other, 5))
+
+    x = values(1, 5) if rank == 1 else torch.zeros(5)
+    communicator.broadcast(x, 1, "X0").wait()
+    dx = values(rank, 5)
+    communicator.reduce(dx, 1, "DX0").wait()
+    table = torch.zeros(2, 5)
+    communicator.all_gather(table, values(rank, 5), "STATISTICS0").wait()
+    assert torch.equal(x, values(1, 5))
+    assert torch.equal(dx, values(0, 5) + values(1, 5) if rank == 1 else values(0, 5))
+    assert torch.equal(table, torch.stack([values(0, 5), values(1, 5)]))
+
+    counts = [2, 3]
+    rows = values(9, 5, 2) if rank == 0 else values(8, 3, 2)
+    communicator.gather_rows(rows, counts, 0, "ROWS0").wait()
+    if rank == 0:
+        assert torch.equal(rows, torch.cat([values(9, 5, 2)[:2], values(8, 3, 2)]))
+    rows = values(9, 5, 2) if rank == 0 else torch.zeros(3, 2)
+    communicator.scatter_rows(rows, counts, 0, "ROW_GRADIENTS0").wait()
+    assert torch.equal(rows, values(9, 5, 2) if rank == 0 else values(9, 5, 2)[2:])
+    return staging.copied_out
+
+
+def test_staged_operations_copy_what_they_read_and_only_that():
+    # send, reduce, all-gather, gather on both (root's own rows must survive); broadcast and scatter on their roots
+    assert run_processes(all_operations_staged, 2) == [4 + 1, 4 + 1]
 
 
 # -- misuse that only we could commit, and a single process ----------------------------------------

@@ -219,8 +219,8 @@ class Communicator:
                 [dist.P2POp(operation, host[part], member, self.group) for member, part in messages]
             )
 
-        # Root's own rows lie in the same tensor: a staged copy back must not lose them, hence "both".
-        given = {"reads": rows} if sends else {"both": rows}
+        # Where root receives, its own rows lie in the same tensor: a staged copy back must not lose them, hence "both".
+        given = {"reads": rows} if sends else {"both": rows} if at_root else {"writes": rows}
         peers = tuple(member for member, _ in messages)
         return self._start(what, peers, start, **given, messages=len(messages), own_bytes=own_bytes)
 
@@ -295,14 +295,10 @@ class Staging:
         handle.
         """
         given = [tensor for tensor in (reads, writes, both) if tensor is not None]
-        hosts = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in given]
+        hosts = [self._host_memory(tensor) for tensor in given]
         out = [(tensor, host) for tensor, host in zip(given, hosts, strict=True) if tensor is not writes]
         if out:  # a plain receive does not wait for what the GPU is computing
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                for tensor, host in out:
-                    host.copy_(tensor, non_blocking=True)
-            self._stream.synchronize()
+            self._copy_out(out)
         back = [(tensor, host) for tensor, host in zip(given, hosts, strict=True) if tensor is not reads]
 
         def finish() -> None:
@@ -310,6 +306,17 @@ class Staging:
                 tensor.copy_(host, non_blocking=True)  # pinned memory is not reused before this copy is done
 
         return hosts, finish if back else None
+
+    def _host_memory(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+    def _copy_out(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """On a stream of its own, after what the current one has been given so far; complete on return."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for tensor, host in pairs:
+                host.copy_(tensor, non_blocking=True)
+        self._stream.synchronize()
 
 
 class Communicators:
