@@ -180,13 +180,12 @@ def test_rotary_tables_stay_in_fp32(dtype) -> None:
     assert {parameter.dtype for parameter in stage.parameters()} == {dtype}
 
 
-def test_attention_is_sdpa_where_the_family_supports_it() -> None:
-    kinds = {
-        name: build_stage(describe(tiny_config(name)), 0, 1, is_first=True, is_last=False).whole.config
-        for name in ("llama", "gemma2", "gemma3_text")
-    }
-    found = {name: config._attn_implementation for name, config in kinds.items()}
-    assert found == {"llama": "sdpa", "gemma2": "eager", "gemma3_text": "sdpa"}
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text"])
+def test_attention_is_what_transformers_chooses(name) -> None:
+    """SDPA where the family supports it (which changes between versions for Gemma 2), else eager."""
+    config = build_stage(describe(tiny_config(name)), 0, 1, is_first=True, is_last=False).whole.config
+    assert config._attn_implementation == whole_model(tiny_config(name)).config._attn_implementation
+    assert name == "gemma2" or config._attn_implementation == "sdpa"
 
 
 def test_dropout_is_allowed_and_draws() -> None:

@@ -106,6 +106,27 @@ class Skip(transformers.LlamaForCausalLM):
         self.model.norm.register_forward_pre_hook(lambda module, args: (args[0] + self.seen[-1],))
 
 
+class Shared(transformers.LlamaForCausalLM):
+    """One layer in the place of two."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[3] = self.model.layers[0]
+
+
+class Sideways(transformers.LlamaForCausalLM):
+    """Gives its layers something trainable beside the hidden states."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.gate = nn.Parameter(torch.ones(1))
+        for layer in self.model.layers:
+            layer.register_forward_pre_hook(self.add_gate, with_kwargs=True)
+
+    def add_gate(self, module, args, kwargs):
+        return args, {**kwargs, "gate": self.model.gate * 1}
+
+
 class Unused(transformers.LlamaForCausalLM):
     """Has a parameter that takes no part."""
 
@@ -140,6 +161,8 @@ REFUSED = [
     (BetweenLayers, "hidden states change between layers 1 and 2"),
     (TwiceThrough, r"calls its 4 layers in the order \[0, 1, 2, 3, 0, 1, 2, 3\]"),
     (Skip, "uses hidden states other than the last layer's"),
+    (Shared, r"model\.layers\.0\.\S+ and model\.layers\.3\.\S+ are one tensor"),
+    (Sideways, r"receive trainable tensors besides the hidden states \(gate\)"),
     (Unused, "model.extra.weight acts neither before nor after the layers"),
     (OtherLogits, "neither a positive scale nor a soft-cap"),
     (OtherHead, "its output layer is Head, not an nn.Linear"),
@@ -154,8 +177,12 @@ def test_models_that_cannot_be_cut_are_refused(model_class, text) -> None:
 
 
 CONFIGS = [
-    ("two stacks", lambda: transformers.AutoConfig.for_model("hrm_text"), "exactly one list of"),
-    ("a list of other length", lambda: transformers.AutoConfig.for_model("longcat_flash"), "exactly one list of"),
+    ("two stacks", lambda: transformers.AutoConfig.for_model("hrm_text"), "exactly one list of layers, "),
+    (
+        "a list of other length",
+        lambda: transformers.AutoConfig.for_model("longcat_flash"),
+        "exactly one list of layers, ",
+    ),
     (
         "inputs per layer",
         lambda: transformers.AutoConfig.for_model("gemma3n_text", num_hidden_layers=4, layer_types=None),
@@ -163,6 +190,11 @@ CONFIGS = [
     ),
     ("shared key-values", lambda: transformers.AutoConfig.for_model("gemma4_text"), "cannot be cut into stages"),
     ("not a language model", lambda: transformers.ViTConfig(), "model_type = 'vit' has no causal language model"),
+    (
+        "quantised weights",
+        lambda: transformers.LlamaConfig(**GROUPED, quantization_config={"quant_method": "fp8"}),
+        "quantised weights cannot be trained",
+    ),
     ("layers skipped at random", lambda: transformers.OPTConfig(**OPT, layerdrop=0.1), "layerdrop = 0.1 skips layers"),
     (
         "a router's loss",

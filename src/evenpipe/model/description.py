@@ -109,6 +109,8 @@ def describe(source: str | Path | PreTrainedConfig | nn.Module, *, trust_remote_
     config = copy.deepcopy(config)
     if getattr(config, "output_router_logits", False):
         raise InputError("output_router_logits = true adds a router loss that is not computed here: set it to false.")
+    if getattr(config, "quantization_config", None):
+        raise InputError("quantization_config is set in the model's config, and quantised weights cannot be trained.")
     if getattr(config, "layerdrop", 0.0):
         raise InputError(f"layerdrop = {config.layerdrop} skips layers at random, which stages cannot: set it to 0.0.")
     if model_class is None and type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
@@ -153,6 +155,8 @@ def _describe(
     layers = len(skeleton.get_submodule(layers_name))
     embedding_module, head_module = module_name(skeleton, embedding), module_name(skeleton, head)
 
+    _check_sharing(architecture, skeleton, {id(embedding.weight), id(head.weight)})
+
     fresh = build_skeleton(config, torch.float64, model_class)
     structure = probe(fresh, layers_name, embedding_module, head_module)
     # `fresh` now runs without layers and weights, so it can be given any logits in place of the head's.
@@ -188,6 +192,15 @@ def _describe(
         model=live,
         trust_remote_code=trust_remote_code,
     )
+
+
+def _check_sharing(architecture: str, skeleton: nn.Module, vocabulary: set[int]) -> None:
+    """Only the two vocabulary matrices may be one tensor under two names: others might end up on two stages."""
+    names: dict[int, str] = {}
+    for name, parameter in skeleton.named_parameters(remove_duplicate=False):
+        other = names.setdefault(id(parameter), name)
+        if other != name and id(parameter) not in vocabulary:
+            raise uncuttable(architecture, f"its parameters {other} and {name} are one tensor")
 
 
 def check_ends(architecture: str, embedding: nn.Module | None, head: nn.Module | None) -> None:

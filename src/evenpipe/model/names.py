@@ -10,14 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightConverter,
-    WeightRenaming,
-    apply_converters,
-    apply_renamings,
-    rename_source_key,
-)
+from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
@@ -51,9 +44,9 @@ def disk_names(description: Description, names: Iterable[str]) -> dict[str, str]
     converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
     found = {}
     for name in names:
-        _, pattern = apply_converters(name, converters)
+        renamed, pattern = rename_source_key(name, renamings, converters, reverse=True)
         if pattern is not None:
             form = "merges or splits it on disk, which is not supported"
             raise InputError(f"{name} of {description.architecture} cannot be written: transformers {form}.")
-        found[name] = apply_renamings(name, renamings)
+        found[name] = renamed
     return found

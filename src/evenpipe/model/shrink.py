@@ -119,14 +119,15 @@ def small_copy(config: PreTrainedConfig, *, narrow: bool, moved: bool) -> PreTra
                 _set(small, name, 3.0)
             elif number:
                 _set(small, name, type(value)(round(value * 1.37, 6)) if value else 0.37)
+    if whole._attn_implementation not in (None, "eager", "sdpa"):
+        whole._attn_implementation = None  # kernels for accelerators do not run here
     whole._experts_implementation = "eager"  # the grouped product of experts takes no fp64
     return whole
 
 
 def _narrow(small: PreTrainedConfig) -> None:
-    heads, groups, hidden = (
-        getattr(small, name, None) for name in ("num_attention_heads", "num_key_value_heads", "hidden_size")
-    )
+    names = ("num_attention_heads", "num_key_value_heads", "hidden_size")
+    heads, groups, hidden = (getattr(small, name, None) for name in names)
     for name, limit in SMALLER.items():
         if _larger(getattr(small, name, None), limit):
             _set(small, name, limit)

@@ -80,6 +80,11 @@ class Stage(nn.Module):
         """The transformers model whose forward runs inside, with this stage's parameters only."""
         return self._whole[0]
 
+    def train(self, mode: bool = True) -> Stage:
+        """Training or evaluation mode, also for the model around the modules."""
+        self.whole.training = mode
+        return super().train(mode)
+
     def forward(
         self,
         hidden: torch.Tensor,

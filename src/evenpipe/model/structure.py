@@ -85,14 +85,14 @@ def find_layers(model: PreTrainedModel) -> str:
     base = model.base_model
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = [(name, module) for name, module in base.named_modules() if isinstance(module, nn.ModuleList)]
-    found = [name for name, module in lists if len(module) == count and count]
+    found = [name for name, module in lists if len(module) == count or (count is None and len(module))]
     outermost = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
     if len(outermost) > 1:
         plan = getattr(base, "_pp_plan", None) or getattr(model.config, "base_model_pp_plan", None) or {}
         outermost = [name for name in outermost if name in plan]
     if len(outermost) != 1:
         shapes = ", ".join(f"{name} ({len(module)})" for name, module in lists[:6]) or "none"
-        wanted = f"it needs exactly one list of {count} layers (num_hidden_layers)"
+        wanted = f"it needs exactly one list of layers, {count} long (num_hidden_layers)"
         raise uncuttable(type(model).__name__, f"{wanted}, and its module lists are {shapes}")
     prefix = module_name(model, base)
     return f"{prefix}.{outermost[0]}" if prefix else outermost[0]
