@@ -32,16 +32,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
+from passes import measure_costs
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
 from transformers import LlamaConfig
 
 import evenpipe
-from evenpipe.model import describe
-from evenpipe.model.flops import head_flops, layer_flops
+from evenpipe.model import build_stage, describe, fill_parameters, fill_rows, layer_flops
 from evenpipe.runtime import Pipeline, launch
-from evenpipe.schedule import Costs, Kind, Pass, time_order
+from evenpipe.schedule import plan_order, time_order
 
 MODES = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")
 TORCH = "torch 1F1B"
@@ -79,7 +79,7 @@ def model_config(settings: Settings, ratio: float) -> LlamaConfig:
     return config
 
 
-# --- torch's own schedule on the same model ----------------------------------------------------------------------------
+# --- torch's own schedule on the same model --------------------------------------------------------------
 
 
 class TorchStage(nn.Module):
@@ -90,7 +90,7 @@ class TorchStage(nn.Module):
         description = describe(config)
         layers = config.num_hidden_layers
         first, last = layers * device // devices, layers * (device + 1) // devices
-        self.stage = evenpipe.model.build_stage(
+        self.stage = build_stage(
             description,
             first,
             last,
@@ -99,14 +99,14 @@ class TorchStage(nn.Module):
             dtype=torch.float32,
             torch_device="cpu",
         )
-        evenpipe.model.fill_parameters(self.stage, description, 0)
+        fill_parameters(self.stage, description, 0)
         rows, width = config.vocab_size, config.hidden_size
         self.embedding = nn.Embedding(rows, width) if device == 0 else None
         self.head = nn.Linear(width, rows, bias=False) if device == devices - 1 else None
         with torch.no_grad():
             for module, name in ((self.embedding, description.embedding_name), (self.head, description.head_name)):
                 if module is not None:
-                    module.weight.copy_(evenpipe.model.fill_rows(description, name, 0, rows, 0))
+                    module.weight.copy_(fill_rows(description, name, 0, rows, 0))
 
     def forward(self, value: Tensor) -> Tensor:
         hidden = value if self.embedding is None else self.embedding(value)
@@ -139,7 +139,7 @@ class TorchPipeline:
         self._module.zero_grad()
 
 
-# --- measuring ---------------------------------------------------------------------------------------------------------
+# --- measuring -------------------------------------------------------------------------------------------
 
 
 def build(mode: str, config: LlamaConfig, settings: Settings) -> Pipeline | TorchPipeline:
@@ -191,131 +191,22 @@ def measure_memory(mode: str, config: LlamaConfig, settings: Settings) -> int:
     return int(status["VmHWM"].split()[0]) * 1024
 
 
-def measure_passes(config: LlamaConfig, settings: Settings) -> dict[str, dict[str, list[float]]]:
-    """Median seconds of every pass of every mode, measured in one process, for the event model.
-
-    The passes of one device at a time, with everything that would come from other devices made up: see `alone`.
-    """
-    return {mode: alone(mode, config, settings) for mode in MODES}
-
-
-def alone(mode: str, config: LlamaConfig, settings: Settings) -> dict[str, list[float]]:
-    """Times of the passes of all devices of a mode, in this process, without communication."""
-    from evenpipe.runtime.batch import Inputs, cut
-    from evenpipe.runtime.layout import ModelCosts, build_layout
-    from evenpipe.runtime.parameters import Matrix
-    from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
-    from evenpipe.vocabulary import LossOptions
-
-    description = describe(config)
-    layout = build_layout(
-        devices=settings.processes,
-        microbatches=settings.microbatches,
-        schedule="1f1b",
-        vocabulary=mode,
-        model=ModelCosts(layers=tuple(layer_flops(description, settings.tokens)), head=head_flops(description)),
-        rows=config.vocab_size,
-    )
-    ids = batch(config, settings)
-    data = cut(Inputs(ids, ids.clone()), microbatches=settings.microbatches, dtype=torch.float32)
-    times: dict[str, list[list[float]]] = {kind: [] for kind in "FBSCTEG"}
-
-    def clock(kind: str, function, *arguments, **keywords):
-        started = time.perf_counter()
-        result = function(*arguments, **keywords)
-        times[kind][-1].append(time.perf_counter() - started)
-        return result
-
-    width, one_barrier = config.hidden_size, layout.program.barriers == 1
-    count = settings.repetitions + settings.warm_up
-    for device in range(settings.processes):
-        first, last = layout.layers[device]
-        ends = {"is_first": device == 0, "is_last": device == settings.processes - 1}
-        module = evenpipe.model.build_stage(description, first, last, dtype=torch.float32, torch_device="cpu", **ends)
-        evenpipe.model.fill_parameters(module, description, 0)
-
-        def matrix(name: str, shard) -> Matrix | None:
-            if not shard.rows:
-                return None
-            return Matrix(nn.Parameter(evenpipe.model.fill_rows(description, name, shard.start, shard.stop)), torch.float32)
-
-        embedding = matrix(description.embedding_name, layout.embedding_shards[device])
-        head = matrix(description.head_name, layout.head_shards[device])
-        shards = layout.embedding_shards if layout.sharded else (layout.embedding_shards[0],)
-        rows = EmbeddingShard(embedding, shards, device if layout.sharded else 0, None) if embedding else None
-        output = OutputShard(head, None, layout.head_shards[device], LossOptions(), one_barrier=one_barrier) if head else None
-        for kind in times:
-            times[kind].append([])
-        for number in range(count):
-            index = number % settings.microbatches
-            if index == 0:
-                if rows is not None:
-                    rows.begin(data)
-                if output is not None:
-                    output.begin()
-            microbatch = data.microbatches[index]
-
-            def forward(microbatch=microbatch, index=index):
-                if ends["is_first"] and not layout.sharded:
-                    hidden = rows.place(rows.rows(index), index).view(1, -1, width)
-                else:
-                    hidden = torch.randn(1, settings.tokens, width)
-                hidden.requires_grad_()
-                result = module(hidden)
-                if ends["is_last"] and not layout.sharded:
-                    statistics = output.forward(result.detach().view(-1, width), microbatch, index, gradients=True)
-                    output.combine(statistics.unsqueeze(0), microbatch, index, gradients=True)
-                return hidden, result
-
-            def backward(hidden, result, index=index):
-                if ends["is_last"] and not layout.sharded:
-                    gradient = output.backward(index).view_as(result)
-                else:
-                    gradient = torch.randn_like(result)
-                torch.autograd.backward((result,), (gradient,))
-                if ends["is_first"] and not layout.sharded:
-                    rows.add_gradient(rows.pick(hidden.grad.view(-1, width), index), index)
-
-            hidden, result = clock("F", forward)
-            clock("B", backward, hidden, result)
-            if not layout.sharded:
-                continue
-            own = clock("E", rows.rows, index)
-            statistics = clock("S", output.forward, torch.randn(settings.tokens, width), microbatch, index, gradients=True)
-            table = statistics.unsqueeze(0).repeat(settings.processes, 1, 1)
-
-            def combine(table=table, microbatch=microbatch, index=index):
-                output.combine(table, microbatch, index, gradients=True)
-                return output.hidden_gradient(index) if one_barrier else None
-
-            if one_barrier:
-                clock("C", combine)
-                clock("T", output.backward, index)
-            else:
-                def finish(combine=combine, index=index):
-                    combine()
-                    return output.backward(index)
-
-                clock("T", finish)
-            clock("G", rows.add_gradient, torch.randn_like(own), index)
-    return {
-        kind: [statistics_median(values[settings.warm_up :]) for values in devices]
-        for kind, devices in times.items()
-        if devices and devices[0]
-    }
-
-
-def statistics_median(values: list[float]) -> float:
-    return statistics.median(values)
-
-
-def predict(mode: str, passes: dict[str, list[float]], config: LlamaConfig, settings: Settings) -> float:
-    """Seconds of a step of this mode in the event model."""
-    from evenpipe.schedule import plan_order
-
-    costs = Costs(**{kind: tuple(values) for kind, values in passes.items()})
-    order = plan_order("1f1b", settings.processes, settings.microbatches, mode, costs)
-    return time_order(order, costs).makespan
+def predict(config: LlamaConfig, settings: Settings) -> dict[str, tuple[float, dict[str, Any]]]:
+    """Seconds of a step in the event model, by mode, from pass times measured in this process; and those times."""
+    predictions = {}
+    for mode in MODES:
+        costs = measure_costs(
+            config,
+            mode,
+            devices=settings.processes,
+            input_ids=batch(config, settings),
+            microbatches=settings.microbatches,
+            repetitions=settings.repetitions,
+        )
+        order = plan_order("1f1b", settings.processes, settings.microbatches, mode, costs)
+        times = {kind: getattr(costs, kind) for kind in "FBSCTEG" if getattr(costs, kind)}
+        predictions[mode] = (time_order(order, costs).makespan, times)
+    return predictions
 
 
 def ideal(ratio: float, mode: str, settings: Settings) -> float:
@@ -330,7 +221,7 @@ def ideal(ratio: float, mode: str, settings: Settings) -> float:
 
 def run_ratio(ratio: float, settings: Settings, *, memory: bool) -> dict[str, Any]:
     config = model_config(settings, ratio)
-    passes = launch(measure_passes, config, settings, processes=1)[0]
+    predictions = launch(predict, config, settings, processes=1)[0]
     measured = launch(measure_steps, config, settings, processes=settings.processes)
     arms: dict[str, dict[str, Any]] = {}
     for name in (*MODES, TORCH):
@@ -343,14 +234,13 @@ def run_ratio(ratio: float, settings: Settings, *, memory: bool) -> dict[str, An
         }
         if name != TORCH:
             arm["busy_seconds"] = [statistics.median(one[name]["busy"]) for one in measured]
-            arm["predicted_seconds"] = predict(name, passes[name], config, settings)
-            arm["pass_seconds"] = passes[name]
+            arm["predicted_seconds"], arm["pass_seconds"] = predictions[name]
         if memory:
             arm["peak_bytes"] = launch(measure_memory, name, config, settings, processes=settings.processes)
         arms[name] = arm
-    for name, arm in arms.items():
+    for arm in arms.values():
         for peer, key in (("first-last", "vs_first_last"), (TORCH, "vs_torch"), ("redistribute", "vs_redistribute")):
-            pairs = zip(arms[peer]["steps"], arms[name]["steps"], strict=True)
+            pairs = zip(arms[peer]["steps"], arm["steps"], strict=True)
             arm[key] = statistics.median(one / other for one, other in pairs)
     return {"ratio": ratio, "vocabulary": config.vocab_size, "arms": arms}
 

@@ -1,6 +1,6 @@
 """evenpipe: pipeline-parallel training for Hugging Face language models, with nothing out of balance.
 
-    pipeline = evenpipe.Pipeline("Qwen/Qwen3-8B", schedule="1f1b", vocabulary="balanced")
+pipeline = evenpipe.Pipeline("Qwen/Qwen3-8B", schedule="1f1b", vocabulary="balanced")
 """
 
 from __future__ import annotations

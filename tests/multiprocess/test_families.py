@@ -1,4 +1,4 @@
-"""Every promised family on two devices, with multipliers and soft-caps away from their defaults, trained three steps."""
+"""Every promised family on two devices, multipliers and soft-caps away from their defaults, trained three steps."""
 
 from __future__ import annotations
 

@@ -117,7 +117,11 @@ def run_cases(cases: list[Case], dtype: torch.dtype, tolerance: float, weight_to
             continue
         errors = (found.loss_error, found.gradient_error, found.weight_error)
         if not (max(errors[:2]) <= tolerance and errors[2] <= weight_tolerance):
-            faults.append("{}: loss {:.1e}, gradient {:.1e} ({}), weights {:.1e}".format(case, *errors[:2], found.worst, errors[2]))
+            faults.append(
+                "{}: loss {:.1e}, gradient {:.1e} ({}), weights {:.1e}".format(
+                    case, *errors[:2], found.worst, errors[2]
+                )
+            )
     return faults
 
 

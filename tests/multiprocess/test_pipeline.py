@@ -49,7 +49,7 @@ def assert_same_gradients(pipeline: Pipeline, model, tolerance: float = 1e-10) -
         assert error < tolerance, f"{name}: {error:.1e}"
 
 
-# --- vocabularies that leave a device without rows, other schedules, other types -----------------------------------------
+# --- vocabularies that leave a device without rows, other schedules, other types -------------------------
 
 
 def test_a_shard_may_be_empty() -> None:
@@ -144,7 +144,9 @@ def in_bf16(mode: str) -> None:
     )
     loss = pipeline.step(ids).loss
     found = pipeline.full_gradients()
-    assert all(parameter.grad.dtype == torch.float32 for parameter in pipeline.parameters() if parameter.grad is not None)
+    assert all(
+        parameter.grad.dtype == torch.float32 for parameter in pipeline.parameters() if parameter.grad is not None
+    )
     if pipeline.device:
         return
     rounded = llama(1003, False, torch.float32)
@@ -168,7 +170,7 @@ def test_bf16_errs_no_more_than_bf16_in_one_process(mode: str) -> None:
     run_processes(in_bf16, 2, mode)
 
 
-# --- what goes into a step ---------------------------------------------------------------------------------------------
+# --- what goes into a step -------------------------------------------------------------------------------
 
 
 def padded_positions_and_weights(mode: str) -> None:
@@ -286,7 +288,7 @@ def test_frozen_parameters(mode: str) -> None:
     run_processes(frozen, 2, mode)
 
 
-# --- whole models ------------------------------------------------------------------------------------------------------
+# --- whole models ----------------------------------------------------------------------------------------
 
 
 def plain_modules(mode: str, tied: bool) -> None:
@@ -373,7 +375,7 @@ def test_fresh_weights_do_not_depend_on_the_layout() -> None:
         assert all(torch.equal(weights[0][name], other[name]) for name in other)
 
 
-# --- schedules that are data -------------------------------------------------------------------------------------------
+# --- schedules that are data -----------------------------------------------------------------------------
 
 
 def schedules(folder: str) -> None:
@@ -382,7 +384,12 @@ def schedules(folder: str) -> None:
     reference.loss_of(model, ids, ids).backward()
     base = generate("1f1b", 2, 3)
     order = add_vocabulary(base, 1)
-    for schedule in (base, order, f"{folder}/order.csv", lambda devices, microbatches: generate("gpipe", devices, microbatches)):
+    for schedule in (
+        base,
+        order,
+        f"{folder}/order.csv",
+        lambda devices, microbatches: generate("gpipe", devices, microbatches),
+    ):
         pipeline = make("vocab-2", microbatches=3, schedule=schedule)
         pipeline.step(ids)
         assert_same_gradients(pipeline, model)
@@ -395,7 +402,7 @@ def test_a_schedule_is_a_name_an_order_a_file_or_a_function(tmp_path) -> None:
     run_processes(schedules, 2, str(tmp_path))
 
 
-# --- bad input ---------------------------------------------------------------------------------------------------------
+# --- bad input -------------------------------------------------------------------------------------------
 
 IDS = torch.zeros(2, 4, dtype=torch.int64)
 BAD_STEPS = {

@@ -67,7 +67,9 @@ def check(inputs: Inputs, *, microbatches: int, vocabulary: int, maximum_length:
     """
     input_ids, labels, position_ids, attention_mask, token_weights = _fields(inputs)
     if input_ids is None:
-        raise InputError("input_ids: the first process of the pipeline was given None, expected [batch, sequence] int64")
+        raise InputError(
+            "input_ids: the first process of the pipeline was given None, expected [batch, sequence] int64"
+        )
     if input_ids.dim() != 2 or input_ids.dtype != torch.int64 or input_ids.numel() == 0:
         raise InputError(
             f"input_ids: {list(input_ids.shape)} {input_ids.dtype}, expected [batch, sequence] torch.int64, not empty"
@@ -99,7 +101,7 @@ def check(inputs: Inputs, *, microbatches: int, vocabulary: int, maximum_length:
         if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= vocabulary):
             wrong = int(counted.min()) if int(counted.min()) < 0 else int(counted.max())
             raise InputError(
-                f"labels: holds {wrong}, expected 0 to {vocabulary - 1} or {IGNORE_INDEX} for positions that do not count"
+                f"labels: holds {wrong}, expected 0 to {vocabulary - 1} or {IGNORE_INDEX} for positions without one"
             )
     if attention_mask is not None:
         mask = attention_mask.to(torch.int64)
@@ -142,8 +144,8 @@ def distribute(
             fault = error
     header = torch.zeros(6, dtype=torch.int64)
     if is_source and fault is None:
-        assert inputs.input_ids is not None
         inputs = _with_labels(inputs)
+        assert inputs.input_ids is not None
         flags = [tensor is not None for tensor in (inputs.position_ids, inputs.attention_mask, inputs.token_weights)]
         wide = inputs.token_weights is not None and inputs.token_weights.dtype == torch.float64
         header = torch.tensor([*inputs.input_ids.shape, *flags, wide], dtype=torch.int64)
@@ -204,9 +206,9 @@ def cut(inputs: Inputs, *, microbatches: int, dtype: torch.dtype) -> Batch:
     """Shifts the labels, turns them into weights that add up to 1, and cuts the step into microbatches.
 
     Labels are aligned with `input_ids`, as in transformers: position t predicts label t + 1. A position's weight is
-    the token weight of the label that it predicts (1 by default) over the step's sum of weights, so that the step's loss
-    is the (weighted) mean over all its valid tokens and not a mean of means. Where no label of the step counts, all
-    weights are 0: the loss and every gradient are then 0.
+    the token weight of the label that it predicts (1 by default) over the step's sum of weights, so that the step's
+    loss is the (weighted) mean over all its valid tokens and not a mean of means. Where no label of the step counts,
+    all weights are 0: the loss and every gradient are then 0.
 
     Args:
         dtype: of the weights; fp64 where the model computes in fp64, fp32 elsewhere.

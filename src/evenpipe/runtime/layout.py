@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import (
@@ -79,7 +80,7 @@ def build_layout(
     bounds = [0]
     for count in counts:
         bounds.append(bounds[-1] + count)
-    layers = tuple(zip(bounds, bounds[1:], strict=False))
+    layers = tuple(pairwise(bounds))
     costs = costs or _flop_costs(model, layers, devices, mode)
     order, program = plan_program(schedule, devices, microbatches, mode, costs)
     placement = program.placement
@@ -124,7 +125,7 @@ def _layers_per_stage(
         return tuple(given)
     if stages > layers:
         raise InputError(
-            f"devices: {devices} with {stages} stages, but the model has {layers} layers: expected at most one stage per layer"
+            f"devices: {devices} with {stages} stages, but the model has {layers} layers: expected a layer for each"
         )
     if mode == "redistribute":
         return split_by_cost(model.layers, stages, first_extra=0.0, last_extra=model.head)

@@ -67,7 +67,7 @@ class StepResult:
 
     @property
     def log_probabilities(self) -> Tensor:
-        """Evaluation only: [batch, sequence], at position t the log-probability of the label at t + 1, 0 where none counts."""
+        """Evaluation only: [batch, sequence], at position t that of the label at t + 1, 0 where none counts."""
         if not self._log_probabilities:
             raise InputError("log_probabilities: only evaluate() gives them, not step()")
         return torch.cat([part.value() for part in self._log_probabilities]).view(self._shape)
@@ -142,7 +142,9 @@ class Pipeline:
         self._compute_dtype = compute_dtype or (
             torch.bfloat16 if self.torch_device.type == "cuda" and parameter_dtype == torch.float32 else parameter_dtype
         )
-        self.description = model if isinstance(model, Description) else describe(model, trust_remote_code=trust_remote_code)
+        self.description = (
+            model if isinstance(model, Description) else describe(model, trust_remote_code=trust_remote_code)
+        )
         self._options = _loss_options(loss or LossOptions(), self.description)
         self._layout = partial(
             build_layout,
@@ -180,7 +182,7 @@ class Pipeline:
         """
         return cls(describe_modules(embedding, layers, norm, head), **options)
 
-    # --- building ----------------------------------------------------------------------------------------------------
+    # --- building --------------------------------------------------------------------------------------------
 
     def _make_communicators(self, timeout_seconds: float) -> None:
         if self.devices == 1:
@@ -202,9 +204,7 @@ class Pipeline:
     def _tied_twice(self) -> bool:
         """Whether two devices hold the one matrix of a model with tied weights."""
         placement = self.layout.program.placement
-        return (
-            self.description.tied and not self.layout.sharded and placement.first_device != placement.last_device
-        )
+        return self.description.tied and not self.layout.sharded and placement.first_device != placement.last_device
 
     def _check_architecture(self) -> None:
         """The first process checks; all raise what it found."""
@@ -279,8 +279,8 @@ class Pipeline:
             self._stages,
             self._embedding(embedding),
             self._output,
-            self._communicators,
-            self._group.ranks,
+            communicators=self._communicators,
+            ranks=self._group.ranks,
             vocabulary_passes=layout.sharded,
             hidden_size=description.hidden_size,
             hidden_dtype=self._compute_dtype,
@@ -296,7 +296,7 @@ class Pipeline:
         rows = self.description.vocabulary_size
         return EmbeddingShard(matrix, (Shard(0, rows, rows),), 0, padding_index)
 
-    # --- training ----------------------------------------------------------------------------------------------------
+    # --- training --------------------------------------------------------------------------------------------
 
     def step(
         self,
@@ -314,7 +314,7 @@ class Pipeline:
 
         Args:
             input_ids: [batch, sequence] int64, batch a multiple of `microbatches`.
-            labels: the same shape, aligned with `input_ids` and shifted inside, -100 where none counts; default: the ids.
+            labels: the same shape, aligned with `input_ids` and shifted inside, -100 where none counts; default: ids.
             position_ids: the same shape; default 0, 1, 2, ...
             attention_mask: the same shape, 1 for tokens and 0 for padding, which must stand on the right.
             token_weights: the same shape, weight of each label in the mean; default 1.
@@ -383,7 +383,7 @@ class Pipeline:
         ]
 
     def _share(self, own: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> _Shared:
-        """What devices with an output layer know and others may not. Sharded, all know; else the last stage's sends it."""
+        """What devices with an output layer know. Sharded, all do; else the last stage's sends it to the others."""
         if self._control is None or self.layout.sharded:
             assert own is not None
             return _Shared(own, None)
@@ -411,7 +411,7 @@ class Pipeline:
         communicator.broadcast(gradient, communicator.members[0], "tied gradients").wait("the optimizer")
         parameter.grad = gradient if before is None else before.add_(gradient)
 
-    # --- parameters --------------------------------------------------------------------------------------------------
+    # --- parameters ------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(Hugging Face name, parameter) held by this process; vocabulary matrices are its rows of them."""
@@ -454,7 +454,7 @@ class Pipeline:
         self._control.all_gather(table, number, "the norm of all gradients").wait("the optimizer")
         return table.sum()
 
-    # --- over all devices --------------------------------------------------------------------------------------------
+    # --- over all devices ------------------------------------------------------------------------------------
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -471,7 +471,7 @@ class Pipeline:
         return table.tolist()
 
     def predict(self, vocabulary: str | None = None) -> Timeline:
-        """The simulated step of this pipeline, or of the same one in another vocabulary mode. Times as in `layout.costs`."""
+        """The simulated step of this pipeline, or of it in another vocabulary mode. Times as in `layout.costs`."""
         layout = self.layout if vocabulary is None else self._layout(vocabulary=vocabulary)
         return time_order(layout.program.order, layout.costs)
 
@@ -480,7 +480,7 @@ class Pipeline:
         if self._communicators is not None:
             self._communicators.close()
 
-    # --- whole tensors -----------------------------------------------------------------------------------------------
+    # --- whole tensors ---------------------------------------------------------------------------------------
 
     def stream_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole gradient on the CPU), one after the other, on the first process; all must exhaust it."""

@@ -58,7 +58,7 @@ class EmbeddingShard:
         return gather_rows(self._matrix.weight, self._routes[microbatch], self.part)
 
     def place(self, rows: Tensor, microbatch: int) -> Tensor:
-        """At the first stage: rows [n, hidden_size] of all shards, one shard after the other, put in the tokens' places."""
+        """At the first stage: rows [n, hidden_size] of all shards, one after the other, put in the tokens' places."""
         routes = self._routes[microbatch]
         return place_rows([rows[routes.span(part)] for part in range(len(self._shards))], routes)
 
@@ -124,7 +124,7 @@ class OutputShard:
         return statistics
 
     def combine(self, table: Tensor, microbatch: Microbatch, index: int, *, gradients: bool) -> None:
-        """What opens C, or T with two barriers: table [shards, n, statistics_per_token] to the loss of the microbatch."""
+        """What opens C, or T with two barriers: [shards, n, statistics_per_token] to the loss of the microbatch."""
         combined = combine(table, microbatch.weights, microbatch.targets, self._options, self._shard.vocabulary)
         loss = torch.dot(combined.losses, microbatch.weights.to(combined.losses.dtype))
         self.loss = loss if self.loss is None else self.loss + loss

@@ -94,9 +94,9 @@ class Walker:
         stages: Mapping[int, StageModule],
         embedding: EmbeddingShard | None,
         output: OutputShard | None,
+        *,
         communicators: Communicators | None,
         ranks: Sequence[int],
-        *,
         vocabulary_passes: bool,
         hidden_size: int,
         hidden_dtype: torch.dtype,
@@ -139,7 +139,7 @@ class Walker:
             TransferKind.ROW_GRADIENTS: self._exchange_row_gradients,
         }
 
-    # --- walking -----------------------------------------------------------------------------------------------------
+    # --- walking ---------------------------------------------------------------------------------------------
 
     def walk(self, program: Program, batch: Batch) -> StepRecord:
         """Runs this device's row of the program over the batch."""
@@ -186,7 +186,7 @@ class Walker:
         if self.record_passes:
             record.passes.append(PassTime(item, self._started, time.perf_counter(), processor))
 
-    # --- values ------------------------------------------------------------------------------------------------------
+    # --- values ----------------------------------------------------------------------------------------------
 
     def _take(self, key: Key) -> Tensor:
         """A value made here or received; waits until it is there."""
@@ -211,9 +211,7 @@ class Walker:
 
     def _hidden_buffer(self, index: int) -> Tensor:
         sequences, tokens = self._batch.microbatches[index].token_ids.shape
-        return torch.empty(
-            (sequences, tokens, self._hidden_size), dtype=self._hidden_dtype, device=self._torch_device
-        )
+        return torch.empty((sequences, tokens, self._hidden_size), dtype=self._hidden_dtype, device=self._torch_device)
 
     def _communicator(self, item: Transfer) -> Communicator:
         assert self._communicators is not None
@@ -224,7 +222,7 @@ class Walker:
         assert item.root is not None
         return self._ranks[item.root]
 
-    # --- transformer passes ------------------------------------------------------------------------------------------
+    # --- transformer passes ----------------------------------------------------------------------------------
 
     def _forward(self, item: Pass) -> None:
         assert item.stage is not None
@@ -294,7 +292,7 @@ class Walker:
         else:
             self._embedding.add_gradient(rows_gradient, index)
 
-    # --- hops --------------------------------------------------------------------------------------------------------
+    # --- hops ------------------------------------------------------------------------------------------------
 
     def _send_forward(self, item: Transfer) -> None:
         assert item.stage is not None
@@ -320,7 +318,7 @@ class Walker:
         handle = self._communicator(item).receive(buffer, self._ranks[item.members[0]], str(item))
         self._arriving[what, item.stage, item.microbatch] = (buffer, handle)
 
-    # --- embedding ---------------------------------------------------------------------------------------------------
+    # --- embedding -------------------------------------------------------------------------------------------
 
     def _embed(self, item: Pass) -> None:
         assert self._embedding is not None
@@ -366,7 +364,7 @@ class Walker:
         self._begin()
         self._embedding.add_gradient(gradient, index)
 
-    # --- output layer ------------------------------------------------------------------------------------------------
+    # --- output layer ----------------------------------------------------------------------------------------
 
     def _broadcast_hidden(self, item: Transfer) -> None:
         key = ("X", -1, item.microbatch)
@@ -419,7 +417,7 @@ class Walker:
             self._local["DX", -1, index] = part
 
     def _reduce_gradient(self, item: Transfer) -> None:
-        """Adds the parts of all shards on the last stage's device. The part was made for this: reduce may destroy it."""
+        """Adds the parts of all shards on the last stage's device. The part is scratch: reduce may destroy it."""
         key = ("DX", -1, item.microbatch)
         part = self._local.pop(key)
         handle = self._communicator(item).reduce(part, self._root(item), str(item))

@@ -75,6 +75,18 @@ def pipeline_model(config: Config, tokenizer_size: int, end_of_text_id: int) -> 
     return model
 
 
+def generation_config(model: ModelConfig) -> dict[str, Any] | None:
+    """The generation settings that come with weights to continue from; None where there are none."""
+    if model.source is None or model.fresh_weights:
+        return None
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(model.source).to_dict()
+    except OSError:
+        return None
+
+
 def _described_config(architecture: str, values: dict[str, Any]) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS

@@ -27,9 +27,7 @@ def adamw(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfi
     ]
     if not groups:
         return None
-    return torch.optim.AdamW(
-        groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=True
-    )
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=True)
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:

@@ -57,13 +57,13 @@ def show_result(config: Config) -> None:
     from evenpipe.train.generation import Generator
 
     generate = Generator(config.export_folder)
-    for prompt in config.sample.prompts:
+    for number, prompt in enumerate(config.sample.prompts):
         text = generate(
             prompt,
             max_new_tokens=config.sample.new_tokens,
             temperature=config.sample.temperature,
             top_k=config.sample.top_k,
-            seed=config.training.seed,
+            seed=config.training.seed + number,
         )
         print(f"\n--- {prompt!r}\n{text}", flush=True)
 

@@ -9,14 +9,16 @@ rate, the seeds. So a run that was killed and started again goes on as if nothin
 from __future__ import annotations
 
 import gc
+import os
 import resource
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from evenpipe.errors import RunError
+from evenpipe.errors import InputError, RunError
 from evenpipe.runtime import Pipeline, StepResult, initialise_worker
 from evenpipe.train.checkpoint import load, save
 from evenpipe.train.checkpoint_folder import find_latest, prepare_folder
@@ -24,7 +26,7 @@ from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_to_dict
 from evenpipe.train.data import PreparedData, data_identity, open_batches, open_data
 from evenpipe.train.metrics import Metrics, RunningMean, StepMetrics
-from evenpipe.train.model_source import pipeline_model
+from evenpipe.train.model_source import generation_config, pipeline_model
 from evenpipe.train.optimization import adamw, learning_rate
 from evenpipe.train.packing import Batches
 from evenpipe.train.report import DeviceReport, Prediction, RunReport, report_text, write_report
@@ -92,28 +94,36 @@ class _Run:
             timeout_seconds=config.pipeline.timeout_seconds,
         )
         self.is_first = self.pipeline.device == 0
+        self._generation_config = generation_config(config.model)
         self.optimizer = adamw(self.pipeline.named_parameters(), config.optimizer)
         self.progress = _Progress(steps=config.training.steps)
         self.started_step = 0
         self.metrics: Metrics | None = None
         self.box_open = config.training.minutes is not None
         self._since = time.perf_counter()
-        self._pending: list[tuple[StepResult, float, float]] = []
+        self._pending: list[tuple[StepResult, float]] = []
         self._busy_seconds = 0.0
         self._training_seconds = 0.0
         self._busy_in_all = 0.0
         self._validation: float | None = None
 
-    # --- resuming and saving -----------------------------------------------------------------------------------------
+    # --- resuming and saving ---------------------------------------------------------------------------------
 
     def resume(self) -> None:
         """Takes up the newest sound checkpoint, if there is one."""
         config, group = self.config, self.pipeline.process_group
         prepare_folder(config.checkpoint_folder, group)
         found = find_latest(config.checkpoint_folder, group)
+        if found.checkpoint is None and found.rejected:
+            newest = found.rejected[0]
+            raise InputError(
+                f"{config.checkpoint_folder} holds no sound checkpoint ({newest.path.name}: {newest.reason}); expected"
+                " one that is whole, or an empty folder to begin anew"
+            )
         if found.checkpoint is not None:
             shards = self.pipeline.parameter_shards()
             state = load(found.checkpoint, shards, self.optimizer, group)
+            self._check_data(found.checkpoint.path, state["data"])
             decided = state["decided_steps"]
             if decided is not None and decided["for"] == self._time_box:
                 self.progress.steps, self.box_open = decided["steps"], False
@@ -133,8 +143,19 @@ class _Run:
             self.metrics.say(f"passed over checkpoint {rejected.path.name}: {rejected.reason}")
         if found.checkpoint is not None:
             self.metrics.say(f"going on from {found.checkpoint.path}")
-            if state["data"] != data_identity(config, self.data):
-                self.metrics.say("the data, its order or the batch is no longer that of the checkpoint")
+            for name, value in data_identity(config, self.data).items():
+                if state["data"].get(name) != value:
+                    self.metrics.say(
+                        f"{name} is now {value}, was {state['data'].get(name)}: the order of the data changes"
+                    )
+
+    def _check_data(self, checkpoint: Path, saved: dict[str, Any]) -> None:
+        """Other text, or another tokenizer: then token ids do not mean what the checkpoint has learned."""
+        if saved["data"] != self.data.fingerprint:
+            raise InputError(
+                f"output.folder is {self.config.output.folder!r}, where {checkpoint.name} was trained on other text or"
+                " with another tokenizer; expected the same data, or another folder"
+            )
 
     @property
     def _time_box(self) -> dict[str, Any]:
@@ -154,8 +175,12 @@ class _Run:
             "config": config_to_dict(self.config),
             "model_config": self.pipeline.description.config.to_dict(),
             "tied": self.pipeline.description.tied,
-            "tokenizer": "../../tokenizer",
+            "tokenizer": os.path.relpath(
+                self.config.run_folder / "tokenizer", self.config.checkpoint_folder / "step-00000000"
+            ),
         }
+        if self._generation_config is not None:
+            metadata["generation_config"] = self._generation_config
         save(
             self.config.checkpoint_folder,
             progress.step,
@@ -166,7 +191,7 @@ class _Run:
             keep=self.config.checkpoint.keep,
         )
 
-    # --- the loop ----------------------------------------------------------------------------------------------------
+    # --- the loop --------------------------------------------------------------------------------------------
 
     def to_the_end(self) -> None:
         config, progress = self.config, self.progress
@@ -213,15 +238,15 @@ class _Run:
         progress.step += 1
         progress.tokens += self.batches.tokens_per_batch
         self._busy_seconds += result.record.busy
-        self._pending.append((result, norm, rate))
+        self._pending.append((result, norm))
 
     def _log(self) -> None:
         """Reads the losses since the last line, and writes one. Collective: devices tell how busy they were."""
         if not self._pending:
             return
         progress, steps = self.progress, len(self._pending)
-        loss = norm = rate = 0.0
-        for result, norm, rate in self._pending:
+        loss = norm = 0.0
+        for result, norm in self._pending:
             loss = result.loss
             if not (abs(loss) < float("inf") and norm < float("inf")):
                 first = progress.step - steps + 1
@@ -243,7 +268,7 @@ class _Run:
                     running_mean_loss=progress.mean.mean,
                     tokens=progress.tokens,
                     tokens_per_second=steps * self.batches.tokens_per_batch / seconds,
-                    learning_rate=rate,
+                    learning_rate=learning_rate(progress.step - 1, progress.steps, self.config.optimizer),
                     gradient_norm=norm,
                     busy=tuple(busy),
                     seconds=seconds,
@@ -279,7 +304,7 @@ class _Run:
         if self.metrics is not None:
             self.metrics.set_steps(self.progress.steps)
 
-    # --- the end -----------------------------------------------------------------------------------------------------
+    # --- the end ---------------------------------------------------------------------------------------------
 
     def _report(self) -> None:
         """Writes and prints the report. Collective."""

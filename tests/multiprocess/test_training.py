@@ -1,0 +1,281 @@
+"""Runs of the trainer: interrupted and resumed, in one layout and in others, exported, and hit by what may go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+from harness import run_processes
+from transformers import AutoModelForCausalLM
+
+from evenpipe.train import trainer
+from evenpipe.train.config_file import load_config
+from evenpipe.train.data import open_batches, open_data, prepare
+from evenpipe.train.export import export_checkpoint
+
+STEPS = 12
+CONFIG = """
+[model]
+architecture = "llama"
+
+[model.config]
+hidden_size = 16
+intermediate_size = 32
+num_hidden_layers = 4
+num_attention_heads = 2
+num_key_value_heads = 1
+max_position_embeddings = 64
+tie_word_embeddings = {tied}
+
+[data]
+files = ["{text}"]
+sequence_length = 32
+validation_fraction = 0.05
+
+[tokenizer]
+vocabulary_size = 301
+
+[pipeline]
+processes = {processes}
+vocabulary = "{vocabulary}"
+microbatches = 4
+
+[optimizer]
+learning_rate = 1e-2
+warmup_steps = 3
+
+[training]
+steps = {steps}
+
+[checkpoint]
+every_steps = 4
+
+[output]
+folder = "{folder}"
+tensorboard = false
+"""
+
+
+def write_config(
+    folder: Path, *, processes: int = 2, vocabulary: str = "vocab-2", steps: int = STEPS, tied: bool = True
+) -> Path:
+    """A configuration that trains on this file, with everything it writes in `folder`."""
+    text = CONFIG.format(
+        tied=str(tied).lower(),
+        text=Path(__file__),
+        processes=processes,
+        vocabulary=vocabulary,
+        steps=steps,
+        folder=folder / "run",
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.toml"
+    path.write_text(text)
+    return path
+
+
+def logged(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(folder: Path) -> list[tuple[int, float, float, float]]:
+    """(step, loss, gradient norm, learning rate) of every step; validation losses as (step, loss)."""
+    return [
+        (line["step"], line["loss"], line["gradient_norm"], line["learning_rate"])
+        if "loss" in line
+        else (line["step"], line["validation_loss"])
+        for line in logged(folder)
+    ]
+
+
+def evenpipe(*arguments: object, **options) -> subprocess.Popen[str]:
+    """The command line in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "evenpipe.cli.main", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        **options,
+    )
+
+
+def finish(process: subprocess.Popen[str], exit_code: int = 0) -> str:
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == exit_code, output
+    assert "Traceback" not in output, output
+    return output
+
+
+class StoppedError(Exception):
+    """Ends a run in the middle, as a kill would."""
+
+
+def train_until(path: str, processes: int, vocabulary: str, until: int) -> None:
+    """The trainer on the processes of the harness, stopped before step `until` is taken."""
+    config = load_config(Path(path), [f"pipeline.processes={processes}", f'pipeline.vocabulary="{vocabulary}"'])
+    take_step = trainer._Run._step
+
+    def step(run) -> None:
+        if run.progress.step == until:
+            raise StoppedError
+        take_step(run)
+
+    trainer._Run._step = step
+    trainer.train(config)
+
+
+def run_part(path: Path, processes: int, vocabulary: str, until: int) -> None:
+    arguments = (str(path), processes, vocabulary, until)
+    if until == STEPS:
+        run_processes(train_until, processes, *arguments, timeout_seconds=120)
+    else:
+        with pytest.raises(StoppedError):
+            run_processes(train_until, processes, *arguments, timeout_seconds=120)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Path:
+    """A whole run of the command line, at p = 2 with vocab-2."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    finish(evenpipe("train", write_config(folder)))
+    return folder
+
+
+def test_killed_at_random_steps_it_ends_with_the_same_curve(uninterrupted: Path, tmp_path: Path) -> None:
+    """SIGKILL to the whole process group, twice; the same command again each time; equal to the last bit."""
+    path = write_config(tmp_path)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    for lines in sorted(random.sample(range(1, STEPS), 2)):
+        process = evenpipe("train", path)
+        deadline = time.monotonic() + 120
+        while not metrics.exists() or metrics.read_text().count("\n") < lines:
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    finish(evenpipe("train", path))
+    assert curve(tmp_path) == curve(uninterrupted)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_resumed_in_another_layout_the_losses_agree(tmp_path: Path, tied: bool) -> None:
+    """p = 4 -> 2 -> 3, and vocab-2 -> first-last -> vocab-1, each picking up the checkpoint of the one before."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        prepare(load_config(write_config(folder, processes=4, tied=tied)), say=lambda text: None)
+    run_part(whole / "config.toml", 4, "vocab-2", STEPS)
+    run_part(parts / "config.toml", 4, "vocab-2", 5)
+    run_part(parts / "config.toml", 2, "first-last", 10)
+    run_part(parts / "config.toml", 3, "vocab-1", STEPS)
+    expected, found = curve(whole), curve(parts)
+    assert [line[0] for line in found] == [line[0] for line in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one[1] == pytest.approx(other[1], rel=1e-6)
+
+
+def test_the_exported_folder_gives_the_same_loss(uninterrupted: Path) -> None:
+    config = load_config(uninterrupted / "config.toml")
+    model = AutoModelForCausalLM.from_pretrained(uninterrupted / "run" / "model", dtype=torch.float32)
+    batches = open_batches(config, open_data(config))
+    total = tokens = 0.0
+    for index in range(min(batches.validation_batches, config.training.evaluation_batches)):
+        ids, labels = batches.validation_batch(index)
+        valid = int((labels[:, 1:] != reference.IGNORE).sum())
+        with torch.no_grad():
+            total += reference.loss_of(model, ids, labels).item() * valid
+        tokens += valid
+    validation = [line for line in logged(uninterrupted) if "validation_loss" in line][-1]
+    assert tokens == validation["validation_tokens"]
+    assert total / tokens == pytest.approx(validation["validation_loss"], rel=1e-6)
+
+
+def test_a_finished_run_started_again_changes_nothing(uninterrupted: Path) -> None:
+    before = curve(uninterrupted)
+    output = finish(evenpipe("train", uninterrupted / "config.toml"))
+    assert "going on from" in output
+    assert curve(uninterrupted)[: len(before)] == before
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    return max((folder / "run" / "checkpoints").glob("step-*"))
+
+
+def test_a_killed_process_is_named_and_the_checkpoint_before_it_is_whole(tmp_path: Path) -> None:
+    """One worker dies in the middle: exit code 3, one sentence, and the same command goes on."""
+    path = write_config(tmp_path, steps=400)
+    process = evenpipe("train", path)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "run" / "checkpoints").glob("step-00000004/manifest.json")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(worker_of(process.pid), signal.SIGKILL)
+    output = finish(process, exit_code=3)
+    assert "has died" in output or "killed" in output or "SIGKILL" in output, output
+    export_checkpoint(tmp_path / "run", tmp_path / "exported")
+
+
+def worker_of(launcher: int) -> int:
+    """A training process below the launcher: one that has torch loaded and a parent that is no shell."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            session = int((entry / "stat").read_text().rpartition(")")[2].split()[3])
+            threads = len(list((entry / "task").iterdir()))
+        except (OSError, IndexError):
+            continue
+        if session == launcher and int(entry.name) != launcher:
+            found.append((threads, int(entry.name)))
+    return max(found)[1]  # a process of the pipeline has the most threads: those of its communicators
+
+
+def test_a_full_disk_is_exit_code_3_and_loses_nothing(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: the second checkpoint cannot be written."""
+    finish(evenpipe("train", write_config(tmp_path, steps=4)))
+    saved = newest_checkpoint(tmp_path)
+    path = write_config(tmp_path, steps=8)
+    limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)); "
+    limit += "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limit += "sys.argv = ['evenpipe', 'train', sys.argv[1]]; runpy.run_module('evenpipe.cli.main', run_name='__main__')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", limit, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    output = finish(process, exit_code=3)
+    assert "step 8 was not saved" in output, output
+    assert newest_checkpoint(tmp_path) == saved
+    export_checkpoint(tmp_path / "run", tmp_path / "exported")
+
+
+def test_only_damaged_checkpoints_are_an_error_and_a_sound_one_before_is_taken(tmp_path: Path) -> None:
+    path = write_config(tmp_path, steps=8)
+    finish(evenpipe("train", path))
+    flip_a_byte(newest_checkpoint(tmp_path))
+    output = finish(evenpipe("train", path))
+    assert "passed over" in output and "step-00000004" in output, output
+    for checkpoint in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        flip_a_byte(checkpoint)
+    output = finish(evenpipe("train", path), exit_code=2)
+    assert "no sound checkpoint" in output, output
+
+
+def flip_a_byte(checkpoint: Path) -> None:
+    file = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
