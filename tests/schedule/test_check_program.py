@@ -18,6 +18,7 @@ SECOND = "1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1"
 TABLE = [
     ("", "", []),
     ("0F0,", "0F0,,", []),
+    ("0F0,", "0UNSHARD,0F0,", []),
     ("0SEND_F1,", "", [(0, None, "0SEND_F1 is missing")]),
     ("1RECV_F1,", "", [(1, None, "1RECV_F1 is missing")]),
     ("0SEND_F1", "0SEND_F1,0SEND_F1", [(0, 4, "0SEND_F1 stands at position 3 already")]),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import Kind, Pass, Transfer, TransferKind
@@ -46,6 +48,7 @@ def test_text_and_back(text: str, item: Pass | Transfer) -> None:
 
 
 NOT_WORDS = [
+    "0F" + "9" * 5000,
     *("", "F", "2F", "F0", "2f0", "2F0x", "2F0 ", " 2F0", "2F0\n", "02F0", "2F00", "2F0.0", "2F0.", "2F0.01", "-1F0"),
     *("2F-1", "2Q0", "2S0", "S", "0S", "2X0", "X", "STATISTICS", "SEND_F0", "2UNSHARD0", "UNSHARD", "2F٣", "2F0;2B0"),
     *("OVERLAP_F_B", "()OVERLAP_F_B", "(2F1)OVERLAP_F_B", "(2F1;2B0)", "(2F1;2B0)OVERLAP_F_B0", "(2F1;2X0)OVERLAP_F_B"),
@@ -53,11 +56,19 @@ NOT_WORDS = [
 ]
 
 
-@pytest.mark.parametrize("text", NOT_WORDS)
+@pytest.mark.parametrize("text", NOT_WORDS, ids=lambda text: repr(text[:30]))
 def test_what_is_not_exactly_a_word_is_refused(text: str) -> None:
     with pytest.raises(InputError) as error:
         parse_item(text)
     assert f"'{text}' is not a pass" in str(error.value)
+
+
+@given(st.text("0123FBSEXROW_.;()UNDHAL ", max_size=12))
+def test_any_text_is_a_word_or_refused(text: str) -> None:
+    try:
+        assert str(parse_item(text)) == text
+    except InputError as error:
+        assert "\n" not in str(error)
 
 
 def test_the_message_shows_how_the_kind_is_written() -> None:

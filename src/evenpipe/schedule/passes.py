@@ -210,6 +210,6 @@ _SHAPES: dict[str, tuple[bool, bool]] = {
     **dict(product((kind.value for kind in TransferKind if kind not in HOP_KINDS), [(False, True)])),
     **dict(product((kind.value for kind in SHARDING_KINDS), [(True, False)])),
 }
-_NUMBER = "(0|[1-9][0-9]*)"
+_NUMBER = "(0|[1-9][0-9]{0,8})"
 _NAMES = "|".join(sorted(_SHAPES, key=len, reverse=True))
-_WORD = re.compile(rf"{_NUMBER}?({_NAMES})(?:{_NUMBER}(?:\.([1-9][0-9]*))?)?")
+_WORD = re.compile(rf"{_NUMBER}?({_NAMES})(?:{_NUMBER}(?:\.([1-9][0-9]{{0,8}}))?)?")
