@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenpipe.errors import RunError
+from evenpipe.runtime.staging import Staging
 from evenpipe.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -278,45 +279,6 @@ class Communicator:
         return RunError(
             f"process {self.rank}, awaiting {what}{before} from process {', '.join(map(str, peers))}: {error}"
         )
-
-
-class Staging:
-    """Copies between a GPU and pinned host memory, for processes that share a GPU. Not yet run on one."""
-
-    def __init__(self, torch_device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
-
-    def to_host(
-        self, reads: Tensor | None, writes: Tensor | None, both: Tensor | None
-    ) -> tuple[list[Tensor], Callable[[], None] | None]:
-        """Host copies of the tensors given, in this order, filled where they are read; and what to do after the wait.
-
-        Returns when the copies are complete, since gloo may read them at once. The host tensors live as long as the
-        handle.
-        """
-        given = [tensor for tensor in (reads, writes, both) if tensor is not None]
-        hosts = [self._host_memory(tensor) for tensor in given]
-        out = [(tensor, host) for tensor, host in zip(given, hosts, strict=True) if tensor is not writes]
-        if out:  # a plain receive does not wait for what the GPU is computing
-            self._copy_out(out)
-        back = [(tensor, host) for tensor, host in zip(given, hosts, strict=True) if tensor is not reads]
-
-        def finish() -> None:
-            for tensor, host in back:
-                tensor.copy_(host, non_blocking=True)  # pinned memory is not reused before this copy is done
-
-        return hosts, finish if back else None
-
-    def _host_memory(self, tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-
-    def _copy_out(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """On a stream of its own, after what the current one has been given so far; complete on return."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for tensor, host in pairs:
-                host.copy_(tensor, non_blocking=True)
-        self._stream.synchronize()
 
 
 class Communicators:
