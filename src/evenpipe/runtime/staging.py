@@ -1,4 +1,4 @@
-"""Copies between a GPU and pinned host memory, for processes that share a GPU, where NCCL refuses and gloo takes over."""
+"""Copies between a GPU and pinned host memory, for processes that share a GPU: NCCL refuses, gloo takes over."""
 
 from __future__ import annotations
 
