@@ -175,19 +175,27 @@ def test_the_weight_gradient_sums_all_tokens_at_once(dtype: torch.dtype, keep: s
     assert {inner for _, inner, _ in recorder.products} == {TOKENS} | again
 
 
-def test_memory_goes_from_one_microbatch_to_the_next() -> None:
-    layer = Layer(LossOptions(), one_barrier=True, dtype=torch.float32)
-    addresses = []
+@pytest.mark.parametrize("one_barrier", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_goes_from_one_microbatch_to_the_next(dtype: torch.dtype, one_barrier: bool) -> None:
+    """After the first microbatch nothing of the size of a block is allocated any more, and nothing is kept twice."""
+    options = LossOptions(rows_per_block=8, soft_cap=5.0, label_smoothing=0.1)
+    layer = Layer(options, one_barrier=one_barrier, dtype=dtype)
+    rooms: list[list[int]] = []
     for _ in range(3):
         statistics, state = layer.forward()
-        assert state.exponentials is not None
-        addresses.append(state.exponentials.data_ptr())
+        kept = [tensor.data_ptr() for tensor in (state.exponentials, state.derivative) if tensor is not None]
+        assert len(kept) == 2
+        assert not {room.data_ptr() for room in layer.buffers._free} & set(kept), "given back while in use"
         hidden_pass, weight_pass = layer.backward(statistics, state)
-        hidden_pass()
-        assert state.product is None
+        if one_barrier:
+            hidden_pass()
+            assert state.product is None and state.derivative_product is None
         weight_pass()
-        assert state.hidden is None and state.exponentials is None
-    assert len(set(addresses)) == 1
+        assert state.hidden is None and state.exponentials is None and state.derivative is None
+        rooms.append(sorted(room.data_ptr() for room in layer.buffers._free))
+        assert set(kept) <= set(rooms[-1]), "not given back"
+    assert rooms[0] == rooms[1] == rooms[2]
 
 
 def test_microbatches_in_flight_have_their_own_memory() -> None:
@@ -210,5 +218,12 @@ def test_buffers_fit_the_largest_use() -> None:
     assert outgrown.shape == (9, 10) and not buffers._free
     buffers.give(outgrown)
     buffers.give(None)
+    little, less = torch.empty(20), torch.empty(10)
+    buffers.give(little)
+    buffers.give(less)
+    assert buffers.take(1, 8, like, torch.float32).data_ptr() == less.data_ptr(), "the smallest that fits"
+    buffers.give(less)
+    assert buffers.take(1, 95, like, torch.float32).shape == (1, 95)
+    assert len(buffers._free) == 2, "one buffer takes the place of one"
     buffers.clear()
     assert not buffers._free

@@ -51,6 +51,17 @@ def test_each_option(name: str, bias: bool, keep: str, one_barrier: bool) -> Non
     assert_close(sharded(inputs, options, 3, one_barrier=one_barrier), expected, 1e-10, row_tolerance=1e-9)
 
 
+@BARRIERS
+@pytest.mark.parametrize("name", EACH_OPTION)
+def test_recomputation_in_several_slices(name: str, one_barrier: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of 256 rows: four for the shard of 1003, and most targets are in another slice than the one at hand."""
+    monkeypatch.setattr("evenpipe.vocabulary.output.BLOCK_LOGITS", 1)
+    inputs = problem(29, 12, 1003, bias=True, ignored=(3,))
+    options = replace(EACH_OPTION[name], keep="nothing")
+    expected = reference(inputs, options)
+    assert_close(sharded(inputs, options, 1, one_barrier=one_barrier), expected, 1e-10, row_tolerance=1e-9)
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Problem, LossOptions, int, bool, int | None]:
     vocabulary = draw(st.integers(1, 40))

@@ -23,13 +23,14 @@ class Buffers:
         `room` is the largest number of rows that this use may ask for, so that one buffer does for all.
         """
         capacity = max(rows, room) * columns
-        for index, buffer in enumerate(self._free):
-            if buffer.dtype == dtype and buffer.device == like.device:
-                del self._free[index]
-                if buffer.numel() >= capacity:
-                    return buffer[: rows * columns].view(rows, columns)
-                break  # outgrown; the new one takes its place
-        buffer = torch.empty(capacity, dtype=dtype, device=like.device)
+        alike = [index for index, free in enumerate(self._free) if free.dtype == dtype and free.device == like.device]
+        fitting = [index for index in alike if self._free[index].numel() >= capacity]
+        if fitting:
+            buffer = self._free.pop(min(fitting, key=lambda index: self._free[index].numel()))
+        else:
+            if alike:  # outgrown: the new one takes the place of the largest
+                del self._free[max(alike, key=lambda index: self._free[index].numel())]
+            buffer = torch.empty(capacity, dtype=dtype, device=like.device)
         return buffer[: rows * columns].view(rows, columns)
 
     def give(self, tensor: Tensor | None) -> None:

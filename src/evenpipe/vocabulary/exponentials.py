@@ -6,12 +6,16 @@ masking the block.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from evenpipe.vocabulary.combination import COUNT, MAXIMUM, SUM, TARGET, TOTAL
 from evenpipe.vocabulary.options import LossOptions
 from evenpipe.vocabulary.targets import Owned
+
+LOG2_E = 1.0 / math.log(2.0)
 
 
 def _soft_cap_(logits: Tensor, soft_cap: float, derivative: Tensor | None) -> None:
@@ -20,6 +24,14 @@ def _soft_cap_(logits: Tensor, soft_cap: float, derivative: Tensor | None) -> No
     if derivative is not None:
         torch.mul(logits, logits, out=derivative).neg_().add_(1.0)
     logits.mul_(soft_cap)
+
+
+def _exp_(values: Tensor) -> None:
+    """values <- exp(values). On a CPU a multiplication and exp2 take half the time of exp."""
+    if values.device.type == "cpu":
+        values.mul_(LOG2_E).exp2_()
+    else:
+        values.exp_()
 
 
 def exponentiate_(
@@ -48,7 +60,7 @@ def exponentiate_(
         logits[at_target] = -torch.inf
     else:
         logits.sub_(maximum[:, None])
-    logits.exp_()
+    _exp_(logits)
     statistics[:, SUM] = logits.sum(1)
 
 
@@ -61,7 +73,7 @@ def exponentiate_again_(
     """
     if options.soft_cap is not None:
         _soft_cap_(logits, options.soft_cap, derivative)
-    logits.sub_(maximum[:, None]).exp_()
+    _exp_(logits.sub_(maximum[:, None]))
     columns = owned.columns - first_column
     here = (columns >= 0) & (columns < logits.shape[1])
     columns = columns.clamp(0, logits.shape[1] - 1)
