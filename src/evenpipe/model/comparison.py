@@ -20,7 +20,7 @@ from evenpipe.model.description import Description, describe
 from evenpipe.model.loading import copy_parameters
 from evenpipe.model.rules import undisturbed
 from evenpipe.model.shrink import STEPS, small_copy
-from evenpipe.model.stage import build_stage
+from evenpipe.model.stage import ModuleStage, Stage, build_stage
 from evenpipe.model.structure import first_line
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -167,7 +167,9 @@ def _in_pieces(small: Description, dtype: torch.dtype, tokens, labels, mask) -> 
     }
     embedding = weights[small.embedding_name]
     head = embedding if small.tied else weights[small.head_name]
-    stages, inputs, outputs = [], [], []
+    stages: list[Stage | ModuleStage] = []
+    inputs: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     hidden = functional.embedding(tokens, embedding, padding_idx=small.padding_index)
     for first, last in itertools.pairwise(bounds):
         stage = build_stage(small, first, last, is_first=first == 0, is_last=last == small.layers, dtype=dtype)

@@ -19,6 +19,7 @@ from evenpipe.model.structure import (
     build_skeleton,
     find_layers,
     first_line,
+    layers_of,
     module_name,
     probe,
     replace_head,
@@ -30,7 +31,7 @@ from evenpipe.model.structure import (
 class Description:
     """A causal language model as the pipeline sees it. Names are those of Hugging Face's model in memory."""
 
-    config: PreTrainedConfig | None
+    config: Any
     """The model's config as the user gave it (a copy). None for a model put together from plain modules."""
     architecture: str
     """Class name, for messages."""
@@ -53,11 +54,11 @@ class Description:
     maximum_length: int | None
     """`max_position_embeddings`, where the config has one."""
     structure: Structure
-    skeleton: nn.Module = field(repr=False)
+    skeleton: Any = field(repr=False)
     """The whole model on the meta device, fp32: names and shapes. Of plain modules: the modules themselves."""
     source: str | None = None
     """Hub name or folder that holds the weights; None: fresh weights, or those of `model`."""
-    model: nn.Module | None = field(default=None, repr=False)
+    model: Any = field(default=None, repr=False)
     """A live model that the stages copy their weights from."""
     trust_remote_code: bool = False
 
@@ -149,10 +150,11 @@ def _describe(
     try:
         embedding, head = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
     except NotImplementedError:
-        embedding = head = None
+        raise uncuttable(architecture, "it does not say which modules embed its tokens and give its logits") from None
     check_ends(architecture, embedding, head)
+    assert isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)
     layers_name = find_layers(skeleton)
-    layers = len(skeleton.get_submodule(layers_name))
+    layers = len(layers_of(skeleton, layers_name))
     embedding_module, head_module = module_name(skeleton, embedding), module_name(skeleton, head)
 
     _check_sharing(architecture, skeleton, {id(embedding.weight), id(head.weight)})
@@ -181,7 +183,7 @@ def _describe(
         embedding_name=f"{embedding_module}.weight",
         head_name=f"{head_module}.weight",
         head_bias_name=f"{head_module}.bias" if head.bias is not None else None,
-        head_weight_shape=tuple(head.weight.shape),
+        head_weight_shape=(head.weight.shape[0], head.weight.shape[1]),
         padding_index=embedding.padding_idx,
         logit_scale=scale,
         soft_cap=cap,
@@ -212,5 +214,5 @@ def check_ends(architecture: str, embedding: nn.Module | None, head: nn.Module |
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise uncuttable(architecture, f"its output layer is {type(head).__name__}, not an nn.Linear")
     if embedding.weight.shape != head.weight.shape:
-        shapes = f"{tuple(embedding.weight.shape)} and its output layer {tuple(head.weight.shape)}"
+        shapes = f"{tuple(embedding.weight.shape)} and its output layer {(head.weight.shape[0], head.weight.shape[1])}"
         raise uncuttable(architecture, f"its embedding is {shapes}, and they must agree")

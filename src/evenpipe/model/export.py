@@ -76,7 +76,8 @@ def save_tensors(
         raise InputError(f"{folder}: there is no tensor to write.")
     if len(shards) == 1:
         return [shards[0][0].rename(folder / SINGLE)]
-    files, weight_map = [], {}
+    files: list[Path] = []
+    weight_map: dict[str, str] = {}
     for number, (path, names) in enumerate(shards, start=1):
         files.append(path.rename(folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors"))
         weight_map |= dict.fromkeys(names, files[-1].name)

@@ -13,7 +13,7 @@ from torch import nn
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
-from evenpipe.model.rules import children_first, marked, seed_of, undisturbed, units, untouched
+from evenpipe.model.rules import marked, module_and_owner, seed_of, undisturbed, units, untouched
 from evenpipe.model.stage import Stage
 
 BLOCK_ROWS = 256
@@ -46,7 +46,7 @@ def initialize(stage: Stage, description: Description, seed: int) -> None:
                 torch.default_generator.manual_seed(seed_of(seed, unit.name, "as constructed"))
                 unit.fill_gaps(lambda module: module._parameters)
                 for module, key, parameter in held:
-                    parameter.copy_(module._parameters[key])
+                    parameter.copy_(module.get_parameter(key))
             finally:
                 for module, key, parameter in held:
                     module._parameters[key] = parameter
@@ -69,7 +69,7 @@ def initial_rows(description: Description, name: str, start: int, stop: int, see
         raise InputError(f"rows [{start}, {stop}) are not within the vocabulary of {description.vocabulary_size} rows.")
     structure, model = description.structure, description.skeleton
     module_name = structure.embedding_module if is_embedding else structure.head_module
-    original, owner = next((m, owner) for inner, m, owner in children_first(model, "", model) if inner == module_name)
+    original, owner = module_and_owner(model, module_name)
     padding = description.padding_index if is_embedding else None
     pieces = [torch.empty((0,) if is_bias else (0, description.hidden_size))]
     with undisturbed(), torch.no_grad():
@@ -77,7 +77,7 @@ def initial_rows(description: Description, name: str, start: int, stop: int, see
             block = _block(original)
             torch.default_generator.manual_seed(seed_of(seed, module_name, first // BLOCK_ROWS))
             owner._init_weights(block)
-            rows = (block.bias if is_bias else block.weight).detach()
+            rows = block.get_parameter("bias" if is_bias else "weight").detach()
             if untouched(rows):
                 raise InputError(f"transformers gives no fresh value to {name} of {description.architecture}.")
             if padding is not None and first <= padding < first + BLOCK_ROWS:
@@ -99,6 +99,6 @@ def _block(original: nn.Module) -> nn.Module:
     }
     if isinstance(block, nn.Embedding):
         block.num_embeddings, block.padding_idx = BLOCK_ROWS, None
-    else:
+    elif isinstance(block, nn.Linear):
         block.out_features = BLOCK_ROWS
     return block

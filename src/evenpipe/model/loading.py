@@ -12,11 +12,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers.utils import cached_file
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
 from evenpipe.model.initialization import initial_rows, initialize
+from evenpipe.model.modules import ModuleStage
 from evenpipe.model.names import memory_names
 from evenpipe.model.stage import Stage
 from evenpipe.model.structure import first_line
@@ -24,13 +26,14 @@ from evenpipe.model.structure import first_line
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def fill_parameters(stage: Stage, description: Description, seed: int = 0) -> None:
+def fill_parameters(stage: Stage | ModuleStage, description: Description, seed: int = 0) -> None:
     """Gives a stage its weights: those of the live model or folder it was described from, else fresh ones."""
     if description.model is not None:
         copy_parameters(stage, description)
     elif description.source is not None:
         load_parameters(stage, description, description.source)
     else:
+        assert isinstance(stage, Stage)
         initialize(stage, description, seed)
 
 
@@ -46,7 +49,7 @@ def fill_rows(description: Description, name: str, start: int, stop: int, seed: 
     return initial_rows(description, name, start, stop, seed)
 
 
-def copy_parameters(stage: Stage, description: Description) -> None:
+def copy_parameters(stage: Stage | ModuleStage, description: Description) -> None:
     """Copies a stage's parameters and persistent buffers from the live model that was described.
 
     Parameters that are frozen there (`requires_grad` off) are frozen here.
@@ -60,7 +63,7 @@ def copy_parameters(stage: Stage, description: Description) -> None:
             held.requires_grad_(given.requires_grad)
 
 
-def load_parameters(stage: Stage, description: Description, folder: str | Path) -> None:
+def load_parameters(stage: Stage | ModuleStage, description: Description, folder: str | Path) -> None:
     """Reads a stage's parameters and persistent buffers from a Hugging Face folder (or hub name), cast to its dtype.
 
     Raises:
@@ -92,7 +95,7 @@ def load_rows(description: Description, folder: str | Path, name: str, start: in
     return checkpoint.slice(name)[start:stop].clone()  # a slice would keep the storage of the whole matrix
 
 
-def _stored(stage: Stage) -> Iterator[tuple[str, torch.Tensor]]:
+def _stored(stage: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of what a checkpoint holds for a stage: parameters and persistent buffers."""
     yield from stage.named_parameters()
     for prefix, module in stage.named_modules():

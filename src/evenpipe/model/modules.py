@@ -52,7 +52,7 @@ def describe_modules(
         embedding_name="embedding.weight",
         head_name="head.weight",
         head_bias_name="head.bias" if head.bias is not None else None,
-        head_weight_shape=tuple(head.weight.shape),
+        head_weight_shape=(head.weight.shape[0], head.weight.shape[1]),
         padding_index=embedding.padding_idx,
         logit_scale=1.0,
         soft_cap=None,
@@ -83,7 +83,7 @@ class ModuleStage(nn.Module):
         self.layers = nn.ModuleDict({str(index): copy.deepcopy(whole.layers[index]) for index in range(first, last)})
         if is_last:
             self.norm = copy.deepcopy(whole.norm)
-        self._embedding: tuple[nn.Module, ...] = ()
+        self._embedding: tuple[nn.Embedding, ...] = ()
         if is_first:
             embedding = _without_weight(whole.embedding)
             self._embedding = (embedding.to(torch_device),)
@@ -114,5 +114,5 @@ def _without_weight(embedding: nn.Embedding) -> nn.Embedding:
     small = copy.copy(embedding)
     small._parameters = {}
     small._buffers = dict(embedding._buffers)
-    small.weight = None
+    small.__dict__["weight"] = None
     return small

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,7 +21,7 @@ from transformers import PreTrainedModel
 
 from evenpipe.errors import InputError
 
-Tensors = dict[str, torch.Tensor | None]
+Tensors = Mapping[str, torch.Tensor | None]
 
 
 def seed_of(seed: int, *names: object) -> int:
@@ -61,7 +63,7 @@ class Unit:
         Args:
             tensors_of: the dictionary of parameters or buffers of one module.
         """
-        gaps = [
+        gaps: list[tuple[str, str, torch.Tensor]] = [
             (prefix, key, value)
             for prefix, module in self.module.named_modules()
             for key, value in tensors_of(module).items()
@@ -74,15 +76,16 @@ class Unit:
                 self.refuse(prefix, key)
             gap.copy_(value)
 
-    def refuse(self, prefix: str, key: str) -> None:
+    def refuse(self, prefix: str, key: str) -> NoReturn:
         what = ".".join(part for part in (self.name, prefix, key) if part)
         architecture = type(self.model).__name__
         raise InputError(f"transformers gives no fresh value to {what}, so {architecture} cannot be built in parts.")
 
     def _construct(self) -> nn.Module | None:
         """The same module built really on the CPU; None if its constructor wants something else than usual."""
-        offered = {"config": self.model.config.get_text_config()}
-        offered |= dict.fromkeys(("layer_idx", "layer_index", "layer_id", "layer_number", "idx"), self.layer_index)
+        offered: dict[str, Any] = {"config": self.model.config.get_text_config()}
+        for name in ("layer_idx", "layer_index", "layer_id", "layer_number", "idx"):
+            offered[name] = self.layer_index
         wanted = inspect.signature(type(self.module).__init__).parameters
         try:
             with torch.device("cpu"):
@@ -121,6 +124,11 @@ def children_first(
     yield name, module, owner
 
 
+def module_and_owner(model: PreTrainedModel, wanted: str) -> tuple[nn.Module, PreTrainedModel]:
+    """The module of that name, and the transformers model whose rules apply to it."""
+    return next((module, owner) for name, module, owner in children_first(model, "", model) if name == wanted)
+
+
 def marked(shape: torch.Size, dtype: torch.dtype, device: str | torch.device = "cpu") -> torch.Tensor:
     """A tensor full of NaN (integers: the smallest), so that what nobody fills is seen."""
     if dtype.is_floating_point or dtype.is_complex:
@@ -147,10 +155,10 @@ def restore_buffers(model: PreTrainedModel, layers_name: str) -> None:
     """
     with undisturbed(), torch.no_grad():
         for unit in units(model, layers_name):
-            _restore(unit, list(unit.module.modules()), lambda unit=unit: unit.apply_rules(0))
+            _restore(unit, list(unit.module.modules()), partial(unit.apply_rules, 0))
         for name, module, owner in children_first(model, "", model):  # what is kept in the models that hold the layers
             unit = Unit(name, module, owner, model, None)
-            _restore(unit, [module], lambda module=module, owner=owner: owner._init_weights(module))
+            _restore(unit, [module], partial(owner._init_weights, module))
 
 
 def _restore(unit: Unit, modules: list[nn.Module], run_rules: Callable[[], None]) -> None:
@@ -162,15 +170,17 @@ def _restore(unit: Unit, modules: list[nn.Module], run_rules: Callable[[], None]
     ]
     if not held:
         return
-    for module, key, value in held:
-        module._buffers[key] = marked(value.shape, value.dtype)
+    fresh = [(module, key, marked(value.shape, value.dtype)) for module, key, value in held]
+    for module, key, value in fresh:
+        module._buffers[key] = value
     run_rules()
-    truths = [(module, key, module._buffers[key]) for module, key, value in held if value.dtype == torch.bool]
+    truths = [(module, key, value) for module, key, value in fresh if value.dtype == torch.bool]
     if truths:  # they carry no mark: the rules set what comes out the same from the opposite start
-        for module, key, value in truths:
-            module._buffers[key] = torch.ones_like(value)
+        first_answers = [value.clone() for _, _, value in truths]
+        for _, _, value in truths:
+            value.fill_(True)
         run_rules()
-        for module, key, value in truths:
-            if not torch.equal(module._buffers[key], value):
+        for (_, key, value), first_answer in zip(truths, first_answers, strict=True):
+            if not torch.equal(value, first_answer):
                 unit.refuse("", key)
     unit.fill_gaps(lambda module: module._buffers)

@@ -24,7 +24,16 @@ from transformers import PreTrainedModel
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
 from evenpipe.model.modules import ModuleStage
-from evenpipe.model.structure import build_skeleton, embed_rows, hollow, identity_forward, outer_parameters, uncuttable
+from evenpipe.model.structure import (
+    build_skeleton,
+    embed_rows,
+    embedding_of,
+    hollow,
+    identity_forward,
+    layers_of,
+    outer_parameters,
+    uncuttable,
+)
 
 
 @dataclass(slots=True)
@@ -64,14 +73,14 @@ class Stage(nn.Module):
         whole = build_skeleton(description.config, dtype, type(description.skeleton))
         hollow(whole, structure, range(first, last), _take_head_input(self._relay))
         _materialise(whole, description, self, torch_device)
-        _place_hooks(whole.get_submodule(structure.layers_name), description, self, self._relay)
+        _place_hooks(layers_of(whole, structure.layers_name), description, self, self._relay)
 
         self._whole = (whole,)  # in a tuple: its children, not itself, are this module's, so that names have no prefix
         for name, child in whole.named_children():
             self.add_module(name, child)
         if outer := [name for name, parameter in whole._parameters.items() if parameter is not None]:
             raise uncuttable(description.architecture, f"its parameter {outer[0]} is outside of its modules")
-        self._embedding = (whole.get_submodule(structure.embedding_module),)
+        self._embedding = (embedding_of(whole, structure.embedding_module),)
         self._takes_positions = "position_ids" in inspect.signature(type(whole).forward).parameters
         self.train()
 
@@ -114,10 +123,8 @@ class Stage(nn.Module):
         try:
             if not (self.is_first and self.is_last):
                 relay.stand_in = torch.zeros_like(hidden, requires_grad=False)
-            if self.is_first:
-                embedded = embed_rows(self._embedding[0], hidden)
-            else:
-                relay.received, embedded = hidden, relay.stand_in
+            relay.received = hidden
+            embedded = embed_rows(self._embedding[0], hidden) if self.is_first else relay.stand_in
             self.whole(inputs_embeds=embedded, use_cache=False, **arguments)
             assert relay.result is not None, "the model's forward passed by the last local layer"
             return relay.result
@@ -170,7 +177,7 @@ def _materialise(
     }
     prefixes = tuple(f"{structure.layers_name}.{index}." for index in range(stage.first, stage.last))
     for owner, attribute, name in outer_parameters(whole):
-        meta = owner._parameters[attribute]
+        meta = owner.get_parameter(attribute)
         if name in owned or name.startswith(prefixes):
             value = torch.full(meta.shape, float("nan"), dtype=meta.dtype, device=torch_device)
             owner._parameters[attribute] = nn.Parameter(value, requires_grad=meta.requires_grad)

@@ -80,6 +80,18 @@ def module_name(model: nn.Module, wanted: nn.Module) -> str:
     raise uncuttable(type(model).__name__, f"its {type(wanted).__name__} is not one of its own modules")
 
 
+def layers_of(model: nn.Module, layers_name: str) -> nn.ModuleList:
+    layers = model.get_submodule(layers_name)
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
+def embedding_of(model: nn.Module, embedding_module: str) -> nn.Embedding:
+    embedding = model.get_submodule(embedding_module)
+    assert isinstance(embedding, nn.Embedding)
+    return embedding
+
+
 def find_layers(model: PreTrainedModel) -> str:
     """Name of the list of transformer layers: by structure first, by the pipeline plan second."""
     base = model.base_model
@@ -147,17 +159,17 @@ def hollow(
     What remains: meta parameters, and buffers with their values on the CPU. The embedding's `weight` becomes a plain
     attribute, so that `embed_rows` may set it for the duration of a forward.
     """
-    for index, layer in enumerate(model.get_submodule(structure.layers_name)):
+    for index, layer in enumerate(layers_of(model, structure.layers_name)):
         if index not in kept:
             strip(layer)
     replace_head(model, structure.head_module, receive)
     restore_buffers(model, structure.layers_name)
-    embedding = model.get_submodule(structure.embedding_module)
+    embedding = embedding_of(model, structure.embedding_module)
     del embedding._parameters["weight"]
-    embedding.weight = None
+    embedding.__dict__["weight"] = None
 
 
-def embed_rows(embedding: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+def embed_rows(embedding: nn.Embedding, rows: torch.Tensor) -> torch.Tensor:
     """The embedding module's own forward on a matrix that consists of the fetched rows [batch, sequence, h] only.
 
     Whatever the module does beside the look-up (a scale, a norm) is thus done, without knowing its name.
@@ -165,11 +177,11 @@ def embed_rows(embedding: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     if type(embedding).forward is nn.Embedding.forward:
         return rows
     padding, embedding.padding_idx = embedding.padding_idx, None
-    embedding.weight = rows.reshape(-1, rows.shape[-1])
+    embedding.__dict__["weight"] = rows.reshape(-1, rows.shape[-1])
     try:
-        return embedding(torch.arange(embedding.weight.shape[0], device=rows.device).view(rows.shape[:-1]))
+        return embedding(torch.arange(rows.shape[:-1].numel(), device=rows.device).view(rows.shape[:-1]))
     finally:
-        embedding.weight, embedding.padding_idx = None, padding
+        embedding.__dict__["weight"], embedding.padding_idx = None, padding
 
 
 def outer_parameters(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
@@ -229,9 +241,8 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
     """
     architecture = type(model).__name__
     known = Structure(layers_name=layers_name, embedding_module=embedding_module, head_module=head_module)
-    layers = model.get_submodule(layers_name)
+    layers, embedding = layers_of(model, layers_name), embedding_of(model, embedding_module)
     argument = next(iter(inspect.signature(layers[0].forward).parameters))
-    embedding = model.get_submodule(embedding_module)
     shape = (PROBE_BATCH, PROBE_SEQUENCE, embedding.weight.shape[1])
     hollow(model, known, range(0), lambda hidden: hidden)
     outer = _numbers_for_parameters(model)
@@ -256,6 +267,7 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
         raise uncuttable(architecture, f"its forward does not run on layers that stand in ({failure})")
     _check_passage(architecture, record, len(layers))
 
+    assert record.head_input is not None
     leaves_before, leaves_after = _leaves(record.received[0]), _leaves(record.head_input)
     if any(id(hidden) in leaves_after for hidden in [rows, *record.returned[:-1]]):
         raise uncuttable(architecture, "its output uses hidden states other than the last layer's")
@@ -283,7 +295,8 @@ def _numbers_for_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     numbers = {}
     for owner, attribute, name in outer_parameters(model):
         numbers[name] = torch.rand((), dtype=torch.float64, requires_grad=True)
-        shape = owner._parameters.pop(attribute).shape
+        shape = owner.get_parameter(attribute).shape
+        del owner._parameters[attribute]
         setattr(owner, attribute, (numbers[name] + 0.5).expand(shape))
     return numbers
 
