@@ -39,13 +39,14 @@ TABLE = [
     ("evaluation", 0, "0F0", "ROWS0", "0SEND_F0", ""),
     ("evaluation", 2, "2F0", "2RECV_F0", "X0", ""),
     ("evaluation", 1, "C0", "STATISTICS0", "", "S0"),
+    ("evaluation of vocab-1", 1, "C0", "STATISTICS0", "", "S0"),
 ]
-BARRIERS = {"none": 0, "vocab-2": 1, "vocab-1": 2, "evaluation": 1}
+BARRIERS = {"none": 0, "vocab-2": 1, "vocab-1": 2, "evaluation": 1, "evaluation of vocab-1": 2}
 
 
 @pytest.mark.parametrize(("mode", "device", "item", "waits", "feeds", "after"), TABLE)
 def test_table(*, mode: str, device: int, item: str, waits: str, feeds: str, after: str) -> None:
-    dependencies = Dependencies(Placement.linear(3), BARRIERS[mode], forward_only=mode == "evaluation")
+    dependencies = Dependencies(Placement.linear(3), BARRIERS[mode], forward_only="evaluation" in mode)
     found = Pass.parse(item)
     assert " ".join(map(str, dependencies.waits_for(found, device))) == waits
     assert " ".join(map(str, dependencies.feeds(found, device))) == feeds
