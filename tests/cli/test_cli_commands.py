@@ -66,11 +66,12 @@ def exported(monkeypatch):
 def started(monkeypatch, exported):
     """What is launched, in place of launching it."""
     calls: list[tuple] = []
-    runtime = types.ModuleType("evenpipe.runtime")
-    runtime.launch = lambda function, *arguments, **options: calls.append((function, arguments, options))
+    launcher = types.ModuleType("evenpipe.runtime.launcher")
+    launcher.prepare_launch = lambda *modules: None
+    launcher.launch = lambda function, *arguments, **options: calls.append((function, arguments, options))
     trainer = types.ModuleType("evenpipe.train.trainer")
     trainer.train = "train"
-    monkeypatch.setitem(sys.modules, "evenpipe.runtime", runtime)
+    monkeypatch.setitem(sys.modules, "evenpipe.runtime.launcher", launcher)
     monkeypatch.setitem(sys.modules, "evenpipe.train.trainer", trainer)
     return calls
 
@@ -141,7 +142,7 @@ def test_a_run_that_fails(started, monkeypatch, capsys):
     def fails(*arguments, **options):
         raise RunError("process 1 has died")
 
-    monkeypatch.setattr(sys.modules["evenpipe.runtime"], "launch", fails)
+    monkeypatch.setattr(sys.modules["evenpipe.runtime.launcher"], "launch", fails)
     assert main(["train", "config.toml"]) == 3
     assert capsys.readouterr().err.endswith("evenpipe: process 1 has died\n")
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.runtime.communication import Communicators
-from evenpipe.runtime.launch import initialise_worker, launch
+from evenpipe.runtime.launcher import initialise_worker, launch
 
 
 def report(number, table):

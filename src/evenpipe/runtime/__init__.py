@@ -3,8 +3,29 @@
 `Pipeline` is what users hold; the walker, the communicators and the watch stand behind it.
 """
 
-from evenpipe.runtime.launch import launch
-from evenpipe.runtime.pipeline import Pipeline, StepResult
-from evenpipe.runtime.worker import initialise_worker
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evenpipe.runtime.launcher import launch
+    from evenpipe.runtime.pipeline import Pipeline, StepResult
+    from evenpipe.runtime.worker import initialise_worker
+
+_PUBLIC = {
+    "Pipeline": "evenpipe.runtime.pipeline",
+    "StepResult": "evenpipe.runtime.pipeline",
+    "initialise_worker": "evenpipe.runtime.worker",
+    "launch": "evenpipe.runtime.launcher",
+}
 
 __all__ = ["Pipeline", "StepResult", "initialise_worker", "launch"]
+
+
+def __getattr__(name: str) -> Any:
+    """A process that only launches others does not need the models that `Pipeline` imports."""
+    if name in _PUBLIC:
+        from importlib import import_module
+
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'evenpipe.runtime' has no attribute '{name}'")

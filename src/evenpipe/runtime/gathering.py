@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from evenpipe.runtime.communication import Communicator
+
+Entry = tuple[int | None, tuple[int, ...], tuple[int, ...], torch.dtype]
+"""First row held (None: all), shape held, whole shape, dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,40 +28,65 @@ class Held:
 
 
 def stream_whole(
-    held: Mapping[str, Held], group: dist.ProcessGroup | None, ranks: Sequence[int]
+    held: Mapping[str, Held], communicator: Communicator | None, torch_device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, whole tensor on the CPU) on the first process, nothing on the others; all of them must exhaust it.
 
     Collective over the pipeline axis: all processes first agree on who holds what; then, name after name, each holder
     sends its rows to the first process, which holds one whole tensor at a time.
+
+    Args:
+        communicator: of the pipeline's processes; None for one device.
+        torch_device: where the tensors are.
     """
-    own = {name: (one.start_row, tuple(one.tensor.shape), one.shape, one.tensor.dtype) for name, one in held.items()}
-    if group is None:
-        tables = [own]
-        rank = ranks[0]
-    else:
-        tables = [{} for _ in ranks]
-        dist.all_gather_object(tables, own, group=group)
-        rank = dist.get_rank()
-    first = ranks[0]
-    names = dict.fromkeys(name for table in tables for name in table)
-    for name in names:
-        whole: Tensor | None = None
-        for holder, table in zip(ranks, tables, strict=True):
-            if name not in table:
-                continue
-            start, local_shape, shape, dtype = table[name]
-            if rank == first:
-                part = held[name].tensor.detach().cpu() if holder == first else torch.empty(local_shape, dtype=dtype)
-                if holder != first and part.numel():
-                    dist.recv(part, src=holder, group=group)
-                if start is None:
-                    whole = part.clone() if holder == first else part
-                else:
-                    whole = torch.empty(shape, dtype=dtype) if whole is None else whole
-                    whole[start : start + local_shape[0]] = part
-            elif holder == rank and held[name].tensor.numel():
-                dist.send(held[name].tensor.detach().cpu().contiguous(), dst=first, group=group)
-        if rank == first:
-            assert whole is not None
-            yield name, whole
+    own: dict[str, Entry] = {
+        name: (one.start_row, tuple(one.tensor.shape), one.shape, one.tensor.dtype) for name, one in held.items()
+    }
+    tables = [own] if communicator is None else _agree(own, communicator)
+    members = (0,) if communicator is None else communicator.members
+    rank = members[0] if communicator is None else communicator.rank
+    for name in dict.fromkeys(name for table in tables for name in table):
+        holders = {holder: table[name] for holder, table in zip(members, tables, strict=True) if name in table}
+        if rank == members[0]:
+            yield name, _collect(name, holders, held.get(name), communicator, torch_device)
+        elif rank in holders and held[name].tensor.numel():
+            assert communicator is not None
+            tensor = held[name].tensor.detach().contiguous()
+            communicator.send(tensor, members[0], f"part of {name}").wait("the first process")
+
+
+def _agree(own: dict[str, Entry], communicator: Communicator) -> list[dict[str, Entry]]:
+    tables: list[dict[str, Entry]] = [{} for _ in communicator.members]
+    watch = communicator.watch
+    waiting = nullcontext() if watch is None else watch.during("names of tensors", "control", communicator.others)
+    with waiting:
+        dist.all_gather_object(tables, own, group=communicator.group)
+    return tables
+
+
+def _collect(
+    name: str,
+    holders: Mapping[int, Entry],
+    held: Held | None,
+    communicator: Communicator | None,
+    torch_device: torch.device,
+) -> Tensor:
+    """On the first process: the whole tensor from its own part and those of the other holders."""
+    rank = 0 if communicator is None else communicator.rank
+    whole: Tensor | None = None
+    for holder, (start, local_shape, shape, dtype) in holders.items():
+        if holder == rank:
+            assert held is not None
+            part = held.tensor.detach().cpu()
+        else:
+            assert communicator is not None
+            buffer = torch.empty(local_shape, dtype=dtype, device=torch_device)
+            if buffer.numel():
+                communicator.receive(buffer, holder, f"part of {name}").wait("the caller")
+            part = buffer.cpu()
+        if start is None:
+            return part.clone() if holder == rank else part
+        whole = torch.empty(shape, dtype=dtype) if whole is None else whole
+        whole[start : start + local_shape[0]] = part
+    assert whole is not None
+    return whole

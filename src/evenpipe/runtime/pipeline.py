@@ -489,7 +489,7 @@ class Pipeline:
             for name, shard in self._shards.items()
             if shard.parameter.grad is not None and shard.saved_here
         }
-        return stream_whole(held, None if self._control is None else self._control.group, self._group.ranks)
+        return stream_whole(held, self._control, self.torch_device)
 
     def stream_state(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole parameter on the CPU), one after the other, on the first process; all must exhaust it."""
@@ -498,7 +498,7 @@ class Pipeline:
             for name, shard in self._shards.items()
             if shard.saved_here
         }
-        return stream_whole(held, None if self._control is None else self._control.group, self._group.ranks)
+        return stream_whole(held, self._control, self.torch_device)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Every gradient, whole, by Hugging Face name, on the first process; empty on the others. Collective."""

@@ -26,9 +26,11 @@ def start(config: Config) -> None:
     if "RANK" in os.environ:
         _run_in_place(config)
         return
+    from evenpipe.runtime.launcher import launch, prepare_launch
+
+    prepare_launch("evenpipe.train.trainer", "evenpipe.runtime.pipeline")  # imports in the background, once for all
     set_up(config)
 
-    from evenpipe.runtime import launch
     from evenpipe.train.trainer import train
 
     launch(train, config, processes=config.pipeline.processes, timeout_seconds=config.pipeline.timeout_seconds)
