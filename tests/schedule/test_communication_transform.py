@@ -43,10 +43,10 @@ def test_hops_stand_where_their_data_is_ready() -> None:
 
 
 def test_a_transfer_is_issued_when_its_data_is_ready_not_when_it_has_arrived() -> None:
-    """0F1 ends at 4 and its data is there at 6; 1F0 runs from 4 to 5."""
+    """0F1 ends at 4 and its data is there at 6; 1F0 runs from 4 to 5. 1B1 ends at 10; 0B0 runs from 9 to 11."""
     order = Order.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
     assert rows(add_communication(order, Costs(F=[2, 1], B=2, p2p=2))) == [
-        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1",
         "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
     ]
 
