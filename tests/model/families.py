@@ -67,6 +67,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "phi": ("PhiConfig", {**GROUPED, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
     "nanochat": ("NanoChatConfig", {**GROUPED, "final_logit_softcapping": 3.0}),
     "hyperclovax": ("HyperCLOVAXConfig", {**GROUPED, "embedding_multiplier": 2.5, "logits_scaling": 0.3}),
+    "modernbert-decoder": ("ModernBertDecoderConfig", {**COMMON, "intermediate_size": 96, "local_attention": 8}),
     "olmo3": ("Olmo3Config", {**GROUPED, **MIXED}),
 }
 NAMED = list(FAMILIES)[:13]

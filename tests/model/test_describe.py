@@ -11,7 +11,7 @@ from families import COMMON, FAMILIES, GROUPED, PADDING, VOCABULARY, tiny_config
 from torch import nn
 
 from evenpipe.errors import InputError
-from evenpipe.model import describe, head_flops, layer_flops
+from evenpipe.model import build_stage, describe, head_flops, layer_flops
 from evenpipe.model.logits import probe_logits
 
 # family -> what happens to its logits: (scale, soft-cap)
@@ -218,6 +218,16 @@ def test_sources_that_are_no_model(tmp_path) -> None:
         describe(17)
     with pytest.raises(InputError, match=r"neither a folder with a config.json nor a model"):
         describe(tmp_path)
+
+
+def test_describing_takes_no_memory_for_weights() -> None:
+    """Learned positions of 64 GB in fp64 exist nowhere, neither while probing nor on stages that do not own them."""
+    config = transformers.GPT2Config(vocab_size=503, n_embd=8192, n_layer=2, n_head=8, n_positions=10**6)
+    description = describe(config)
+    assert description.structure.first_parameters == ("transformer.wpe.weight",)
+    middle = build_stage(description, 1, 1, is_first=False, is_last=False)
+    last = build_stage(description, 2, 2, is_first=False, is_last=True)
+    assert sum(parameter.numel() for stage in (middle, last) for parameter in stage.parameters()) == 2 * 8192
 
 
 def test_remote_code_is_not_run_unless_asked_for(tmp_path) -> None:

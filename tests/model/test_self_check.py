@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from families import FAMILIES, tiny_config
+from torch import nn
 
 import evenpipe.model.stage as stage_file
 from evenpipe.errors import InputError
@@ -138,6 +139,37 @@ def test_a_cut_that_does_not_run_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(stage_file.Stage, "forward", forward)
     with pytest.raises(InputError, match=r"cut in three, does not run \(KeyError: 'position_embeddings'\)"):
         self_check(description)
+
+
+class CrossingMLP(nn.Module):
+    """Adds what the first layer's block gave to the last layer's, behind the model's back."""
+
+    def __init__(self, inner, place, memory):
+        super().__init__()
+        self.inner, self.place, self.memory = inner, place, memory
+
+    def forward(self, hidden):
+        hidden = self.inner(hidden)
+        if self.place == 0:
+            self.memory["first"] = hidden
+        elif self.place == 3:
+            hidden = hidden + self.memory.get("first", 0.0)
+        return hidden
+
+
+class Crossing(transformers.LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        memory = {}
+        for place, layer in enumerate(self.model.layers):
+            layer.mlp = CrossingMLP(layer.mlp, place, memory)
+
+
+def test_state_that_passes_between_layers_unseen_is_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"Crossing cannot be trained in stages: .* differs from the whole in the loss"
+    ):
+        self_check(describe(Crossing(tiny_config("llama"))))
 
 
 class NeedsItsWidth(transformers.LlamaForCausalLM):

@@ -112,8 +112,9 @@ def describe(source: str | Path | PreTrainedConfig | nn.Module, *, trust_remote_
         raise InputError("output_router_logits = true adds a router loss that is not computed here: set it to false.")
     if getattr(config, "quantization_config", None):
         raise InputError("quantization_config is set in the model's config, and quantised weights cannot be trained.")
-    if getattr(config, "layerdrop", 0.0):
-        raise InputError(f"layerdrop = {config.layerdrop} skips layers at random, which stages cannot: set it to 0.0.")
+    for key, value in vars(config).items():
+        if key.endswith("layerdrop") and value:
+            raise InputError(f"{key} = {value} skips layers at random, which stages cannot: set it to 0.0.")
     if model_class is None and type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
         raise InputError(f"model_type = {config.model_type!r} has no causal language model in transformers.")
     with undisturbed(), torch.enable_grad():

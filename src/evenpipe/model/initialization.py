@@ -10,11 +10,13 @@ import copy
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
 from evenpipe.model.rules import marked, module_and_owner, seed_of, undisturbed, units, untouched
 from evenpipe.model.stage import Stage
+from evenpipe.model.structure import embedding_of, meta_matrix
 
 BLOCK_ROWS = 256
 
@@ -29,8 +31,10 @@ def initialize(stage: Stage, description: Description, seed: int) -> None:
     Raises:
         InputError: transformers has no rule for one of the parameters.
     """
-    with undisturbed(), torch.no_grad():
-        for unit in units(stage.whole, description.structure.layers_name):
+    structure = description.structure
+    embedding = embedding_of(stage.whole, structure.embedding_module)
+    with undisturbed(), torch.no_grad(), meta_matrix(embedding):
+        for unit in units(stage.whole, structure.layers_name):
             held = [
                 (module, key, parameter)
                 for module in unit.module.modules()
@@ -69,14 +73,11 @@ def initial_rows(description: Description, name: str, start: int, stop: int, see
         raise InputError(f"rows [{start}, {stop}) are not within the vocabulary of {description.vocabulary_size} rows.")
     structure, model = description.structure, description.skeleton
     module_name = structure.embedding_module if is_embedding else structure.head_module
-    original, owner = module_and_owner(model, module_name)
     padding = description.padding_index if is_embedding else None
     pieces = [torch.empty((0,) if is_bias else (0, description.hidden_size))]
     with undisturbed(), torch.no_grad():
         for first in range(start - start % BLOCK_ROWS, stop, BLOCK_ROWS):
-            block = _block(original)
-            torch.default_generator.manual_seed(seed_of(seed, module_name, first // BLOCK_ROWS))
-            owner._init_weights(block)
+            block = _drawn_block(model, module_name, seed, first // BLOCK_ROWS)
             rows = block.get_parameter("bias" if is_bias else "weight").detach()
             if untouched(rows):
                 raise InputError(f"transformers gives no fresh value to {name} of {description.architecture}.")
@@ -88,6 +89,28 @@ def initial_rows(description: Description, name: str, start: int, stop: int, see
 
 def _blank(shape: torch.Size) -> nn.Parameter:
     return nn.Parameter(marked(shape, torch.float32), requires_grad=False)
+
+
+def _drawn_block(model: PreTrainedModel, name: str, seed: int, number: int) -> nn.Module:
+    """One block of rows, drawn by the rules for the module itself and then by those for the modules around it.
+
+    Some families draw their embedding in its parent's turn. For that the block stands in the embedding's place for a
+    moment; all else around it is on the meta device and draws nothing.
+    """
+    parent_name, _, attribute = name.rpartition(".")
+    parent, original = model.get_submodule(parent_name), model.get_submodule(name)
+    block = _block(original)
+    setattr(parent, attribute, block)
+    try:
+        while True:
+            torch.default_generator.manual_seed(seed_of(seed, name, number))
+            module, owner = module_and_owner(model, name)
+            owner._init_weights(module)
+            if not name:
+                return block
+            name = name.rpartition(".")[0]
+    finally:
+        setattr(parent, attribute, original)
 
 
 def _block(original: nn.Module) -> nn.Module:

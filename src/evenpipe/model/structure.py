@@ -14,6 +14,7 @@ stands for each parameter, and who acts where is read from the autograd graph.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterator
@@ -182,6 +183,16 @@ def embed_rows(embedding: nn.Embedding, rows: torch.Tensor) -> torch.Tensor:
         return embedding(torch.arange(rows.shape[:-1].numel(), device=rows.device).view(rows.shape[:-1]))
     finally:
         embedding.__dict__["weight"], embedding.padding_idx = None, padding
+
+
+@contextlib.contextmanager
+def meta_matrix(embedding: nn.Embedding) -> Iterator[None]:
+    """A matrix without storage in the embedding, for rules that want to draw it."""
+    embedding.__dict__["weight"] = torch.empty(embedding.num_embeddings, embedding.embedding_dim, device="meta")
+    try:
+        yield
+    finally:
+        embedding.__dict__["weight"] = None
 
 
 def outer_parameters(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
