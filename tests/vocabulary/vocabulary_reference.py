@@ -40,6 +40,15 @@ class Problem:
             token_weights=self.token_weights.to(torch.float64 if dtype == torch.float64 else torch.float32),
         )
 
+    def on(self, torch_device: str) -> Problem:
+        """Tensors on `torch_device`; labels and token weights stay on the host."""
+        return replace(
+            self,
+            hidden=self.hidden.to(torch_device),
+            weight=self.weight.to(torch_device),
+            bias=None if self.bias is None else self.bias.to(torch_device),
+        )
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -50,6 +59,15 @@ class Answer:
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
+
+    def on_host(self) -> Answer:
+        return Answer(
+            self.losses.cpu(),
+            self.log_probabilities.cpu(),
+            self.hidden.cpu(),
+            self.weight.cpu(),
+            None if self.bias is None else self.bias.cpu(),
+        )
 
 
 def problem(
@@ -148,8 +166,8 @@ def sharded(
     weight = torch.cat([given.weight, given.weight.new_full((padding, hidden_size), torch.nan)])
     bias = None if given.bias is None else torch.cat([given.bias, given.bias.new_full((padding,), torch.nan)])
     if weight_gradient is None:
-        weight_gradient = torch.zeros(weight.shape, dtype=dtype)
-    bias_gradient = None if bias is None else torch.zeros(bias.shape, dtype=dtype)
+        weight_gradient = torch.zeros_like(weight, dtype=dtype)
+    bias_gradient = None if bias is None else torch.zeros_like(bias, dtype=dtype)
 
     passes = [
         forward_shard(
@@ -181,7 +199,7 @@ def sharded(
         assert (part is None) == one_barrier
         if part is not None:
             hidden_parts.append(part)
-    assert torch.equal(weight_gradient[vocabulary:], torch.zeros(padding, hidden_size, dtype=dtype))
+    assert not padding or not bool(weight_gradient[vocabulary:].any())
     assert all(part.dtype == dtype for part in hidden_parts)
     return Answer(
         combined.losses,
