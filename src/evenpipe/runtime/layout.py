@@ -12,8 +12,7 @@ from evenpipe.schedule import (
     Order,
     Program,
     Schedule,
-    add_communication,
-    forward_only,
+    evaluation_program,
     plan_program,
     vocabulary_mode,
 )
@@ -93,7 +92,7 @@ def build_layout(
         mode=mode,
         layers=layers,
         program=program,
-        evaluation=add_communication(forward_only(order), costs),
+        evaluation=evaluation_program(order, costs),
         embedding_shards=embedding,
         head_shards=head,
         costs=costs,
