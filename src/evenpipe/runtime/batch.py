@@ -22,9 +22,9 @@ class Microbatch:
     """One of the equal parts of a step's batch. n = sequences x tokens."""
 
     token_ids: Tensor
-    """[sequences, tokens] int64."""
+    """[sequences, tokens] int64, on the host: the sizes of messages are read from them."""
     targets: Tensor
-    """[n] int64: the token that each position predicts, IGNORE_INDEX where there is none."""
+    """[n] int64, on the host: the token that each position predicts, IGNORE_INDEX where there is none."""
     weights: Tensor
     """[n] fp32 or fp64: each position's share of the step's loss; they add up to 1 over the step's microbatches."""
     position_ids: Tensor | None
@@ -129,8 +129,8 @@ def distribute(
         communicator: of the pipeline's processes; None for one device.
 
     Returns:
-        The same inputs on every process, on `torch_device`, with labels: those given, or the ids themselves without
-        the positions of padding.
+        The same inputs on every process, with labels: those given, or the ids themselves without the positions of
+        padding. Ids and labels are on the host, the rest on `torch_device`.
 
     Raises:
         InputError: on every process, when the first one was given something wrong.
@@ -152,7 +152,9 @@ def distribute(
     if communicator is None:
         if fault is not None:
             raise fault
-        return Inputs(*(None if tensor is None else tensor.to(torch_device) for tensor in _fields(inputs)))
+        ids, labels, *others = _fields(inputs)
+        assert ids is not None and labels is not None
+        return Inputs(ids.cpu(), labels.cpu(), *(None if one is None else one.to(torch_device) for one in others))
 
     def broadcast(tensor: Tensor, what: str) -> Tensor:
         communicator.broadcast(tensor, communicator.members[0], what).wait("the step")
@@ -181,8 +183,8 @@ def distribute(
         broadcast(weights, "token weights")
     rows = list(integers.unbind(0))
     return Inputs(
-        input_ids=rows[0],
-        labels=rows[1],
+        input_ids=rows[0].cpu(),
+        labels=rows[1].cpu(),
         position_ids=rows[2] if has_positions else None,
         attention_mask=rows[2 + has_positions] if has_mask else None,
         token_weights=weights,
@@ -202,7 +204,7 @@ def _with_labels(inputs: Inputs) -> Inputs:
     return replace(inputs, labels=labels)
 
 
-def cut(inputs: Inputs, *, microbatches: int, dtype: torch.dtype) -> Batch:
+def cut(inputs: Inputs, *, microbatches: int, dtype: torch.dtype, torch_device: torch.device | str = "cpu") -> Batch:
     """Shifts the labels, turns them into weights that add up to 1, and cuts the step into microbatches.
 
     Labels are aligned with `input_ids`, as in transformers: position t predicts label t + 1. A position's weight is
@@ -212,6 +214,7 @@ def cut(inputs: Inputs, *, microbatches: int, dtype: torch.dtype) -> Batch:
 
     Args:
         dtype: of the weights; fp64 where the model computes in fp64, fp32 elsewhere.
+        torch_device: where the weights are wanted.
     """
     input_ids, labels, position_ids, attention_mask, token_weights = _fields(inputs)
     assert input_ids is not None and labels is not None
@@ -221,9 +224,9 @@ def cut(inputs: Inputs, *, microbatches: int, dtype: torch.dtype) -> Batch:
     valid = targets != IGNORE_INDEX
     weights = valid.to(torch.float64)
     if token_weights is not None:
-        weights[:, :-1] *= token_weights[:, 1:].to(torch.float64)
+        weights[:, :-1] *= token_weights[:, 1:].to(weights.device, torch.float64)
     total = weights.sum()
-    weights = torch.where(total == 0, torch.zeros_like(weights), weights / total).to(dtype)
+    weights = torch.where(total == 0, torch.zeros_like(weights), weights / total).to(torch_device, dtype)
     size = sequences // microbatches
 
     def part(tensor: Tensor | None, index: int) -> Tensor | None:

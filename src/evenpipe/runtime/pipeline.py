@@ -354,7 +354,7 @@ class Pipeline:
             torch_device=self.torch_device,
         )
         weights_dtype = torch.float64 if self._compute_dtype == torch.float64 else torch.float32
-        batch = cut(inputs, microbatches=self.microbatches, dtype=weights_dtype)
+        batch = cut(inputs, microbatches=self.microbatches, dtype=weights_dtype, torch_device=self.torch_device)
         for parameters in self._stage_parameters.values():
             parameters.refresh()
         self._walker.record_passes = record_passes

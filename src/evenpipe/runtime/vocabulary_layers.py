@@ -14,6 +14,7 @@ from torch import Tensor
 from evenpipe.runtime.batch import Batch, Microbatch
 from evenpipe.runtime.parameters import Matrix
 from evenpipe.vocabulary import (
+    Buffers,
     Combined,
     LossOptions,
     OutputState,
@@ -38,13 +39,14 @@ class EmbeddingShard:
 
     def __init__(self, matrix: Matrix | None, shards: Sequence[Shard], part: int, padding_index: int | None) -> None:
         self._matrix = matrix
+        self._torch_device = None if matrix is None else matrix.parameter.device
         self._shards = shards
         self.part = part
         self._padding_index = padding_index
         self._routes: list[Routes] = []
 
     def begin(self, batch: Batch) -> None:
-        self._routes = [route(microbatch.token_ids, self._shards) for microbatch in batch.microbatches]
+        self._routes = [route(part.token_ids, self._shards, self._torch_device) for part in batch.microbatches]
         if self._matrix is not None:
             self._matrix.refresh()
 
@@ -87,6 +89,7 @@ class OutputShard:
         self._shard = shard
         self._options = options
         self._one_barrier = one_barrier
+        self._buffers = Buffers()
         self._states: dict[int, OutputState] = {}
         self._combined: dict[int, Combined] = {}
         self.loss: Tensor | None = None
@@ -118,6 +121,7 @@ class OutputShard:
             self._options,
             self._one_barrier,
             gradients=gradients,
+            buffers=self._buffers,
         )
         if gradients:
             self._states[index] = state
