@@ -65,7 +65,7 @@ def model_config(settings: Settings, ratio: float) -> LlamaConfig:
     """A Llama whose output layer costs `ratio` times one of its layers, in FLOPs."""
     width = settings.hidden_size
     config = LlamaConfig(
-        vocab_size=1,
+        vocab_size=64,  # until it is known how many make the ratio
         hidden_size=width,
         intermediate_size=int(2.75 * width) // 64 * 64,
         num_hidden_layers=settings.layers,

@@ -1,0 +1,75 @@
+"""What README and docs show is what happens: every command and program in them is run, with small sizes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SMALL = (
+    *("training.steps=2", "training.minutes=none", "data.corpus=python-standard-library:json"),
+    *("data.sequence_length=32", "data.validation_fraction=0.05", "tokenizer.vocabulary_size=300"),
+    *("model.config.hidden_size=16", "model.config.num_hidden_layers=4", "model.config.head_dim=8"),
+    *("model.config.num_attention_heads=2", "model.config.num_key_value_heads=1", "sample.new_tokens=4"),
+)
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def commands(program: str) -> list[list[str]]:
+    lines = [line.split("#")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+    return [shlex.split(line) for line in lines if line.startswith(program)]
+
+
+def run(arguments: list[str], folder: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout}\n{done.stderr}"
+
+
+def test_the_commands_of_the_readme(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    evenpipe = [sys.executable, "-m", "evenpipe.cli.main"]
+    shown = commands("evenpipe ")
+    assert [words[1] for words in shown] == ["train", "generate", "export"]
+    run([*evenpipe, "train", "examples/quickstart.toml", *SMALL], tmp_path)  # what `make train` runs
+    for words in shown:
+        run([*evenpipe, *words[1:], *(SMALL if words[1] == "train" else ())], tmp_path)
+    assert (tmp_path / "exported" / "model.safetensors").is_file()
+    (words,) = commands("torchrun ")
+    folder = "output.folder=runs/torchrun"
+    run([sys.executable, "-m", "torch.distributed.run", *words[1:], *SMALL, folder], tmp_path)
+    assert (tmp_path / "runs" / "torchrun" / "model" / "config.json").is_file()
+
+
+def test_make_targets_of_the_readme_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"`?make (\w+)", README):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_the_programs_of_the_readme(number: int, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(blocks("python")[number])
+    run([sys.executable, str(program)], tmp_path)
+
+
+def test_the_picture_is_what_the_schedule_code_does() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        from picture import FILE, draw
+    finally:
+        sys.path.pop(0)
+    assert FILE.read_text(encoding="utf-8") == draw(), "run python docs/picture.py"
