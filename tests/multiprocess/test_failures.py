@@ -1,4 +1,4 @@
-"""A process that dies, hangs or raises in the middle of a step: all others end soon, and say who and what was awaited."""
+"""A process dies, hangs or raises in the middle of a step: all others end soon, and say who and what was awaited."""
 
 from __future__ import annotations
 
