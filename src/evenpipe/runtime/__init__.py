@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from evenpipe.runtime.launcher import launch
-    from evenpipe.runtime.pipeline import Pipeline, StepResult
+    from evenpipe.runtime.pipeline import Pipeline
+    from evenpipe.runtime.result import StepResult
     from evenpipe.runtime.worker import initialise_worker
 
 _PUBLIC = {
     "Pipeline": "evenpipe.runtime.pipeline",
-    "StepResult": "evenpipe.runtime.pipeline",
+    "StepResult": "evenpipe.runtime.result",
     "initialise_worker": "evenpipe.runtime.worker",
     "launch": "evenpipe.runtime.launcher",
 }

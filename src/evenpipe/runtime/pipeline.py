@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import (
     Description,
-    build_stage,
     describe,
     describe_modules,
     disk_names,
-    fill_parameters,
-    fill_rows,
     head_flops,
     layer_flops,
     save_tensors,
@@ -32,58 +29,19 @@ from evenpipe.model import (
 )
 from evenpipe.parallel import clip_gradients, pipeline_group, total_norm
 from evenpipe.runtime.batch import Batch, Inputs, cut, distribute
-from evenpipe.runtime.communication import Communicator, Communicators, Handle
+from evenpipe.runtime.communication import Communicator, Communicators
+from evenpipe.runtime.device import build
 from evenpipe.runtime.gathering import Held, stream_whole
 from evenpipe.runtime.layout import Layout, ModelCosts, build_layout
-from evenpipe.runtime.parameters import Matrix, ParameterShard, StageParameters
-from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
-from evenpipe.runtime.walker import StepRecord, Walker
+from evenpipe.runtime.parameters import ParameterShard
+from evenpipe.runtime.result import Shared, StepResult
+from evenpipe.runtime.walker import Walker
 from evenpipe.runtime.worker import initialise_worker
 from evenpipe.schedule import Costs, Order, Schedule, Timeline, time_order
-from evenpipe.vocabulary import LossOptions, Shard
+from evenpipe.vocabulary import LossOptions
 
 COST_SEQUENCE_LENGTH = 2048
 """Tokens per sequence that attention's share of a layer's cost is reckoned with, unless the model allows fewer."""
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What a step yields, the same on every process."""
-
-    tokens: int
-    """Valid tokens: positions with a label that counts."""
-    seconds: float
-    """Of this process, from the inputs to the last wait."""
-    record: StepRecord
-    """What this process did, pass by pass where asked for."""
-    _loss: _Shared = field(repr=False)
-    _log_probabilities: list[_Shared] = field(default_factory=list, repr=False)
-    _shape: tuple[int, int] = (0, 0)
-
-    @property
-    def loss(self) -> float:
-        """Mean over the step's valid tokens, with the loss options. Reading it waits for it."""
-        return float(self._loss.value())
-
-    @property
-    def log_probabilities(self) -> Tensor:
-        """Evaluation only: [batch, sequence], at position t that of the label at t + 1, 0 where none counts."""
-        if not self._log_probabilities:
-            raise InputError("log_probabilities: only evaluate() gives them, not step()")
-        return torch.cat([part.value() for part in self._log_probabilities]).view(self._shape)
-
-
-class _Shared:
-    """A tensor that is on its way from the process that made it; every process has it after `value()`."""
-
-    def __init__(self, tensor: Tensor, handle: Handle | None) -> None:
-        self._tensor = tensor
-        self._handle = handle
-
-    def value(self) -> Tensor:
-        if self._handle is not None:
-            self._handle.wait("the caller")
-        return self._tensor
 
 
 class Pipeline:
@@ -145,7 +103,6 @@ class Pipeline:
         self.description = (
             model if isinstance(model, Description) else describe(model, trust_remote_code=trust_remote_code)
         )
-        self._options = _loss_options(loss or LossOptions(), self.description)
         self._layout = partial(
             build_layout,
             devices=self.devices,
@@ -160,7 +117,28 @@ class Pipeline:
         self._make_communicators(timeout_seconds)
         if self_check and self.description.config is not None:
             self._check_architecture()
-        self._build(parameter_dtype, seed)
+        self._held = build(
+            self.description,
+            self.layout,
+            self.device,
+            options=_loss_options(loss or LossOptions(), self.description),
+            parameter_dtype=parameter_dtype,
+            compute_dtype=self._compute_dtype,
+            torch_device=self.torch_device,
+            seed=seed,
+        )
+        self._walker = Walker(
+            self.device,
+            self._held.stages,
+            self._held.embedding,
+            self._held.output,
+            communicators=self._communicators,
+            ranks=self._group.ranks,
+            vocabulary_passes=self.layout.sharded,
+            hidden_size=self.description.hidden_size,
+            hidden_dtype=self._compute_dtype,
+            torch_device=self.torch_device,
+        )
 
     @classmethod
     def from_modules(
@@ -219,83 +197,6 @@ class Pipeline:
         if verdict[0] is not None:
             raise InputError(verdict[0])
 
-    def _build(self, parameter_dtype: torch.dtype, seed: int) -> None:
-        description, layout = self.description, self.layout
-        placement = layout.program.placement
-        last_stage = placement.stages - 1
-        self._stages: dict[int, nn.Module] = {}
-        self._stage_parameters: dict[int, StageParameters] = {}
-        self._shards: dict[str, ParameterShard] = {}
-        for stage in placement.stages_of(self.device):
-            first, last = layout.layers[stage]
-            module = build_stage(
-                description,
-                first,
-                last,
-                is_first=stage == 0,
-                is_last=stage == last_stage,
-                dtype=parameter_dtype,
-                torch_device=self.torch_device,
-            )
-            fill_parameters(module, description, seed)
-            for name, parameter in module.named_parameters():
-                parameter.requires_grad_(_is_trained(description, name))
-            parameters = StageParameters(module, self._compute_dtype)
-            for name, parameter in parameters:
-                self._shards[name] = ParameterShard(parameter, None, tuple(parameter.shape), saved_here=True)
-            self._stages[stage] = module
-            self._stage_parameters[stage] = parameters
-
-        def matrix(name: str, shard: Shard, *, saved_here: bool = True) -> Matrix | None:
-            """The rows of a vocabulary matrix that this device holds; None where whole matrices live elsewhere."""
-            if not shard.rows and not layout.sharded:
-                return None
-            rows = fill_rows(description, name, shard.start, shard.stop, seed)
-            parameter = nn.Parameter(
-                rows.to(self.torch_device, parameter_dtype), requires_grad=_is_trained(description, name)
-            )
-            shape = (description.vocabulary_size, *parameter.shape[1:])
-            start = shard.start if layout.sharded else None
-            self._shards[name] = ParameterShard(parameter, start, shape, saved_here=saved_here)
-            return Matrix(parameter, self._compute_dtype)
-
-        embedding_shard, head_shard = layout.embedding_shards[self.device], layout.head_shards[self.device]
-        embedding = matrix(description.embedding_name, embedding_shard)
-        if not description.tied:
-            head = matrix(description.head_name, head_shard)
-        elif embedding_shard == head_shard:
-            head = embedding
-        else:
-            head = matrix(description.embedding_name, head_shard, saved_here=False) if head_shard.rows else None
-        bias = matrix(description.head_bias_name, head_shard) if description.head_bias_name else None
-        self._tied_copy = (embedding or head) if self._tied_twice else None
-        self._output = (
-            OutputShard(head, bias, head_shard, self._options, one_barrier=layout.program.barriers == 1)
-            if head is not None
-            else None
-        )
-        self._walker = Walker(
-            self.device,
-            self._stages,
-            self._embedding(embedding),
-            self._output,
-            communicators=self._communicators,
-            ranks=self._group.ranks,
-            vocabulary_passes=layout.sharded,
-            hidden_size=description.hidden_size,
-            hidden_dtype=self._compute_dtype,
-            torch_device=self.torch_device,
-        )
-
-    def _embedding(self, matrix: Matrix | None) -> EmbeddingShard | None:
-        padding_index = self.description.padding_index
-        if self.layout.sharded:
-            return EmbeddingShard(matrix, self.layout.embedding_shards, self.device, padding_index)
-        if matrix is None:
-            return None
-        rows = self.description.vocabulary_size
-        return EmbeddingShard(matrix, (Shard(0, rows, rows),), 0, padding_index)
-
     # --- training --------------------------------------------------------------------------------------------
 
     def step(
@@ -334,13 +235,13 @@ class Pipeline:
     ) -> StepResult:
         """Forward of one batch, without gradients: the loss, and the log-probability of every label. As `step`."""
         inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights)
-        modes = {stage: module.training for stage, module in self._stages.items()}
-        for module in self._stages.values():
+        modes = {stage: module.training for stage, module in self._held.stages.items()}
+        for module in self._held.stages.values():
             module.eval()
         try:
             return self._run(inputs, training=False, record_passes=False)
         finally:
-            for stage, module in self._stages.items():
+            for stage, module in self._held.stages.items():
                 module.train(modes[stage])
 
     def _run(self, inputs: Inputs, *, training: bool, record_passes: bool) -> StepResult:
@@ -355,7 +256,7 @@ class Pipeline:
         )
         weights_dtype = torch.float64 if self._compute_dtype == torch.float64 else torch.float32
         batch = cut(inputs, microbatches=self.microbatches, dtype=weights_dtype, torch_device=self.torch_device)
-        for parameters in self._stage_parameters.values():
+        for parameters in self._held.parameters.values():
             parameters.refresh()
         self._walker.record_passes = record_passes
         if training:
@@ -363,7 +264,7 @@ class Pipeline:
                 record = self._walker.walk(self.layout.program, batch)
         else:
             record = self._walker.walk(self.layout.evaluation, batch)
-        own = None if self._output is None else self._output.loss
+        own = None if self._held.output is None else self._held.output.loss
         loss = self._share(own, weights_dtype, ())
         log_probabilities = [] if training else self._log_probabilities(batch, weights_dtype)
         return StepResult(
@@ -375,21 +276,21 @@ class Pipeline:
             (batch.sequences, batch.sequence_length),
         )
 
-    def _log_probabilities(self, batch: Batch, dtype: torch.dtype) -> list[_Shared]:
-        own = None if self._output is None else self._output.log_probabilities
+    def _log_probabilities(self, batch: Batch, dtype: torch.dtype) -> list[Shared]:
+        own = None if self._held.output is None else self._held.output.log_probabilities
         return [
             self._share(None if own is None else own[index], dtype, (microbatch.tokens,))
             for index, microbatch in enumerate(batch.microbatches)
         ]
 
-    def _share(self, own: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> _Shared:
+    def _share(self, own: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Shared:
         """What devices with an output layer know. Sharded, all do; else the last stage's sends it to the others."""
         if self._control is None or self.layout.sharded:
             assert own is not None
-            return _Shared(own, None)
+            return Shared(own, None)
         source = self._group.ranks[self.layout.program.placement.last_device]
         tensor = torch.empty(shape, dtype=dtype, device=self.torch_device) if own is None else own.contiguous()
-        return _Shared(tensor, self._control.broadcast(tensor, source, "the loss"))
+        return Shared(tensor, self._control.broadcast(tensor, source, "the loss"))
 
     @contextmanager
     def _tied_gradients(self) -> Iterator[None]:
@@ -398,7 +299,7 @@ class Pipeline:
 
         Summed over the two processes that hold the matrix, on their own communicator, and sent back to both.
         """
-        matrix = self._tied_copy
+        matrix = self._held.tied_copy
         if matrix is None or not matrix.trainable:
             yield
             return
@@ -415,7 +316,7 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(Hugging Face name, parameter) held by this process; vocabulary matrices are its rows of them."""
-        return ((name, shard.parameter) for name, shard in self._shards.items())
+        return ((name, shard.parameter) for name, shard in self._held.shards.items())
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Parameters held by this process, for an optimizer."""
@@ -423,7 +324,7 @@ class Pipeline:
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
         """By Hugging Face name: what this process holds of each parameter, and whether it is the one to save it."""
-        return dict(self._shards)
+        return dict(self._held.shards)
 
     def zero_grad(self) -> None:
         """Drops all gradients."""
@@ -439,7 +340,7 @@ class Pipeline:
             raise InputError(f"max_norm: {max_norm}, expected a number above 0")
         held = [
             (shard.parameter.grad, shard.saved_here)
-            for shard in self._shards.values()
+            for shard in self._held.shards.values()
             if shard.parameter.grad is not None
         ]
         counted = [gradient for gradient, counts in held if counts]
@@ -486,7 +387,7 @@ class Pipeline:
         """(name, whole gradient on the CPU), one after the other, on the first process; all must exhaust it."""
         held = {
             name: Held(shard.parameter.grad, shard.start_row, shard.shape)
-            for name, shard in self._shards.items()
+            for name, shard in self._held.shards.items()
             if shard.parameter.grad is not None and shard.saved_here
         }
         return stream_whole(held, self._control, self.torch_device)
@@ -495,7 +396,7 @@ class Pipeline:
         """(name, whole parameter on the CPU), one after the other, on the first process; all must exhaust it."""
         held = {
             name: Held(shard.parameter, shard.start_row, shard.shape)
-            for name, shard in self._shards.items()
+            for name, shard in self._held.shards.items()
             if shard.saved_here
         }
         return stream_whole(held, self._control, self.torch_device)
@@ -557,12 +458,6 @@ def _schedule(given: Path | Schedule) -> Schedule:
         except OSError as error:
             raise InputError(f"schedule: {given} cannot be read ({error.strerror})") from error
     return str(given)
-
-
-def _is_trained(description: Description, name: str) -> bool:
-    """A live model says which of its parameters are frozen; others have none."""
-    model = description.skeleton if description.model is None else description.model
-    return model.get_parameter(name).requires_grad
 
 
 def _loss_options(given: LossOptions, description: Description) -> LossOptions:

@@ -1,0 +1,99 @@
+"""What one device holds of a model: its stages, its rows of the vocabulary matrices, and all their parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from evenpipe.model import Description, build_stage, fill_parameters, fill_rows
+from evenpipe.runtime.layout import Layout
+from evenpipe.runtime.parameters import Matrix, ParameterShard, StageParameters
+from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
+from evenpipe.vocabulary import LossOptions, Shard
+
+
+@dataclass(slots=True)
+class HeldModel:
+    """One device's part of a model, with weights."""
+
+    stages: dict[int, nn.Module] = field(default_factory=dict)
+    """By number."""
+    parameters: dict[int, StageParameters] = field(default_factory=dict)
+    """Of each stage."""
+    shards: dict[str, ParameterShard] = field(default_factory=dict)
+    """All parameters, by Hugging Face name."""
+    embedding: EmbeddingShard | None = None
+    """None where the whole embedding is on another device."""
+    output: OutputShard | None = None
+    """None where the whole output layer is on another device."""
+    tied_copy: Matrix | None = None
+    """The matrix of a model with tied weights that another device holds whole as well."""
+
+
+def build(
+    description: Description,
+    layout: Layout,
+    device: int,
+    *,
+    options: LossOptions,
+    parameter_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    torch_device: torch.device,
+    seed: int,
+) -> HeldModel:
+    """Builds what `device` holds and nothing else, and fills it from where the description says."""
+    held = HeldModel()
+    placement = layout.program.placement
+    for stage in placement.stages_of(device):
+        first, last = layout.layers[stage]
+        module = build_stage(
+            description,
+            first,
+            last,
+            is_first=stage == 0,
+            is_last=stage == placement.stages - 1,
+            dtype=parameter_dtype,
+            torch_device=torch_device,
+        )
+        fill_parameters(module, description, seed)
+        held.stages[stage] = module
+        held.parameters[stage] = StageParameters(module, compute_dtype)
+        for name, parameter in held.parameters[stage]:
+            held.shards[name] = ParameterShard(parameter, None, tuple(parameter.shape), saved_here=True)
+
+    def matrix(name: str, shard: Shard, *, saved_here: bool = True) -> Matrix | None:
+        """The rows of a vocabulary matrix that this device holds; None where the whole one lives elsewhere."""
+        if not shard.rows and not layout.sharded:
+            return None
+        rows = fill_rows(description, name, shard.start, shard.stop, seed).to(torch_device, parameter_dtype)
+        parameter = nn.Parameter(rows, requires_grad=_is_trained(description, name))
+        start = shard.start if layout.sharded else None
+        shape = (description.vocabulary_size, *parameter.shape[1:])
+        held.shards[name] = ParameterShard(parameter, start, shape, saved_here=saved_here)
+        return Matrix(parameter, compute_dtype)
+
+    embedding_shard, head_shard = layout.embedding_shards[device], layout.head_shards[device]
+    embedding = matrix(description.embedding_name, embedding_shard)
+    if not description.tied:
+        head = matrix(description.head_name, head_shard)
+    elif embedding_shard == head_shard:
+        head = embedding
+    else:  # two devices hold the one matrix; the first one saves it
+        head = matrix(description.embedding_name, head_shard, saved_here=False) if head_shard.rows else None
+        held.tied_copy = embedding or head
+    bias = matrix(description.head_bias_name, head_shard) if description.head_bias_name else None
+    if head is not None:
+        held.output = OutputShard(head, bias, head_shard, options, one_barrier=layout.program.barriers == 1)
+    if layout.sharded:
+        held.embedding = EmbeddingShard(embedding, layout.embedding_shards, device, description.padding_index)
+    elif embedding is not None:
+        held.embedding = EmbeddingShard(embedding, (embedding_shard,), 0, description.padding_index)
+    return held
+
+
+def _is_trained(description: Description, name: str) -> bool:
+    """A live model says which of its parameters are frozen; others have none."""
+    model = description.skeleton if description.model is None else description.model
+    return model.get_parameter(name).requires_grad

@@ -1,0 +1,52 @@
+"""What a step yields, some of it still on its way from the process that made it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from evenpipe.errors import InputError
+from evenpipe.runtime.communication import Handle
+from evenpipe.runtime.walker import StepRecord
+
+
+class Shared:
+    """A tensor that is on its way from the process that made it; every process has it after `value()`."""
+
+    def __init__(self, tensor: Tensor, handle: Handle | None) -> None:
+        self._tensor = tensor
+        self._handle = handle
+
+    def value(self) -> Tensor:
+        if self._handle is not None:
+            self._handle.wait("the caller")
+        return self._tensor
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step yields, the same on every process."""
+
+    tokens: int
+    """Valid tokens: positions with a label that counts."""
+    seconds: float
+    """Of this process, from the inputs to the last wait."""
+    record: StepRecord
+    """What this process did, pass by pass where asked for."""
+    _loss: Shared = field(repr=False)
+    _log_probabilities: list[Shared] = field(default_factory=list, repr=False)
+    _shape: tuple[int, int] = (0, 0)
+
+    @property
+    def loss(self) -> float:
+        """Mean over the step's valid tokens, with the loss options. Reading it waits for it."""
+        return float(self._loss.value())
+
+    @property
+    def log_probabilities(self) -> Tensor:
+        """Evaluation only: [batch, sequence], at position t that of the label at t + 1, 0 where none counts."""
+        if not self._log_probabilities:
+            raise InputError("log_probabilities: only evaluate() gives them, not step()")
+        return torch.cat([part.value() for part in self._log_probabilities]).view(self._shape)
