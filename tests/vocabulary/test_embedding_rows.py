@@ -39,14 +39,14 @@ def sharded_embedding(
 ) -> tuple[Tensor, Tensor]:
     """Hidden states and weight gradient; the messages between shards and the first stage are lists."""
     shards = split(weight.shape[0], parts)
-    routes = route(token_ids, shards)
+    routes = route(token_ids, shards, padding_index=padding_index)
     rows = [gather_rows(weight[shard.start : shard.stop], routes, part) for part, shard in enumerate(shards)]
     assert [len(sent) for sent in rows] == list(routes.counts)
     assert sum(routes.counts) == len(token_ids)
     weight_gradient = torch.zeros_like(weight)
+    sent_back = pick_row_gradients(gradient, routes)
     for part, shard in enumerate(shards):
-        sent_back = pick_row_gradients(gradient, routes, part)
-        add_row_gradients(weight_gradient[shard.start : shard.stop], sent_back, routes, part, padding_index)
+        add_row_gradients(weight_gradient[shard.start : shard.stop], sent_back[routes.span(part)], routes, part)
     return place_rows(rows, routes), weight_gradient
 
 
@@ -94,7 +94,20 @@ def test_one_shard_is_a_plain_gather() -> None:
     rows = gather_rows(weight, routes, 0)
     assert place_rows([rows], routes) is rows
     gradient = random(12, 4, seed=1)
-    assert pick_row_gradients(gradient, routes, 0) is gradient
+    assert pick_row_gradients(gradient, routes) is gradient
+
+
+def test_only_tokens_other_than_padding_are_trained() -> None:
+    token_ids = torch.tensor([7, 2, 0, 2, 9, 7])
+    cases = {  # padding_index: per shard, which of [2, 0, 2] and of [7, 9, 7] are trained; None: all
+        None: [None, None],
+        2: [[1], None],
+        7: [None, [1]],
+        5: [None, None],
+    }
+    for padding_index, expected in cases.items():
+        trained = route(token_ids, split(10, 2), padding_index=padding_index).trained
+        assert [None if part is None else part.tolist() for part in trained] == expected, padding_index
 
 
 def test_a_microbatch_in_two_dimensions() -> None:
@@ -146,7 +159,7 @@ def test_tied_weights_are_one_shard_used_twice(padding_index: int | None, one_ba
     assert whole.grad is not None
 
     options, shards, total = LossOptions(), split(vocabulary, parts), torch.zeros_like(matrix)
-    routes = route(token_ids, shards)
+    routes = route(token_ids, shards, padding_index=padding_index)
     pieces = [matrix[shard.start : shard.stop] for shard in shards]
     gradients = [total[shard.start : shard.stop] for shard in shards]
     rows = place_rows([gather_rows(piece, routes, part) for part, piece in enumerate(pieces)], routes)
@@ -164,7 +177,8 @@ def test_tied_weights_are_one_shard_used_twice(padding_index: int | None, one_ba
         if part_of_t is not None:
             hidden_parts.append(part_of_t)
     row_gradient = torch.stack(hidden_parts).sum(0) * (1 - hidden.square())
+    sent_back = pick_row_gradients(row_gradient, routes)
     for part, gradient in enumerate(gradients):
-        add_row_gradients(gradient, pick_row_gradients(row_gradient, routes, part), routes, part, padding_index)
+        add_row_gradients(gradient, sent_back[routes.span(part)], routes, part)
     assert frobenius(total, whole.grad) <= 1e-10
     assert bool(total[5].any())

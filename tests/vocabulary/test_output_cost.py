@@ -227,3 +227,9 @@ def test_buffers_fit_the_largest_use() -> None:
     assert len(buffers._free) == 2, "one buffer takes the place of one"
     buffers.clear()
     assert not buffers._free
+
+
+def test_memory_that_is_not_the_hosts_goes_back_to_its_allocator() -> None:
+    buffers = Buffers()
+    buffers.give(buffers.take(3, 10, torch.empty(0, device="meta"), torch.float32))
+    assert not buffers._free

@@ -26,6 +26,7 @@ from evenpipe.vocabulary import (
     forward_shard,
     gather_rows,
     hidden_gradient,
+    pick_row_gradients,
     place_rows,
     route,
 )
@@ -46,7 +47,10 @@ class EmbeddingShard:
         self._routes: list[Routes] = []
 
     def begin(self, batch: Batch) -> None:
-        self._routes = [route(part.token_ids, self._shards, self._torch_device) for part in batch.microbatches]
+        self._routes = [
+            route(part.token_ids, self._shards, self._torch_device, padding_index=self._padding_index)
+            for part in batch.microbatches
+        ]
         if self._matrix is not None:
             self._matrix.refresh()
 
@@ -66,16 +70,13 @@ class EmbeddingShard:
 
     def pick(self, gradient: Tensor, microbatch: int) -> Tensor:
         """At the first stage: the gradient [n, hidden_size] of the placed rows, in the order of `place`'s argument."""
-        order = self._routes[microbatch].order
-        return gradient if order is None else gradient.index_select(0, order)
+        return pick_row_gradients(gradient, self._routes[microbatch])
 
     def add_gradient(self, rows_gradient: Tensor, microbatch: int) -> None:
         """G: [own count, hidden_size] into the gradient of the rows held here."""
         assert self._matrix is not None
         if self._matrix.trainable:
-            add_row_gradients(
-                self._matrix.gradient(), rows_gradient, self._routes[microbatch], self.part, self._padding_index
-            )
+            add_row_gradients(self._matrix.gradient(), rows_gradient, self._routes[microbatch], self.part)
 
 
 class OutputShard:
@@ -90,6 +91,8 @@ class OutputShard:
         self._options = options
         self._one_barrier = one_barrier
         self._buffers = Buffers()
+        self._buffers_serve: tuple[int, bool] | None = None
+        self._targets: dict[int, Tensor] = {}
         self._states: dict[int, OutputState] = {}
         self._combined: dict[int, Combined] = {}
         self.loss: Tensor | None = None
@@ -101,17 +104,23 @@ class OutputShard:
         self._matrix.refresh()
         if self._bias is not None:
             self._bias.refresh()
+        self._targets.clear()
         self._states.clear()
         self._combined.clear()
         self.log_probabilities = {}
         self.loss = None
 
-    @property
-    def statistics_per_token(self) -> int:
-        return self._options.statistics
-
     def forward(self, hidden: Tensor, microbatch: Microbatch, index: int, *, gradients: bool) -> Tensor:
-        """S: statistics [n, statistics_per_token] of this shard. hidden: [n, hidden_size], kept until T."""
+        """S: statistics [n, options.statistics] of this shard. hidden: [n, hidden_size], kept until T.
+
+        A batch of another size, and evaluation after training, begin without the free memory of the one before.
+        """
+        serve = (hidden.shape[0], gradients)
+        if serve != self._buffers_serve:
+            self._buffers.clear()
+            self._buffers_serve = serve
+        # S reads the sizes of its index lists on the host; combine reads these where the statistics are.
+        self._targets[index] = microbatch.targets.to(hidden.device, non_blocking=True)
         statistics, state = forward_shard(
             hidden,
             self._matrix.weight,
@@ -128,8 +137,9 @@ class OutputShard:
         return statistics
 
     def combine(self, table: Tensor, microbatch: Microbatch, index: int, *, gradients: bool) -> None:
-        """What opens C, or T with two barriers: [shards, n, statistics_per_token] to the loss of the microbatch."""
-        combined = combine(table, microbatch.weights, microbatch.targets, self._options, self._shard.vocabulary)
+        """What opens C, or T with two barriers: [shards, n, options.statistics] to the loss of the microbatch."""
+        targets = self._targets.pop(index)
+        combined = combine(table, microbatch.weights, targets, self._options, self._shard.vocabulary)
         loss = torch.dot(combined.losses, microbatch.weights.to(combined.losses.dtype))
         self.loss = loss if self.loss is None else self.loss + loss
         if gradients:

@@ -10,8 +10,9 @@ class Buffers:
     """Room for the large tensors of S and T, handed on from one microbatch to the next.
 
     On a CPU a tensor of this size is new memory from the operating system each time, page by page, which was 5 % of S
-    and T together; handed on, there are as many as microbatches are in flight. Torch's allocator for GPUs does the same
-    by itself: there this gains nothing and costs nothing.
+    and T together; handed on, there are as many as microbatches are in flight. They stay until `clear`. Torch's
+    allocator for GPUs does the same by itself, and gives the memory to others as well: there `take` asks the allocator
+    and nothing is held here.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Buffers:
 
     def give(self, tensor: Tensor | None) -> None:
         """Take back what `take` handed out, once nobody reads it any more."""
-        if tensor is not None:
+        if tensor is not None and tensor.device.type == "cpu":
             elements = tensor.untyped_storage().nbytes() // tensor.element_size()
             self._free.append(tensor.as_strided((elements,), (1,), 0))
 

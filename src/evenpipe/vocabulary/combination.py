@@ -57,7 +57,8 @@ def combine(
     statistics: [shards, tokens, options.statistics], as gathered from `forward_shard` on every device, in any order of
         shards that is the same everywhere.
     token_weights: [tokens], weight of each token in the step's loss (any sign; whatever stands at ignored tokens).
-    labels: [tokens] int64. vocabulary: number of tokens over all shards.
+    labels: [tokens] int64, best on the device of `statistics`. vocabulary: number of tokens over all shards.
+    Nothing waits for a GPU: what is still on the host is copied there in the order of the stream.
     The arithmetic is in fp64 (on numbers per token and shard only), the result in the dtype of `statistics`.
     """
     if statistics.dim() != 3 or statistics.shape[1:] != (labels.shape[0], options.statistics):
@@ -88,8 +89,8 @@ def combine(
     if options.z_loss:
         losses = losses + options.z_loss * log_sum_exp.square()
 
-    valid = (labels != options.ignore_index).to(statistics.device)
-    weights = token_weights.to(statistics.device, torch.float64) * options.logit_scale
+    valid = (labels != options.ignore_index).to(statistics.device, non_blocking=True)
+    weights = token_weights.to(statistics.device, torch.float64, non_blocking=True) * options.logit_scale
     others = torch.where(total > 0, weights * (1.0 + tilt) * against / total, 0.0)
     at_target = weights * (tilt * towards - against + smoothing)
     if options.soft_cap is not None:

@@ -27,6 +27,8 @@ class Routes:
     """[tokens] int64: `token_ids[k]` stands at position `order[k]` of the microbatch. None: at position k."""
     counts: tuple[int, ...]
     """Number of tokens per shard: the sizes of all messages."""
+    trained: tuple[Tensor | None, ...]
+    """Per shard, which of its tokens are not the padding token: [.] int64, counted from its first. None: all."""
 
     @property
     def tokens(self) -> int:
@@ -47,12 +49,19 @@ class Routes:
 
 
 @torch.no_grad()
-def route(token_ids: Tensor, shards: Sequence[Shard], torch_device: torch.device | str | None = None) -> Routes:
+def route(
+    token_ids: Tensor,
+    shards: Sequence[Shard],
+    torch_device: torch.device | str | None = None,
+    *,
+    padding_index: int | None = None,
+) -> Routes:
     """Find the owner of each token's row.
 
     token_ids: [tokens] int64 (any shape is flattened). Best on the host: the sizes of messages are read from them.
     shards: all shards of the matrix, in the order of their rows.
     torch_device: where the indices are wanted; default that of token_ids.
+    padding_index: the token whose row gets no gradient, as in torch.nn.Embedding.
     Raises InputError for a token id that is no row of the vocabulary.
     """
     ids = token_ids.reshape(-1)
@@ -63,18 +72,29 @@ def route(token_ids: Tensor, shards: Sequence[Shard], torch_device: torch.device
             wrong = low if low < 0 else high
             raise InputError(f"Token id {wrong} is outside the vocabulary, which has the ids 0 to {vocabulary - 1}.")
     device = ids.device if torch_device is None else torch.device(torch_device)
-    if len(shards) == 1:
-        return Routes(tuple(shards), ids.to(device), None, (ids.numel(),))
-    stops = torch.tensor([shard.stop for shard in shards], device=ids.device)
-    owners = torch.bucketize(ids, stops, right=True)
-    order = torch.argsort(owners, stable=True)
-    counts = torch.bincount(owners, minlength=len(shards)).tolist()
+    order: Tensor | None = None
+    counts = [ids.numel()]
+    if len(shards) > 1:
+        stops = torch.tensor([shard.stop for shard in shards], device=ids.device)
+        owners = torch.bucketize(ids, stops, right=True)
+        order = torch.argsort(owners, stable=True)
+        counts = [int(count) for count in torch.bincount(owners, minlength=len(shards)).tolist()]
+        ids = ids[order]
     return Routes(
-        tuple(shards),
-        ids[order].to(device, non_blocking=True),
-        order.to(device, non_blocking=True),
-        tuple(int(count) for count in counts),
+        shards=tuple(shards),
+        token_ids=ids.to(device, non_blocking=True),
+        order=None if order is None else order.to(device, non_blocking=True),
+        counts=tuple(counts),
+        trained=tuple(_other_tokens(own, padding_index, device) for own in torch.split(ids, counts)),
     )
+
+
+def _other_tokens(ids: Tensor, padding_index: int | None, device: torch.device) -> Tensor | None:
+    """Where `ids` holds something else than the padding token; None: everywhere."""
+    if padding_index is None:
+        return None
+    is_other = ids != padding_index
+    return None if bool(is_other.all()) else is_other.nonzero().squeeze(1).to(device, non_blocking=True)
 
 
 @torch.no_grad()
@@ -101,27 +121,24 @@ def place_rows(rows: Sequence[Tensor], routes: Routes) -> Tensor:
 
 
 @torch.no_grad()
-def pick_row_gradients(gradient: Tensor, routes: Routes, part: int) -> Tensor:
-    """At the first stage: the rows of the gradient [tokens, hidden_size] that shard `part` needs."""
+def pick_row_gradients(gradient: Tensor, routes: Routes) -> Tensor:
+    """At the first stage: the gradient [tokens, hidden_size] sorted by owner; `routes.span(part)` is a shard's."""
     if routes.order is None:
         return gradient
-    return gradient.index_select(0, routes.positions(part))
+    return gradient.index_select(0, routes.order)
 
 
 @torch.no_grad()
-def add_row_gradients(
-    weight_gradient: Tensor, rows_gradient: Tensor, routes: Routes, part: int, padding_index: int | None = None
-) -> None:
+def add_row_gradients(weight_gradient: Tensor, rows_gradient: Tensor, routes: Routes, part: int) -> None:
     """G: add the gradient of each owned row, in the order of positions: on a CPU every run gives the same bits.
 
-    weight_gradient: [rows of the shard, hidden_size], added to in place.
-    rows_gradient: [counts[part], hidden_size], as `pick_row_gradients` gives it.
-    padding_index: the token whose row gets no gradient, as in torch.nn.Embedding.
+    weight_gradient: [rows of the shard, hidden_size], added to in place; not to the row of the padding token.
+    rows_gradient: [counts[part], hidden_size], the shard's span of what `pick_row_gradients` gives.
     """
     shard = routes.shards[part]
     ids = routes.token_ids[routes.span(part)]
-    if padding_index is not None and shard.start <= padding_index < shard.stop:
-        kept = (ids != padding_index).nonzero().squeeze(1)
-        ids, rows_gradient = ids[kept], rows_gradient.index_select(0, kept)
+    trained = routes.trained[part]
+    if trained is not None:
+        ids, rows_gradient = ids.index_select(0, trained), rows_gradient.index_select(0, trained)
     if ids.numel():
         weight_gradient.index_add_(0, ids - shard.start, rows_gradient.to(weight_gradient.dtype))

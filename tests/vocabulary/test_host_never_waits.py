@@ -1,0 +1,120 @@
+"""Nothing of E, G, S, C and T waits for a GPU: run on torch's "meta" device, which has no values to wait for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evenpipe.runtime.batch import Batch, Inputs, cut
+from evenpipe.runtime.parameters import Matrix
+from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
+from evenpipe.vocabulary import LossOptions, combine, split
+
+VOCABULARY, HIDDEN, PARTS, PADDING = 60, 8, 3, 2
+
+
+class BlockingCopies(TorchDispatchMode):
+    """Counts copies from the host to another device, and those of them that wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = self.blocking = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        is_copy = func in {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
+        if is_copy:
+            source = args[1] if func is torch.ops.aten.copy_.default else args[0]
+            if source.device != result.device:
+                self.copies += 1
+                self.blocking += not (kwargs.get("non_blocking") or args[2:] == (True,))
+        return result
+
+
+def batch_of(sequences: int, tokens: int, *, torch_device: str, microbatches: int = 2) -> Batch:
+    ids = torch.randint(VOCABULARY, (sequences, tokens), generator=torch.Generator().manual_seed(0))
+    ids[:, -3:] = PADDING
+    labels = ids.masked_fill(ids == PADDING, -100)
+    return cut(Inputs(ids, labels), microbatches=microbatches, dtype=torch.float32, torch_device=torch_device)
+
+
+def output_shard(options: LossOptions, torch_device: str, *, one_barrier: bool, part: int = 0) -> OutputShard:
+    shard = split(VOCABULARY, PARTS)[part]
+    rows = torch.nn.Parameter(torch.ones(shard.rows, HIDDEN, device=torch_device))
+    return OutputShard(Matrix(rows, torch.float32), None, shard, options, one_barrier=one_barrier)
+
+
+def step(layer: OutputShard, batch: Batch, torch_device: str, *, one_barrier: bool, gradients: bool = True) -> None:
+    layer.begin()
+    for index, microbatch in enumerate(batch.microbatches):
+        hidden = torch.ones(microbatch.tokens, HIDDEN, device=torch_device)
+        statistics = layer.forward(hidden, microbatch, index, gradients=gradients)
+        layer.combine(statistics.expand(PARTS, -1, -1), microbatch, index, gradients=gradients)
+        if gradients and one_barrier:
+            layer.hidden_gradient(index)
+        if gradients:
+            layer.backward(index)
+
+
+@pytest.mark.parametrize("one_barrier", [True, False], ids=["one barrier", "two barriers"])
+@pytest.mark.parametrize("options", [LossOptions(), LossOptions(keep="nothing", label_smoothing=0.1, soft_cap=5.0)])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_the_output_layer(options: LossOptions, one_barrier: bool, gradients: bool) -> None:
+    layer, batch = output_shard(options, "meta", one_barrier=one_barrier), batch_of(4, 9, torch_device="meta")
+    with BlockingCopies() as copies:
+        step(layer, batch, "meta", one_barrier=one_barrier, gradients=gradients)
+    assert copies.copies and not copies.blocking
+
+
+def test_the_barrier_copies_nothing() -> None:
+    """S has moved the labels; only who calls `combine` with labels on the host pays a copy, and waits for none."""
+    layer, batch = output_shard(LossOptions(), "meta", one_barrier=True), batch_of(4, 9, torch_device="meta")
+    layer.begin()
+    microbatch = batch.microbatches[0]
+    statistics = layer.forward(torch.ones(microbatch.tokens, HIDDEN, device="meta"), microbatch, 0, gradients=True)
+    with BlockingCopies() as copies:
+        layer.combine(statistics[None], microbatch, 0, gradients=True)
+    assert not copies.copies
+    with BlockingCopies() as copies:
+        combine(statistics[None], microbatch.weights, microbatch.targets, LossOptions(), VOCABULARY)
+    assert copies.copies == 1 and not copies.blocking
+
+
+@pytest.mark.parametrize("parts", [1, PARTS])
+def test_the_embedding(parts: int) -> None:
+    shards, batch = split(VOCABULARY, parts), batch_of(4, 9, torch_device="meta")
+    for part, shard in enumerate(shards):
+        rows = torch.nn.Parameter(torch.ones(shard.rows, HIDDEN, device="meta"))
+        layer = EmbeddingShard(Matrix(rows, torch.float32), shards, part, PADDING)
+        with BlockingCopies() as copies:
+            layer.begin(batch)
+        assert copies.copies and not copies.blocking
+        with BlockingCopies() as copies:
+            for index, microbatch in enumerate(batch.microbatches):
+                placed = layer.place(torch.ones(microbatch.tokens, HIDDEN, device="meta"), index)
+                assert layer.pick(placed, index).shape == placed.shape
+                layer.add_gradient(layer.rows(index), index)
+        assert not copies.copies
+
+
+def test_free_memory_does_not_outlive_its_use() -> None:
+    """What S and T of a large batch hand on is let go when a smaller batch or an evaluation begins."""
+    layer = output_shard(LossOptions(), "cpu", one_barrier=True)
+
+    def free_elements(sequences: int, *, gradients: bool = True) -> int:
+        batch = batch_of(sequences, 9, torch_device="cpu")
+        step(layer, batch, "cpu", one_barrier=True, gradients=gradients)
+        return sum(room.numel() for room in layer._buffers._free)
+
+    rows = split(VOCABULARY, PARTS)[0].rows
+    large = free_elements(8)
+    assert large >= 4 * 9 * rows
+    memory = [room.data_ptr() for room in layer._buffers._free]
+    assert free_elements(8) == large and [room.data_ptr() for room in layer._buffers._free] == memory, "used again"
+    assert free_elements(2) <= 9 * rows
+    assert free_elements(2, gradients=False) <= 9 * rows
+    assert free_elements(8) == large
