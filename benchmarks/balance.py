@@ -10,10 +10,12 @@ the other, in turn, as `first-last`, `redistribute`, `interlaced`, `vocab-1`, `v
     vs first    how many times as fast as first-last
     vs torch    how many times as fast as torch's Schedule1F1B
     predicted   seconds that the simulated order takes, with pass times measured in one process beforehand
-    busy        processor time inside passes of each device, and by how much the busiest exceeds the mean
+    ideal       the same as `vs first` for a pipeline without ramp and communication
+    vs redist.  how many times as fast as redistribute
+    busy        processor time inside passes of each device, and by how much the busiest exceeds the idlest
     peak        highest resident memory of each process, in a run of its own
 
-Ideal is the ratio of the busiest devices' work: layers and output layer, nothing else, and no ramp.
+Ideal counts the busiest device's work only, layers and output layer. Everything runs on the CPU.
 """
 
 from __future__ import annotations
@@ -221,8 +223,8 @@ def ideal(ratio: float, mode: str, settings: Settings) -> float:
 
 def run_ratio(ratio: float, settings: Settings, *, memory: bool) -> dict[str, Any]:
     config = model_config(settings, ratio)
-    predictions = launch(predict, config, settings, processes=1)[0]
-    measured = launch(measure_steps, config, settings, processes=settings.processes)
+    predictions = launch(predict, config, settings, processes=1, torch_device="cpu")[0]
+    measured = launch(measure_steps, config, settings, processes=settings.processes, torch_device="cpu")
     arms: dict[str, dict[str, Any]] = {}
     for name in (*MODES, TORCH):
         steps = [max(step) for step in zip(*(one[name]["seconds"] for one in measured), strict=True)]
@@ -236,7 +238,9 @@ def run_ratio(ratio: float, settings: Settings, *, memory: bool) -> dict[str, An
             arm["busy_seconds"] = [statistics.median(one[name]["busy"]) for one in measured]
             arm["predicted_seconds"], arm["pass_seconds"] = predictions[name]
         if memory:
-            arm["peak_bytes"] = launch(measure_memory, name, config, settings, processes=settings.processes)
+            arm["peak_bytes"] = launch(
+                measure_memory, name, config, settings, processes=settings.processes, torch_device="cpu"
+            )
         arms[name] = arm
     for arm in arms.values():
         for peer, key in (("first-last", "vs_first_last"), (TORCH, "vs_torch"), ("redistribute", "vs_redistribute")):

@@ -68,7 +68,9 @@ class _Alone:
 
         embedding = matrix(description.embedding_name, layout.embedding_shards[device])
         shards = layout.embedding_shards if layout.sharded else layout.embedding_shards[:1]
-        self._embedding = None if embedding is None else EmbeddingShard(embedding, shards, device, None)
+        self._embedding = (
+            None if embedding is None else EmbeddingShard(embedding, shards, device if layout.sharded else 0, None)
+        )
         head = matrix(description.head_name, layout.head_shards[device])
         self._output = (
             None

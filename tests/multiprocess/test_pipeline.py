@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from evenpipe import LossOptions, Pipeline
 from evenpipe.errors import InputError
-from evenpipe.schedule import Order, add_vocabulary, generate
+from evenpipe.schedule import Kind, Order, Pass, Placement, add_vocabulary, generate
 
 FP64 = torch.float64
 
@@ -291,6 +291,33 @@ def test_frozen_parameters(mode: str) -> None:
 # --- whole models ----------------------------------------------------------------------------------------
 
 
+def capped_modules() -> None:
+    """Plain modules have no config that says what they do to their logits: the caller does."""
+    from torch import nn
+
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(97, 8, dtype=FP64), nn.Linear(8, 97, dtype=FP64)
+    layers = [nn.Linear(8, 8, dtype=FP64) for _ in range(2)]
+    loss = LossOptions(soft_cap=0.5, logit_scale=2.0)
+    pipeline = Pipeline.from_modules(
+        embedding, layers, None, head, microbatches=1, parameter_dtype=FP64, loss=loss, vocabulary="vocab-1"
+    )
+    ids = torch.randint(0, 97, (2, 5))
+    found = pipeline.step(ids).loss
+    logits = 0.5 * torch.tanh(2.0 * head(layers[1](layers[0](embedding(ids)))) / 0.5)
+    expected = functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    expected.backward()
+    assert found == pytest.approx(expected.item(), rel=1e-12)
+    gradients = pipeline.full_gradients()
+    if pipeline.device == 0:
+        error, _ = reference.worst({"head": gradients["head.weight"]}, {"head": head.weight.grad})
+        assert error < 1e-10
+
+
+def test_plain_modules_may_have_a_soft_cap() -> None:
+    run_processes(capped_modules, 2)
+
+
 def plain_modules(mode: str, tied: bool) -> None:
     from torch import nn
 
@@ -406,6 +433,7 @@ def test_a_schedule_is_a_name_an_order_a_file_or_a_function(tmp_path) -> None:
 
 IDS = torch.zeros(2, 4, dtype=torch.int64)
 BAD_STEPS = {
+    "input_ids: list, expected a torch.Tensor": {"input_ids": [[1, 2]]},
     "input_ids: the first process": {"input_ids": None},
     "multiple of the 2 microbatches": {"input_ids": torch.zeros(3, 4, dtype=torch.int64)},
     "expected [batch, sequence] torch.int64": {"input_ids": torch.zeros(2, 4)},
@@ -441,11 +469,84 @@ def bad_pipelines() -> None:
         "did you mean '1f1b'": {"mode": "vocab-2", "schedule": "1f1"},
         "microbatches: 0": {"mode": "vocab-2", "microbatches": 0},
         "layers_per_stage: [1, 2]": {"mode": "vocab-2", "layers_per_stage": [1, 2]},
+        "compute_dtype: torch.float32, expected torch.float64": {"mode": "vocab-2", "compute_dtype": torch.float32},
+        "ignore_index is -1, expected -100": {"mode": "vocab-2", "loss": LossOptions(ignore_index=-1)},
+        "soft_cap is 30.0, expected None": {"mode": "vocab-2", "loss": LossOptions(soft_cap=30.0)},
+        "device 0 has the pass 0I0": {"mode": "first-last", "schedule": Order.from_csv("0F0,0F1,0I0,0W0,0B1\n1F0,1B0,1F1,1B1")},
+        "torch_device: 'gpu'": {"mode": "vocab-2", "torch_device": "gpu"},
         "max_norm: 0": {"mode": "vocab-2"},
     }.items():
         with pytest.raises(InputError) as caught:
             make(**options).clip_gradients(0)
         assert text in str(caught.value)
+
+
+def one_pipeline_without_a_group(folder: str) -> int:
+    """As under torchrun: the environment is there, and no process group yet."""
+    assert not dist.is_initialized()
+    pipeline = make("vocab-2")
+    assert pipeline.devices == dist.get_world_size() == 2
+    return pipeline.device
+
+
+def test_under_torchrun_a_pipeline_opens_the_group_itself() -> None:
+    assert run_processes(one_pipeline_without_a_group, 2, "", group=False) == [0, 1]
+
+
+def two_pipelines_side_by_side() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    for part in (mesh, mesh["pp"]):
+        with pytest.raises(InputError, match="not supported yet"):
+            make("vocab-2", mesh=part)
+    whole_mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
+    assert make("vocab-2", mesh=whole_mesh).devices == 4
+
+
+def test_a_mesh_of_several_pipelines_is_refused() -> None:
+    run_processes(two_pipelines_side_by_side, 4)
+
+
+def the_norm_alone() -> None:
+    pipeline = make("vocab-2")
+    pipeline.step(IDS)
+    before = pipeline.full_gradients()
+    assert pipeline.clip_gradients(float("inf")) > 0
+    after = pipeline.full_gradients()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_infinite_norm_only_measures() -> None:
+    run_processes(the_norm_alone, 2)
+
+
+def looped(devices: int, microbatches: int) -> Order:
+    """GPipe with two stages per device."""
+    placement = Placement.looped(devices, 2)
+    rows = [
+        [Pass(Kind.F, stage, i) for stage in placement.stages_of(device) for i in range(microbatches)]
+        + [Pass(Kind.B, stage, i) for stage in reversed(placement.stages_of(device)) for i in range(microbatches)]
+        for device in range(devices)
+    ]
+    return Order(placement, microbatches, tuple(map(tuple, rows)))
+
+
+def several_stages_per_device() -> None:
+    ids = torch.randint(0, 97, (3, 6), generator=torch.Generator().manual_seed(0))
+    for tied in (False, True):
+        model = whole(tied)
+        reference.loss_of(model, ids, ids).backward()
+        for mode in ("first-last", "vocab-1", "vocab-2"):
+            pipeline = make(mode, tied=tied, microbatches=3, schedule=looped)
+            pipeline.step(ids)
+            assert_same_gradients(pipeline, model)
+            assert pipeline.predict().makespan < pipeline.predict("first-last").makespan or mode == "first-last"
+            pipeline.close()
+
+
+def test_a_function_may_place_several_stages_on_a_device() -> None:
+    run_processes(several_stages_per_device, 2)
 
 
 def more_devices_than_layers() -> None:

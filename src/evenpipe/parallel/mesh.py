@@ -30,7 +30,7 @@ def pipeline_group(mesh: DeviceMesh | None) -> PipelineGroup:
     Without an initialised process group it is a pipeline of one device.
 
     Raises:
-        InputError: the mesh has no axis "pp", or another axis longer than 1.
+        InputError: the mesh has no axis "pp", another axis longer than 1, or not all processes.
     """
     if mesh is None:
         if not dist.is_initialized():
@@ -43,4 +43,9 @@ def pipeline_group(mesh: DeviceMesh | None) -> PipelineGroup:
     if longer:
         raise InputError(f'mesh: axes {longer} beside "pp" are not supported yet, expected length 1')
     ranks = tuple(mesh["pp"].mesh.flatten().tolist())
+    if sorted(ranks) != list(range(dist.get_world_size())):
+        raise InputError(
+            f'mesh: its axis "pp" holds the processes {list(ranks)} of {dist.get_world_size()}, expected all of them'
+            " (several pipelines side by side are not supported yet)"
+        )
     return PipelineGroup(ranks=ranks, device=ranks.index(dist.get_rank()))

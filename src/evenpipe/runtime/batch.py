@@ -16,6 +16,8 @@ from evenpipe.runtime.communication import Communicator
 
 IGNORE_INDEX = -100
 
+INPUT_NAMES = ("input_ids", "labels", "position_ids", "attention_mask", "token_weights")
+
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
@@ -66,6 +68,9 @@ def check(inputs: Inputs, *, microbatches: int, vocabulary: int, maximum_length:
         InputError: a shape, a dtype or a value is off; the sentence names the argument, what it is and what it may be.
     """
     input_ids, labels, position_ids, attention_mask, token_weights = _fields(inputs)
+    for name, value in zip(INPUT_NAMES, _fields(inputs), strict=True):
+        if value is not None and not isinstance(value, Tensor):
+            raise InputError(f"{name}: {type(value).__name__}, expected a torch.Tensor")
     if input_ids is None:
         raise InputError(
             "input_ids: the first process of the pipeline was given None, expected [batch, sequence] int64"
@@ -144,7 +149,7 @@ def distribute(
             fault = error
     header = torch.zeros(6, dtype=torch.int64)
     if is_source and fault is None:
-        inputs = _with_labels(inputs)
+        inputs = _with_labels(Inputs(*(None if one is None else one.cpu() for one in _fields(inputs))))
         assert inputs.input_ids is not None
         flags = [tensor is not None for tensor in (inputs.position_ids, inputs.attention_mask, inputs.token_weights)]
         wide = inputs.token_weights is not None and inputs.token_weights.dtype == torch.float64

@@ -22,6 +22,8 @@ class HeldModel:
     """By number."""
     parameters: dict[int, StageParameters] = field(default_factory=dict)
     """Of each stage."""
+    matrices: list[Matrix] = field(default_factory=list)
+    """Its rows of the vocabulary matrices; tied ones once."""
     shards: dict[str, ParameterShard] = field(default_factory=dict)
     """All parameters, by Hugging Face name."""
     embedding: EmbeddingShard | None = None
@@ -30,6 +32,13 @@ class HeldModel:
     """None where the whole output layer is on another device."""
     tied_copy: Matrix | None = None
     """The matrix of a model with tied weights that another device holds whole as well."""
+
+    def refresh(self) -> None:
+        """Brings what products read up to the masters that the optimizer has changed."""
+        for parameters in self.parameters.values():
+            parameters.refresh()
+        for matrix in self.matrices:
+            matrix.refresh()
 
 
 def build(
@@ -72,7 +81,8 @@ def build(
         start = shard.start if layout.sharded else None
         shape = (description.vocabulary_size, *parameter.shape[1:])
         held.shards[name] = ParameterShard(parameter, start, shape, saved_here=saved_here)
-        return Matrix(parameter, compute_dtype)
+        held.matrices.append(Matrix(parameter, compute_dtype))
+        return held.matrices[-1]
 
     embedding_shard, head_shard = layout.embedding_shards[device], layout.head_shards[device]
     embedding = matrix(description.embedding_name, embedding_shard)

@@ -9,6 +9,7 @@ from itertools import pairwise
 from evenpipe.errors import InputError
 from evenpipe.schedule import (
     Costs,
+    Kind,
     Order,
     Program,
     Schedule,
@@ -18,6 +19,10 @@ from evenpipe.schedule import (
 )
 from evenpipe.schedule.layers import even_split, split_by_cost
 from evenpipe.vocabulary import Shard, split
+
+VOCABULARY_KINDS = frozenset({Kind.E, Kind.G, Kind.S, Kind.C, Kind.T})
+
+RUNNABLE_KINDS = VOCABULARY_KINDS | {Kind.F, Kind.B}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +79,10 @@ def build_layout(
         InputError: an unknown name, more devices than layers, or a split that does not add up.
     """
     mode = vocabulary_mode(vocabulary)
+    if not isinstance(schedule, (str, Order)):
+        schedule = schedule(devices, microbatches)
+    if isinstance(schedule, Order):
+        _refuse_what_cannot_run(schedule)
     stages = schedule.placement.stages if isinstance(schedule, Order) else devices
     counts = _layers_per_stage(model, stages, devices, mode, layers_per_stage)
     bounds = [0]
@@ -97,6 +106,27 @@ def build_layout(
         head_shards=head,
         costs=costs,
     )
+
+
+def flop_costs(model: ModelCosts, layout: Layout) -> Costs:
+    """Pass times of a layout in FLOPs per token, whatever costs it was arranged by."""
+    return _flop_costs(model, layout.layers, layout.program.devices, layout.mode)
+
+
+def without_vocabulary(order: Order) -> Order:
+    """The order as it was before vocabulary passes were added."""
+    rows = tuple(
+        tuple(item for item in row if item is not None and item.kind not in VOCABULARY_KINDS) for row in order.rows
+    )
+    return Order(order.placement, order.microbatches, rows)
+
+
+def _refuse_what_cannot_run(order: Order) -> None:
+    for device, row in enumerate(order.rows):
+        for item in row:
+            if item is not None and item.kind not in RUNNABLE_KINDS:
+                accepted = ", ".join(sorted(RUNNABLE_KINDS))
+                raise InputError(f"schedule: device {device} has the pass {item}, expected only {accepted} so far")
 
 
 def _is_sharded(mode: str) -> bool:

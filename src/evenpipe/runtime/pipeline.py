@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,16 @@ from evenpipe.model import (
     write_folder_metadata,
 )
 from evenpipe.parallel import clip_gradients, pipeline_group, total_norm
-from evenpipe.runtime.batch import Batch, Inputs, cut, distribute
+from evenpipe.runtime.batch import IGNORE_INDEX, Batch, Inputs, cut, distribute
 from evenpipe.runtime.communication import Communicator, Communicators
 from evenpipe.runtime.device import build
 from evenpipe.runtime.gathering import Held, stream_whole
-from evenpipe.runtime.layout import Layout, ModelCosts, build_layout
+from evenpipe.runtime.layout import Layout, ModelCosts, build_layout, flop_costs, without_vocabulary
 from evenpipe.runtime.parameters import ParameterShard
 from evenpipe.runtime.result import Shared, StepResult
 from evenpipe.runtime.walker import Walker
 from evenpipe.runtime.worker import initialise_worker
-from evenpipe.schedule import Costs, Order, Schedule, Timeline, time_order
+from evenpipe.schedule import Costs, Order, Schedule, Timeline, time_order, vocabulary_mode
 from evenpipe.vocabulary import LossOptions
 
 COST_SEQUENCE_LENGTH = 2048
@@ -58,14 +57,16 @@ class Pipeline:
         vocabulary: "balanced" (= "vocab-2", one barrier), "vocab-1", "interlaced", "redistribute" or "first-last".
         microbatches: equal parts of every batch; default 4 per device.
         mesh: a DeviceMesh with an axis "pp"; default: all processes.
-        loss: label smoothing, z-loss and what the output layer keeps. Logit scale, soft-cap and the padding of the
-            vocabulary come from the model.
+        loss: label smoothing, z-loss and what the output layer keeps. Logit scale and soft-cap come from the model,
+            except for plain modules.
         parameter_dtype: of parameters, gradients and so the optimizer's state: fp32 or fp64.
         compute_dtype: of activations and products; default bf16 on a GPU, else `parameter_dtype`.
         seed: of fresh weights.
         layers_per_stage: layers of each stage, first to last; default: an even split, by cost for "redistribute".
         costs: measured pass times that the schedule is arranged by; default: FLOPs.
+        torch_device: where this process computes; default: its own GPU where there is one, else the CPU.
         self_check: first compare a cut and a whole copy of the architecture, shrunken, on the first process.
+        trust_remote_code: run Python code that comes with a hub model.
         timeout_seconds: limit of every single wait.
 
     Raises:
@@ -91,37 +92,45 @@ class Pipeline:
         trust_remote_code: bool = False,
         timeout_seconds: float = 600.0,
     ) -> None:
+        worker = initialise_worker()
+        self._watch = worker.watch
         self._group = pipeline_group(mesh)
         self.device, self.devices = self._group.device, self._group.devices
-        self.torch_device = _torch_device(torch_device)
+        self.torch_device = worker.torch_device if torch_device is None else _torch_device(torch_device)
         self.microbatches = _positive("microbatches", 4 * self.devices if microbatches is None else microbatches)
-        if parameter_dtype not in (torch.float32, torch.float64):
-            raise InputError(f"parameter_dtype: {parameter_dtype}, expected torch.float32 or torch.float64")
-        self._compute_dtype = compute_dtype or (
-            torch.bfloat16 if self.torch_device.type == "cuda" and parameter_dtype == torch.float32 else parameter_dtype
-        )
+        self._compute_dtype = _compute_dtype(parameter_dtype, compute_dtype, self.torch_device)
         self.description = (
             model if isinstance(model, Description) else describe(model, trust_remote_code=trust_remote_code)
         )
-        self._layout = partial(
-            build_layout,
+        options = _loss_options(loss or LossOptions(), self.description)
+        self._model_costs = _model_costs(self.description)
+        self.layout: Layout = build_layout(
             devices=self.devices,
             microbatches=self.microbatches,
             schedule=_schedule(schedule),
-            model=_model_costs(self.description),
+            vocabulary=vocabulary,
+            model=self._model_costs,
             rows=self.description.vocabulary_size,
+            layers_per_stage=layers_per_stage,
+            costs=costs,
         )
-        self.layout: Layout = self._layout(vocabulary=vocabulary, layers_per_stage=layers_per_stage, costs=costs)
         self._communicators: Communicators | None = None
         self._control: Communicator | None = None
         self._make_communicators(timeout_seconds)
-        if self_check and self.description.config is not None:
-            self._check_architecture()
+        try:
+            if self_check and self.description.config is not None:
+                self._check_architecture()
+            self._build(options, parameter_dtype, seed)
+        except InputError:  # the same on every process
+            self.close()
+            raise
+
+    def _build(self, options: LossOptions, parameter_dtype: torch.dtype, seed: int) -> None:
         self._held = build(
             self.description,
             self.layout,
             self.device,
-            options=_loss_options(loss or LossOptions(), self.description),
+            options=options,
             parameter_dtype=parameter_dtype,
             compute_dtype=self._compute_dtype,
             torch_device=self.torch_device,
@@ -173,7 +182,7 @@ class Pipeline:
         if self._tied_twice:
             listed.append(("tied", tuple(ranks[device] for device in (placement.first_device, placement.last_device))))
         self._communicators = Communicators(
-            listed, timeout_seconds=timeout_seconds, torch_device=self.torch_device, watch=initialise_worker().watch
+            listed, timeout_seconds=timeout_seconds, torch_device=self.torch_device, watch=self._watch
         )
         self._control = self._communicators["control"]
         self._communicators.warm_up()
@@ -186,16 +195,24 @@ class Pipeline:
 
     def _check_architecture(self) -> None:
         """The first process checks; all raise what it found."""
-        verdict: list[str | None] = [None]
+        fault: str | None = None
         if self.device == 0:
             try:
                 self_check(self.description)
             except InputError as error:
-                verdict = [str(error)]
-        if self._control is not None:
-            dist.broadcast_object_list(verdict, src=self._group.ranks[0], group=self._control.group)
-        if verdict[0] is not None:
-            raise InputError(verdict[0])
+                fault = str(error)
+        fault = self._from_the_first(fault, "the self-check")
+        if fault is not None:
+            raise InputError(fault)
+
+    def _from_the_first(self, text: str | None, what: str) -> str | None:
+        """What the first process says, on all of them. Collective."""
+        if self._control is None:
+            return text
+        said = [text]
+        with self._watch.during(what, self._control.name, self._control.others):
+            dist.broadcast_object_list(said, src=self._group.ranks[0], group=self._control.group)
+        return said[0]
 
     # --- training --------------------------------------------------------------------------------------------
 
@@ -256,8 +273,7 @@ class Pipeline:
         )
         weights_dtype = torch.float64 if self._compute_dtype == torch.float64 else torch.float32
         batch = cut(inputs, microbatches=self.microbatches, dtype=weights_dtype, torch_device=self.torch_device)
-        for parameters in self._held.parameters.values():
-            parameters.refresh()
+        self._held.refresh()
         self._walker.record_passes = record_passes
         if training:
             with self._tied_gradients():
@@ -305,7 +321,11 @@ class Pipeline:
             return
         parameter, before = matrix.parameter, matrix.parameter.grad
         parameter.grad = None
-        yield
+        try:
+            yield
+        except BaseException:
+            parameter.grad = before
+            raise
         assert self._communicators is not None
         communicator, gradient = self._communicators["tied"], matrix.gradient()
         communicator.reduce(gradient, communicator.members[0], "the sum of tied gradients").wait("the optimizer")
@@ -334,6 +354,8 @@ class Pipeline:
     def clip_gradients(self, max_norm: float) -> float:
         """Scales all gradients so that their norm over all devices is at most `max_norm`; returns the norm before.
 
+        With `max_norm` infinite it only measures.
+
         Collective over the pipeline. The same number on every process.
         """
         if not max_norm > 0:
@@ -345,7 +367,8 @@ class Pipeline:
         ]
         counted = [gradient for gradient, counts in held if counts]
         norm = total_norm(counted, self.torch_device, None if self._control is None else self._sum)
-        clip_gradients([gradient for gradient, _ in held], norm, max_norm)
+        if max_norm != float("inf"):
+            clip_gradients([gradient for gradient, _ in held], norm, max_norm)
         return float(norm)
 
     def _sum(self, number: Tensor) -> Tensor:
@@ -372,9 +395,18 @@ class Pipeline:
         return table.tolist()
 
     def predict(self, vocabulary: str | None = None) -> Timeline:
-        """The simulated step of this pipeline, or of it in another vocabulary mode. Times as in `layout.costs`."""
-        layout = self.layout if vocabulary is None else self._layout(vocabulary=vocabulary)
-        return time_order(layout.program.order, layout.costs)
+        """The simulated step of this pipeline, or of it in another vocabulary mode. Times in FLOPs per token."""
+        layout = self.layout
+        if vocabulary is not None and vocabulary_mode(vocabulary) != layout.mode:
+            layout = build_layout(
+                devices=self.devices,
+                microbatches=self.microbatches,
+                schedule=without_vocabulary(layout.program.order),
+                vocabulary=vocabulary,
+                model=self._model_costs,
+                rows=self.description.vocabulary_size,
+            )
+        return time_order(layout.program.order, flop_costs(self._model_costs, layout))
 
     def close(self) -> None:
         """Destroys the communicators. Collective, when nothing is under way; the pipeline cannot step after it."""
@@ -418,29 +450,39 @@ class Pipeline:
             InputError: a model of plain modules, or one whose tensors transformers stores in another form.
             RunError: the folder cannot be written; on every process.
         """
-        fault: list[str | None] = [None]
+        fault: str | None = None
         names = disk_names(self.description, self.description.shapes)
         tensors = ((names[name], tensor) for name, tensor in self.stream_state())
         try:
             if self.device == 0:
                 write_folder_metadata(self.description, path, next(self.parameters()).dtype)
                 save_tensors(path, tensors)
-        except OSError as error:
-            fault = [f"the model was not written to {str(path)!r}: {error.strerror or error}"]
+        except Exception as error:  # disk, safetensors, validators of transformers: all processes are to know
+            fault = f"the model was not written to {str(path)!r}: {getattr(error, 'strerror', None) or error}"
         for _ in tensors:  # the other processes send; the first one, after a failure, still has to receive
             pass
-        if self._control is not None:
-            dist.broadcast_object_list(fault, src=self._group.ranks[0], group=self._control.group)
-        if fault[0] is not None:
-            raise RunError(fault[0])
+        fault = self._from_the_first(fault, "the saved model")
+        if fault is not None:
+            raise RunError(fault)
 
 
-def _torch_device(given: torch.device | str | None) -> torch.device:
-    if given is not None:
+def _torch_device(given: torch.device | str) -> torch.device:
+    try:
         return torch.device(given)
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    except RuntimeError:
+        raise InputError(f"torch_device: {given!r} is not a device of torch, expected 'cpu' or 'cuda'") from None
+
+
+def _compute_dtype(parameter: torch.dtype, given: torch.dtype | None, torch_device: torch.device) -> torch.dtype:
+    if parameter not in (torch.float32, torch.float64):
+        raise InputError(f"parameter_dtype: {parameter}, expected torch.float32 or torch.float64")
+    narrow = parameter == torch.float32
+    if given is None:
+        return torch.bfloat16 if narrow and torch_device.type == "cuda" else parameter
+    if given != parameter and not (narrow and given == torch.bfloat16):
+        accepted = f"{parameter}, that of the parameters" + (", or torch.bfloat16" if narrow else "")
+        raise InputError(f"compute_dtype: {given}, expected {accepted}")
+    return given
 
 
 def _positive(name: str, value: int) -> int:
@@ -455,13 +497,23 @@ def _schedule(given: Path | Schedule) -> Schedule:
     if str(given).endswith(".csv"):
         try:
             return Order.from_csv(Path(given).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InputError(f"schedule: {given} cannot be read ({error.strerror})") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"schedule: {given} cannot be read ({error})") from error
     return str(given)
 
 
 def _loss_options(given: LossOptions, description: Description) -> LossOptions:
     """The caller's options with what the model itself does to its logits."""
+    if given.ignore_index != IGNORE_INDEX:
+        raise InputError(f"loss: ignore_index is {given.ignore_index}, expected {IGNORE_INDEX}, as in transformers")
+    if description.config is None:  # plain modules: the caller says it
+        return given
+    for name, plain in (("soft_cap", None), ("logit_scale", 1.0)):
+        if getattr(given, name) != plain:
+            raise InputError(
+                f"loss: {name} is {getattr(given, name)}, expected {plain}: what {description.architecture} does to its"
+                " logits follows from the model"
+            )
     return replace(given, logit_scale=description.logit_scale, soft_cap=description.soft_cap)
 
 

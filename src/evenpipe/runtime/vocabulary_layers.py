@@ -51,8 +51,6 @@ class EmbeddingShard:
             route(part.token_ids, self._shards, self._torch_device, padding_index=self._padding_index)
             for part in batch.microbatches
         ]
-        if self._matrix is not None:
-            self._matrix.refresh()
 
     def counts(self, microbatch: int) -> tuple[int, ...]:
         """Rows that each shard contributes: the size of every message, known on all devices."""
@@ -101,9 +99,6 @@ class OutputShard:
         """Evaluation only: [n] per microbatch, of each position's target."""
 
     def begin(self) -> None:
-        self._matrix.refresh()
-        if self._bias is not None:
-            self._bias.refresh()
         self._targets.clear()
         self._states.clear()
         self._combined.clear()

@@ -60,7 +60,7 @@ class StepRecord:
     start: float = 0.0
     end: float = 0.0
     busy: float = 0.0
-    """Processor seconds of the walking thread inside passes."""
+    """Processor seconds of the walking thread inside passes; on a GPU the time to launch them, not to run them."""
     passes: list[PassTime] = field(default_factory=list)
     """Filled when the walker records."""
 
@@ -174,6 +174,7 @@ class Walker:
         self._local.clear()
         self._arriving.clear()
         self._forwarded.clear()
+        self._sends.clear()
 
     def _begin(self) -> None:
         """Called by each handler once its inputs are there: from here on the pass computes."""
@@ -251,7 +252,7 @@ class Walker:
         if stage < self._last_stage:
             self._local["F", stage + 1, index] = result.contiguous()
         elif self._vocabulary_passes:
-            self._local["X", -1, index] = result.reshape(-1, self._hidden_size)
+            self._local["X", -1, index] = result.reshape(-1, self._hidden_size).contiguous()
         else:
             self._whole_output(result.reshape(-1, self._hidden_size), microbatch, index)
 

@@ -230,7 +230,8 @@ class TrainingConfig(Section):
     """Optimizer steps."""
     minutes: float | None = None
     """Time box: the speed of the first steps decides how many steps fit, never more than `steps`; learning rate and end
-    follow that number. None: `steps`, however long they take."""
+    follow that number. A run killed before its first checkpoint decides again. None: `steps`, however long they
+    take."""
     seed: int = 0
     """Draws fresh weights and the order of the data."""
     evaluate_every_steps: int | None = None

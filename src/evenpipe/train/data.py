@@ -86,7 +86,9 @@ def open_data(config: Config) -> PreparedData:
     try:
         data = PreparedData(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise RunError(f"the prepared data {path} cannot be read: {error}") from None
+        raise RunError(
+            f"the prepared data {path} cannot be read ({error}); output.folder must be one that all machines see"
+        ) from None
     if not data.is_complete():
         raise RunError(f"the prepared data in {data.folder} is incomplete; start again to prepare it anew")
     return data

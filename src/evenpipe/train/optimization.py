@@ -33,7 +33,7 @@ def adamw(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfi
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     """Of the step with this number (0 is the first) among `steps`: linear from 0, then half a cosine.
 
-    The last step has `minimum_learning_rate_ratio` of the highest rate.
+    The last step has `minimum_learning_rate_ratio` of the highest rate, unless there are no steps after the warm-up.
     """
     warmup = min(config.warmup_steps, steps - 1)
     if step < warmup:

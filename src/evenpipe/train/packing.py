@@ -92,10 +92,6 @@ class Batches:
         """Tokens in a batch."""
         return self.batch_size * self.sequence_length
 
-    def epoch(self, step: int) -> float:
-        """How often all training rows have been seen before batch `step`."""
-        return step * self.batch_size / len(self.training_rows)
-
     def row_numbers(self, step: int) -> list[int]:
         """The rows of batch `step` (0 is the first)."""
         numbers = range(step * self.batch_size, (step + 1) * self.batch_size)

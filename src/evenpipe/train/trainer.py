@@ -9,6 +9,7 @@ rate, the seeds. So a run that was killed and started again goes on as if nothin
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import resource
 import time
@@ -34,8 +35,8 @@ from evenpipe.vocabulary import LossOptions
 
 BASELINE = "first-last"
 
-TIMED_STEPS = range(3, 11)
-"""Steps of a run with a time box whose speed decides how many there will be. The first two warm up."""
+WARM_UP_STEPS, TIMED_STEPS = 2, 8
+"""In a run with a time box: steps that do not count, and steps whose speed decides how many there will be."""
 
 
 @dataclass(slots=True)
@@ -58,7 +59,6 @@ def train(config: Config) -> None:
         RunError: the loss is no longer finite, or a disk, a process or a connection failed.
     """
     worker = initialise_worker(timeout_seconds=config.pipeline.timeout_seconds)
-    torch.manual_seed(config.training.seed)
     run = _Run(config, worker.torch_device)
     run.resume()
     gc.collect()
@@ -101,7 +101,8 @@ class _Run:
         self.metrics: Metrics | None = None
         self.box_open = config.training.minutes is not None
         self._since = time.perf_counter()
-        self._pending: list[tuple[StepResult, float]] = []
+        self._pending: list[tuple[StepResult, float, float]] = []
+        self._step_seconds: list[float] = []
         self._busy_seconds = 0.0
         self._training_seconds = 0.0
         self._busy_in_all = 0.0
@@ -196,14 +197,11 @@ class _Run:
     def to_the_end(self) -> None:
         config, progress = self.config, self.progress
         self._since = time.perf_counter()
-        box_started = self._since
         while progress.step < progress.steps:
             self._step()
             number = progress.step
-            if self.box_open and number == self.started_step + TIMED_STEPS.start - 1:
-                box_started = time.perf_counter()
-            if self.box_open and number >= self.started_step + TIMED_STEPS.stop - 1:
-                self._decide_steps((time.perf_counter() - box_started) / len(TIMED_STEPS))
+            if self.box_open and self.steps_taken == WARM_UP_STEPS + TIMED_STEPS:
+                self._decide_steps(sum(self._step_seconds[WARM_UP_STEPS:]) / TIMED_STEPS)
             last = number == progress.steps
             if number % config.output.log_every_steps == 0 or last:
                 self._log()
@@ -215,9 +213,10 @@ class _Run:
                 self._log()
                 self.save()
                 self._since = time.perf_counter()
-        if not self.steps_taken:  # started again after its last step
-            self._evaluate()
-        self._report()
+        if self.steps_taken:
+            self._report()
+        elif self.metrics is not None:
+            self.metrics.say(f"all {progress.steps} steps were done before")
 
     @property
     def steps_taken(self) -> int:
@@ -226,6 +225,8 @@ class _Run:
 
     def _step(self) -> None:
         config, pipeline, progress = self.config, self.pipeline, self.progress
+        started = time.perf_counter()
+        torch.manual_seed(_seed(config.training.seed, progress.step, pipeline.device))  # for dropout
         rate = learning_rate(progress.step, progress.steps, config.optimizer)
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
@@ -238,15 +239,16 @@ class _Run:
         progress.step += 1
         progress.tokens += self.batches.tokens_per_batch
         self._busy_seconds += result.record.busy
-        self._pending.append((result, norm))
+        self._pending.append((result, norm, rate))
+        self._step_seconds.append(time.perf_counter() - started)
 
     def _log(self) -> None:
         """Reads the losses since the last line, and writes one. Collective: devices tell how busy they were."""
         if not self._pending:
             return
         progress, steps = self.progress, len(self._pending)
-        loss = norm = 0.0
-        for result, norm in self._pending:
+        loss = norm = rate = 0.0
+        for result, norm, rate in self._pending:  # noqa: B007  (the last ones are logged)
             loss = result.loss
             if not (abs(loss) < float("inf") and norm < float("inf")):
                 first = progress.step - steps + 1
@@ -268,7 +270,7 @@ class _Run:
                     running_mean_loss=progress.mean.mean,
                     tokens=progress.tokens,
                     tokens_per_second=steps * self.batches.tokens_per_batch / seconds,
-                    learning_rate=learning_rate(progress.step - 1, progress.steps, self.config.optimizer),
+                    learning_rate=rate,
                     gradient_norm=norm,
                     busy=tuple(busy),
                     seconds=seconds,
@@ -294,7 +296,10 @@ class _Run:
         self._since = time.perf_counter()
 
     def _decide_steps(self, step_seconds: float) -> None:
-        """How many steps the time box holds; the first process decides. Collective."""
+        """How many steps the time box holds at the slowest process's speed; evaluations and checkpoints come on top.
+
+        Collective; all decide alike.
+        """
         minutes = self.config.training.minutes
         assert minutes is not None
         slowest = max(values[0] for values in self.pipeline.gather_numbers([step_seconds]))
@@ -342,6 +347,12 @@ class _Run:
 def _prediction(pipeline: Pipeline, mode: str) -> Prediction:
     timeline = pipeline.predict(mode)
     return Prediction(vocabulary=mode, makespan=timeline.makespan, busy=timeline.busy)
+
+
+def _seed(seed: int, step: int, device: int) -> int:
+    """Of what is random in a step: the same for a resumed run, another one on every device."""
+    digest = hashlib.sha256(f"{seed} {step} {device}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def _compute_dtype(config: Config) -> torch.dtype | None:
