@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+import transformers
 from families import (
     FAMILIES,
     NAMED,
@@ -18,6 +19,8 @@ from families import (
     tokens_and_labels,
     whole_model,
 )
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from evenpipe.errors import InputError
 from evenpipe.model import build_stage, copy_parameters, describe, gradient_errors, initialize
@@ -178,6 +181,71 @@ def test_rotary_tables_stay_in_fp32(dtype) -> None:
     for name, table in tables.items():
         assert table.dtype == torch.float32 and torch.equal(table, expected[name])
     assert {parameter.dtype for parameter in stage.parameters()} == {dtype}
+
+
+class DtypesOfProducts(TorchFunctionMode):
+    """Notes with which floating dtypes layer norms, matrix products and look-ups are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: dict[str, set[frozenset[torch.dtype]]] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in (functional.layer_norm, functional.linear, functional.embedding):
+            given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            dtypes = frozenset(tensor.dtype for tensor in given if tensor.is_floating_point())
+            self.seen.setdefault(func.__name__, set()).add(dtypes)
+        return func(*args, **kwargs)
+
+
+def in_bfloat16(description, first, last, compute_dtype=torch.bfloat16, **ends):
+    """A stage whose fp32 parameters are replaced by others in bf16, as the runtime does."""
+    stage = build_stage(description, first, last, **ends, dtype=torch.float32, compute_dtype=compute_dtype)
+    assert {parameter.dtype for parameter in stage.parameters()} <= {torch.float32}
+    copy_parameters(stage, description)
+    for parameter in stage.parameters():
+        parameter.data = parameter.data.bfloat16()
+    return stage
+
+
+# first layer, last layer, owns the start, owns the end
+PLACES = [(0, 2, True, False), (1, 3, False, False), (2, 2, False, False), (2, 4, False, True), (4, 4, False, True)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_stands_in_computes_in_the_dtype_of_the_hidden_states(name) -> None:
+    """GPT-NeoX, StarCoder2, Phi and GPT-2 end in a layer norm, which accelerators refuse to compute in two dtypes."""
+    description = describe(whole_model(tiny_config(name)))
+    for first, last, is_first, is_last in PLACES:
+        stage = in_bfloat16(description, first, last, is_first=is_first, is_last=is_last)
+        head = stage.whole.get_submodule(description.structure.head_module)
+        received = []
+        head.register_forward_pre_hook(lambda module, args, received=received: received.append(args[0].dtype))
+        with DtypesOfProducts() as products:
+            result = stage(torch.randn(2, 6, 64, dtype=torch.bfloat16))
+        assert all(dtypes == {frozenset([torch.bfloat16])} for dtypes in products.seen.values()), products.seen
+        assert result.dtype == head.weight.dtype == torch.bfloat16
+        assert received == ([torch.bfloat16] if first < last or is_last else [])
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "starcoder2", "phi", "gpt2"])
+def test_without_the_compute_dtype_the_layer_norm_that_stands_in_mixes(name) -> None:
+    """The test above sees what it is there to see."""
+    description = describe(whole_model(tiny_config(name)))
+    stage = in_bfloat16(description, 1, 3, compute_dtype=None, is_first=False, is_last=False)
+    with DtypesOfProducts() as products:
+        stage(torch.randn(2, 6, 64, dtype=torch.bfloat16))
+    assert frozenset([torch.bfloat16, torch.float32]) in products.seen["layer_norm"]
+
+
+def test_a_result_of_another_dtype_is_refused() -> None:
+    """Mamba's layers return fp32 whatever they are given, and messages between stages have one dtype."""
+    config = transformers.MambaConfig(vocab_size=99, hidden_size=64, num_hidden_layers=4, residual_in_fp32=True)
+    stage = build_stage(describe(config), 0, 2, is_first=True, is_last=False, dtype=torch.bfloat16)
+    initialize(stage, describe(config), seed=0)
+    with pytest.raises(InputError, match=r"layers \[0, 2\) of MambaForCausalLM returned \[1, 3, 64\] torch.float32"):
+        stage(torch.zeros(1, 3, 64, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text"])

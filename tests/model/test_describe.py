@@ -62,6 +62,44 @@ def test_padding_index_is_that_of_the_module_and_not_of_the_config() -> None:
     assert found == {"llama": PADDING, "gpt_neox": None, "gpt2": None}
 
 
+# config -> (takes position ids, takes a mask, rows that position ids index)
+TAKEN = [
+    (lambda: tiny_config("llama"), (True, True, None)),
+    (lambda: tiny_config("phi3"), (True, True, None)),
+    (lambda: tiny_config("gpt2", max_position_embeddings=37), (True, True, 37)),
+    (lambda: transformers.OPTConfig(**OPT, max_position_embeddings=50), (True, True, 50)),  # a table of 52 rows
+    (lambda: tiny_config("bloom"), (False, True, None)),
+    (lambda: transformers.MambaConfig(vocab_size=99, hidden_size=64, num_hidden_layers=4), (False, True, None)),
+]
+
+
+@pytest.mark.parametrize(("config", "expected"), TAKEN)
+def test_what_the_forward_takes_beside_tokens(config, expected) -> None:
+    description = describe(config())
+    assert (description.takes_position_ids, description.takes_attention_mask, description.position_rows) == expected
+
+
+def test_the_rows_for_positions_are_just_enough() -> None:
+    description = describe(whole_model(transformers.OPTConfig(**OPT, max_position_embeddings=50, dropout=0.0)))
+    positions = torch.full((1, 3), description.position_rows - 1)
+    description.model(input_ids=torch.zeros(1, 3, dtype=torch.long), position_ids=positions)
+    with pytest.raises(IndexError):
+        description.model(input_ids=torch.zeros(1, 3, dtype=torch.long), position_ids=positions + 1)
+
+
+def test_a_forward_that_hands_everything_on_takes_what_its_parent_takes() -> None:
+    class NoPositions(transformers.LlamaForCausalLM):
+        def forward(self, inputs_embeds=None, attention_mask=None, use_cache=None, return_dict=None):
+            return super().forward(inputs_embeds=inputs_embeds, attention_mask=attention_mask, use_cache=use_cache)
+
+    class HandsOn(NoPositions):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    description = describe(HandsOn(tiny_config("llama")))
+    assert (description.takes_position_ids, description.takes_attention_mask) == (False, True)
+
+
 def test_a_live_model_is_described_with_its_own_class() -> None:
     class Own(transformers.LlamaForCausalLM):
         pass

@@ -73,6 +73,8 @@ def test_names_and_facts() -> None:
     assert names == [f"layers.{index}.mix.{kind}" for index in range(4) for kind in ("weight", "bias")]
     assert description.vocabulary_names == ("embedding.weight", "head.weight", "head.bias")
     assert (description.padding_index, description.tied, description.config) == (3, False, None)
+    assert (description.takes_position_ids, description.takes_attention_mask) == (False, False)
+    assert description.position_rows is None
     assert layer_flops(description, 100) == [2 * 8 * 8] * 4 and head_flops(description) == 2 * 8 * 31
     assert disk_names(description, names) == {name: name for name in names}
     assert self_check(description) is None
@@ -89,6 +91,65 @@ def test_weights_are_copies_and_buffers_keep_their_dtype() -> None:
     weight.data.zero_()
     assert layers[1].mix.weight.abs().sum() > 0
     assert torch.equal(fill_rows(description, "head.bias", 4, 9), head.bias[4:9])
+
+
+class Narrow(nn.Linear):
+    """Returns fewer columns than it receives."""
+
+    def __init__(self):
+        super().__init__(8, 7)
+
+
+class Rounded(nn.Identity):
+    def forward(self, hidden):
+        return hidden.half()
+
+
+class Tuple(nn.Identity):
+    def forward(self, hidden):
+        return (hidden,)
+
+
+class RoundedNow(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids).half()
+
+
+GIVEN = r"for hidden states \[1, 2, 8\] torch.float32: shape and dtype have to stay the same"
+
+
+@pytest.mark.parametrize(
+    ("layer", "text"),
+    [
+        (Narrow(), rf"Layer 2 returned \[1, 2, 7\] torch.float32 {GIVEN}"),
+        (Rounded(), rf"Layer 2 returned \[1, 2, 8\] torch.float16 {GIVEN}"),
+        (Tuple(), rf"Layer 2 returned a tuple {GIVEN}"),
+    ],
+)
+def test_layers_return_what_they_receive(layer, text) -> None:
+    embedding, layers, norm, head = parts()
+    description = describe_modules(embedding, [*layers[:2], layer, layers[3]], norm, head)
+    stage = build_stage(description, 1, 4, is_first=False, is_last=True)
+    with pytest.raises(InputError, match=text):
+        stage(torch.zeros(1, 2, 8))
+
+
+def test_the_ends_return_what_they_receive() -> None:
+    embedding, layers, _, head = parts(embedding_class=RoundedNow)
+    description = describe_modules(embedding, layers, Rounded(), head)
+    with pytest.raises(InputError, match=rf"The embedding returned \[1, 2, 8\] torch.float16 {GIVEN}"):
+        build_stage(description, 0, 2, is_first=True, is_last=False)(torch.zeros(1, 2, 8))
+    with pytest.raises(InputError, match=rf"The norm returned \[1, 2, 8\] torch.float16 {GIVEN}"):
+        build_stage(description, 2, 4, is_first=False, is_last=True)(torch.zeros(1, 2, 8))
+
+
+def test_returns_are_checked_on_the_first_call_only(monkeypatch) -> None:
+    calls = []
+    monkeypatch.setattr("evenpipe.model.modules.check_returned", lambda what, *_: calls.append(what))
+    stage = build_stage(describe_modules(*parts()), 1, 4, is_first=False, is_last=True, compute_dtype=torch.bfloat16)
+    for _ in range(3):
+        stage(torch.zeros(1, 2, 8))
+    assert calls == ["Layer 1", "Layer 2", "Layer 3", "The norm"]
 
 
 def test_what_does_not_fit_is_refused(tmp_path) -> None:

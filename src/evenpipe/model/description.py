@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from evenpipe.errors import InputError
+from evenpipe.model.interface import probe_position_rows, takes
 from evenpipe.model.logits import probe_logits
 from evenpipe.model.rules import undisturbed
 from evenpipe.model.structure import (
@@ -53,6 +54,12 @@ class Description:
     """Logits become cap * tanh(logits / cap)."""
     maximum_length: int | None
     """`max_position_embeddings`, where the config has one."""
+    takes_position_ids: bool
+    """The model's forward has a parameter `position_ids`."""
+    takes_attention_mask: bool
+    """The model's forward has a parameter `attention_mask`."""
+    position_rows: int | None
+    """Position ids must be below this, as they index a table (learned positions); None: no table outside the layers."""
     structure: Structure
     skeleton: Any = field(repr=False)
     """The whole model on the meta device, fp32: names and shapes. Of plain modules: the modules themselves."""
@@ -173,6 +180,7 @@ def _describe(
             return fresh(inputs_embeds=hidden, use_cache=False, return_dict=True).logits
 
     scale, cap = probe_logits(architecture, run, head.weight.shape[0])
+    takes_position_ids = takes(model_class, "position_ids")
     maximum_length = getattr(config.get_text_config(), "max_position_embeddings", None)
     return Description(
         config=config,
@@ -189,6 +197,9 @@ def _describe(
         logit_scale=scale,
         soft_cap=cap,
         maximum_length=maximum_length if isinstance(maximum_length, int) and maximum_length > 0 else None,
+        takes_position_ids=takes_position_ids,
+        takes_attention_mask=takes(model_class, "attention_mask"),
+        position_rows=probe_position_rows(fresh, embedding_module) if takes_position_ids else None,
         structure=structure,
         skeleton=skeleton,
         source=name,

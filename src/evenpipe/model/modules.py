@@ -10,6 +10,7 @@ from torch import nn
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description, check_ends
+from evenpipe.model.interface import check_returned
 from evenpipe.model.structure import Structure, embed_rows, uncuttable
 
 
@@ -57,6 +58,9 @@ def describe_modules(
         logit_scale=1.0,
         soft_cap=None,
         maximum_length=None,
+        takes_position_ids=False,
+        takes_attention_mask=False,
+        position_rows=None,
         structure=Structure(layers_name="layers", embedding_module="embedding", head_module="head"),
         skeleton=whole,
         model=whole,
@@ -76,6 +80,7 @@ class ModuleStage(nn.Module):
         is_last: bool,
         dtype: torch.dtype,
         torch_device: str | torch.device,
+        compute_dtype: torch.dtype | None = None,  # as in `Stage`: nothing stands in here
     ):
         super().__init__()
         self.first, self.last, self.is_first, self.is_last = first, last, is_first, is_last
@@ -90,6 +95,7 @@ class ModuleStage(nn.Module):
         self.to(torch_device)
         for parameter in self.parameters():  # parameters only: a rounded buffer may change results
             parameter.data = parameter.data.to(dtype)
+        self._returns_checked = False
         self.train()
 
     def forward(
@@ -98,15 +104,29 @@ class ModuleStage(nn.Module):
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states in, hidden states out, both [batch, sequence, hidden_size]. See `Stage.forward`."""
+        """Hidden states in, hidden states out, both [batch, sequence, hidden_size]. See `Stage.forward`.
+
+        Raises:
+            InputError: something else than hidden states was given; or, on the first call, a module returns another
+                shape or dtype than it received.
+        """
         for name, value in (("position_ids", position_ids), ("attention_mask", attention_mask)):
             if value is not None:
                 raise InputError(f"{name} were given, and a model of plain modules takes hidden states only.")
+        received = hidden
         if self.is_first:
-            hidden = embed_rows(self._embedding[0], hidden)
-        for layer in self.layers.values():
-            hidden = layer(hidden)
-        return self.norm(hidden) if self.is_last else hidden
+            hidden = self._checked("The embedding", embed_rows(self._embedding[0], hidden), received)
+        for index, layer in self.layers.items():
+            hidden = self._checked(f"Layer {index}", layer(hidden), received)
+        if self.is_last:
+            hidden = self._checked("The norm", self.norm(hidden), received)
+        self._returns_checked = True
+        return hidden
+
+    def _checked(self, what: str, returned: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        if not self._returns_checked:
+            check_returned(what, returned, received)
+        return returned
 
 
 def _without_weight(embedding: nn.Embedding) -> nn.Embedding:

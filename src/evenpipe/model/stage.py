@@ -14,7 +14,6 @@ stage that owns it: the first has the embedding's arithmetic and what precedes t
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +22,7 @@ from transformers import PreTrainedModel
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
+from evenpipe.model.interface import check_returned
 from evenpipe.model.modules import ModuleStage
 from evenpipe.model.structure import (
     build_skeleton,
@@ -32,6 +32,7 @@ from evenpipe.model.structure import (
     identity_forward,
     layers_of,
     outer_parameters,
+    stand_in,
     uncuttable,
 )
 
@@ -65,14 +66,17 @@ class Stage(nn.Module):
         is_last: bool,
         dtype: torch.dtype,
         torch_device: str | torch.device,
+        compute_dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        compute_dtype = compute_dtype or dtype
         self.first, self.last, self.is_first, self.is_last = first, last, is_first, is_last
         self._relay = Relay()
         structure = description.structure
         whole = build_skeleton(description.config, dtype, type(description.skeleton))
-        hollow(whole, structure, range(first, last), _take_head_input(self._relay))
-        _materialise(whole, description, self, torch_device)
+        receive = _take_head_input(self._relay)
+        hollow(whole, structure, range(first, last), receive, dtype=compute_dtype, torch_device=torch_device)
+        _materialise(whole, description, self, compute_dtype, torch_device)
         _place_hooks(layers_of(whole, structure.layers_name), description, self, self._relay)
 
         self._whole = (whole,)  # in a tuple: its children, not itself, are this module's, so that names have no prefix
@@ -81,7 +85,11 @@ class Stage(nn.Module):
         if outer := [name for name, parameter in whole._parameters.items() if parameter is not None]:
             raise uncuttable(description.architecture, f"its parameter {outer[0]} is outside of its modules")
         self._embedding = (embedding_of(whole, structure.embedding_module),)
-        self._takes_positions = "position_ids" in inspect.signature(type(whole).forward).parameters
+        self._taken = {
+            "position_ids": description.takes_position_ids,
+            "attention_mask": description.takes_attention_mask,
+        }
+        self._result_checked = False
         self.train()
 
     @property
@@ -109,16 +117,20 @@ class Stage(nn.Module):
             attention_mask: [batch, sequence], 1 for tokens and 0 for padding on the right, or None.
 
         Returns: the last local layer's output; on the last stage what the output layer receives (after the norm).
+
+        Raises:
+            InputError: the model's forward does not take what was given; or, on the first call, the result differs
+                from `hidden` in shape or dtype.
         """
         if self.first == self.last and not self.is_first and not self.is_last:
             return hidden
         arguments: dict[str, torch.Tensor] = {}
-        if position_ids is not None:
-            if not self._takes_positions:
-                raise InputError(f"position_ids were given, and {type(self.whole).__name__} takes none.")
-            arguments["position_ids"] = position_ids
-        if attention_mask is not None:
-            arguments["attention_mask"] = attention_mask
+        for name, value in (("position_ids", position_ids), ("attention_mask", attention_mask)):
+            if value is None:
+                continue
+            if not self._taken[name]:
+                raise InputError(f"{name} were given, and {type(self.whole).__name__} takes none.")
+            arguments[name] = value
         relay = self._relay
         try:
             if not (self.is_first and self.is_last):
@@ -127,9 +139,15 @@ class Stage(nn.Module):
             embedded = embed_rows(self._embedding[0], hidden) if self.is_first else relay.stand_in
             self.whole(inputs_embeds=embedded, use_cache=False, **arguments)
             assert relay.result is not None, "the model's forward passed by the last local layer"
+            if not self._result_checked:
+                check_returned(self._name(), relay.result, hidden)
+                self._result_checked = True
             return relay.result
         finally:
             relay.clear()
+
+    def _name(self) -> str:
+        return f"The stage of layers [{self.first}, {self.last}) of {type(self.whole).__name__}"
 
 
 def build_stage(
@@ -141,6 +159,7 @@ def build_stage(
     is_last: bool,
     dtype: torch.dtype = torch.float32,
     torch_device: str | torch.device = "cpu",
+    compute_dtype: torch.dtype | None = None,
 ) -> Stage | ModuleStage:
     """Builds layers [first, last) of a model and nothing else: all other weights stay on the meta device.
 
@@ -152,6 +171,8 @@ def build_stage(
         is_first: owns the embedding's arithmetic and what precedes the layers.
         is_last: owns what follows the layers, up to the head.
         dtype: of the parameters.
+        compute_dtype: of the hidden states that the forward will be given, where the caller replaces the parameters
+            by copies in that dtype; None: `dtype`. What acts on thrown-away results is made in it at once.
 
     Raises:
         InputError: the range is not within the model, or an end that it should own is not in it.
@@ -163,11 +184,24 @@ def build_stage(
         end = "first" if is_first and first != 0 else "last"
         raise InputError(f"layers [{first}, {last}) of {count} cannot be the {end} stage: it has to reach that end.")
     build = ModuleStage if description.config is None else Stage
-    return build(description, first, last, is_first=is_first, is_last=is_last, dtype=dtype, torch_device=torch_device)
+    return build(
+        description,
+        first,
+        last,
+        is_first=is_first,
+        is_last=is_last,
+        dtype=dtype,
+        torch_device=torch_device,
+        compute_dtype=compute_dtype,
+    )
 
 
 def _materialise(
-    whole: PreTrainedModel, description: Description, stage: Stage, torch_device: str | torch.device
+    whole: PreTrainedModel,
+    description: Description,
+    stage: Stage,
+    compute_dtype: torch.dtype,
+    torch_device: str | torch.device,
 ) -> None:
     """Gives storage to what the stage owns, and stand-ins that take none to what acts on thrown-away results."""
     structure = description.structure
@@ -183,7 +217,7 @@ def _materialise(
             owner._parameters[attribute] = nn.Parameter(value, requires_grad=meta.requires_grad)
         else:
             del owner._parameters[attribute]
-            setattr(owner, attribute, torch.zeros((), dtype=meta.dtype, device=torch_device).expand(meta.shape))
+            setattr(owner, attribute, stand_in(meta.shape, compute_dtype, torch_device))
     for module in whole.modules():
         for key, buffer in module._buffers.items():
             module._buffers[key] = None if buffer is None else buffer.to(torch_device)

@@ -123,6 +123,11 @@ def identity_forward(argument: str, returns: int, transform: Callable[[torch.Ten
     return forward
 
 
+def stand_in(shape: torch.Size, dtype: torch.dtype, torch_device: str | torch.device = "cpu") -> torch.Tensor:
+    """Zeros that take no memory, for what acts on thrown-away results."""
+    return torch.zeros((), dtype=dtype, device=torch_device).expand(shape)
+
+
 def strip(module: nn.Module) -> None:
     """Takes all parameters and buffers out of a module; plain attributes such as `attention_type` stay readable."""
     for child in module.modules():
@@ -133,29 +138,45 @@ def strip(module: nn.Module) -> None:
 class HeadStub(nn.Module):
     """Stands where the output layer was: gives what it receives to `receive` and returns what that answers.
 
-    Its `weight` has the head's dtype and shape (some forwards read them) and takes no memory.
+    Its `weight` (some forwards read its dtype, shape and device) is a `stand_in`.
     """
 
     def __init__(self, receive: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor):
         super().__init__()
         self._receive = receive
-        self.weight = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+        self.weight = weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._receive(hidden)
 
 
-def replace_head(model: nn.Module, head_module: str, receive: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Puts a `HeadStub` in the head's place."""
+def replace_head(
+    model: nn.Module,
+    head_module: str,
+    receive: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    torch_device: str | torch.device = "cpu",
+) -> None:
+    """Puts a `HeadStub` in the head's place, its weight in `dtype` (None: the head's own)."""
     parent, _, attribute = head_module.rpartition(".")
     holder = model.get_submodule(parent)
-    setattr(holder, attribute, HeadStub(receive, getattr(holder, attribute).weight.detach()))
+    weight = getattr(holder, attribute).weight
+    setattr(holder, attribute, HeadStub(receive, stand_in(weight.shape, dtype or weight.dtype, torch_device)))
 
 
 def hollow(
-    model: PreTrainedModel, structure: Structure, kept: range, receive: Callable[[torch.Tensor], torch.Tensor]
+    model: PreTrainedModel,
+    structure: Structure,
+    kept: range,
+    receive: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    torch_device: str | torch.device = "cpu",
 ) -> None:
     """Strips the layers outside `kept`, puts a stub in the head's place and takes the embedding's matrix away.
+
+    `dtype` and `torch_device` are those of the stub's weight.
 
     What remains: meta parameters, and buffers with their values on the CPU. The embedding's `weight` becomes a plain
     attribute, so that `embed_rows` may set it for the duration of a forward.
@@ -163,7 +184,7 @@ def hollow(
     for index, layer in enumerate(layers_of(model, structure.layers_name)):
         if index not in kept:
             strip(layer)
-    replace_head(model, structure.head_module, receive)
+    replace_head(model, structure.head_module, receive, dtype=dtype, torch_device=torch_device)
     restore_buffers(model, structure.layers_name)
     embedding = embedding_of(model, structure.embedding_module)
     del embedding._parameters["weight"]
