@@ -8,12 +8,14 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
+from families import tiny_config, whole_model
 from harness import run_processes
 from test_gradients import MODES, Case, check, described
 from torch.nn import functional
 
 from evenpipe import LossOptions, Pipeline
 from evenpipe.errors import InputError
+from evenpipe.model import describe
 from evenpipe.schedule import Kind, Order, Pass, Placement, add_vocabulary, generate
 
 FP64 = torch.float64
@@ -264,8 +266,6 @@ def test_without_any_label_loss_and_gradients_are_zero() -> None:
 
 def frozen(mode: str) -> None:
     """Frozen matrices and layers get no gradient; all others get theirs."""
-    from evenpipe.model import describe
-
     model = whole()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("embed" not in name and "lm_head" not in name and "layers.1." not in name)
@@ -442,6 +442,7 @@ BAD_STEPS = {
     "labels: holds -1": {"input_ids": IDS, "labels": IDS - 1},
     "labels: [2, 3]": {"input_ids": IDS, "labels": IDS[:, :3]},
     "padding on the right": {"input_ids": IDS, "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])},
+    "position_ids: from -1 to -1, expected at least 0": {"input_ids": IDS, "position_ids": IDS - 1},
     "not finite": {"input_ids": IDS, "token_weights": torch.full((2, 4), float("nan"))},
 }
 
@@ -463,6 +464,27 @@ def test_bad_steps_are_one_sentence_on_every_process() -> None:
     run_processes(bad_steps, 2)
 
 
+def bad_extras() -> None:
+    """What the model's forward does not take is refused before anything is sent, on every process."""
+    from torch import nn
+
+    embedding, head = nn.Embedding(97, 8), nn.Linear(8, 97)
+    pipeline = Pipeline.from_modules(embedding, [nn.Linear(8, 8), nn.Linear(8, 8)], None, head, microbatches=1)
+    for name in ("position_ids", "attention_mask"):
+        with pytest.raises(InputError) as caught:
+            pipeline.step(IDS, **{name: torch.ones_like(IDS)})
+        assert pipeline.device or f"{name}: the model takes none" in str(caught.value)
+    learned = Pipeline(describe(whole_model(tiny_config("gpt2"))), microbatches=1, self_check=False)
+    with pytest.raises(InputError) as caught:
+        learned.step(IDS, position_ids=IDS + 10_000)
+    assert learned.device or "position_ids: from 10000" in str(caught.value)
+    learned.step(IDS)
+
+
+def test_inputs_that_the_model_does_not_take() -> None:
+    run_processes(bad_extras, 2)
+
+
 def bad_pipelines() -> None:
     for text, options in {
         "did you mean 'vocab-2'": {"mode": "vocab2"},
@@ -472,7 +494,10 @@ def bad_pipelines() -> None:
         "compute_dtype: torch.float32, expected torch.float64": {"mode": "vocab-2", "compute_dtype": torch.float32},
         "ignore_index is -1, expected -100": {"mode": "vocab-2", "loss": LossOptions(ignore_index=-1)},
         "soft_cap is 30.0, expected None": {"mode": "vocab-2", "loss": LossOptions(soft_cap=30.0)},
-        "device 0 has the pass 0I0": {"mode": "first-last", "schedule": Order.from_csv("0F0,0F1,0I0,0W0,0B1\n1F0,1B0,1F1,1B1")},
+        "device 0 has the pass 0I0": {
+            "mode": "first-last",
+            "schedule": Order.from_csv("0F0,0F1,0I0,0W0,0B1\n1F0,1B0,1F1,1B1"),
+        },
         "torch_device: 'gpu'": {"mode": "vocab-2", "torch_device": "gpu"},
         "max_norm: 0": {"mode": "vocab-2"},
     }.items():

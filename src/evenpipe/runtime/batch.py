@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from evenpipe.errors import InputError
+from evenpipe.model import Description
 from evenpipe.runtime.communication import Communicator
 
 IGNORE_INDEX = -100
@@ -61,13 +62,14 @@ class Inputs:
     token_weights: Tensor | None = None
 
 
-def check(inputs: Inputs, *, microbatches: int, vocabulary: int, maximum_length: int | None) -> None:
+def check(inputs: Inputs, *, microbatches: int, model: Description) -> None:
     """Checks what the first process was given.
 
     Raises:
         InputError: a shape, a dtype or a value is off; the sentence names the argument, what it is and what it may be.
     """
     input_ids, labels, position_ids, attention_mask, token_weights = _fields(inputs)
+    vocabulary, maximum_length = model.vocabulary_size, model.maximum_length
     for name, value in zip(INPUT_NAMES, _fields(inputs), strict=True):
         if value is not None and not isinstance(value, Tensor):
             raise InputError(f"{name}: {type(value).__name__}, expected a torch.Tensor")
@@ -108,6 +110,18 @@ def check(inputs: Inputs, *, microbatches: int, vocabulary: int, maximum_length:
             raise InputError(
                 f"labels: holds {wrong}, expected 0 to {vocabulary - 1} or {IGNORE_INDEX} for positions without one"
             )
+    for name, tensor, taken in (
+        ("position_ids", position_ids, model.takes_position_ids),
+        ("attention_mask", attention_mask, model.takes_attention_mask),
+    ):
+        if tensor is not None and not taken:
+            raise InputError(f"{name}: {model.architecture} takes none, expected None")
+    rows = model.position_rows
+    if position_ids is not None and (int(position_ids.min()) < 0 or int(position_ids.max()) >= (rows or 2**63)):
+        accepted = "at least 0" if rows is None else f"0 to {rows - 1}"
+        raise InputError(
+            f"position_ids: from {int(position_ids.min())} to {int(position_ids.max())}, expected {accepted}"
+        )
     if attention_mask is not None:
         mask = attention_mask.to(torch.int64)
         if bool(((mask != 0) & (mask != 1)).any()) or bool((mask[:, 1:] > mask[:, :-1]).any()):
@@ -120,8 +134,7 @@ def distribute(
     inputs: Inputs,
     *,
     microbatches: int,
-    vocabulary: int,
-    maximum_length: int | None,
+    model: Description,
     communicator: Communicator | None,
     torch_device: torch.device,
 ) -> Inputs:
@@ -144,7 +157,7 @@ def distribute(
     is_source = communicator is None or communicator.rank == communicator.members[0]
     if is_source:
         try:
-            check(inputs, microbatches=microbatches, vocabulary=vocabulary, maximum_length=maximum_length)
+            check(inputs, microbatches=microbatches, model=model)
         except InputError as error:
             fault = error
     header = torch.zeros(6, dtype=torch.int64)

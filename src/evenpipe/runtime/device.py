@@ -64,6 +64,7 @@ def build(
             is_first=stage == 0,
             is_last=stage == placement.stages - 1,
             dtype=parameter_dtype,
+            compute_dtype=compute_dtype,
             torch_device=torch_device,
         )
         fill_parameters(module, description, seed)

@@ -266,8 +266,7 @@ class Pipeline:
         inputs = distribute(
             inputs,
             microbatches=self.microbatches,
-            vocabulary=self.description.vocabulary_size,
-            maximum_length=self.description.maximum_length,
+            model=self.description,
             communicator=self._control,
             torch_device=self.torch_device,
         )
