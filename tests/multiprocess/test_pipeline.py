@@ -375,6 +375,27 @@ def test_a_saved_model_loads_in_transformers_and_here(tmp_path, mode: str, tied:
     run_processes(saved, 2, str(tmp_path / "model"), mode, tied)
 
 
+def lets_go() -> None:
+    import gc
+    import weakref
+
+    from test_gradients import llama
+
+    model = llama(97, True, FP64)
+    model.generation_config.temperature = 0.3
+    seen = weakref.ref(model)
+    pipeline = Pipeline(model, microbatches=1, parameter_dtype=FP64, self_check=False)
+    del model
+    gc.collect()
+    assert seen() is None
+    assert pipeline.description.skeleton.generation_config.temperature == 0.3
+    pipeline.step(IDS)
+
+
+def test_a_live_model_is_copied_and_not_kept() -> None:
+    run_processes(lets_go, 2)
+
+
 def cannot_be_written(folder: str) -> None:
     from evenpipe.errors import RunError
 

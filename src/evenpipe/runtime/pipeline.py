@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import (
@@ -121,6 +123,7 @@ class Pipeline:
             if self_check and self.description.config is not None:
                 self._check_architecture()
             self._build(options, parameter_dtype, seed)
+            self._let_go_of_the_model()
         except InputError:  # the same on every process
             self.close()
             raise
@@ -148,6 +151,13 @@ class Pipeline:
             hidden_dtype=self._compute_dtype,
             torch_device=self.torch_device,
         )
+
+    def _let_go_of_the_model(self) -> None:
+        """A live model was copied: from here on only what it says about generation is needed of it."""
+        model, skeleton = self.description.model, self.description.skeleton
+        if isinstance(skeleton, PreTrainedModel) and model is not None:
+            skeleton.generation_config = copy.deepcopy(model.generation_config)
+            self.description = replace(self.description, model=None)
 
     @classmethod
     def from_modules(
