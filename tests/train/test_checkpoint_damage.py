@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import pickle
 import random
@@ -190,29 +192,31 @@ def test_too_little_space_is_found_before_writing(three: Path, monkeypatch: pyte
     assert saved_steps(three) == ["step-00000001", "step-00000002", "step-00000003"]
 
 
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata.tmp"])
-def test_a_full_disk_while_torch_writes(three: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """/dev/full fails every write as a full disk does."""
+class FullFile(io.FileIO):
+    """A file on a disk without room: opened, and nothing can be written."""
+
+    def write(self, content) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def fill_disk_for(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on a file of this name cannot be written."""
     real_open = Path.open
 
     def open_full(path: Path, *arguments, **options):
-        return real_open(Path("/dev/full") if path.name == file else path, *arguments, **options)
+        return FullFile(path, "wb") if path.name == file else real_open(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", open_full)
-    with pytest.raises(RunError, match=r"step 4 was not saved: process 0: No space left on device: .*before it are as"):
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata.tmp", "run.json", MANIFEST])
+def test_a_full_disk_while_writing(three: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that torch writes, and files that we write."""
+    fill_disk_for(file, monkeypatch)
+    with pytest.raises(RunError, match=r"step 4 was not saved: process 0: No space left on device.*before it are as"):
         Run().save(three, 4)
     assert saved_steps(three) == ["step-00000001", "step-00000002", "step-00000003"]
     monkeypatch.undo()
     assert find_latest(three).checkpoint.step == 3
     Run().save(three, 4)
     assert find_latest(three).checkpoint.step == 4
-
-
-@pytest.mark.parametrize("file", ["run.json", MANIFEST])
-def test_a_full_disk_while_we_write(three: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = module.write_synced
-    full = lambda path, content: real(Path("/dev/full") if path.name == file else path, content)  # noqa: E731
-    monkeypatch.setattr(module, "write_synced", full)
-    with pytest.raises(RunError, match="No space left on device"):
-        Run().save(three, 4)
-    assert saved_steps(three) == ["step-00000001", "step-00000002", "step-00000003"]
