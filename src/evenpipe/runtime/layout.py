@@ -18,9 +18,8 @@ from evenpipe.schedule import (
     vocabulary_mode,
 )
 from evenpipe.schedule.layers import even_split, split_by_cost
+from evenpipe.schedule.passes import VOCABULARY_KINDS
 from evenpipe.vocabulary import Shard, split
-
-VOCABULARY_KINDS = frozenset({Kind.E, Kind.G, Kind.S, Kind.C, Kind.T})
 
 RUNNABLE_KINDS = VOCABULARY_KINDS | {Kind.F, Kind.B}
 

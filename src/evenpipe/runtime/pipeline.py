@@ -128,6 +128,28 @@ class Pipeline:
             self.close()
             raise
 
+    @classmethod
+    def from_modules(
+        cls,
+        embedding: nn.Embedding,
+        layers: Sequence[nn.Module],
+        norm: nn.Module | None,
+        head: nn.Linear,
+        **options: Any,
+    ) -> Pipeline:
+        """A pipeline of plain modules, whose weights are copied.
+
+        Args:
+            embedding: [vocabulary, hidden_size].
+            layers: each called with hidden states [batch, sequence, hidden_size], returns as many.
+            norm: called between the last layer and the head, or None.
+            head: hidden_size -> vocabulary; tied when its weight is the embedding's.
+            options: as for `Pipeline`.
+        """
+        return cls(describe_modules(embedding, layers, norm, head), **options)
+
+    # --- building --------------------------------------------------------------------------------------------
+
     def _build(self, options: LossOptions, parameter_dtype: torch.dtype, seed: int) -> None:
         self._held = build(
             self.description,
@@ -158,28 +180,6 @@ class Pipeline:
         if isinstance(skeleton, PreTrainedModel) and model is not None:
             skeleton.generation_config = copy.deepcopy(model.generation_config)
             self.description = replace(self.description, model=None)
-
-    @classmethod
-    def from_modules(
-        cls,
-        embedding: nn.Embedding,
-        layers: Sequence[nn.Module],
-        norm: nn.Module | None,
-        head: nn.Linear,
-        **options: Any,
-    ) -> Pipeline:
-        """A pipeline of plain modules, whose weights are copied.
-
-        Args:
-            embedding: [vocabulary, hidden_size].
-            layers: each called with hidden states [batch, sequence, hidden_size], returns as many.
-            norm: called between the last layer and the head, or None.
-            head: hidden_size -> vocabulary; tied when its weight is the embedding's.
-            options: as for `Pipeline`.
-        """
-        return cls(describe_modules(embedding, layers, norm, head), **options)
-
-    # --- building --------------------------------------------------------------------------------------------
 
     def _make_communicators(self, timeout_seconds: float) -> None:
         if self.devices == 1:

@@ -122,9 +122,9 @@ class _Run:
                 " one that is whole, or an empty folder to begin anew"
             )
         if found.checkpoint is not None:
-            shards = self.pipeline.parameter_shards()
-            state = load(found.checkpoint, shards, self.optimizer, group)
-            self._check_data(found.checkpoint.path, state["data"])
+            state = found.checkpoint.metadata
+            self._check_data(found.checkpoint.path, state["data"])  # before shapes that differ are complained of
+            load(found.checkpoint, self.pipeline.parameter_shards(), self.optimizer, group)
             decided = state["decided_steps"]
             if decided is not None and decided["for"] == self._time_box:
                 self.progress.steps, self.box_open = decided["steps"], False
