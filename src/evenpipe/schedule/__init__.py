@@ -18,7 +18,7 @@ from .placement import Placement
 from .planning import MODES, Schedule, evaluation_program, plan_order, plan_program, vocabulary_mode
 from .program import Program
 from .registry import SCHEDULES, generate
-from .timeline import Event, Timeline
+from .timeline import Cause, Event, Timeline
 from .timing import time_order
 from .transforms import add_communication, add_vocabulary, forward_only, interlace
 
@@ -26,6 +26,7 @@ __all__ = [
     "EQUAL_COSTS",
     "MODES",
     "SCHEDULES",
+    "Cause",
     "Costs",
     "DeadlockError",
     "Dependencies",

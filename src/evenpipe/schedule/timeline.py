@@ -10,13 +10,28 @@ from .passes import Item, Kind, Pass, parts_of
 
 
 @dataclass(frozen=True, slots=True)
+class Cause:
+    """Why an event did not start earlier: what it waited for last.
+
+    resource: "device" (busy with `item`, an earlier pass of the same row), "transfer" (`item` had to arrive),
+    "communicator" or "link" (`item` was on it), "engine" (the copy engine was busy with `item`), or "start" (nothing).
+    item, device: that pass or transfer, and the device whose it is.
+    """
+
+    resource: str
+    item: Item | None = None
+    device: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
-    """`item` ran on `device` from `start` to `end`."""
+    """`item` ran on `device` from `start` to `end`; `cause` is what it waited for last, where known."""
 
     device: int
     item: Item
     start: float
     end: float
+    cause: Cause | None = None
 
 
 @dataclass(frozen=True)
@@ -24,10 +39,14 @@ class Timeline:
     """Events of each device, in the order in which it ran them, in any one unit of time.
 
     stage_bytes: what one forward of each stage stores until its backward, where known; for `peak_bytes`.
+    beside: per device, what ran beside its compute, by start: transfers, and copies to and from the host.
+    memory: per device, the bytes held as a step function, (time, bytes from then on); None where bytes are not known.
     """
 
     events: tuple[tuple[Event, ...], ...]
     stage_bytes: tuple[float, ...] | None = None
+    beside: tuple[tuple[Event, ...], ...] = ()
+    memory: tuple[tuple[tuple[float, float], ...], ...] | None = None
 
     @property
     def devices(self) -> int:
