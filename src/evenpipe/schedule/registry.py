@@ -4,39 +4,72 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError
 
 from .costs import Costs
-from .generators import gpipe, one_f_one_b
+from .files import read_order
+from .generators import gpipe, looped_bfs, one_f_one_b, zb_h1, zb_h2
 from .order import Order
 
-SCHEDULES: dict[str, Callable[..., Order]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+SCHEDULES: dict[str, Callable[..., Order]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "looped-bfs": looped_bfs,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+}
 """Generators by name. Each takes devices and microbatches, and by keyword what its own docstring says."""
 
 
 def generate(name: str, devices: int, microbatches: int, *, costs: Costs | None = None, **options: Any) -> Order:
-    """The order of a schedule by its name in `SCHEDULES`.
+    """The order of a schedule by its name in `SCHEDULES`, or of a CSV file, whose name ends in .csv.
 
-    `costs` go to generators that plan by them. Raises InputError for an unknown name or option, and where the schedule
-    needs other numbers of devices or microbatches.
+    `costs` go to generators that plan by them. `stages_per_device` may also be given to a schedule that leaves no
+    choice, as what it has. Raises InputError for an unknown name or option, where the schedule needs other numbers of
+    devices, microbatches or stages, and where the file is of another size.
     """
-    if name not in SCHEDULES:
-        raise InputError(f"schedule '{name}' is unknown{nearest(name, SCHEDULES)}")
     for field, value in (("devices", devices), ("microbatches", microbatches)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{field} must be a whole number of at least 1, not {value!r}")
-    generator = SCHEDULES[name]
-    known = [parameter for parameter in inspect.signature(generator).parameters if parameter not in _ALWAYS]
+        _whole(field, value)
+    _refuse_wrong(options, devices)
+    from_file = name.endswith(".csv")
+    known = () if from_file else options_of(name)
+    stages_per_device = None if "stages_per_device" in known else options.pop("stages_per_device", None)
     for option in options:
         if option not in known:
             accepted = ", ".join(known) if known else "none"
             raise InputError(f"schedule '{name}' has no option '{option}'; its options: {accepted}")
-    if costs is not None and "costs" in inspect.signature(generator).parameters:
-        options["costs"] = costs
-    return generator(devices, microbatches, **options)
+    if from_file:
+        order = _of_size(name, read_order(Path(name)), devices, microbatches)
+    else:
+        generator = SCHEDULES[name]
+        if costs is not None and "costs" in inspect.signature(generator).parameters:
+            options["costs"] = costs
+        order = generator(devices, microbatches, **options)
+    if stages_per_device is not None and order.placement.stages != stages_per_device * devices:
+        has = f"{order.placement.stages} stages on {devices} devices"
+        if order.placement.stages % devices == 0:
+            count = order.placement.stages // devices
+            has = f"{count} stage{'s' if count > 1 else ''} per device"
+        raise InputError(f"schedule '{name}' has {has}, not {stages_per_device}")
+    return order
+
+
+def options_of(name: str) -> tuple[str, ...]:
+    """The options that a schedule takes by keyword, besides costs. Raises InputError for an unknown name."""
+    if name not in SCHEDULES:
+        raise InputError(f"schedule '{name}' is unknown{nearest(name, SCHEDULES)}")
+    return tuple(name for name in inspect.signature(SCHEDULES[name]).parameters if name not in _ALWAYS)
+
+
+def describe(name: str) -> str:
+    """What a schedule is, in one line: the first sentence about its generator."""
+    text = inspect.getdoc(SCHEDULES[name]) or ""
+    return " ".join(text.split("\n\n")[0].split())
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -44,6 +77,36 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0)
     return f", did you mean '{near[0]}'? Accepted: {', '.join(names)}"
+
+
+def _of_size(name: str, order: Order, devices: int, microbatches: int) -> Order:
+    if (order.devices, order.microbatches) != (devices, microbatches):
+        raise InputError(
+            f"schedule '{name}' is for {order.devices} devices and {order.microbatches} microbatches, "
+            f"not {devices} and {microbatches}"
+        )
+    return order
+
+
+def _refuse_wrong(options: dict[str, Any], devices: int) -> None:
+    """Options that no schedule can take, whatever they mean to it."""
+    for name in ("stages_per_device", "group_size"):
+        if options.get(name) is not None:
+            _whole(name, options[name])
+    limit = options.get("memory_limit")
+    if limit is None:
+        return
+    limits = list(limit) if isinstance(limit, Sequence) and not isinstance(limit, str) else [limit]
+    if isinstance(limit, Sequence) and len(limits) != devices:
+        raise InputError(f"memory_limit has {len(limits)} numbers for {devices} devices; give one number, or {devices}")
+    for value in limits:
+        if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise InputError(f"memory_limit must be a number above 0, in stage activations, not {value!r}")
+
+
+def _whole(field: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{field} must be a whole number of at least 1, not {value!r}")
 
 
 _ALWAYS = ("devices", "microbatches", "costs")

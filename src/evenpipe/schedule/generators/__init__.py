@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from .gpipe import gpipe
+from .looped_bfs import looped_bfs
 from .one_f_one_b import one_f_one_b
+from .zero_bubble import zb_h1, zb_h2
 
-__all__ = ["gpipe", "one_f_one_b"]
+__all__ = ["gpipe", "looped_bfs", "one_f_one_b", "zb_h1", "zb_h2"]

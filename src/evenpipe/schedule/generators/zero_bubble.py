@@ -1,0 +1,48 @@
+"""ZB-H1 and ZB-H2: the backward split in two, so that weight gradients fill the wait (arXiv 2401.10241)."""
+
+from __future__ import annotations
+
+from evenpipe.schedule.order import Order
+from evenpipe.schedule.passes import Kind, Pass
+from evenpipe.schedule.placement import Placement
+
+
+def zb_h1(devices: int, microbatches: int) -> Order:
+    """1F1B whose weight gradients all run `devices` - 1 turns after their forwards.
+
+    Any devices >= 1 and microbatches >= 1, one stage per device; times play no role. With equal stages and W no longer
+    than F or I, the bubble is (devices - 1) * (F + I) - (min(microbatches, devices) - 1) * W: from as many microbatches
+    as devices on (devices - 1) * (F + I - W), a third of 1F1B's at equal times. Every device holds at most
+    min(microbatches, devices) activations; on device r only `devices` - r of them are whole, r wait for W alone.
+    """
+    return _lagging(devices, microbatches, 1)
+
+
+def zb_h2(devices: int, microbatches: int) -> Order:
+    """zb-h1 with twice the forwards ahead: no bubble at equal times, for twice the memory.
+
+    Any devices >= 1 and microbatches >= 1, one stage per device; times play no role. With equal stages and W no longer
+    than F or I, the bubble is (devices - 1) * (F + I) - (min(microbatches, 2 * devices - 1) - 1) * W: from
+    2 * devices - 1 microbatches on (devices - 1) * (F + I - 2 * W). The makespan is then that of zb-h1, so it pays only
+    where devices need not meet between steps: what the span loses, the skew gains. Every device holds at most
+    min(microbatches, 2 * devices - 1) activations; on device r 2 * (devices - r) - 1 are whole, 2 * r wait for W alone.
+    """
+    return _lagging(devices, microbatches, 2)
+
+
+def _lagging(devices: int, microbatches: int, hop: int) -> Order:
+    """Turn x runs F of microbatch x, I of an earlier one, by `hop` per device behind, and W of one earlier still."""
+    weight_lag = hop * (devices - 1)
+    rows = []
+    for stage in range(devices):
+        lag = hop * (devices - 1 - stage)
+        row = []
+        for turn in range(microbatches + weight_lag):
+            if turn < microbatches:
+                row.append(Pass(Kind.F, stage, turn))
+            if lag <= turn < microbatches + lag:
+                row.append(Pass(Kind.I, stage, turn - lag))
+            if turn >= weight_lag:
+                row.append(Pass(Kind.W, stage, turn - weight_lag))
+        rows.append(tuple(row))
+    return Order(Placement.linear(devices), microbatches, tuple(rows))
