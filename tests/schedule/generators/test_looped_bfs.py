@@ -32,5 +32,5 @@ def test_one_stage_per_device_is_gpipe() -> None:
 
 
 def test_it_needs_a_stage() -> None:
-    with pytest.raises(InputError, match="stages per device must be at least 1, not 0"):
+    with pytest.raises(InputError, match="at least 1, not 0"):
         generate("looped-bfs", 4, 6, stages_per_device=0)
