@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from evenpipe.errors import InputError
 
+from .cost_values import Cost, cost, number, refuse_unknown, spread, table
+from .links import LINKS, CopyEngine, Link, links_from_dict
 from .passes import STAGE_KINDS, VOCABULARY_KINDS, Kind, Pass, TransferKind
 from .placement import Placement
 
-Cost = float | tuple[float, ...]
+__all__ = ["COLLECTIVES", "EQUAL_COSTS", "CopyEngine", "Cost", "Costs", "Link", "PassTimes"]
 
-COLLECTIVES = ("broadcast", "statistics", "reduce", "embedding")
+COLLECTIVES = LINKS[1:]
 """Names of the durations in `Costs.collectives`."""
 
-_PER_STAGE = ("F", "B", "I", "W", "bytes")
+RECEIVE = "receive"
+"""Key of `Costs.memory` for the buffers of hops."""
+
+_PER_STAGE = ("F", "B", "I", "W", "R", "O", "L", "bytes")
 _PER_DEVICE = ("S", "C", "T", "E", "G")
 _ONE_NUMBER = ("p2p", "overlap_slowdown")
-_COLLECTIVE_OF = {
+_MEMORY = (*_PER_STAGE[:-1], *_PER_DEVICE, RECEIVE)
+_CLASS_OF = {
     TransferKind.X: "broadcast",
     TransferKind.STATISTICS: "statistics",
     TransferKind.DX: "reduce",
@@ -34,17 +38,20 @@ _COLLECTIVE_OF = {
 class Costs:
     """Times of passes and transfers, all in one unit of the caller's choice.
 
-    A kind that is None has no time: an order that needs it is refused when it is timed.
+    A kind that is None has no time: an order that needs it is refused when it is timed. What is said of the full
+    simulator, the event model of `timing` leaves out.
     """
 
     F: Cost | None = None
-    """Forward of a stage: one number, or one per stage. R takes as long."""
+    """Forward of a stage: one number, or one per stage."""
     B: Cost | None = None
     """Full backward; I + W by default."""
     I: Cost | None = None
     """Gradient with respect to a stage's input."""
     W: Cost | None = None
     """Gradient with respect to a stage's weights."""
+    R: Cost | None = None
+    """Recomputation of a stage; as long as its F by default."""
     S: Cost | None = None
     """Output layer, first half: one number, or one per device."""
     C: Cost | None = 0.0
@@ -55,32 +62,56 @@ class Costs:
     """Embedding forward, per device."""
     G: Cost | None = None
     """Embedding gradient, per device."""
+    O: Cost | None = None
+    """Copy of what one forward of a stage stores to the host; by default its bytes over the bandwidth of `engine`. It
+    runs beside compute in the full simulator."""
+    L: Cost | None = None
+    """The copy back, likewise."""
     p2p: float = 0.0
-    """One hop between two devices, from the end of its producer."""
+    """One hop between two devices, from the end of its producer. Hops delay each other only where `links` says so."""
     collectives: Mapping[str, float] = field(default_factory=dict)
     """Durations of `broadcast` (X), `statistics`, `reduce` (dX) and `embedding` (rows, either way), 0 by default."""
+    links: Mapping[str, Link] = field(default_factory=dict)
+    """In place of `p2p` and `collectives`: latency, bandwidth and bytes of `p2p`, of each collective, and of single hops
+    ("F:3>4" is forward from device 3 to 4). In the full simulator a communicator with a link carries one transfer at a
+    time; `timing` knows the classes only, not the single hops."""
     overlap_slowdown: float = 1.0
-    """Factor on compute while a collective runs, at least 1. The event model of `timing` leaves contention out; the
-    full simulator applies it."""
+    """Factor on compute while a collective runs on that device, at least 1. For the full simulator."""
+    engine: CopyEngine = field(default_factory=CopyEngine)
+    """What carries O and L. For the full simulator."""
     bytes: Cost | None = None
     """What one forward of a stage stores until its backward: one number, or one per stage."""
+    memory: Mapping[str, Cost] | None = None
+    """What each pass adds to the bytes held, by kind, in place of `bytes`: above 0 from its start, below 0 from its end.
+    One number, or one per stage (F, B, I, W, R, O, L) or device (S, C, T, E, G); `receive` is the buffer of one hop,
+    from the moment when it is issued to the end of the pass that uses it. For the full simulator."""
 
     def __post_init__(self) -> None:
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
         for name in (*_PER_STAGE, *_PER_DEVICE):
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, _cost(name, value))
+                put(name, cost(name, value))
         for name in _ONE_NUMBER:
-            object.__setattr__(self, name, _number(name, getattr(self, name)))
+            put(name, number(name, getattr(self, name)))
         if self.overlap_slowdown < 1:
             raise InputError(f"costs: overlap_slowdown must be at least 1, not {self.overlap_slowdown}")
-        if not isinstance(self.collectives, Mapping):
-            raise InputError(
-                f"costs: collectives must be a table of {', '.join(COLLECTIVES)}, not {self.collectives!r}"
-            )
-        _refuse_unknown(self.collectives, COLLECTIVES, "collectives: ")
-        durations = {name: _number(f"collectives.{name}", value) for name, value in self.collectives.items()}
-        object.__setattr__(self, "collectives", durations)
+        durations = table("collectives", self.collectives, COLLECTIVES)
+        put("collectives", {name: number(f"collectives.{name}", value) for name, value in durations.items()})
+        put("links", links_from_dict(self.links))
+        for name in LINKS:
+            if name in self.links and (self.p2p if name == "p2p" else self.collectives.get(name)):
+                twice = name if name == "p2p" else f"collectives.{name}"
+                raise InputError(f"costs: {twice} and links.{name} both say how long it takes; give one of them")
+        put("engine", CopyEngine.from_dict(self.engine))
+        if self.memory is not None:
+            deltas = table("memory", self.memory, _MEMORY)
+            signed = {name: cost(f"memory.{name}", value, signed=True) for name, value in deltas.items()}
+            if RECEIVE in signed:
+                signed[RECEIVE] = number(f"memory.{RECEIVE}", deltas[RECEIVE])
+            put("memory", signed)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Costs:
@@ -91,7 +122,7 @@ class Costs:
         """
         if not isinstance(values, Mapping):
             raise InputError(f"costs must be a table of {', '.join(_FIELDS)}, not {values!r}")
-        _refuse_unknown(values, _FIELDS, "")
+        refuse_unknown(values, _FIELDS, "")
         costs = cls(**values)
         if costs.F is None:
             raise InputError("costs: F is missing; give a number, or a list of one number per stage")
@@ -100,34 +131,90 @@ class Costs:
         return costs
 
     def stage_times(self, placement: Placement) -> dict[Kind, tuple[float, ...] | None]:
-        """Per kind, one time per stage; None where no time was given. Raises InputError when a list is not so long."""
-        spread = {name: _spread(name, getattr(self, name), placement.stages, "stage") for name in ("F", "B", "I", "W")}
-        inputs, weights = spread["I"], spread["W"]
-        backward = spread["B"]
+        """Per kind, one time per stage; None where no time was given. Raises InputError when a list is not so long.
+
+        Copies (O, L) take none: they run beside compute.
+        """
+        given = {name: spread(name, getattr(self, name), placement.stages, "stage") for name in _PER_STAGE[:5]}
+        inputs, weights = given["I"], given["W"]
+        backward = given["B"]
         if backward is None and inputs is not None and weights is not None:
             backward = tuple(a + b for a, b in zip(inputs, weights, strict=True))
         copies = (0.0,) * placement.stages
         return {
-            Kind.F: spread["F"],
+            Kind.F: given["F"],
             Kind.B: backward,
             Kind.I: inputs,
             Kind.W: weights,
-            Kind.R: spread["F"],
+            Kind.R: given["F"] if given["R"] is None else given["R"],
             Kind.O: copies,
             Kind.L: copies,
         }
 
     def device_times(self, placement: Placement) -> dict[Kind, tuple[float, ...] | None]:
         """Per vocabulary kind, one time per device; None where no time was given."""
-        return {Kind(name): _spread(name, getattr(self, name), placement.devices, "device") for name in _PER_DEVICE}
+        return {Kind(name): spread(name, getattr(self, name), placement.devices, "device") for name in _PER_DEVICE}
 
     def stage_bytes(self, placement: Placement) -> tuple[float, ...] | None:
         """What one forward of each stage stores, where given."""
-        return _spread("bytes", self.bytes, placement.stages, "stage")
+        return spread("bytes", self.bytes, placement.stages, "stage")
 
-    def transfer_time(self, kind: TransferKind) -> float:
-        """Duration of a transfer, from the end of its last producer."""
-        name = _COLLECTIVE_OF.get(kind)
+    def copy_times(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+        """How long O and L of each stage take on the copy engine; 0 where nothing says it.
+
+        Raises InputError when the engine has a bandwidth and there is neither a time nor `bytes`.
+        """
+        times = {}
+        for kind in (Kind.O, Kind.L):
+            given = spread(kind.value, getattr(self, kind.value), placement.stages, "stage")
+            if given is None and self.engine.bandwidth is not None:
+                sizes = self.stage_bytes(placement)
+                if sizes is None:
+                    raise InputError(f"costs: bytes is missing, but engine.bandwidth needs it; or give {kind.value}")
+                given = tuple(size / self.engine.bandwidth for size in sizes)
+            times[kind] = (0.0,) * placement.stages if given is None else given
+        return times
+
+    def memory_deltas(self, placement: Placement) -> dict[Kind, tuple[float, ...]] | None:
+        """What each kind adds to the bytes held, per stage, or per device for vocabulary kinds; None if not known.
+
+        Without `memory`, a forward stores `bytes`, and B or W releases them; O releases them and L takes them again.
+        """
+        if self.memory is None:
+            sizes = self.stage_bytes(placement)
+            if sizes is None:
+                return None
+            released = tuple(-size for size in sizes)
+            return {Kind.F: sizes, Kind.B: released, Kind.W: released, Kind.O: released, Kind.L: sizes}
+        deltas = {}
+        for name, value in self.memory.items():
+            if name != RECEIVE:
+                per_device = name in _PER_DEVICE
+                count = placement.devices if per_device else placement.stages
+                found = spread(f"memory.{name}", value, count, "device" if per_device else "stage")
+                assert found is not None
+                deltas[Kind(name)] = found
+        return deltas
+
+    @property
+    def receive_bytes(self) -> float:
+        """The buffer of one hop at its receiver; 0 unless `memory` says it."""
+        size = 0.0 if self.memory is None else self.memory.get(RECEIVE, 0.0)
+        assert isinstance(size, float)
+        return size
+
+    def link(self, kind: TransferKind, communicator: str = "") -> Link | None:
+        """The link that carries such a transfer, or None where it takes a fixed time."""
+        own = self.links.get(communicator) if communicator else None
+        general = self.links.get(_CLASS_OF.get(kind, "p2p"))
+        return general if own is None else own.over(general)
+
+    def transfer_time(self, kind: TransferKind, communicator: str = "") -> float:
+        """Duration of a transfer, from the end of its last producer; of one communicator where that is named."""
+        link = self.link(kind, communicator)
+        if link is not None:
+            return link.time()
+        name = _CLASS_OF.get(kind)
         return self.p2p if name is None else self.collectives.get(name, 0.0)
 
 
@@ -158,41 +245,6 @@ class PassTimes:
 
 
 _FIELDS = tuple(entry.name for entry in fields(Costs))
-
-
-def _refuse_unknown(values: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0)[0]
-            raise InputError(f"costs: {where}unknown key '{key}', did you mean {near}? Accepted: {', '.join(known)}")
-
-
-def _cost(name: str, value: Any) -> Cost:
-    if not isinstance(value, (list, tuple)):
-        return _number(name, value)
-    if not value:
-        raise InputError(f"costs: {name} is an empty list; give one number, or one per stage or device")
-    return tuple(_number(f"{name}[{index}]", entry) for index, entry in enumerate(value))
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        number = math.nan if isinstance(value, (bool, str)) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise InputError(f"costs: {name} must be a finite number of at least 0, not {value!r}")
-    return number
-
-
-def _spread(name: str, value: Cost | None, count: int, what: str) -> tuple[float, ...] | None:
-    if value is None:
-        return None
-    if not isinstance(value, tuple):
-        return (value,) * count
-    if len(value) != count:
-        raise InputError(f"costs: {name} has {len(value)} numbers for {count} {what}s; give one number, or {count}")
-    return value
 
 
 EQUAL_COSTS = Costs(F=1, I=1, W=1, S=0.4, T=0.4, E=0, G=0)

@@ -111,7 +111,12 @@ class Timeline:
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...] | None:
-        """Per device, the most bytes that stage activations took; None when `stage_bytes` is not known."""
+        """Per device, the most bytes held: of `memory` where that is known, else of stage activations; None if neither is.
+
+        A curve in `memory` has all passes and copies; `stage_bytes` are held from F to B or W.
+        """
+        if self.memory is not None:
+            return tuple(max((held for _, held in curve), default=0.0) for curve in self.memory)
         return None if self.stage_bytes is None else self._peaks(self.stage_bytes)
 
     def _peaks(self, weights: tuple[float, ...] | None) -> tuple[float, ...]:

@@ -1,0 +1,60 @@
+"""Numbers, lists and tables of a cost file: each is taken, or refused with one sentence."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evenpipe.errors import InputError
+
+Cost = float | tuple[float, ...]
+"""One number for all stages (or devices), or one for each."""
+
+
+def refuse_unknown(values: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """Raise InputError for a key that is not among `known`; it names the nearest one."""
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0)[0]
+            raise InputError(f"costs: {where}unknown key '{key}', did you mean {near}? Accepted: {', '.join(known)}")
+
+
+def table(name: str, value: Any, known: Sequence[str]) -> Mapping[str, Any]:
+    """`value`, if it is a table with keys from `known` only."""
+    if not isinstance(value, Mapping):
+        raise InputError(f"costs: {name} must be a table of {', '.join(known)}, not {value!r}")
+    refuse_unknown(value, known, f"{name}: ")
+    return value
+
+
+def number(name: str, value: Any, *, signed: bool = False) -> float:
+    """`value` as a finite number of at least 0, or of any sign with `signed`."""
+    try:
+        result = math.nan if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        result = math.nan
+    if not (math.isfinite(result) and (signed or result >= 0)):
+        raise InputError(f"costs: {name} must be a finite number{'' if signed else ' of at least 0'}, not {value!r}")
+    return result
+
+
+def cost(name: str, value: Any, *, signed: bool = False) -> Cost:
+    """`value` as one number, or as a list of them."""
+    if not isinstance(value, (list, tuple)):
+        return number(name, value, signed=signed)
+    if not value:
+        raise InputError(f"costs: {name} is an empty list; give one number, or one per stage or device")
+    return tuple(number(f"{name}[{index}]", entry, signed=signed) for index, entry in enumerate(value))
+
+
+def spread(name: str, value: Cost | None, count: int, what: str) -> tuple[float, ...] | None:
+    """One number for each of `count` stages or devices (`what` says which); None where no cost was given."""
+    if value is None:
+        return None
+    if not isinstance(value, tuple):
+        return (value,) * count
+    if len(value) != count:
+        raise InputError(f"costs: {name} has {len(value)} numbers for {count} {what}s; give one number, or {count}")
+    return value

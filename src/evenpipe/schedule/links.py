@@ -1,0 +1,115 @@
+"""What carries transfers and copies: latency and bandwidth of communicators, and the copy engine to the host."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from evenpipe.errors import InputError
+
+from .cost_values import number, table
+
+LINKS = ("p2p", "broadcast", "statistics", "reduce", "embedding")
+"""What a link may be given for: hops, and the collectives by the names of `Costs.collectives`."""
+
+_HOP = re.compile(r"[FB]:(0|[1-9][0-9]*)>(0|[1-9][0-9]*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A transfer takes latency + bytes / bandwidth, and its communicator carries one at a time.
+
+    What is None is taken from the link of the same class where the link is that of one communicator, else it is
+    0 (latency), infinite (bandwidth), or what the transfer itself says (bytes).
+    """
+
+    latency: float | None = None
+    """Time before the first byte arrives."""
+    bandwidth: float | None = None
+    """Bytes per unit of time, above 0."""
+    bytes: float | None = None
+    """Size of one transfer."""
+
+    @classmethod
+    def from_dict(cls, name: str, values: Any) -> Link:
+        """Raises InputError for an unknown key or a bad number."""
+        if isinstance(values, Link):
+            return values
+        given = table(name, values, ("latency", "bandwidth", "bytes"))
+        link = cls(**{key: number(f"{name}.{key}", value) for key, value in given.items()})
+        if link.bandwidth == 0:
+            raise InputError(f"costs: {name}.bandwidth must be above 0, not 0")
+        return link
+
+    def over(self, other: Link | None) -> Link:
+        """This link, with what it does not say taken from `other`."""
+        if other is None:
+            return self
+        said = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+        return replace(other, **said)
+
+    def time(self, size: float = 0.0) -> float:
+        """How long one transfer takes; `size` in bytes counts where the link does not say it."""
+        data = self.bytes if self.bytes is not None else size
+        return (self.latency or 0.0) + (data / self.bandwidth if self.bandwidth else 0.0)
+
+
+def links_from_dict(values: Any) -> dict[str, Link]:
+    """The table `links`: per class of `LINKS`, or per hop as in "F:0>1" (forward from device 0 to 1)."""
+    if not isinstance(values, Mapping):
+        raise InputError(f"costs: links must be a table of {', '.join(LINKS)}, or hops such as F:0>1, not {values!r}")
+    table("links", {key: None for key in values if not _HOP.fullmatch(str(key))}, LINKS)
+    links = {key: Link.from_dict(f"links.{key}", value) for key, value in values.items()}
+    for key, link in links.items():
+        whole = link if key in LINKS else link.over(links.get("p2p"))
+        if whole.bandwidth is not None and whole.bytes is None:
+            raise InputError(f"costs: links.{key} has a bandwidth but no bytes; say how large one transfer is")
+    return links
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyEngine:
+    """What copies activations to the host (O) and back (L) beside compute.
+
+    Copies of one stream run one after another, in the order in which the device issues them.
+    """
+
+    bandwidth: float | None = None
+    """Bytes per unit of time and direction; a copy takes bytes / bandwidth unless its time is given. None: no time."""
+    streams: int = 1
+    """1: both directions take turns. 2: each has its own stream."""
+    shared: tuple[tuple[int, ...], ...] = ()
+    """Groups of devices behind one link to the host, which carries one copy per direction at a time."""
+
+    @classmethod
+    def from_dict(cls, values: Any) -> CopyEngine:
+        """Raises InputError for an unknown key or a bad value."""
+        if isinstance(values, CopyEngine):
+            return values
+        given = dict(table("engine", values, ("bandwidth", "streams", "shared")))
+        if "bandwidth" in given:
+            given["bandwidth"] = number("engine.bandwidth", given["bandwidth"])
+            if given["bandwidth"] == 0:
+                raise InputError("costs: engine.bandwidth must be above 0, not 0")
+        if given.get("streams", 1) not in (1, 2) or isinstance(given.get("streams"), bool):
+            raise InputError(f"costs: engine.streams must be 1 or 2, not {given['streams']!r}")
+        if "shared" in given:
+            given["shared"] = _groups(given["shared"])
+        return cls(**given)
+
+
+def _groups(values: Any) -> tuple[tuple[int, ...], ...]:
+    wanted = "costs: engine.shared must be a list of groups of devices such as [[0, 1], [2, 3]], "
+    if not isinstance(values, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in values):
+        raise InputError(f"{wanted}not {values!r}")
+    seen: set[int] = set()
+    for group in values:
+        for device in group:
+            if isinstance(device, bool) or not isinstance(device, int) or device < 0:
+                raise InputError(f"{wanted}and {device!r} is no device")
+            if device in seen:
+                raise InputError(f"{wanted}and device {device} stands there twice")
+            seen.add(device)
+    return tuple(tuple(group) for group in values)
