@@ -13,7 +13,7 @@ from evenpipe.errors import InputError
 
 from .costs import Costs
 from .files import read_order
-from .generators import gpipe, looped_bfs, one_f_one_b, zb_h1, zb_h2
+from .generators import gis, gis_h, gpipe, looped_bfs, one_f_one_b, v_half, v_min, zb_h1, zb_h2, zbv
 from .order import Order
 
 SCHEDULES: dict[str, Callable[..., Order]] = {
@@ -22,6 +22,11 @@ SCHEDULES: dict[str, Callable[..., Order]] = {
     "looped-bfs": looped_bfs,
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
+    "zbv": zbv,
+    "v-half": v_half,
+    "v-min": v_min,
+    "gis": gis,
+    "gis-h": gis_h,
 }
 """Generators by name. Each takes devices and microbatches, and by keyword what its own docstring says."""
 
