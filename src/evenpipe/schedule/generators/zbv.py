@@ -1,0 +1,56 @@
+"""ZB-V: no bubble with the activations of 1F1B, equal on all devices (arXiv 2401.10241, section 6; V-ZB in 2405.15362)."""
+
+from __future__ import annotations
+
+from evenpipe.schedule.order import Order
+
+from .v_shape import Move, chain_steps, v_order
+
+
+def zbv(devices: int, microbatches: int) -> Order:
+    """ZB-V, the handcrafted order.
+
+    Any devices >= 1 and microbatches >= 1. With equal passes F = I = W = 1 and microbatches >= 2 * devices - 1 the
+    bubble is 0 and every device stores 2 * devices stage activations. Fewer microbatches leave a bubble.
+    """
+    return v_order(devices, microbatches, [by_hand(devices, device, microbatches) for device in range(devices)])
+
+
+def by_hand(devices: int, device: int, microbatches: int) -> list[Move]:
+    """One device's row: that of at least 2 * devices - 1 microbatches, without the ones that there are not.
+
+    Written with the two stages of the device as `down` (away from device 0) and `up` (back to it).
+    """
+    down_f, up_f, up_i, down_i = chain_steps(devices, device)
+    up_w, down_w = up_i + 2 * devices, down_i + 2 * devices
+    count = max(microbatches, 2 * devices - 1)
+    turns = {step: iter(range(count)) for step in (down_f, up_f, up_i, down_i, up_w, down_w)}
+    row: list[Move] = []
+
+    def run(*steps: int) -> None:
+        for step in steps:
+            i = next(turns[step], None)
+            if i is not None and i < microbatches:
+                row.append((step, i))
+
+    behind = devices - device
+    # 1. Warm-up: enough forwards to be busy until the first microbatch has turned and is back.
+    for _ in range(2 * behind - 1):
+        run(down_f)
+    for _ in range(device):
+        run(up_f, down_f)
+    for _ in range(behind):
+        run(up_f, up_i, up_w)
+    # 2. Steady: one microbatch down, one up, in turn, until all forwards are done.
+    for _ in range(count - devices):
+        run(down_f, down_i, down_w, up_f, up_i, up_w)
+    # 3. Cool-down: what others wait for comes first, weight gradients are kept for the end.
+    for _ in range(device):
+        run(down_i, up_i)
+    for _ in range(behind):
+        run(down_i, down_w)
+    for _ in range(count):
+        run(up_w)
+    for _ in range(count):
+        run(down_w)
+    return row
