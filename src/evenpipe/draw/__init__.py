@@ -1,0 +1,12 @@
+"""Timelines as pictures: in the terminal, as SVG, as one HTML file to explore, as a trace for Perfetto.
+
+One drawing model (`panel`, `kinds`, `figures`) stands behind all four, and simulated and measured timelines are drawn
+by the same code.
+"""
+
+from __future__ import annotations
+
+from .panel import Timelines
+from .terminal import terminal
+
+__all__ = ["Timelines", "terminal"]

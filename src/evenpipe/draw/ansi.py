@@ -1,0 +1,77 @@
+"""Escape sequences for colours in a terminal: 24 bits, the 256 colours of xterm, or none."""
+
+from __future__ import annotations
+
+import re
+
+from .kinds import channels
+
+DEPTHS = ("none", "256", "truecolor")
+_SEQUENCE = re.compile("\033\\[[0-9;]*m")
+
+
+class Painter:
+    """Writes characters in colours. It keeps the colours that stand, and writes a sequence only where they change."""
+
+    def __init__(self, depth: str) -> None:
+        self.depth = depth
+        self._standing = ""
+
+    @property
+    def colourful(self) -> bool:
+        """Whether there are colours at all."""
+        return self.depth != "none"
+
+    @property
+    def reset(self) -> str:
+        """Back to the terminal's own colours."""
+        self._standing = ""
+        return "\033[0m" if self.colourful else ""
+
+    def cell(self, character: str, ink: str | None, ground: str | None) -> str:
+        """`character` in #rrggbb on #rrggbb; None is the terminal's own background, for either of them."""
+        if not self.colourful:
+            return character
+        if ink is None and ground is None:
+            codes = "0"
+        elif ink is None:  # the terminal's background as ink: turn both round
+            codes = f"0;7;{self._code(38, ground or '')}"
+        else:
+            codes = f"0;{self._code(38, ink)}" + (f";{self._code(48, ground)}" if ground else "")
+        if codes == self._standing:
+            return character
+        self._standing = codes
+        return f"\033[{codes}m{character}"
+
+    def bold(self, text: str) -> str:
+        """`text` in bold."""
+        return f"\033[1m{text}{self.reset}" if self.colourful else text
+
+    def faint(self, text: str) -> str:
+        """`text` that steps back."""
+        return f"\033[2m{text}{self.reset}" if self.colourful else text
+
+    @staticmethod
+    def visible_length(text: str) -> int:
+        """How many characters of `text` are seen."""
+        return len(_SEQUENCE.sub("", text))
+
+    def _code(self, base: int, colour: str) -> str:
+        red, green, blue = channels(colour)
+        if self.depth == "truecolor":
+            return f"{base};2;{red};{green};{blue}"
+        return f"{base};5;{_nearest_of_256(red, green, blue)}"
+
+
+_LEVELS = (0, 95, 135, 175, 215, 255)
+
+
+def _nearest_of_256(red: int, green: int, blue: int) -> int:
+    """The number of the nearest colour in the 6 x 6 x 6 cube or among the 24 greys of xterm."""
+    places = [min(range(6), key=lambda index: abs(_LEVELS[index] - value)) for value in (red, green, blue)]
+    cube = sum((value - _LEVELS[place]) ** 2 for value, place in zip((red, green, blue), places, strict=True))
+    grey = min(23, max(0, round(((red + green + blue) / 3 - 8) / 10)))
+    level = 8 + 10 * grey
+    if sum((value - level) ** 2 for value in (red, green, blue)) < cube:
+        return 232 + grey
+    return 16 + 36 * places[0] + 6 * places[1] + places[2]

@@ -1,0 +1,57 @@
+"""A row of events cut into equal columns: what the terminal prints, and what an SVG shows of passes under a pixel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evenpipe.schedule import Event
+
+from .kinds import channels, text_of
+from .panel import Panel
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of an event that lies in a column; start and end from 0 to 1, within the column."""
+
+    event: Event
+    start: float
+    end: float
+
+
+def cut(row: Sequence[Event], origin: float, width: float, columns: int) -> list[list[Piece]]:
+    """Per column of `width` time units from `origin` on, the pieces in it, by start. Events of no length are left out."""
+    result: list[list[Piece]] = [[] for _ in range(columns)]
+    if width <= 0:
+        return result
+    for event in row:
+        start, end = (event.start - origin) / width, (event.end - origin) / width
+        column = max(0, int(start))
+        while column < columns and column < end:
+            low, high = max(start - column, 0.0), min(end - column, 1.0)
+            if high - low > 1e-9:
+                result[column].append(Piece(event, low, high))
+            column += 1
+    return result
+
+
+def mean_colour(panel: Panel, pieces: Sequence[Piece], idle: str, start: float = 0.0, end: float = 1.0) -> str | None:
+    """The mean colour between two places in a column, with `idle` where nothing runs; None where nothing runs at all."""
+    total = [0.0, 0.0, 0.0]
+    covered = 0.0
+    for piece in pieces:
+        part = min(piece.end, end) - max(piece.start, start)
+        if part <= 0:
+            continue
+        covered += part
+        colours = panel.colours(piece.event)
+        for colour in colours:
+            for index, value in enumerate(channels(colour)):
+                total[index] += value * part / len(colours)
+    if covered <= 0:
+        return None
+    whole = max(end - start, covered)
+    return text_of(
+        tuple((value + rest * (whole - covered)) / whole for value, rest in zip(total, channels(idle), strict=True))
+    )

@@ -1,0 +1,105 @@
+"""Figures of a timeline as text: times, bytes, shares, and the line that stands beside every picture."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .panel import Panel
+
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+_BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How times are written. unit_seconds: what one unit of a timeline lasts; None where it is not known."""
+
+    unit_seconds: float | None = None
+
+    def text(self, time: float) -> str:
+        """A duration with four digits: "162", "1.25", "12.5 ms"."""
+        if self.unit_seconds is None:
+            return number_text(time)
+        seconds = time * self.unit_seconds
+        size = abs(seconds)
+        factor, unit = next((entry for entry in _UNITS if size >= entry[0]), _UNITS[-1] if size else _UNITS[0])
+        return f"{number_text(seconds / factor)} {unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """name: what it is. text: its value. note: one sentence that explains it."""
+
+    name: str
+    text: str
+    note: str
+
+
+def figures(panel: Panel, scale: Scale) -> list[Figure]:
+    """The figures of a whole timeline; zeros for one without events."""
+    timeline = panel.timeline
+    if not panel.devices:
+        return [Figure("devices", "0", "Rows of the timeline")]
+    worst = max(range(panel.devices), key=lambda device: timeline.spans[device])
+    return [
+        Figure("makespan", scale.text(timeline.makespan), "From the first start to the last end, over all devices"),
+        Figure("span", scale.text(timeline.span), "Longest time from first to last pass of one device"),
+        Figure("skew", scale.text(timeline.skew), "What devices' different starts and ends add to the span"),
+        Figure("bubble", share_text(timeline.bubble_rate), f"Idle part of the longest span, on device {worst}"),
+        Figure("busy", share_text(mean_busy(panel)), "Part of the makespan that devices compute, on average"),
+        Figure("peak", peak_text(panel), "Most that any device holds at once"),
+    ]
+
+
+def mean_busy(panel: Panel) -> float:
+    """Compute over makespan, on average over devices."""
+    whole = panel.devices * panel.timeline.makespan
+    return sum(panel.timeline.busy) / whole if whole else 0.0
+
+
+def busy_share(panel: Panel, device: int) -> float:
+    """Compute of one device over the makespan."""
+    return panel.timeline.busy[device] / panel.timeline.makespan if panel.timeline.makespan else 0.0
+
+
+def peaks(panel: Panel) -> list[float]:
+    """Per device, the most bytes where they are known, else the most stage activations in flight."""
+    if panel.knows_bytes:
+        return [max((value for _, value in panel.curve(device)), default=0.0) for device in range(panel.devices)]
+    return [float(peak) for peak in panel.timeline.peak_in_flight]
+
+
+def peak_text(panel: Panel) -> str:
+    """The highest of `peaks`, with its unit."""
+    return amount_text(panel, max(peaks(panel), default=0.0))
+
+
+def amount_text(panel: Panel, amount: float) -> str:
+    """An amount of memory in the unit of `panel`: bytes, or stage activations in flight."""
+    return bytes_text(amount) if panel.knows_bytes else f"{number_text(amount)} in flight"
+
+
+def number_text(value: float) -> str:
+    """Four digits, without a power of ten unless it is very small: 12870, 162, 1.25, 0.0125."""
+    if value == 0:
+        return "0"
+    digits = max(0, 3 - math.floor(math.log10(abs(value))))
+    if digits > 9:
+        return f"{value:.3g}"
+    text = f"{value:.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def share_text(value: float) -> str:
+    """A part of one as a percentage: "56.8 %"."""
+    return f"{100 * value:.1f} %"
+
+
+def bytes_text(value: float) -> str:
+    """Bytes in powers of 1024: "1.5 GiB"."""
+    power = 0
+    while abs(value) >= 1024 and power < len(_BYTES) - 1:
+        value /= 1024
+        power += 1
+    return f"{number_text(value)} {_BYTES[power]}"

@@ -1,0 +1,120 @@
+"""How each kind looks: its words, its colour, and the shades that tell a device's stages apart.
+
+The colours differ in lightness as well as in hue, so that kinds that share a row stay apart for readers with
+protanopia, deuteranopia or tritanopia; a test computes how far apart they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evenpipe.schedule import Item, Kind, Pass, TransferKind, parts_of
+
+IDLE = "#e9ecf0"
+"""Where a device waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """words: what the kind is, for legends and tooltips. colour: #rrggbb, before any shade."""
+
+    words: str
+    colour: str
+
+
+LOOKS: dict[Kind | TransferKind, Look] = {
+    Kind.F: Look("forward", "#4477dd"),
+    Kind.B: Look("backward", "#54ad8b"),
+    Kind.I: Look("input gradient", "#98dfc3"),
+    Kind.W: Look("weight gradient", "#a3980c"),
+    Kind.OVERLAP_F_B: Look("forward and backward as one", "#4c92b4"),
+    Kind.E: Look("embedding", "#d99be6"),
+    Kind.S: Look("output layer, first half", "#f8bb2d"),
+    Kind.C: Look("loss from gathered statistics", "#5c2608"),
+    Kind.T: Look("output layer, second half", "#cc3f16"),
+    Kind.G: Look("embedding gradient", "#74249c"),
+    Kind.R: Look("recompute", "#7a6a64"),
+    Kind.O: Look("offload to host", "#444b5c"),
+    Kind.L: Look("load from host", "#a4abb8"),
+    Kind.UNSHARD: Look("gather parameters", "#6f7f93"),
+    Kind.RESHARD: Look("free gathered parameters", "#6f7f93"),
+    Kind.REDUCE_GRAD: Look("reduce gradients", "#39424f"),
+    TransferKind.SEND_F: Look("send of a forward", "#9db8ee"),
+    TransferKind.RECV_F: Look("receive of a forward", "#7399e6"),
+    TransferKind.SEND_B: Look("send of a backward", "#a5d4c0"),
+    TransferKind.RECV_B: Look("receive of a backward", "#7cc0a5"),
+    TransferKind.X: Look("broadcast of hidden states", "#f3d58a"),
+    TransferKind.STATISTICS: Look("gather of statistics", "#b98d78"),
+    TransferKind.DX: Look("reduce of the hidden gradient", "#e59a84"),
+    TransferKind.ROWS: Look("embedding rows", "#e6c6ee"),
+    TransferKind.ROW_GRADIENTS: Look("gradients of embedding rows", "#b689cc"),
+}
+"""Every kind, in the order of legends."""
+
+_NUMBER = {kind: number for number, kind in enumerate(LOOKS)}
+
+
+def number_of(kind: Kind | TransferKind) -> int:
+    """The place of a kind in `LOOKS`."""
+    return _NUMBER[kind]
+
+
+def words_of(item: Item) -> str:
+    """`item` in words: "forward, stage 2, microbatch 0"."""
+    words = [LOOKS[item.kind].words]
+    if item.stage is not None:
+        words.append(f"stage {item.stage}")
+    if item.microbatch is not None:
+        words.append(f"microbatch {item.microbatch}")
+    if item.slice:
+        words.append(f"slice {item.slice}")
+    if isinstance(item, Pass) and item.parts:
+        words.append(" and ".join(str(part) for part in item.parts))
+    return ", ".join(words)
+
+
+def colours_of(item: Item, stages: tuple[int, ...]) -> tuple[str, ...]:
+    """The colour of a pass on a device that holds `stages`: one, or one per part of passes that run as one."""
+    parts = parts_of(item) if isinstance(item, Pass) else (item,)
+    return tuple(_shaded(part.kind, part.stage, stages) for part in parts)
+
+
+def _shaded(kind: Kind | TransferKind, stage: int | None, stages: tuple[int, ...]) -> str:
+    colour = LOOKS[kind].colour
+    if stage is None or len(stages) < 2 or stage not in stages or isinstance(kind, TransferKind):
+        return colour
+    place = stages.index(stage) / (len(stages) - 1)  # 0 the first stage, light, to 1 the last, dark
+    reach = 0.18 if len(stages) == 2 else 0.3
+    amount = (2 * place - 1) * reach
+    return mix(colour, "#000000", amount) if amount > 0 else mix(colour, "#ffffff", -amount)
+
+
+def mix(colour: str, other: str, part: float) -> str:
+    """`colour` with that part of `other` in it, both #rrggbb."""
+    pairs = zip(channels(colour), channels(other), strict=True)
+    return text_of(tuple(a + (b - a) * part for a, b in pairs))
+
+
+def channels(colour: str) -> tuple[int, int, int]:
+    """#rrggbb as three numbers from 0 to 255."""
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def text_of(rgb: tuple[float, ...]) -> str:
+    """Three numbers from 0 to 255 as #rrggbb."""
+    return "#" + "".join(f"{round(value):02x}" for value in rgb)
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance, 0 to 1 (WCAG 2.2)."""
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in _unit(colour)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever is easier to read on `colour`."""
+    return "#ffffff" if luminance(colour) < 0.22 else "#111318"
+
+
+def _unit(colour: str) -> list[float]:
+    return [value / 255 for value in channels(colour)]

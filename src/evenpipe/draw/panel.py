@@ -1,0 +1,157 @@
+"""The drawing model that all four outputs share: a named timeline with its own origin, rows and colours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from evenpipe.errors import InputError
+from evenpipe.schedule import Event, Kind, Pass, Timeline, parts_of
+
+from .kinds import LOOKS, colours_of
+
+Timelines = Timeline | Mapping[str, Timeline]
+"""What every output takes: one timeline, or several by name, drawn in this order on one axis of time."""
+
+Curve = list[tuple[float, float]]
+"""A step function: (time, value from then on), by time."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One timeline as it is drawn; times count from the start of its first event."""
+
+    name: str
+    timeline: Timeline
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Event, ...], ...]:
+        """Compute of each device by start. Measured events may come in any order."""
+        return tuple(_by_start(row) for row in self.timeline.events)
+
+    @cached_property
+    def beside(self) -> tuple[tuple[Event, ...], ...]:
+        """What ran beside compute, per device, by start."""
+        rows = tuple(_by_start(row) for row in self.timeline.beside)
+        return rows + ((),) * (self.devices - len(rows))
+
+    @property
+    def devices(self) -> int:
+        """Number of rows."""
+        return len(self.timeline.events)
+
+    @cached_property
+    def origin(self) -> float:
+        """When the first event starts; 0 when there is none."""
+        return min((event.start for event in self._all()), default=0.0)
+
+    @cached_property
+    def length(self) -> float:
+        """From the first start to the last end of anything drawn, so that nothing lies outside."""
+        return max((event.end for event in self._all()), default=0.0) - self.origin
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """Per device, the stages that its passes belong to, ascending."""
+        return tuple(
+            tuple(sorted({part.stage for event in row for part in _parts(event) if part.stage is not None}))
+            for row in self.rows
+        )
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Kinds of pass that occur in compute, in the order of legends."""
+        found = {part.kind for row in self.rows for event in row for part in _parts(event)}
+        return tuple(kind for kind in LOOKS if isinstance(kind, Kind) and kind in found)
+
+    def colours(self, event: Event) -> tuple[str, ...]:
+        """One colour, or one per part of passes that run as one."""
+        item = event.item
+        parts = tuple((part.kind, part.stage) for part in item.parts) if isinstance(item, Pass) else ()
+        key = (item.kind, item.stage, parts, event.device)
+        found = self._colours.get(key)
+        if found is None:
+            stages = self.stages[event.device] if 0 <= event.device < self.devices else ()
+            found = self._colours[key] = colours_of(item, stages)
+        return found
+
+    @cached_property
+    def _colours(self) -> dict[object, tuple[str, ...]]:
+        return {}
+
+    @property
+    def knows_bytes(self) -> bool:
+        """Whether `curve` is in bytes."""
+        return self.timeline.memory is not None
+
+    def curve(self, device: int) -> Curve:
+        """Memory of a device over time: bytes where they are known, else stage activations in flight.
+
+        An activation counts from the start of its forward to the end of the backward, or of the weight gradient, that
+        releases it.
+        """
+        memory = self.timeline.memory
+        if memory is not None:
+            return [(time, value) for time, value in memory[device]] if device < len(memory) else []
+        steps: Curve = []
+        for event in self.rows[device]:
+            for part in _parts(event):
+                if part.kind is Kind.F:
+                    steps.append((event.start, 1.0))
+                elif part.kind in (Kind.B, Kind.W):
+                    steps.append((event.end, -1.0))
+        # What ends at the moment in which something starts is released first, as on a device.
+        steps.sort()
+        curve: Curve = []
+        held = 0.0
+        for time, change in steps:
+            held += change
+            if curve and curve[-1][0] == time:
+                curve[-1] = (time, held)
+            else:
+                curve.append((time, held))
+        return curve
+
+    def _all(self) -> Iterable[Event]:
+        for rows in (self.rows, self.beside):
+            for row in rows:
+                yield from row
+
+
+def panels_of(timelines: Timelines) -> tuple[Panel, ...]:
+    """One panel per timeline. Raises InputError when there is none."""
+    named = {"": timelines} if isinstance(timelines, Timeline) else timelines
+    if not named:
+        raise InputError("there is no timeline to draw; give at least one")
+    return tuple(Panel(str(name), timeline) for name, timeline in named.items())
+
+
+def kinds_in(panels: Iterable[Panel]) -> tuple[Kind, ...]:
+    """Kinds of pass in any of the panels, in the order of legends."""
+    found = {kind for panel in panels for kind in panel.kinds}
+    return tuple(kind for kind in LOOKS if isinstance(kind, Kind) and kind in found)
+
+
+def lanes(events: Iterable[Event]) -> list[int]:
+    """The lane of each event, given by start, such that events of one lane do not overlap: as few lanes as can be."""
+    free: list[float] = []  # per lane, when its last event ends
+    chosen = []
+    for event in events:
+        lane = next((number for number, end in enumerate(free) if end <= event.start), len(free))
+        if lane == len(free):
+            free.append(event.end)
+        else:
+            free[lane] = event.end
+        chosen.append(lane)
+    return chosen
+
+
+def _by_start(row: tuple[Event, ...]) -> tuple[Event, ...]:
+    if all(a.start <= b.start for a, b in zip(row, row[1:], strict=False)):
+        return row
+    return tuple(sorted(row, key=lambda event: event.start))
+
+
+def _parts(event: Event) -> tuple[Pass, ...]:
+    return parts_of(event.item) if isinstance(event.item, Pass) else ()

@@ -1,0 +1,260 @@
+"""A timeline as text: one line per device, in colour where the terminal has it, with letters where it has not.
+
+In colour a pass is a block with its microbatch in it; eighths of a character place its edges. Passes narrower than a
+character show as their mean colour. Without colour a pass starts with the letter of its kind, followed by its
+microbatch where there is room and by dashes to its end; a dot is idle.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+from evenpipe.errors import InputError
+from evenpipe.schedule import Kind
+
+from .ansi import DEPTHS, Painter
+from .columns import Piece, cut, mean_colour
+from .figures import Scale, amount_text, busy_share, figures, number_text, peaks
+from .kinds import LOOKS, ink_on, mix
+from .panel import Panel, Timelines, kinds_in, panels_of
+
+SMALLEST_WIDTH = 40
+_LETTER = {Kind.OVERLAP_F_B: "&", Kind.UNSHARD: "u", Kind.RESHARD: "r", Kind.REDUCE_GRAD: "g"}
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_HEIGHTS = " ▁▂▃▄▅▆▇█"
+_IDLE = "#8a9099"
+
+
+def terminal(
+    timelines: Timelines,
+    *,
+    width: int | None = None,
+    colour: str | None = None,
+    memory: bool = False,
+    unit_seconds: float | None = None,
+) -> str:
+    """Timelines as text that ends with a newline, several above each other on one axis of time.
+
+    width: characters per line, that of the terminal by default, at least 40. colour: "none", "256" or "truecolor"; by
+    default what the standard output can show. memory: a second line per device with its memory over time.
+    unit_seconds: what one unit of time lasts, where known. Raises InputError for an unknown `colour`.
+    """
+    panels = panels_of(timelines)
+    colour = depth_of_output() if colour is None else colour
+    if colour not in DEPTHS:
+        raise InputError(f"colour must be one of {', '.join(DEPTHS)}, not {colour!r}")
+    width = max(SMALLEST_WIDTH, shutil.get_terminal_size().columns if width is None else width)
+    return "\n".join(_Page(panels, Painter(colour), width, Scale(unit_seconds)).lines(memory)) + "\n"
+
+
+def depth_of_output() -> str:
+    """What the standard output can show: "none" where it is no terminal or NO_COLOR is set (no-color.org)."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
+        return "none"
+    if "utf" not in (sys.stdout.encoding or "").lower():
+        return "none"
+    return "truecolor" if os.environ.get("COLORTERM") in ("truecolor", "24bit") else "256"
+
+
+class _Page:
+    """All panels in one width: a column for names, one for the timeline, one for how busy each device is."""
+
+    def __init__(self, panels: tuple[Panel, ...], painter: Painter, width: int, scale: Scale) -> None:
+        self.panels, self.painter, self.width, self.scale = panels, painter, width, scale
+        most = max(panel.devices for panel in panels)
+        self.left = len(f"device {max(most - 1, 0)}") + 1
+        self.right = max([6, *(1 + len(self._peak(panel, device)) for panel in panels for device in _some(panel))])
+        self.columns = width - self.left - self.right
+        self.length = max(panel.length for panel in panels)
+
+    def lines(self, memory: bool) -> list[str]:
+        lines: list[str] = []
+        for panel in self.panels:
+            lines += self._heading(panel)
+            highest = max(peaks(panel), default=0.0)
+            for device in range(panel.devices):
+                cells = cut(panel.rows[device], panel.origin, self._step, self.columns)
+                body = self._coloured(panel, cells) if self.painter.colourful else _lettered(panel, cells, self._step)
+                busy = f"{100 * busy_share(panel, device):.0f} %".rjust(self.right)
+                name = f"device {device}".ljust(self.left)
+                lines.append((self.painter.faint(name) + body + self.painter.faint(busy)).rstrip())
+                if memory:
+                    lines.append(self._memory(panel, device, highest))
+            lines.append("")
+        return [*lines[:-1], *self._axis(), *self._legend()]
+
+    @property
+    def _step(self) -> float:
+        return self.length / self.columns
+
+    def _heading(self, panel: Panel) -> list[str]:
+        words = [f"{figure.name} {figure.text}" for figure in figures(panel, self.scale)]
+        lines = _wrapped(words, ", ", self.width)
+        return [self.painter.bold(panel.name), *lines] if panel.name else lines
+
+    def _coloured(self, panel: Panel, cells: list[list[Piece]]) -> str:
+        labels = _labels(cells)
+        body = []
+        for column, pieces in enumerate(cells):
+            body.append(self._cell(panel, pieces, labels.get(column, "")))
+        return "".join(body) + self.painter.reset
+
+    def _cell(self, panel: Panel, pieces: list[Piece], label: str) -> str:
+        paint = self.painter.cell
+        if not pieces:
+            return paint("·", _IDLE, None)
+        first, last = pieces[0], pieces[-1]
+        if len(pieces) == 1 and first.end - first.start > 0.94:
+            colours = _striped(panel, first)
+            if len(colours) > 1 and not label:
+                return paint("▀", colours[0], colours[1])
+            return paint(label or " ", ink_on(colours[0]), colours[0])
+        if len(pieces) == 1:
+            colour = _striped(panel, first)[0]
+            if first.start < 0.06:
+                return paint(_eighth(first.end), colour, None)
+            if first.end > 0.94:
+                return paint(_eighth(first.start), None, colour)
+        if len(pieces) == 2 and last.start - first.end < 0.06 and first.start < 0.06 and last.end > 0.94:
+            return paint(_eighth(first.end), _striped(panel, first)[0], _striped(panel, last)[0])
+        halves = [mean_colour(panel, pieces, "#3a3f47", low, low + 0.5) for low in (0.0, 0.5)]
+        return paint("▌", halves[0], halves[1])
+
+    def _memory(self, panel: Panel, device: int, highest: float) -> str:
+        values = _highest_per_column(panel, device, self._step, self.columns)
+        heights = _HEIGHTS if self.painter.colourful else " .:-=+*%#"
+        text = "".join(heights[round(8 * value / highest) if highest else 0] for value in values)
+        peak = self._peak(panel, device).rjust(self.right)
+        return (" " * self.left + self.painter.faint(text + peak)).rstrip()
+
+    def _peak(self, panel: Panel, device: int) -> str:
+        amount = peaks(panel)[device]
+        return amount_text(panel, amount) if panel.knows_bytes else number_text(amount)
+
+    def _axis(self) -> list[str]:
+        marks = [" "] * self.width
+        step = _round_step(self.length / max(1, self.columns // 12))
+        count = int(self.length / step + 1e-9) if step else 0
+        for number in range(count + 1):
+            text = self.scale.text(number * step)
+            column = self.left + (round(number * step / self._step) if self.length else 0)
+            if column + len(text) <= self.width and all(mark == " " for mark in marks[max(0, column - 1) : column]):
+                marks[column : column + len(text)] = text
+        return [self.painter.faint("".join(marks).rstrip())]
+
+    def _legend(self) -> list[str]:
+        entries = []
+        for kind in kinds_in(self.panels):
+            look = LOOKS[kind]
+            sample = _LETTER.get(kind, kind.value)
+            chip = self.painter.cell(f" {sample} ", ink_on(look.colour), look.colour) + self.painter.reset
+            entries.append(f"{chip if self.painter.colourful else sample} {look.words}")
+        return _wrapped(entries, "  ", self.width)
+
+
+def _some(panel: Panel) -> range:
+    """Devices whose peak decides the width of a column; few are enough, as their texts have one length."""
+    return range(min(panel.devices, 64))
+
+
+def _labels(cells: list[list[Piece]]) -> dict[int, str]:
+    """Per column, one character of the microbatch of the pass that fills it and enough of its neighbours."""
+    labels: dict[int, str] = {}
+    column = 0
+    while column < len(cells):
+        end = column
+        event = cells[column][0].event if _full(cells[column]) else None
+        while event is not None and end < len(cells) and _full(cells[end]) and cells[end][0].event is event:
+            end += 1
+        if event is not None and event.item.microbatch is not None:
+            text = str(event.item.microbatch)
+            if len(text) <= end - column:
+                start = column + (end - column - len(text)) // 2
+                labels.update({start + index: character for index, character in enumerate(text)})
+        column = max(end, column + 1)
+    return labels
+
+
+def _full(pieces: list[Piece]) -> bool:
+    return len(pieces) == 1 and pieces[0].end - pieces[0].start > 0.94
+
+
+def _striped(panel: Panel, piece: Piece) -> tuple[str, ...]:
+    """Colours of a pass; odd microbatches are a little darker, so that neighbours of one kind stay apart."""
+    colours = panel.colours(piece.event)
+    odd = (piece.event.item.microbatch or 0) % 2
+    return tuple(mix(colour, "#000000", 0.12) for colour in colours) if odd else colours
+
+
+def _eighth(place: float) -> str:
+    return _EIGHTHS[min(8, max(0, round(8 * place)))]
+
+
+def _lettered(panel: Panel, cells: list[list[Piece]], step: float) -> str:
+    """One character per column: the event with the largest part, or a dot where most of the column is idle."""
+    text = []
+    previous, run = None, ""
+    for pieces in cells:
+        piece = max(pieces, key=lambda piece: piece.end - piece.start, default=None)
+        if piece is None or sum(piece.end - piece.start for piece in pieces) < 0.5:
+            previous = None
+            text.append(".")
+            continue
+        if piece.event is not previous:
+            previous = piece.event
+            run = _LETTER.get(previous.item.kind, previous.item.kind.value)  # type: ignore[call-overload]
+            microbatch = previous.item.microbatch
+            room = round((previous.end - previous.start) / step)
+            if microbatch is not None and len(f"{run}{microbatch}") <= room:
+                run += str(microbatch)
+        text.append(run[0] if run else "-")
+        run = run[1:]
+    return "".join(text)
+
+
+def _highest_per_column(panel: Panel, device: int, step: float, columns: int) -> list[float]:
+    """The most memory that a device holds in each column; 0 after its last event."""
+    values = [0.0] * columns
+    held, column = 0.0, 0
+    if step <= 0:
+        return values
+    for time, value in panel.curve(device):
+        end = min(columns - 1, max(0, int((time - panel.origin) / step)))
+        while column < end:
+            values[column] = max(values[column], held)
+            column += 1
+        values[end] = max(values[end], held, value)
+        held = value
+    last = (panel.rows[device][-1].end - panel.origin) / step if panel.rows[device] else 0
+    while column < min(columns, last):
+        values[column] = max(values[column], held)
+        column += 1
+    return values
+
+
+def _wrapped(words: list[str], joint: str, width: int) -> list[str]:
+    lines: list[str] = []
+    room = 0
+    for word in words:
+        size = Painter.visible_length(word)
+        if lines and size + len(joint) <= room:
+            lines[-1] += joint + word
+            room -= size + len(joint)
+        else:
+            lines.append(word)
+            room = width - size
+    return lines
+
+
+def _round_step(step: float) -> float:
+    """The next of 1, 2, 5, 10, 20, ... from `step` on."""
+    if step <= 0:
+        return 0.0
+    power = 1.0
+    while power > step:
+        power /= 10
+    while power * 10 <= step:
+        power *= 10
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))
