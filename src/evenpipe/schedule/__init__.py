@@ -7,7 +7,7 @@ model times it.
 from __future__ import annotations
 
 from .check import check_order, check_program
-from .costs import EQUAL_COSTS, Costs
+from .costs import EQUAL_COSTS, CopyEngine, Costs, Link
 from .deadlock import DeadlockError
 from .dependencies import Dependencies, Route
 from .faults import Fault, Report
@@ -27,6 +27,7 @@ __all__ = [
     "MODES",
     "SCHEDULES",
     "Cause",
+    "CopyEngine",
     "Costs",
     "DeadlockError",
     "Dependencies",
@@ -34,6 +35,7 @@ __all__ = [
     "Fault",
     "Item",
     "Kind",
+    "Link",
     "Order",
     "Pass",
     "Placement",

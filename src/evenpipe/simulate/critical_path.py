@@ -1,0 +1,79 @@
+"""The critical path: the chain of passes, transfers and copies that the length of the step follows from.
+
+From the pass that ends last back to the start, each member of the chain starts the moment its predecessor ends, because
+of it: it waited for its device, for what it uses, for a communicator, a link or a copy engine. So the chain has no gap,
+and its durations add up to the makespan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from evenpipe.schedule import Event, Transfer
+
+from .loop import START, Loop
+from .timeline import event_of
+from .work import Work
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """`steps` from the start to the end of the step. A collective stands on the device that issued it last."""
+
+    steps: tuple[Event, ...]
+
+    @cached_property
+    def by_kind(self) -> dict[str, float]:
+        """Time on the path per kind of pass or transfer."""
+        return self._sums([step.item.kind.value for step in self.steps])
+
+    @cached_property
+    def by_device(self) -> dict[int, float]:
+        """Time on the path per device."""
+        return self._sums([step.device for step in self.steps])
+
+    @cached_property
+    def by_resource(self) -> dict[str, float]:
+        """Time on the path per resource that the next step waited for: "device" while a pass ran before another of
+        the same device, "transfer" while what it uses was on its way, and so on; "end" for the last pass."""
+        waits = [step.cause.resource for step in self.steps[1:] if step.cause is not None]
+        return self._sums([*waits, "end"])
+
+    def _sums(self, keys: list[Any]) -> dict[Any, float]:
+        sums: dict[Any, float] = {}
+        for key, step in zip(keys, self.steps, strict=True):
+            sums[key] = sums.get(key, 0.0) + step.end - step.start
+        return sums
+
+    def to_dict(self) -> dict[str, Any]:
+        """The sums, and how many steps there are."""
+        return {
+            "steps": len(self.steps),
+            "by_kind": self.by_kind,
+            "by_device": {str(device): time for device, time in sorted(self.by_device.items())},
+            "by_resource": self.by_resource,
+        }
+
+
+def critical_path(work: Work, loop: Loop) -> CriticalPath:
+    """The path that ends with the pass that ends last; of several such, with that of the lowest device."""
+    chain = [max((n for n in range(len(work.items)) if n not in work.copy_feeds), key=lambda n: (loop.end[n], -n))]
+    while _why(loop, chain[-1])[0] != START:
+        chain.append(_why(loop, chain[-1])[1])
+    steps: list[Event] = []
+    for n in chain:
+        # A transfer is shown as the device issued it that waited for it, and so is one that it waited for itself.
+        device = work.device_of[n] if n >= 0 else steps[-1].device
+        issued = {~k: _transfer(work, ~k, device) for k in (n, _why(loop, n)[1]) if k < 0}
+        steps.append(event_of(work, loop, issued, n, device))
+    return CriticalPath(tuple(reversed(steps)))
+
+
+def _why(loop: Loop, n: int) -> tuple[str, int]:
+    return (loop.why[n], loop.who[n]) if n >= 0 else (loop.why_of[~n], loop.who_of[~n])
+
+
+def _transfer(work: Work, k: int, device: int) -> Transfer:
+    return work.route_of[k].transfer(device, work.microbatch_of[k], work.slice_of[k])

@@ -1,0 +1,168 @@
+"""The event loop: all devices walk their rows in time.
+
+A device issues the transfers and copies that stand before its next pass when the pass before has ended. The next pass
+starts when what it waits for has completed. A transfer starts when its last member has issued it (so its data is
+ready: on each producer it stands behind the pass that makes it) and, where its communicator has a link, when that has
+carried what was ready before. While a collective runs, compute on its members runs at 1 / `overlap_slowdown` of its
+speed, for exactly so long. Events are taken by time, so the result does not depend on the order of devices.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+
+from evenpipe.schedule import CopyEngine
+
+from .engine import Engines
+from .work import Work
+
+START, DEVICE, TRANSFER, COMMUNICATOR = "start", "device", "transfer", "communicator"
+
+
+class Loop:
+    """Start, end and cause of everything, once `run` is done.
+
+    By pass n: `start`, `end`, `why` (a resource of `Cause`) and `who`: n for a pass or copy, ~k for transfer k.
+    By transfer k: `start_of`, `end_of`, `why_of`, `who_of`, and `posted`, when the destination of a hop issued it.
+    `issued` has the time at which each copy was issued, by pass.
+    """
+
+    def __init__(self, work: Work, slowdown: float, engine: CopyEngine) -> None:
+        passes, transfers, devices = len(work.items), len(work.route_of), len(work.rows)
+        self.work, self.slowdown = work, slowdown
+        self.start, self.end = [0.0] * passes, [-1.0] * passes
+        self.why, self.who = [START] * passes, [0] * passes
+        self.start_of, self.end_of = [0.0] * transfers, [-1.0] * transfers
+        self.why_of, self.who_of = [START] * transfers, [0] * transfers
+        self.posted = [0.0] * transfers
+        self.issued: dict[int, float] = {}
+        self.needs = list(work.needs)
+        self.missing = list(work.members_of)
+        self.stands = [0] * devices  # position in the row
+        self.clock = [0.0] * devices  # end of the last pass
+        self.running = [-1] * devices
+        self.last = [-1] * devices  # the last pass
+        self.carrying = [-1] * work.queues
+        self.pending: list[deque[int]] = [deque() for _ in range(work.queues)]
+        self.active = [0] * devices  # collectives that run
+        self.left, self.since, self.due = [0.0] * devices, [0.0] * devices, [0.0] * devices
+        self.engines = Engines(work, engine, self)
+        self.heap: list[tuple[float, int]] = []
+
+    def run(self) -> bool:
+        """Walk until nothing moves; whether every device came to the end of its row and every transfer was made."""
+        for device in range(len(self.work.rows)):
+            self._walk(device, 0.0)
+        heap, device_of, running, due = self.heap, self.work.device_of, self.running, self.due
+        while heap:
+            now, number = heappop(heap)
+            if number < 0:
+                self._carried(~number, now)
+                continue
+            device = device_of[number]
+            if number in self.work.copy_feeds:
+                self.engines.done(number, now)
+            elif running[device] == number and due[device] == now:
+                running[device] = -1
+                self.last[device] = number
+                self.end[number] = self.clock[device] = now
+                self._walk(device, now)
+        return all(at == len(row) for at, row in zip(self.stands, self.work.rows, strict=True)) and all(
+            missing == 0 for missing in self.missing
+        )
+
+    def _walk(self, device: int, now: float) -> None:
+        """Go on to the next pass, and start it if nothing is missing."""
+        row, at = self.work.rows[device], self.stands[device]
+        while at < len(row):
+            number = row[at]
+            if number < 0:
+                self._issue(~number, device, now)
+            elif number in self.work.copy_feeds:
+                self.issued[number] = now
+                self.why[number], self.who[number] = self._since(device)
+                self.engines.submit(number, now)
+            elif self.needs[number]:
+                break
+            else:
+                if now <= self.clock[device]:
+                    self.why[number], self.who[number] = self._since(device)
+                self.start[number] = self.since[device] = now
+                takes = self.left[device] = self.work.takes[number]
+                ends = now + (takes * self.slowdown if self.active[device] else takes)
+                self.due[device] = ends
+                self.running[device] = number
+                heappush(self.heap, (ends, number))
+                at += 1
+                break
+            at += 1
+        self.stands[device] = at
+
+    def _since(self, device: int) -> tuple[str, int]:
+        """Why a device is not further than it is."""
+        return (START, 0) if self.last[device] < 0 else (DEVICE, self.last[device])
+
+    def _issue(self, k: int, device: int, now: float) -> None:
+        self.missing[k] -= 1
+        if device == self.work.route_of[k].members[-1]:
+            self.posted[k] = now
+        if self.missing[k]:
+            return
+        self.why_of[k], self.who_of[k] = self._since(device)
+        queue = self.work.queue_of[k]
+        if queue >= 0:
+            if self.carrying[queue] >= 0:
+                self.pending[queue].append(k)
+                return
+            self.carrying[queue] = k
+        self._carry(k, now)
+
+    def _carry(self, k: int, now: float) -> None:
+        self.start_of[k] = now
+        if self.slowdown > 1 and self.work.slows[k]:
+            for member in self.work.route_of[k].members:
+                self.active[member] += 1
+                if self.active[member] == 1:
+                    self._change_speed(member, now, 1.0, self.slowdown)
+        heappush(self.heap, (now + self.work.takes_of[k], ~k))
+
+    def _carried(self, k: int, now: float) -> None:
+        self.end_of[k] = now
+        if self.slowdown > 1 and self.work.slows[k]:
+            for member in self.work.route_of[k].members:
+                self.active[member] -= 1
+                if self.active[member] == 0:
+                    self._change_speed(member, now, self.slowdown, 1.0)
+        queue = self.work.queue_of[k]
+        if queue >= 0:
+            self.carrying[queue] = -1
+            if self.pending[queue]:
+                following = self.carrying[queue] = self.pending[queue].popleft()
+                self.why_of[following], self.who_of[following] = COMMUNICATOR, ~k
+                self._carry(following, now)
+        for number in self.work.feeds[k]:
+            self.arrived(number, ~k, now)
+
+    def _change_speed(self, device: int, now: float, before: float, after: float) -> None:
+        """A running pass goes on `after` times as slowly as alone, until now `before` times."""
+        number = self.running[device]
+        if number >= 0:
+            self.left[device] = max(0.0, self.left[device] - (now - self.since[device]) / before)
+            self.since[device] = now
+            self.due[device] = now + self.left[device] * after
+            heappush(self.heap, (self.due[device], number))
+
+    def arrived(self, number: int, what: int, now: float) -> None:
+        """Pass or copy `number` waits for one thing less; `what` has just completed."""
+        self.needs[number] -= 1
+        self.why[number], self.who[number] = TRANSFER, what
+        if self.needs[number]:
+            return
+        if number in self.work.copy_feeds:
+            self.engines.unblocked(number, now)
+            return
+        device = self.work.device_of[number]
+        at = self.stands[device]
+        if self.running[device] < 0 and at < len(self.work.rows[device]) and self.work.rows[device][at] == number:
+            self._walk(device, now)

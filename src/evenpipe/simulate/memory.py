@@ -1,0 +1,69 @@
+"""Bytes held by each device over time."""
+
+from __future__ import annotations
+
+from evenpipe.errors import InputError
+from evenpipe.schedule import Costs, Program, TransferKind, parts_of
+from evenpipe.schedule.passes import VOCABULARY_KINDS
+
+from .loop import Loop
+from .work import Work
+
+Curve = tuple[tuple[float, float], ...]
+"""(time, bytes held from then on), by time."""
+
+_HOPS = (TransferKind.SEND_F, TransferKind.SEND_B)
+ROUNDING = 1e-9
+"""Of the peak: what sums of bytes may be off by."""
+
+
+def memory_curves(program: Program, costs: Costs, work: Work, loop: Loop) -> tuple[Curve, ...] | None:
+    """The curve of each device, or None where `costs` do not say what passes store.
+
+    What a pass adds is there from its start, what it releases until its end. A copy back to the device takes its bytes
+    when it is issued, a copy to the host releases them when it ends. An order that only evaluates stores nothing.
+
+    Raises InputError when a device holds something at the end, or less than nothing: then the deltas of one microbatch
+    do not add up to 0.
+    """
+    deltas = costs.memory_deltas(program.placement)
+    if deltas is None:
+        return None
+    changes: list[list[tuple[float, float]]] = [[] for _ in work.rows]
+    for n, (item, device) in enumerate(zip(work.items, work.device_of, strict=True)):
+        begin, end = loop.issued.get(n, loop.start[n]), loop.end[n]
+        for part in () if program.forward_only else parts_of(item):
+            values = deltas.get(part.kind)
+            if values is None:
+                continue
+            index = device if part.kind in VOCABULARY_KINDS else part.stage
+            assert index is not None
+            delta = values[index]
+            if delta:
+                changes[device].append((begin if delta > 0 else end, delta))
+    if costs.receive_bytes:
+        for k, route in enumerate(work.route_of):
+            if route.kind in _HOPS:
+                last = max(loop.end[n] for n in work.feeds[k])
+                changes[route.members[1]] += [(loop.posted[k], costs.receive_bytes), (last, -costs.receive_bytes)]
+    return tuple(_curve(device, row) for device, row in enumerate(changes))
+
+
+def _curve(device: int, changes: list[tuple[float, float]]) -> Curve:
+    """Of changes at one moment, releases come first: what a pass released, the next one can take."""
+    changes.sort()
+    curve: list[tuple[float, float]] = []
+    held = peak = low = 0.0
+    for time, delta in changes:
+        held += delta
+        peak, low = max(peak, held), min(low, held)
+        if curve and curve[-1][0] == time:
+            curve[-1] = (time, held)
+        else:
+            curve.append((time, held))
+    if abs(held) > peak * ROUNDING or -low > peak * ROUNDING:
+        what = f"{held:g} bytes are left on" if abs(held) > peak * ROUNDING else f"{low:g} bytes are held by"
+        raise InputError(f"costs: memory: {what} device {device}; what the passes of a microbatch add must make up 0")
+    if curve:
+        curve[-1] = (curve[-1][0], 0.0)
+    return tuple(curve)

@@ -1,0 +1,119 @@
+"""A simulated step: its timeline, and what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from evenpipe.schedule import Costs, Order, Program, Timeline, add_communication, check_program
+
+from .critical_path import CriticalPath, critical_path
+from .loop import TRANSFER, Loop
+from .memory import memory_curves
+from .timeline import timeline_of
+from .work import Work
+
+END = "end"
+"""What a device waits for behind its last pass."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One step of `program` under `costs`. Times are in the unit of the costs.
+
+    waiting: per device, idle time by what the next pass waited for: the kind of a transfer as the device issues it, L
+    for a copy that had to come back, "end" behind the last pass. With `timeline.busy` it adds up to the makespan.
+    slowed: per device, the part of its busy time that collectives beside it cost.
+    """
+
+    program: Program
+    costs: Costs
+    timeline: Timeline
+    critical_path: CriticalPath
+    waiting: tuple[dict[str, float], ...]
+    slowed: tuple[float, ...]
+
+    @property
+    def span(self) -> float:
+        """The longest time of any device from its first start to its last end."""
+        return self.timeline.span
+
+    @property
+    def makespan(self) -> float:
+        """The whole step, over all devices."""
+        return self.timeline.makespan
+
+    @property
+    def bubble_rate(self) -> float:
+        """Idle time over span, on the device with the longest span."""
+        return self.timeline.bubble_rate
+
+    @cached_property
+    def bounds(self) -> dict[str, Any]:
+        """The best lower bounds on span and makespan of any order with the same passes, and why they hold."""
+        return {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything that can be said in numbers, for JSON. Lists are per device."""
+        timeline = self.timeline
+        return {
+            "devices": timeline.devices,
+            "microbatches": self.program.microbatches,
+            "stages": self.program.placement.stages,
+            "span": timeline.span,
+            "makespan": timeline.makespan,
+            "skew": timeline.skew,
+            "bubble": timeline.bubble,
+            "bubble_rate": timeline.bubble_rate,
+            "busy": list(timeline.busy),
+            "busy_by_kind": [{kind.value: time for kind, time in row.items()} for row in timeline.busy_by_kind],
+            "waiting": list(self.waiting),
+            "slowed": list(self.slowed),
+            "peak_in_flight": list(timeline.peak_in_flight),
+            "peak_bytes": None if timeline.peak_bytes is None else list(timeline.peak_bytes),
+            "critical_path": self.critical_path.to_dict(),
+            "bounds": self.bounds,
+        }
+
+
+def simulate(schedule: Program | Order, costs: Costs) -> Simulation:
+    """Run one step in the full model.
+
+    An order gets its communication first, planned with the same costs; a program should have passed `check_program`.
+    Raises InputError when it cannot complete (with every fault found), and when `costs` lack what it needs.
+    """
+    program = add_communication(schedule, costs) if isinstance(schedule, Order) else schedule
+    work = Work.of(program, costs)
+    loop = Loop(work, costs.overlap_slowdown, costs.engine)
+    if not loop.run():
+        check_program(program).raise_if_faulty()
+        raise AssertionError("a sound program does not complete")
+    memory = memory_curves(program, costs, work, loop)
+    timeline = timeline_of(program, work, loop, costs.stage_bytes(program.placement), memory)
+    waiting, slowed = _idle(work, loop, timeline.makespan)
+    return Simulation(program, costs, timeline, critical_path(work, loop), waiting, slowed)
+
+
+def _idle(work: Work, loop: Loop, makespan: float) -> tuple[tuple[dict[str, float], ...], tuple[float, ...]]:
+    """`waiting` and `slowed` of a simulation."""
+    waiting, slowed = [], []
+    for row in work.rows:
+        waits: dict[str, float] = {}
+        clock = lost = 0.0
+        for n in row:
+            if n < 0 or n in work.copy_feeds:
+                continue
+            if loop.start[n] > clock:
+                assert loop.why[n] == TRANSFER
+                who = loop.who[n]
+                device = work.device_of[n]
+                what = (work.items[who].kind if who >= 0 else work.route_of[~who].end(device)[0]).value
+                waits[what] = waits.get(what, 0.0) + loop.start[n] - clock
+            clock = loop.end[n]
+            lost += max(0.0, clock - loop.start[n] - work.takes[n])
+        if makespan > clock:
+            waits[END] = makespan - clock
+        waiting.append(waits)
+        slowed.append(lost)
+    return tuple(waiting), tuple(slowed)

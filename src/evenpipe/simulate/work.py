@@ -1,0 +1,148 @@
+"""A program in numbers, for the event loop.
+
+Passes are numbered device after device in the order of their rows, copies (O, L) among them; transfers have numbers of
+their own. A row holds n for pass n and ~k for transfer k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evenpipe.schedule import Costs, Dependencies, Kind, Pass, Program, Route, Transfer, check_program, parts_of
+from evenpipe.schedule.costs import PassTimes
+from evenpipe.schedule.passes import HOP_KINDS
+
+COPIES = frozenset({Kind.O, Kind.L})
+_AFTER_LOADING = frozenset({Kind.B, Kind.I, Kind.R})
+
+
+@dataclass(slots=True)
+class Work:
+    """What the event loop walks through.
+
+    By pass: `items`, `device_of`, `takes` (for copies: on the engine), `needs` (transfers and copies that it waits for)
+    and `copy_feeds` (by number of a copy, the passes and copies that wait for it).
+    By transfer: `route_of`, `microbatch_of`, `slice_of`, `takes_of`, `members_of` (how many), `queue_of` (number of its
+    communicator, or -1 where nothing queues), `slows` (whether it slows compute down) and `feeds` (passes that wait).
+    """
+
+    rows: list[list[int]]
+    items: list[Pass]
+    device_of: list[int]
+    takes: list[float]
+    needs: list[int]
+    copy_feeds: dict[int, list[int]]
+    route_of: list[Route]
+    microbatch_of: list[int]
+    slice_of: list[int]
+    takes_of: list[float]
+    members_of: list[int]
+    queue_of: list[int]
+    slows: list[bool]
+    feeds: list[list[int]]
+    queues: int
+
+    @classmethod
+    def of(cls, program: Program, costs: Costs) -> Work:
+        """`program` in numbers. Raises InputError when it has a transfer that nobody needs, or `costs` lack a kind."""
+        return _Numbering(program, costs).work
+
+
+class _Numbering:
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self.program, self.costs = program, costs
+        self.dependencies = Dependencies.of(program)
+        self.pass_times = PassTimes(costs, program.placement)
+        self.copy_times = costs.copy_times(program.placement)
+        self.work = Work([], [], [], [], [], {}, [], [], [], [], [], [], [], [], 0)
+        self.numbers: dict[int, int] = {}  # of transfers, by `_key`
+        self.communicators: dict[str, int] = {}
+        for device in range(program.devices):
+            self._row(device)
+
+    def _key(self, route: Route, microbatch: int, slice_: int) -> int:
+        return (slice_ * len(self.dependencies.routes) + route.number) * self.program.microbatches + microbatch
+
+    def _row(self, device: int) -> None:
+        work, dependencies = self.work, self.dependencies
+        items, needs, takes, feeds = work.items, work.needs, work.takes, work.feeds
+        key_of, numbers = self._key, self.numbers
+        row: list[int] = []
+        times: dict[tuple[Kind, int | None], float] = {}
+        waits: dict[tuple[Kind, int | None], tuple[Route, ...]] = {}
+        copies: dict[tuple[Kind, int | None, int | None, int], int] = {}
+        for item in self.program.rows[device]:
+            if item is None:
+                continue
+            if isinstance(item, Transfer):
+                row.append(~self._transfer(item, device))
+                continue
+            n = len(items)
+            row.append(n)
+            items.append(item)
+            work.device_of.append(device)
+            needs.append(0)
+            kind, stage = item.kind, item.stage
+            if kind in COPIES:
+                assert stage is not None
+                takes.append(self.copy_times[kind][stage])
+                copies[kind, stage, item.microbatch, item.slice] = n
+                work.copy_feeds[n] = []
+                if kind is Kind.L:
+                    self._after(copies.get((Kind.O, stage, item.microbatch, item.slice)), n)
+                continue
+            time = None if item.parts else times.get((kind, stage))
+            if time is None:
+                time = times[kind, stage] = self.pass_times.of(item, device)
+            takes.append(time)
+            for part in parts_of(item):
+                if part.microbatch is None:
+                    continue
+                what = (part.kind, part.stage)
+                routes = waits.get(what)
+                if routes is None:
+                    routes = waits[what] = dependencies.rule(device, *what).waits
+                for route in routes:
+                    key = key_of(route, part.microbatch, part.slice)
+                    k = numbers.get(key)
+                    if k is None:
+                        k = self._number(key, route, part.microbatch, part.slice)
+                    feeds[k].append(n)
+                    needs[n] += 1
+                if copies and part.kind in _AFTER_LOADING:
+                    self._after(copies.get((Kind.L, part.stage, part.microbatch, part.slice)), n)
+        work.rows.append(row)
+
+    def _after(self, copy: int | None, n: int) -> None:
+        if copy is not None:
+            self.work.copy_feeds[copy].append(n)
+            self.work.needs[n] += 1
+
+    def _transfer(self, item: Transfer, device: int) -> int:
+        route = self.dependencies.route_of(item, device)
+        if route is None or not 0 <= item.microbatch < self.program.microbatches:
+            check_program(self.program).raise_if_faulty()
+            raise AssertionError(f"{item} on device {device} has no route")
+        key = self._key(route, item.microbatch, item.slice)
+        k = self.numbers.get(key)
+        return self._number(key, route, item.microbatch, item.slice, item.bytes) if k is None else k
+
+    def _number(self, key: int, route: Route, microbatch: int, slice_: int, size: float = 0.0) -> int:
+        work = self.work
+        k = self.numbers[key] = len(work.route_of)
+        link = self.costs.link(route.kind, route.communicator)
+        if link is None:
+            queue, time = -1, self.costs.transfer_time(route.kind)
+        else:
+            queue = self.communicators.setdefault(route.communicator, len(self.communicators))
+            work.queues = len(self.communicators)
+            time = link.time(size)
+        work.route_of.append(route)
+        work.microbatch_of.append(microbatch)
+        work.slice_of.append(slice_)
+        work.takes_of.append(time)
+        work.members_of.append(len(route.members))
+        work.queue_of.append(queue)
+        work.slows.append(time > 0 and route.kind not in HOP_KINDS)
+        work.feeds.append([])
+        return k
