@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError
 
+from .check_limit import limits_per_device
 from .costs import Costs
 from .files import read_order
-from .generators import gis, gis_h, gpipe, looped_bfs, one_f_one_b, v_half, v_min, zb_h1, zb_h2, zbv
+from .generators import gis, gis_h, gpipe, interleaved, looped_bfs, one_f_one_b, v_half, v_min, zb_h1, zb_h2, zbv
 from .order import Order
 
 SCHEDULES: dict[str, Callable[..., Order]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "interleaved": interleaved,
     "looped-bfs": looped_bfs,
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
@@ -98,15 +99,8 @@ def _refuse_wrong(options: dict[str, Any], devices: int) -> None:
     for name in ("stages_per_device", "group_size"):
         if options.get(name) is not None:
             _whole(name, options[name])
-    limit = options.get("memory_limit")
-    if limit is None:
-        return
-    limits = list(limit) if isinstance(limit, Sequence) and not isinstance(limit, str) else [limit]
-    if isinstance(limit, Sequence) and len(limits) != devices:
-        raise InputError(f"memory_limit has {len(limits)} numbers for {devices} devices; give one number, or {devices}")
-    for value in limits:
-        if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise InputError(f"memory_limit must be a number above 0, in stage activations, not {value!r}")
+    if options.get("memory_limit") is not None:
+        limits_per_device(options["memory_limit"], devices)
 
 
 def _whole(field: str, value: Any) -> None:

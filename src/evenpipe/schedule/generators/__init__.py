@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from .gpipe import gpipe
 from .grouped import gis, gis_h
+from .interleaved import interleaved
 from .looped_bfs import looped_bfs
 from .one_f_one_b import one_f_one_b
 from .v_shape_blocks import v_half, v_min
 from .zbv import zbv
 from .zero_bubble import zb_h1, zb_h2
 
-__all__ = ["gis", "gis_h", "gpipe", "looped_bfs", "one_f_one_b", "v_half", "v_min", "zb_h1", "zb_h2", "zbv"]
+__all__ = [
+    "gis",
+    "gis_h",
+    "gpipe",
+    "interleaved",
+    "looped_bfs",
+    "one_f_one_b",
+    "v_half",
+    "v_min",
+    "zb_h1",
+    "zb_h2",
+    "zbv",
+]

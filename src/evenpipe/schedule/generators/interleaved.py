@@ -1,0 +1,96 @@
+"""Interleaved 1F1B: several stages per device, taken in turn by groups of microbatches (arXiv 2104.04473, section 2.2).
+
+2 devices, 2 stages each, groups of 2     0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 ...
+                                          1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evenpipe.errors import InputError
+from evenpipe.schedule.order import Order
+from evenpipe.schedule.passes import Kind, Pass
+from evenpipe.schedule.placement import Placement
+
+from .one_f_one_b import one_f_one_b
+
+
+def interleaved(devices: int, microbatches: int, *, stages_per_device: int = 2, group_size: int | None = None) -> Order:
+    """1F1B over several stages per device: a group of microbatches runs through one stage, then through the next.
+
+    Looped placement: device r holds stages r, r + devices, and so on. Any devices >= 1, microbatches >= 1 and
+    stages_per_device >= 1; with one stage per device it is 1f1b.
+
+    `group_size` is the most microbatches in a group (Megatron's microbatch-group-size-per-virtual-pipeline-stage), at
+    least `devices`: in a smaller group the first microbatch comes round when the last one is long through. By default
+    microbatches // devices groups, as even as can be, so each has at least `devices` and none leaves a bubble.
+    A `group_size` that makes more groups than that saves memory: groups are still as even as can be, but some have
+    fewer microbatches than there are devices, and leave gaps.
+
+    With equal stages and default groups the bubble is (devices - 1) * (F + B), and
+    (stages_per_device - 1) * (devices - microbatches) * (F + B) more when there are fewer microbatches than devices.
+    With v = stages_per_device >= 2 and g microbatches in the largest group, device r holds
+    min(microbatches * v, (v - 1) * g + 2 * (devices - 1 - r) + 1) stage activations at its peak.
+    """
+    if stages_per_device == 1:
+        return one_f_one_b(devices, microbatches)
+    placement = Placement.looped(devices, stages_per_device)
+    groups = _groups(devices, microbatches, group_size)
+    rows = []
+    for device in range(devices):
+        # A device runs as many passes ahead as the last one, and two more for each hop there and back.
+        ahead = (stages_per_device - 1) * groups.slots + 2 * (devices - 1 - device)
+        stages = placement.stages_of(device)
+        rows.append(_row(_one_way(Kind.F, stages, groups), _one_way(Kind.B, stages[::-1], groups), ahead))
+    return Order(placement, microbatches, tuple(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """How many microbatches each group has, and how many slots each takes."""
+
+    sizes: list[int]
+    slots: int
+
+
+def _groups(devices: int, microbatches: int, group_size: int | None) -> _Groups:
+    """As few groups as `group_size` allows, or as many as leave no gaps."""
+    if group_size is not None and group_size < devices:
+        raise InputError(
+            f"group_size must be at least the number of devices, {devices}, not {group_size}: smaller groups do not "
+            "keep all devices busy"
+        )
+    count = max(1, microbatches // devices) if group_size is None else -(-microbatches // group_size)
+    small, larger = divmod(microbatches, count)
+    if small >= devices or count == 1:
+        return _Groups([small + 1] * larger + [small] * (count - larger), small + (larger > 0))
+    # Groups that leave gaps: room for as many microbatches as devices, and the fuller groups last, where they fill the
+    # end. That is the shortest arrangement in nearly all small cases.
+    return _Groups([small] * (count - larger) + [small + 1] * larger, devices)
+
+
+def _one_way(kind: Kind, stages: Sequence[int], groups: _Groups) -> list[Pass | None]:
+    """All forwards of a device, or all backwards, in turn; `stages` in the order in which each group comes to them.
+
+    None holds the place of what a short group lacks: a row with holes is one with full groups that lost microbatches,
+    so it completes like that one.
+    """
+    turns: list[Pass | None] = []
+    start = 0
+    for size in groups.sizes:
+        for stage in stages:
+            turns += [Pass(kind, stage, microbatch) for microbatch in range(start, start + size)]
+            turns += [None] * (groups.slots - size)
+        start += size
+    return turns
+
+
+def _row(forward: list[Pass | None], backward: list[Pass | None], ahead: int) -> tuple[Pass, ...]:
+    """`ahead` forwards, then one forward and one backward in turn, then the rest of the backwards."""
+    ahead = min(ahead, len(forward))
+    steady: list[Pass | None] = [None] * (2 * (len(forward) - ahead))
+    steady[0::2] = forward[ahead:]
+    steady[1::2] = backward[: len(forward) - ahead]
+    return tuple(item for item in (*forward[:ahead], *steady, *backward[len(forward) - ahead :]) if item)
