@@ -20,6 +20,7 @@ from evenpipe.errors import InputError, RunError
 
 COMMANDS = {
     "train": "train a model: the main job",
+    "check": "is the schedule in a file sound?",
     "generate": "text from an exported model",
     "export": "from a checkpoint to a Hugging Face folder",
 }

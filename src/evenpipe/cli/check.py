@@ -1,0 +1,35 @@
+"""`evenpipe check FILE.csv`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from evenpipe.cli.schedule_arguments import add_costs, add_json, add_memory_limit, numbers
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The file, and what to hold it against."""
+    parser.add_argument(
+        "file", metavar="FILE.csv", help="one line per device, such as 0F0,0B0: an order, or a program with transfers"
+    )
+    add_costs(parser, "in which every pass must have a time; their bytes give the peak in bytes")
+    add_memory_limit(parser, "stage activations that a device may hold: one number, or one per device")
+    add_json(parser)
+    parser.epilog = (
+        "Sound is what runs every pass exactly once on its device, behind what it needs, to the end of every row,\n"
+        "whichever way transfers are queued, and releases every activation. Every fault is listed.\n"
+        "Placement, microbatches and barriers follow from the passes.\n\n"
+        "exit codes: 0 sound, 1 faults found, 2 not a schedule"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what was found."""
+    from evenpipe.schedule.check_file import check_file
+    from evenpipe.schedule.files import read_costs
+
+    costs = None if arguments.costs is None else read_costs(arguments.costs)
+    report = check_file(arguments.file, costs, numbers("memory-limit", arguments.memory_limit))
+    print(json.dumps(report.to_dict()) if arguments.json else report.text(), flush=True)
+    return 0 if report.sound else 1

@@ -1,0 +1,109 @@
+"""Arguments that the commands about schedules share, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from evenpipe.errors import InputError
+
+if TYPE_CHECKING:
+    from evenpipe.plan.cases import Case
+
+COSTS = """
+Costs: a TOML or JSON file with times in one unit: F, B (or I and W), per stage; S, C, T, E, G per device; p2p,
+collectives, bytes, ... A number holds for all, a list has one for each. Without a file: F = I = W = 1 (B = 2),
+S = T = 0.4, and nothing for the rest.
+
+When schedules are compared, F, B, I, W and bytes are those of a stage of the *first* schedule. The others do the same
+work with the same bytes: with twice as many stages per device each has half. A list can be joined (8 stages to 4), but
+not cut: give it for the schedule with the most stages."""
+
+
+def add_size(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Devices and microbatches."""
+    known = "" if required else " (a file: as many as it has)"
+    parser.add_argument("--devices", metavar="P", type=int, required=required, help=f"devices of the pipeline{known}")
+    parser.add_argument(
+        "--microbatches", metavar="M", type=int, required=required, help=f"microbatches of the step{known}"
+    )
+
+
+def add_costs(parser: argparse.ArgumentParser, use: str) -> None:
+    """A cost file."""
+    parser.add_argument("--costs", metavar="FILE", help=f"TOML or JSON file with times and bytes, {use}")
+
+
+def add_memory_limit(parser: argparse.ArgumentParser, use: str) -> None:
+    """How much may be held."""
+    parser.add_argument("--memory-limit", metavar="K[,K...]", help=use)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Output for programs."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def add_cases(parser: argparse.ArgumentParser) -> None:
+    """Which schedules, at which size, with which costs; read by `cases`."""
+    parser.add_argument(
+        "--schedule", metavar="NAME|FILE.csv", help="a schedule by name, or an order or program in a file"
+    )
+    parser.add_argument(
+        "--compare", metavar="NAME,...", help="several, side by side, behind --schedule if given; 'all' for every name"
+    )
+    add_size(parser, required=False)
+    parser.add_argument("--stages-per-device", metavar="V", type=int, help="for schedules that leave a choice")
+    parser.add_argument(
+        "--group-size", metavar="G", type=int, help="microbatches that a device takes in turn, likewise"
+    )
+    add_memory_limit(parser, "stage activations that a device may hold, for schedules that plan by it")
+    parser.add_argument(
+        "--vocabulary",
+        metavar="MODE",
+        default="first-last",
+        help="first-last, redistribute, interlaced, vocab-1, vocab-2 or balanced (= vocab-2); several with commas"
+        " (default: %(default)s: no vocabulary passes, the output layer is part of the last stage)",
+    )
+    add_costs(parser, "instead of equal ones")
+
+
+def cases(arguments: argparse.Namespace) -> list[Case]:
+    """What the arguments of `add_cases` ask for, planned and simulated. Raises InputError."""
+    from evenpipe.plan.cases import plan_cases
+    from evenpipe.schedule import SCHEDULES
+
+    names = [] if arguments.schedule is None else [arguments.schedule]
+    for name in (arguments.compare or "").split(","):
+        names += list(SCHEDULES) if name.strip() == "all" else [name.strip()] * bool(name.strip())
+    if not names:
+        raise InputError("no schedule is given; expected --schedule NAME, --schedule FILE.csv or --compare NAME,NAME")
+    return plan_cases(
+        list(dict.fromkeys(names)),
+        devices=arguments.devices,
+        microbatches=arguments.microbatches,
+        vocabularies=[mode.strip() for mode in arguments.vocabulary.split(",")],
+        costs=arguments.costs,
+        options=options(arguments),
+    )
+
+
+def options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Options of generators that were given."""
+    given = {
+        "stages_per_device": arguments.stages_per_device,
+        "group_size": arguments.group_size,
+        "memory_limit": numbers("memory-limit", arguments.memory_limit),
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def numbers(name: str, text: str | None) -> float | list[float] | None:
+    """One number, or several with commas. Raises InputError."""
+    if text is None:
+        return None
+    try:
+        values = [float(word) for word in text.split(",")]
+    except ValueError:
+        raise InputError(f"--{name} is '{text}', expected a number, or one per device such as 8,8,6,4") from None
+    return values[0] if len(values) == 1 else values

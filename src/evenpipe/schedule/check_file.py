@@ -1,0 +1,95 @@
+"""Is the schedule in a file sound? All that the command line says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .check import check_order, check_program
+from .check_limit import check_limit, limits_per_device
+from .costs import Costs, PassTimes
+from .faults import Fault
+from .files import read_schedule
+from .order import Order
+from .program import Program
+from .timeline import peak_activations
+
+
+@dataclass(frozen=True, slots=True)
+class FileReport:
+    """What a check of `schedule` found; `in_flight` and `peak_bytes` per device, the latter None without bytes."""
+
+    schedule: Order | Program
+    faults: tuple[Fault, ...]
+    in_flight: tuple[int, ...]
+    peak_bytes: tuple[float, ...] | None
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.faults
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "sound": self.sound,
+            "faults": [
+                {"device": fault.device, "position": fault.position, "what": fault.what, "rows": fault.rows}
+                for fault in self.faults
+            ],
+            "transfers": isinstance(self.schedule, Program),
+            "devices": self.schedule.devices,
+            "microbatches": self.schedule.microbatches,
+            "stage_device": list(self.schedule.placement.stage_device),
+            "barriers": self.schedule.barriers,
+            "peak_in_flight": list(self.in_flight),
+            "peak_bytes": None if self.peak_bytes is None else list(self.peak_bytes),
+        }
+
+    def text(self) -> str:
+        """For people: the faults, each with the rows around it, or what the schedule is."""
+        if not self.sound:
+            count = len(self.faults)
+            return "\n".join([f"{count} fault{'s' if count > 1 else ''}", *map(str, self.faults)])
+        what = "a program with transfers" if isinstance(self.schedule, Program) else "an order"
+        stages = " ".join(map(str, self.schedule.placement.stage_device))
+        lines = [
+            f"sound: {what} of {self.schedule.devices} devices and {self.schedule.microbatches} microbatches",
+            f"devices of stages 0 to {self.schedule.placement.stages - 1}: {stages}",
+            f"most stage activations in flight, per device: {' '.join(map(str, self.in_flight))}",
+        ]
+        if self.schedule.barriers:
+            lines.append(f"barriers of the vocabulary layers: {self.schedule.barriers}")
+        if self.peak_bytes is not None:
+            lines.append(f"most bytes of activations, per device: {' '.join(f'{peak:g}' for peak in self.peak_bytes)}")
+        return "\n".join(lines)
+
+
+def check_file(
+    path: str | Path, costs: Costs | None = None, memory_limit: float | Sequence[float] | None = None
+) -> FileReport:
+    """Every fault of the order or program in a CSV file.
+
+    memory_limit: stage activations that each device may hold. Raises InputError when the file holds no schedule, and
+    when `costs` lack a kind that it has, or have lists of another length.
+    """
+    schedule = read_schedule(path)
+    if isinstance(schedule, Program):
+        order, report = schedule.order, check_program(schedule)
+    else:
+        order, report = schedule, check_order(schedule)
+    faults = list(report.faults)
+    if memory_limit is not None:
+        faults += check_limit(schedule, limits_per_device(memory_limit, order.devices))
+    peak_bytes = None
+    if costs is not None:
+        times, sizes = PassTimes(costs, order.placement), costs.stage_bytes(order.placement)
+        for device in range(order.devices):
+            for item in order.passes(device):
+                if item.stage is None or item.stage < order.placement.stages:
+                    times.of(item, device)
+        if sizes is not None and report.ok:
+            peak_bytes = tuple(peak_activations(order.passes(device), sizes) for device in range(order.devices))
+    return FileReport(schedule, tuple(faults), report.in_flight, peak_bytes)
