@@ -1,0 +1,140 @@
+"""DualPipeV: both ends on one device, forwards and backwards of other microbatches run as one pass.
+
+DeepSeek's DualPipe (arXiv 2412.19437, section 3.2.1) cut in half: github.com/deepseek-ai/DualPipe, with the eight steps
+of its `dualpipev.py`. Device r of d holds stage r on the way out and stage 2d - 1 - r on the way back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from evenpipe.schedule.order import Order
+from evenpipe.schedule.passes import Kind, Pass, parts_of
+from evenpipe.schedule.placement import Placement
+
+OUT, BACK = 0, 1
+"""The two stages of a device, by their place in `Placement.stages_of`."""
+
+
+def dualpipe_v(devices: int, microbatches: int, *, overlap: bool = True) -> Order:
+    """In the steady state a forward of one stage and a full backward of the other run as one OVERLAP_F_B.
+
+    Any devices >= 1 and microbatches >= 1; fewer microbatches than stages run as the last ones of a step with as many
+    as stages. Otherwise every device holds 2 * devices + 1 activations at its peak, and the bubble with equal stages
+    and F = I is (devices - 1) (F + 2 B - 3 W), when a forward and a backward as one take as long as one by one, as
+    they do in our runtime and, unless told how to overlap them, in torch's. `overlap=False` runs them one after the
+    other, the forward first. They wait less then: (devices - 1) (F + B - 2 W).
+    """
+    enough = max(microbatches, 2 * devices)
+    rows = [_row(device, devices, enough, overlap) for device in range(devices)]
+    # The last microbatches have their backwards split, which is what helps when there are few.
+    left = tuple(_without_first(row, enough - microbatches) if enough > microbatches else tuple(row) for row in rows)
+    return Order(Placement.v_shape(devices), microbatches, left)
+
+
+class _Row:
+    """The passes of one device, as they are added: every kind takes the microbatches of its stage in turn."""
+
+    def __init__(self, stages: tuple[int, ...], overlap: bool) -> None:
+        self.stages = stages
+        self.overlap = overlap
+        self.passes: list[Pass] = []
+        self.forwards, self.backwards = [0, 0], [0, 0]
+        self.weights: deque[Pass] = deque()
+
+    def forward(self, end: int) -> None:
+        self.passes.append(self._forward(end))
+
+    def backward(self, end: int) -> None:
+        self.passes.append(self._backward(Kind.B, end))
+
+    def inputs(self, end: int) -> None:
+        """The gradient of the input; that of the weights waits for `weight`."""
+        item = self._backward(Kind.I, end)
+        self.passes.append(item)
+        self.weights.append(Pass(Kind.W, item.stage, item.microbatch))
+
+    def weight(self) -> None:
+        """The weight gradient that has waited longest, if any has."""
+        if self.weights:
+            self.passes.append(self.weights.popleft())
+
+    def both(self, forward: int, backward: int) -> None:
+        """A forward of one end and a full backward of the other."""
+        parts = (self._forward(forward), self._backward(Kind.B, backward))
+        self.passes += [Pass(Kind.OVERLAP_F_B, parts=parts)] if self.overlap else parts
+
+    def _forward(self, end: int) -> Pass:
+        self.forwards[end] += 1
+        return Pass(Kind.F, self.stages[end], self.forwards[end] - 1)
+
+    def _backward(self, kind: Kind, end: int) -> Pass:
+        self.backwards[end] += 1
+        return Pass(kind, self.stages[end], self.backwards[end] - 1)
+
+
+def _row(device: int, devices: int, microbatches: int, overlap: bool) -> list[Pass]:
+    """What one device does in a step of at least `2 * devices` microbatches.
+
+    0 and 1 stand for the stages on the way out and back.
+    """
+    row = _Row((device, 2 * devices - 1 - device), overlap)
+    before, behind = device, devices - 1 - device
+
+    # 1: F0
+    for _ in range(2 * behind):
+        row.forward(OUT)
+
+    # 2: F0 F1
+    for _ in range(before + 1):
+        row.forward(OUT)
+        row.forward(BACK)
+
+    # 3: I1 W1 F1
+    for _ in range(behind):
+        row.inputs(BACK)
+        row.weight()
+        row.forward(BACK)
+
+    # 4: F0+B1 F1+B0, the steady state. On the last device the first F0 has to be out before anything comes back.
+    for turn in range(microbatches - 2 * devices + before + 1):
+        if turn == 0 and behind == 0:
+            row.forward(OUT)
+            row.backward(BACK)
+        else:
+            row.both(OUT, BACK)
+        row.both(BACK, OUT)
+
+    # 5: B1 F1+B0
+    for _ in range(behind):
+        row.backward(BACK)
+        row.both(BACK, OUT)
+
+    # 6: B1 B0, from the middle on I1 I0
+    ends = [BACK, OUT] * (before + 1)
+    split_from = before + 1
+    for turn, end in enumerate(ends):
+        row.inputs(end) if turn >= split_from else row.backward(end)
+
+    # 7: W I0
+    for _ in range(behind):
+        row.weight()
+        row.inputs(OUT)
+
+    # 8: W
+    while row.weights:
+        row.weight()
+    return row.passes
+
+
+def _without_first(row: list[Pass], count: int) -> tuple[Pass, ...]:
+    """`row` without the first microbatches, the others counted from 0 again."""
+    left: list[Pass] = []
+    for item in row:
+        parts = tuple(
+            Pass(part.kind, part.stage, part.microbatch - count)
+            for part in parts_of(item)
+            if part.microbatch is not None and part.microbatch >= count
+        )
+        left += [Pass(item.kind, parts=parts)] if len(parts) > 1 else parts
+    return tuple(left)
