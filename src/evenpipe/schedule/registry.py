@@ -13,7 +13,20 @@ from evenpipe.errors import InputError
 from .check_limit import limits_per_device
 from .costs import Costs
 from .files import read_order
-from .generators import gis, gis_h, gpipe, interleaved, looped_bfs, one_f_one_b, v_half, v_min, zb_h1, zb_h2, zbv
+from .generators import (
+    dualpipe_v,
+    gis,
+    gis_h,
+    gpipe,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_h2,
+    zbv,
+)
 from .order import Order
 
 SCHEDULES: dict[str, Callable[..., Order]] = {
@@ -28,6 +41,7 @@ SCHEDULES: dict[str, Callable[..., Order]] = {
     "v-min": v_min,
     "gis": gis,
     "gis-h": gis_h,
+    "dualpipe-v": dualpipe_v,
 }
 """Generators by name. Each takes devices and microbatches, and by keyword what its own docstring says."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .dualpipe_v import dualpipe_v
 from .gpipe import gpipe
 from .grouped import gis, gis_h
 from .interleaved import interleaved
@@ -12,6 +13,7 @@ from .zbv import zbv
 from .zero_bubble import zb_h1, zb_h2
 
 __all__ = [
+    "dualpipe_v",
     "gis",
     "gis_h",
     "gpipe",
