@@ -7,6 +7,7 @@ by the same code.
 from __future__ import annotations
 
 from .panel import Timelines
+from .svg import svg
 from .terminal import terminal
 
-__all__ = ["Timelines", "terminal"]
+__all__ = ["Timelines", "svg", "terminal"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
+from itertools import product
 
 from .kinds import channels
 
@@ -64,14 +66,17 @@ class Painter:
 
 
 _LEVELS = (0, 95, 135, 175, 215, 255)
+_CUBE = [(16 + 36 * r + 6 * g + b, (_LEVELS[r], _LEVELS[g], _LEVELS[b])) for r, g, b in product(range(6), repeat=3)]
+_GREYS = [(232 + step, (8 + 10 * step,) * 3) for step in range(24)]
 
 
+@lru_cache(maxsize=4096)
 def _nearest_of_256(red: int, green: int, blue: int) -> int:
-    """The number of the nearest colour in the 6 x 6 x 6 cube or among the 24 greys of xterm."""
-    places = [min(range(6), key=lambda index: abs(_LEVELS[index] - value)) for value in (red, green, blue)]
-    cube = sum((value - _LEVELS[place]) ** 2 for value, place in zip((red, green, blue), places, strict=True))
-    grey = min(23, max(0, round(((red + green + blue) / 3 - 8) / 10)))
-    level = 8 + 10 * grey
-    if sum((value - level) ** 2 for value in (red, green, blue)) < cube:
-        return 232 + grey
-    return 16 + 36 * places[0] + 6 * places[1] + places[2]
+    """The number of the nearest colour of xterm. Hue counts for more than lightness: a darker blue stays blue."""
+
+    def distance(entry: tuple[int, tuple[int, ...]]) -> float:
+        differences = [a - b for a, b in zip((red, green, blue), entry[1], strict=True)]
+        lighter = sum(differences) / 3
+        return sum((difference - lighter) ** 2 for difference in differences) + 0.6 * lighter**2
+
+    return min((*_CUBE, *_GREYS), key=distance)[0]

@@ -21,7 +21,7 @@ class Piece:
 
 
 def cut(row: Sequence[Event], origin: float, width: float, columns: int) -> list[list[Piece]]:
-    """Per column of `width` time units from `origin` on, the pieces in it, by start. Events of no length are left out."""
+    """Per column of `width` units of time from `origin` on, its pieces by start, without events of no length."""
     result: list[list[Piece]] = [[] for _ in range(columns)]
     if width <= 0:
         return result
@@ -36,8 +36,13 @@ def cut(row: Sequence[Event], origin: float, width: float, columns: int) -> list
     return result
 
 
-def mean_colour(panel: Panel, pieces: Sequence[Piece], idle: str, start: float = 0.0, end: float = 1.0) -> str | None:
-    """The mean colour between two places in a column, with `idle` where nothing runs; None where nothing runs at all."""
+def mean_colour(
+    panel: Panel, pieces: Sequence[Piece], idle: str | None, start: float = 0.0, end: float = 1.0
+) -> str | None:
+    """The mean colour between two places in a column, with `idle` mixed in where nothing runs.
+
+    None where nothing runs at all, and, without an `idle` colour, where most of it is idle.
+    """
     total = [0.0, 0.0, 0.0]
     covered = 0.0
     for piece in pieces:
@@ -49,9 +54,10 @@ def mean_colour(panel: Panel, pieces: Sequence[Piece], idle: str, start: float =
         for colour in colours:
             for index, value in enumerate(channels(colour)):
                 total[index] += value * part / len(colours)
-    if covered <= 0:
-        return None
     whole = max(end - start, covered)
-    return text_of(
-        tuple((value + rest * (whole - covered)) / whole for value, rest in zip(total, channels(idle), strict=True))
-    )
+    if covered <= 0 or (idle is None and covered < whole / 2):
+        return None
+    if idle is not None:
+        total = [value + rest * (whole - covered) for value, rest in zip(total, channels(idle), strict=True)]
+        covered = whole
+    return text_of(tuple(value / covered for value in total))

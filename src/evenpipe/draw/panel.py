@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import Event, Kind, Pass, Timeline, parts_of
@@ -61,8 +62,8 @@ class Panel:
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        """Kinds of pass that occur in compute, in the order of legends."""
-        found = {part.kind for row in self.rows for event in row for part in _parts(event)}
+        """Kinds of pass that take time in compute, in the order of legends."""
+        found = {part.kind for row in self.rows for event in row if event.end > event.start for part in _parts(event)}
         return tuple(kind for kind in LOOKS if isinstance(kind, Kind) and kind in found)
 
     def colours(self, event: Event) -> tuple[str, ...]:
@@ -128,7 +129,7 @@ def panels_of(timelines: Timelines) -> tuple[Panel, ...]:
 
 
 def kinds_in(panels: Iterable[Panel]) -> tuple[Kind, ...]:
-    """Kinds of pass in any of the panels, in the order of legends."""
+    """Kinds of pass that take time in any of the panels, in the order of legends."""
     found = {kind for panel in panels for kind in panel.kinds}
     return tuple(kind for kind in LOOKS if isinstance(kind, Kind) and kind in found)
 
@@ -148,7 +149,7 @@ def lanes(events: Iterable[Event]) -> list[int]:
 
 
 def _by_start(row: tuple[Event, ...]) -> tuple[Event, ...]:
-    if all(a.start <= b.start for a, b in zip(row, row[1:], strict=False)):
+    if all(a.start <= b.start for a, b in pairwise(row)):
         return row
     return tuple(sorted(row, key=lambda event: event.start))
 

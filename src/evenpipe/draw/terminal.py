@@ -12,16 +12,17 @@ import shutil
 import sys
 
 from evenpipe.errors import InputError
-from evenpipe.schedule import Kind
+from evenpipe.schedule import Kind, TransferKind
 
 from .ansi import DEPTHS, Painter
+from .axis import ticks
 from .columns import Piece, cut, mean_colour
 from .figures import Scale, amount_text, busy_share, figures, number_text, peaks
 from .kinds import LOOKS, ink_on, mix
 from .panel import Panel, Timelines, kinds_in, panels_of
 
 SMALLEST_WIDTH = 40
-_LETTER = {Kind.OVERLAP_F_B: "&", Kind.UNSHARD: "u", Kind.RESHARD: "r", Kind.REDUCE_GRAD: "g"}
+_LETTER: dict[Kind | TransferKind, str] = {Kind.OVERLAP_F_B: "&", Kind.UNSHARD: "u", Kind.RESHARD: "r", Kind.REDUCE_GRAD: "g"}
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _HEIGHTS = " ▁▂▃▄▅▆▇█"
 _IDLE = "#8a9099"
@@ -95,7 +96,7 @@ class _Page:
         return [self.painter.bold(panel.name), *lines] if panel.name else lines
 
     def _coloured(self, panel: Panel, cells: list[list[Piece]]) -> str:
-        labels = _labels(cells)
+        labels = _labels(cells, self._step)
         body = []
         for column, pieces in enumerate(cells):
             body.append(self._cell(panel, pieces, labels.get(column, "")))
@@ -119,8 +120,8 @@ class _Page:
                 return paint(_eighth(first.start), None, colour)
         if len(pieces) == 2 and last.start - first.end < 0.06 and first.start < 0.06 and last.end > 0.94:
             return paint(_eighth(first.end), _striped(panel, first)[0], _striped(panel, last)[0])
-        halves = [mean_colour(panel, pieces, "#3a3f47", low, low + 0.5) for low in (0.0, 0.5)]
-        return paint("▌", halves[0], halves[1])
+        left, right = (mean_colour(panel, pieces, None, low, low + 0.5) for low in (0.0, 0.5))
+        return paint("▌" if left or right else "·", left if left or right else _IDLE, right)
 
     def _memory(self, panel: Panel, device: int, highest: float) -> str:
         values = _highest_per_column(panel, device, self._step, self.columns)
@@ -135,11 +136,8 @@ class _Page:
 
     def _axis(self) -> list[str]:
         marks = [" "] * self.width
-        step = _round_step(self.length / max(1, self.columns // 12))
-        count = int(self.length / step + 1e-9) if step else 0
-        for number in range(count + 1):
-            text = self.scale.text(number * step)
-            column = self.left + (round(number * step / self._step) if self.length else 0)
+        for time, text in ticks(self.length, self.scale, self.columns / 12):
+            column = self.left + (round(time / self._step) if time else 0)
             if column + len(text) <= self.width and all(mark == " " for mark in marks[max(0, column - 1) : column]):
                 marks[column : column + len(text)] = text
         return [self.painter.faint("".join(marks).rstrip())]
@@ -159,8 +157,11 @@ def _some(panel: Panel) -> range:
     return range(min(panel.devices, 64))
 
 
-def _labels(cells: list[list[Piece]]) -> dict[int, str]:
-    """Per column, one character of the microbatch of the pass that fills it and enough of its neighbours."""
+def _labels(cells: list[list[Piece]], step: float) -> dict[int, str]:
+    """Per column, one character of the microbatch of the pass that fills it and enough of its neighbours.
+
+    Passes of less than a column and a half have none: whether they fill one would depend on where they start.
+    """
     labels: dict[int, str] = {}
     column = 0
     while column < len(cells):
@@ -168,7 +169,7 @@ def _labels(cells: list[list[Piece]]) -> dict[int, str]:
         event = cells[column][0].event if _full(cells[column]) else None
         while event is not None and end < len(cells) and _full(cells[end]) and cells[end][0].event is event:
             end += 1
-        if event is not None and event.item.microbatch is not None:
+        if event is not None and event.item.microbatch is not None and event.end - event.start >= 1.5 * step:
             text = str(event.item.microbatch)
             if len(text) <= end - column:
                 start = column + (end - column - len(text)) // 2
@@ -204,7 +205,8 @@ def _lettered(panel: Panel, cells: list[list[Piece]], step: float) -> str:
             continue
         if piece.event is not previous:
             previous = piece.event
-            run = _LETTER.get(previous.item.kind, previous.item.kind.value)  # type: ignore[call-overload]
+            kind = previous.item.kind
+            run = _LETTER.get(kind, kind.value)
             microbatch = previous.item.microbatch
             room = round((previous.end - previous.start) / step)
             if microbatch is not None and len(f"{run}{microbatch}") <= room:
@@ -246,15 +248,3 @@ def _wrapped(words: list[str], joint: str, width: int) -> list[str]:
             lines.append(word)
             room = width - size
     return lines
-
-
-def _round_step(step: float) -> float:
-    """The next of 1, 2, 5, 10, 20, ... from `step` on."""
-    if step <= 0:
-        return 0.0
-    power = 1.0
-    while power > step:
-        power /= 10
-    while power * 10 <= step:
-        power *= 10
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))
