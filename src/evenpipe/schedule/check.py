@@ -50,7 +50,7 @@ def _order_faults(order: Order, rows: Rows) -> tuple[list[Fault], Graph | None]:
         return faults, None
     graph = Graph.of(order)
     try:
-        run(order, graph, [0.0] * len(graph.needs))
+        run(order, graph, [0.0] * graph.size)
     except DeadlockError as deadlock:
         faults.append(deadlock.fault(rows))
     return faults, graph

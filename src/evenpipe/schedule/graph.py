@@ -1,97 +1,161 @@
-"""An order as a graph of numbers, for everything that has to be quick over millions of passes.
+"""An order in numbers, for everything that has to be quick over millions of passes.
 
-Passes are numbered device after device in the order of their rows, idle slots left out; transfers follow. What a pass
-needs from earlier passes of its own row is implied by the row and has no edge. The graph of an order that lacks passes
-is legal: whoever waits for them waits for ever, which `timing` reports.
+Passes are numbered device after device in the order of their rows, idle slots left out; transfers follow, route after
+route and of each route by microbatch. What a pass waits for and feeds is the same for every microbatch, so it is kept
+once per *site* (the passes of one device, kind and stage): the number of a transfer is that of microbatch 0, which the
+tables have, plus the `offset` of the pass, its microbatch.
+
+What is not ordinary (passes run as one, slices, microbatches that are none, a file that is mostly holes) has a site of
+its own, with offset 0.
+
+What a pass needs from its own row is looked at once and for all: `stop` is where a row ends, or comes to a pass that
+needs a later one. The graph of an order that lacks passes is legal: whoever waits for them waits for ever, which
+`timing` reports.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from .dependencies import Dependencies, Route
 from .order import Order
-from .passes import ROLE, Kind, Pass, parts_of
+from .passes import Kind, Pass, parts_of
+from .places import Places, unmet_in_row
 
 Key = tuple[Kind, int | None, int | None, int]
 """Kind (B for I), stage, microbatch, slice: what a need names."""
 
+Carried = tuple[Route, int, int]
+"""Route, microbatch, slice: a transfer, whoever issues it."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Graph:
-    """Numbered passes and transfers of an order, with an edge for every need that the rows do not imply.
+    """Numbered passes and transfers of an order.
 
     items: the passes by number. device_of: the device of each. first: the number of each device's first pass, and one
-    more at the end.
-    carried: (route, microbatch, slice) of each transfer; the first one has number len(items).
-    needs: by number, how many other numbers must be done first (all producers of a transfer, present or not).
-    feeds: by number, who counts this one among its needs.
+    more at the end. stop: per device the number of the first pass that its own row will never let run, or its end.
+    site, offset: by number of a pass. waits, feeds: by site, the numbers of transfers for offset 0.
+    places: per device, where its row has everything, in these numbers.
+    microbatches: how many transfers each route has; 0 where the order has not passes enough for them, and all are odd.
+    odd: transfers behind those, by number and by what they carry.
     """
 
     items: list[Pass]
     device_of: list[int]
     first: list[int]
-    carried: list[tuple[Route, int, int]]
-    needs: list[int]
-    feeds: list[list[int]]
+    routes: tuple[Route, ...]
+    microbatches: int
+    places: list[Places] = field(default_factory=list)
+    stop: list[int] = field(default_factory=list)
+    site: list[int] = field(default_factory=list)
+    offset: list[int] = field(default_factory=list)
+    waits: list[tuple[int, ...]] = field(default_factory=list)
+    feeds: list[tuple[int, ...]] = field(default_factory=list)
+    odd: list[Carried] = field(default_factory=list)
+    _odd_number: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, order: Order, dependencies: Dependencies | None = None) -> Graph:
-        """The graph of `order`, in time linear in its passes."""
+    def of(cls, order: Order, dependencies: Dependencies | None = None, *, absent_is_done: bool = False) -> Graph:
+        """The graph of `order`, in time linear in its passes.
+
+        With `absent_is_done` a pass does not miss what stands nowhere in its row (`producers` has the same for others).
+        """
         dependencies = dependencies or Dependencies.of(order)
-        items: list[Pass] = []
+        rows = [[item for item in row if item is not None] for row in order.rows]
+        items = [item for row in rows for item in row]
         first = [0]
-        for device in range(order.devices):
-            items.extend(order.passes(device))
-            first.append(len(items))
-        needs = [0] * len(items)
-        feeds: list[list[int]] = [[] for _ in items]
-        carried: list[tuple[Route, int, int]] = []
-        numbers: dict[tuple[int, int, int], int] = {}
+        for row in rows:
+            first.append(first[-1] + len(row))
+        device_of = [device for device, row in enumerate(rows) for _ in row]
+        dense = len(dependencies.routes) * order.microbatches <= 8 * len(items) + 1024
+        graph = cls(items, device_of, first, dependencies.routes, order.microbatches if dense else 0)
+        graph.site, graph.offset = [0] * len(items), [0] * len(items)
+        for device, row in enumerate(rows):
+            places = Places.of(row, order.microbatches, first[device])
+            rule = partial(dependencies.rule, device)
+            unmet = unmet_in_row(places, row, first[device], rule)
+            graph.places.append(places)
+            graph.stop.append(
+                next((n for n, _, there in unmet if not (absent_is_done and there is None)), first[device + 1])
+            )
+            if dense:
+                graph._number_sites(places, dependencies, device)
+                graph._number_apart((*places.joint, *places.odd), dependencies, device)
+            else:
+                graph._number_apart(range(first[device], first[device + 1]), dependencies, device)
+        return graph
 
-        def number(route: Route, microbatch: int, slice_: int) -> int:
-            key = (route.number, microbatch, slice_)
-            found = numbers.get(key)
-            if found is None:
-                found = numbers[key] = len(items) + len(carried)
-                carried.append((route, microbatch, slice_))
-                needs.append(len(route.producers))
-                feeds.append([])
-            return found
+    @property
+    def size(self) -> int:
+        """How many numbers there are, of passes and transfers."""
+        return len(self.items) + len(self.routes) * self.microbatches + len(self.odd)
 
-        for device in range(order.devices):
-            where = positions(items, first[device], first[device + 1])
-            for here in range(first[device], first[device + 1]):
-                for part in parts_of(items[here]):
-                    microbatch, slice_ = part.microbatch, part.slice
+    def carried(self, number: int) -> Carried:
+        """What the transfer of this number is."""
+        ordinary = number - len(self.items)
+        if ordinary < len(self.routes) * self.microbatches:
+            route, microbatch = divmod(ordinary, self.microbatches)
+            return self.routes[route], microbatch, 0
+        return self.odd[ordinary - len(self.routes) * self.microbatches]
+
+    def by_route(self) -> list[tuple[Route, range]]:
+        """Each route and the numbers of its transfers, one after the other; odd ones come one by one at the end."""
+        count = self.microbatches
+        starts = [len(self.items) + route.number * count for route in self.routes]
+        odd = self.size - len(self.odd)
+        return [(route, range(n, n + count)) for route, n in zip(self.routes, starts, strict=True)] + [
+            (route, range(n, n + 1)) for n, (route, _, _) in enumerate(self.odd, odd)
+        ]
+
+    def producers(self, *, absent_is_done: bool = False) -> list[int]:
+        """For each transfer, how many passes have to run first: by its route, or only those that stand in a row.
+
+        Indexed from 0 by number - len(items).
+        """
+        if not absent_is_done:
+            return [len(route.producers) for route, numbers in self.by_route() for _ in numbers]
+        passes = len(self.items)
+        counts = [0] * (self.size - passes)
+        for site, offset in zip(self.site, self.offset, strict=True):
+            for base in self.feeds[site]:
+                counts[base + offset - passes] += 1
+        return counts
+
+    def transfer(self, route: Route, microbatch: int, slice_: int = 0) -> int:
+        """The number of a transfer; new ones are added to `odd`."""
+        if not slice_ and 0 <= microbatch < self.microbatches:
+            return len(self.items) + route.number * self.microbatches + microbatch
+        key = (route.number, microbatch, slice_)
+        if key not in self._odd_number:
+            self._odd_number[key] = self.size
+            self.odd.append((route, microbatch, slice_))
+        return self._odd_number[key]
+
+    def _number_sites(self, places: Places, dependencies: Dependencies, device: int) -> None:
+        """Sites of the ordinary passes of a device."""
+        site, offset = self.site, self.offset
+        for (kind, stage), numbers in places.at.items():
+            assert isinstance(kind, Kind)
+            rule = dependencies.rule(device, kind, stage)
+            here = len(self.waits)
+            self.waits.append(tuple(self.transfer(route, 0) for route in rule.waits))
+            self.feeds.append(tuple(self.transfer(route, 0) for route in rule.feeds))
+            for microbatch, number in enumerate(numbers):
+                if number >= 0:
+                    site[number] = here
+                    offset[number] = microbatch
+
+    def _number_apart(self, numbers: range | tuple[int, ...], dependencies: Dependencies, device: int) -> None:
+        """A site for each of these passes."""
+        for number in numbers:
+            waits, feeds = [], []
+            for part in parts_of(self.items[number]):
+                if part.microbatch is not None:
                     rule = dependencies.rule(device, part.kind, part.stage)
-                    for kind, stage in rule.after:
-                        there = where.get((ROLE[kind], stage, microbatch, slice_))
-                        if there is None:
-                            needs[here] += 1
-                        elif there > here:
-                            feeds[there].append(here)
-                            needs[here] += 1
-                    for kind, stage in rule.if_present:
-                        there = where.get((kind, stage, microbatch, slice_))
-                        if there is not None and there > here:
-                            feeds[there].append(here)
-                            needs[here] += 1
-                    if microbatch is None:
-                        continue
-                    for route in rule.waits:
-                        feeds[number(route, microbatch, slice_)].append(here)
-                        needs[here] += 1
-                    for route in rule.feeds:
-                        feeds[here].append(number(route, microbatch, slice_))
-        device_of = [device for device in range(order.devices) for _ in range(first[device], first[device + 1])]
-        return cls(items, device_of, first, carried, needs, feeds)
-
-
-def positions(items: list[Pass], start: int, stop: int) -> dict[Key, int]:
-    """Number of each pass, or part of one, among items[start:stop]."""
-    return {
-        (ROLE[part.kind], part.stage, part.microbatch, part.slice): number
-        for number in range(start, stop)
-        for part in parts_of(items[number])
-    }
+                    waits += [self.transfer(route, part.microbatch, part.slice) for route in rule.waits]
+                    feeds += [self.transfer(route, part.microbatch, part.slice) for route in rule.feeds]
+            self.site[number], self.offset[number] = len(self.waits), 0
+            self.waits.append(tuple(waits))
+            self.feeds.append(tuple(feeds))

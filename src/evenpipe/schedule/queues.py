@@ -46,21 +46,19 @@ def check_completion(program: Program, graph: Graph) -> Iterator[Fault]:
 
 def _numbered(program: Program, graph: Graph) -> list[list[int]]:
     """The rows of `program` in the numbers of `graph`, position by position."""
-    numbers = {
-        (device, *route.end(device), microbatch): number
-        for number, (route, microbatch, _) in enumerate(graph.carried, start=len(graph.items))
-        for device in route.members
-    }
+    routes = {(*route.end(device), device): route for route in graph.routes for device in route.members}
     rows = []
     for device, row in enumerate(program.rows):
         number = graph.first[device]
         numbered = []
         for item in row:
-            if isinstance(item, Pass):
+            if item is None:
+                numbered.append(IDLE)
+            elif isinstance(item, Pass):
                 numbered.append(number)
                 number += 1
             else:
-                numbered.append(IDLE if item is None else numbers[device, item.kind, item.stage, item.microbatch])
+                numbered.append(graph.transfer(routes[item.kind, item.stage, device], item.microbatch))
         rows.append(numbered)
     return rows
 
@@ -71,11 +69,13 @@ class _Walk:
     def __init__(self, graph: Graph, rows: list[list[int]], queue: Callable[[Route], str]) -> None:
         self.graph, self.rows = graph, rows
         self.passes = len(graph.items)
-        self.needs = list(graph.needs)
         self.stands = [0] * len(rows)  # position of the pass at which a device stops, or its end
-        self.queue = [queue(route) for route, _, _ in graph.carried]
+        routes = graph.by_route()
+        self.queue = [queue(route) for route, numbers in routes for _ in numbers]
         self.queues: list[dict[str, deque[int]]] = [{} for _ in rows]
-        self.missing = [len(route.members) for route, _, _ in graph.carried]  # members not at the head of their queue
+        # Members that do not have a transfer at the head of their queue; it is complete at 0.
+        self.missing = [len(route.members) for route, numbers in routes for _ in numbers]
+        self.standing: dict[int, list[int]] = {}  # transfer -> devices whose next pass waits for it
         self.waking = list(range(len(rows)))  # devices that may be able to go on
 
     @property
@@ -90,11 +90,18 @@ class _Walk:
             row = self.rows[device]
             while (position := self.stands[device]) < len(row):
                 number = row[position]
-                if IDLE < number < self.passes and self.needs[number]:
+                if IDLE < number < self.passes and (awaited := self._awaited(number)):
+                    self.standing.setdefault(awaited[0], []).append(device)
                     break
                 self.stands[device] += 1
                 if number >= self.passes:
                     self._issue(device, number)
+
+    def _awaited(self, number: int) -> list[int]:
+        """The transfers that a pass still waits for."""
+        offset = self.graph.offset[number]
+        transfers = [base + offset for base in self.graph.waits[self.graph.site[number]]]
+        return [transfer for transfer in transfers if self.missing[transfer - self.passes]]
 
     def _issue(self, device: int, number: int) -> None:
         line = self.queues[device].setdefault(self.queue[number - self.passes], deque())
@@ -106,27 +113,19 @@ class _Walk:
             self.missing[transfer] -= 1
             if self.missing[transfer]:
                 continue
-            for member in self.graph.carried[transfer][0].members:
+            for member in self.graph.carried(number)[0].members:
                 line = self.queues[member][self.queue[transfer]]
                 line.popleft()
                 if line:
                     at_head.append(line[0])
-            for waiting in self.graph.feeds[number]:
-                self.needs[waiting] -= 1
-                if self.needs[waiting] == 0:
-                    self.waking.append(self.graph.device_of[waiting])
+            self.waking += self.standing.pop(number, ())
 
     def fault(self, program: Program, model: str) -> Fault:
         """What stands still, where, and why."""
         stopped = {device: at for device, at in enumerate(self.stands) if at < len(self.rows[device])}
-        awaited: dict[int, list[int]] = {self.rows[device][at]: [] for device, at in stopped.items()}
-        for number, missing in enumerate(self.missing, start=self.passes):
-            for waiting in self.graph.feeds[number] if missing else ():
-                if waiting in awaited:
-                    awaited[waiting].append(number)
         sentences = [
             f"device {device} stops at position {at}, {program.rows[device][at]}, awaiting "
-            + join([self._why(number, device) for number in awaited[self.rows[device][at]]])
+            + join([self._why(number, device) for number in self._awaited(self.rows[device][at])])
             for device, at in stopped.items()
         ]
         device, position = next(iter(stopped.items()))
@@ -135,13 +134,13 @@ class _Walk:
 
     def _why(self, number: int, device: int) -> str:
         """A transfer by its name on `device`, and what keeps it on each member where it is not its turn."""
-        route, microbatch, _ = self.graph.carried[number - self.passes]
+        route, microbatch, _ = self.graph.carried(number)
         reasons = []
         for member in route.members:
             line = self.queues[member].get(self.queue[number - self.passes], deque())
             if number not in line:
                 reasons.append(f"not issued by device {member}")
             elif line[0] != number:
-                first, first_microbatch, _ = self.graph.carried[line[0] - self.passes]
+                first, first_microbatch, _ = self.graph.carried(line[0])
                 reasons.append(f"behind {first.transfer(member, first_microbatch)} on device {member}")
         return f"{route.transfer(device, microbatch)} ({join(reasons)})"

@@ -24,14 +24,16 @@ __all__ = ["Costs", "DeadlockError", "Event", "Run", "Timeline", "durations", "r
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """When everything in a graph happened, by number.
+    """When everything in a graph happened.
 
-    A transfer starts when its data is ready. `sequence` numbers everything in an order that no need contradicts, also
-    among things that happen at the same time.
+    start, end: by number. A transfer starts when its data is ready.
+    happened: the numbers in an order that no need contradicts, also among things that happen at the same time; passes
+    where they run, transfers where their data is ready. sequence: the place of each number in it.
     """
 
     start: list[float]
     end: list[float]
+    happened: list[int]
     sequence: list[int]
 
 
@@ -52,43 +54,63 @@ def time_order(order: Order, costs: Costs) -> Timeline:
 def durations(order: Order, graph: Graph, costs: Costs) -> list[float]:
     """How long everything in the graph of `order` takes, by number."""
     times = PassTimes(costs, order.placement)
-    passes = [times.of(item, device) for item, device in zip(graph.items, graph.device_of, strict=True)]
-    return passes + [costs.transfer_time(route.kind) for route, _, _ in graph.carried]
+    of_site: dict[int, float] = {}
+    takes = []
+    for item, site, device in zip(graph.items, graph.site, graph.device_of, strict=True):
+        duration = of_site.get(site)
+        if duration is None:
+            duration = of_site[site] = times.of(item, device)
+        takes.append(duration)
+    for route, numbers in graph.by_route():
+        takes += [costs.transfer_time(route.kind)] * len(numbers)
+    return takes
 
 
-def run(order: Order, graph: Graph, takes: Sequence[float]) -> Run:
-    """Time everything in the graph of `order`; `takes` has durations by number. Raises DeadlockError."""
-    passes, needs, feeds, device_of = len(graph.items), list(graph.needs), graph.feeds, graph.device_of
-    start, end = [0.0] * len(needs), [0.0] * len(needs)
-    sequence = [0] * len(needs)
-    count = 0
+def run(order: Order, graph: Graph, takes: Sequence[float], *, absent_is_done: bool = False) -> Run:
+    """Time everything in the graph of `order`; `takes` has durations by number. Raises DeadlockError.
+
+    With `absent_is_done` nobody waits for a pass that stands in no row.
+    """
+    passes = len(graph.items)
+    site, offset, waits, feeds = graph.site, graph.offset, graph.waits, graph.feeds
+    start, end = [0.0] * graph.size, [0.0] * graph.size
+    happened: list[int] = []
+    missing = [0] * passes + graph.producers(absent_is_done=absent_is_done)  # by number, producers that have not run
+    standing: dict[int, list[int]] = {}  # transfer -> devices whose next pass waits for it
     heads, free = graph.first[:-1], [0.0] * order.devices  # next pass of each device, and when the device is free
     waking = list(reversed(range(order.devices)))  # devices whose next pass may be ready
     while waking:
         device = waking.pop()
-        head, stop, clock = heads[device], graph.first[device + 1], free[device]
-        while head < stop and needs[head] == 0:
-            begin = start[head] = clock if clock > start[head] else start[head]
-            clock = end[head] = begin + takes[head]
-            sequence[head] = count
-            count += 1
-            for fed in feeds[head]:
-                start[fed] = clock if clock > start[fed] else start[fed]
-                needs[fed] -= 1
-                if fed < passes or needs[fed]:
-                    continue
-                # The transfer has all its data: it completes, and whoever waits for it may go on.
-                arrival = end[fed] = start[fed] + takes[fed]
-                sequence[fed] = count
-                count += 1
-                for waiting in feeds[fed]:
-                    start[waiting] = arrival if arrival > start[waiting] else start[waiting]
-                    needs[waiting] -= 1
-                    there = device_of[waiting]
-                    if needs[waiting] == 0 and there != device and heads[there] == waiting:
-                        waking.append(there)
+        clock, head = free[device], heads[device]
+        for number in range(head, graph.stop[device]):
+            here, microbatch = site[number], offset[number]
+            begin, awaited = clock, -1
+            for transfer in waits[here]:
+                if missing[transfer + microbatch] > 0:
+                    awaited = transfer + microbatch
+                    break
+                arrival = end[transfer + microbatch]
+                begin = arrival if arrival > begin else begin
+            if awaited >= 0:
+                standing.setdefault(awaited, []).append(device)
+                break
+            start[number] = begin
+            end[number] = clock = begin + takes[number]
+            happened.append(number)
             head += 1
+            for transfer in feeds[here]:
+                fed = transfer + microbatch
+                start[fed] = clock if clock > start[fed] else start[fed]
+                missing[fed] -= 1
+                if missing[fed] == 0:
+                    # It has all its data: it completes, and whoever waits for it may go on.
+                    end[fed] = start[fed] + takes[fed]
+                    happened.append(fed)
+                    waking += standing.pop(fed, ())
         heads[device], free[device] = head, clock
     if heads != graph.first[1:]:
         raise DeadlockError(order, [head - first for head, first in zip(heads, graph.first[:-1], strict=True)])
-    return Run(start, end, sequence)
+    sequence = [0] * graph.size
+    for place, number in enumerate(happened):
+        sequence[number] = place
+    return Run(start, end, happened, sequence)

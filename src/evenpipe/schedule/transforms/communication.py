@@ -10,9 +10,10 @@ serialises them; and a receive stands before the pass that runs while its data b
 from __future__ import annotations
 
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
+from evenpipe.schedule.dependencies import Route
 from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import Item
+from evenpipe.schedule.passes import HOP_KINDS, Item, Transfer
 from evenpipe.schedule.program import Program
 from evenpipe.schedule.timing import durations, run
 
@@ -23,27 +24,59 @@ def add_communication(order: Order, costs: Costs | None = None) -> Program:
     `costs` (equal ones by default) predict when passes end. Raises DeadlockError when the order cannot complete, and
     InputError when a cost is missing.
     """
-    graph = Graph.of(order)
-    times = run(order, graph, durations(order, graph, EQUAL_COSTS if costs is None else costs))
-    passes = len(graph.items)
-    rows: list[list[tuple[float, int, Item]]] = [
-        [(times.end[number], times.sequence[number], graph.items[number]) for number in range(start, stop)]
-        for start, stop in zip(graph.first, graph.first[1:], strict=False)
-    ]
-    for number, (route, microbatch, slice_) in enumerate(graph.carried, start=passes):
-        instant, sequence = times.start[number], times.sequence[number]
-        for device in route.members:
-            rows[device].append((instant, sequence, route.transfer(device, microbatch, slice_)))
-    for row in rows:
-        row.sort(key=_place)
-    return Program(
-        order.placement,
-        order.microbatches,
-        tuple(tuple(item for _, _, item in row) for row in rows),
-        order.barriers,
-        order.forward_only,
-    )
+    lowering = Lowering(order, costs)
+    rows = tuple(lowering.row(device) for device in range(order.devices))
+    return Program(order.placement, order.microbatches, rows, order.barriers, order.forward_only)
 
 
-def _place(placed: tuple[float, int, Item]) -> tuple[float, int]:
-    return placed[:2]
+class Lowering:
+    """An order that has been timed, from which any device's row of the program can be cut by itself.
+
+    Timing takes the whole order, a row only its own passes and transfers.
+    """
+
+    def __init__(self, order: Order, costs: Costs | None = None) -> None:
+        """Arguments and errors as for `add_communication`."""
+        self._graph = graph = Graph.of(order)
+        times = run(order, graph, durations(order, graph, EQUAL_COSTS if costs is None else costs))
+        passes = len(graph.items)
+        instants = times.end[:passes] + times.start[passes:]
+        self._place = [NOWHERE] * graph.size
+        """By number, the place in the one list that all rows are parts of."""
+        for place, number in enumerate(sorted(times.happened, key=instants.__getitem__)):
+            self._place[number] = place
+        self._complete = len(times.happened) == graph.size
+        self._routes: list[list[tuple[Route, range]]] = [[] for _ in range(order.devices)]
+        """Per device, the routes that it is a member of and the numbers of their transfers."""
+        for route, numbers in graph.by_route():
+            for device in route.members:
+                self._routes[device].append((route, numbers))
+        self._collectives: dict[int, list[Transfer]] = {}
+        """By the first number of a route: they look the same to all their members, who share them."""
+
+    def row(self, device: int) -> tuple[Item, ...]:
+        """What `device` runs and issues, in order."""
+        graph, place = self._graph, self._place
+        passes = range(graph.first[device], graph.first[device + 1])
+        items: dict[int, Item] = dict(zip(passes, graph.items[passes.start : passes.stop], strict=True))
+        for route, numbers in self._routes[device]:
+            items.update(zip(numbers, self._transfers(route, numbers, device), strict=True))
+        there = items if self._complete else [number for number in items if place[number] != NOWHERE]
+        return tuple([items[number] for number in sorted(there, key=place.__getitem__)])
+
+    def _transfers(self, route: Route, numbers: range, device: int) -> list[Transfer]:
+        """The transfers of a route as `device` issues them."""
+        shared = self._collectives.get(numbers.start)
+        if shared is None:
+            kind, stage = route.end(device)
+            carried = (self._graph.carried(number) for number in numbers)
+            shared = [
+                Transfer(kind, stage, microbatch, slice_, route.members, route.root, route.communicator)
+                for _, microbatch, slice_ in carried
+            ]
+            if route.kind not in HOP_KINDS:
+                self._collectives[numbers.start] = shared
+        return shared
+
+
+NOWHERE = -1

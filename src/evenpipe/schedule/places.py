@@ -1,0 +1,140 @@
+"""Where a row has everything, by kind and stage: lists over the microbatches, so that whole rows are compared at once.
+
+A row of passes, or of passes and transfers, is numbered through. What is an ordinary row is all in `at`; what is not
+(repeated, of a microbatch that is none, a slice, one of torch's sharding passes) is `odd`, and its users go the long
+way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import gt
+
+from .dependencies import Rule
+from .passes import ROLE, SHARDING_KINDS, Item, Kind, Pass, TransferKind, parts_of
+
+ABSENT = -1
+"""Where a list over the microbatches has no number."""
+
+ROOM = 8
+"""Entries of such lists per item of a row. A file that needs more is mostly holes, and everything in it is odd."""
+
+Numbers = list[int]
+"""By microbatch, or empty."""
+
+
+@dataclass(slots=True)
+class Places:
+    """Where one row has its items.
+
+    at: kind and stage -> number by microbatch, `ABSENT` for those that are not there; parts of a joint pass have its
+    number. Empty lists are of what is odd or joint.
+    joint: numbers of OVERLAP_F_B. odd: numbers of what is not in `at`.
+    """
+
+    at: dict[tuple[Kind | TransferKind, int | None], Numbers] = field(default_factory=dict)
+    joint: list[int] = field(default_factory=list)
+    odd: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, row: Sequence[Item | None], microbatches: int, first: int = 0) -> Places:
+        """Those of a row whose positions are numbered from `first`; idle slots have numbers and no place."""
+        places = cls()
+        at, room = places.at, ROOM * len(row) + 1024
+        for number, item in enumerate(row, first):
+            if item is None:
+                continue
+            key, microbatch = (item.kind, item.stage), item.microbatch
+            numbers = at.get(key)
+            if numbers is None:
+                listed = item.kind not in _UNLISTED and microbatches <= room
+                numbers = at[key] = [ABSENT] * microbatches if listed else []
+                room -= len(numbers)
+            if (
+                numbers
+                and microbatch is not None
+                and -1 < microbatch < microbatches
+                and numbers[microbatch] == ABSENT
+                and not item.slice
+            ):
+                numbers[microbatch] = number
+            elif item.kind is Kind.OVERLAP_F_B:
+                places.joint.append(number)
+            else:
+                places.odd.append(number)
+        for number in places.joint:
+            item = row[number - first]
+            assert isinstance(item, Pass)
+            for part in item.parts:
+                numbers = at.get((part.kind, part.stage))
+                if numbers is None and microbatches <= room:
+                    numbers = at[part.kind, part.stage] = [ABSENT] * microbatches
+                    room -= microbatches
+                i = part.microbatch
+                if numbers and i is not None and -1 < i < microbatches and numbers[i] == ABSENT and not part.slice:
+                    numbers[i] = number
+                else:
+                    places.odd.append(number)
+        return places
+
+    def complete(self, kind: Kind | TransferKind, stage: int | None) -> bool:
+        """Whether every microbatch has its place."""
+        numbers = self.at.get((kind, stage))
+        return numbers is not None and len(numbers) > 0 and ABSENT not in numbers
+
+    def of_role(self, kind: Kind, stage: int | None) -> Numbers | None:
+        """Numbers of a kind, or of what has its role: I where the row has no B. None where the row has both."""
+        if ROLE[kind] is not Kind.B:
+            return self.at.get((kind, stage))
+        whole, split = self.at.get((Kind.B, stage)), self.at.get((Kind.I, stage))
+        return None if whole and split else whole or split
+
+
+def unmet_in_row(
+    places: Places, row: Sequence[Item | None], first: int, rule: Callable[[Kind, int | None], Rule]
+) -> Iterator[tuple[int, Pass, int | None]]:
+    """Needs of passes that their own row does not meet: (number, pass, number of what it needs, None if nowhere).
+
+    A joint pass comes by the part that has the need. `row` is numbered from `first`, as `places` are; `rule` gives that
+    of a kind and stage on this device.
+    """
+    if not places.odd and all(
+        _met(places, numbers, rule(kind, stage))
+        for (kind, stage), numbers in places.at.items()
+        if numbers and isinstance(kind, Kind)
+    ):
+        return
+    where = {
+        (ROLE[part.kind], part.stage, part.microbatch, part.slice): number
+        for number, item in enumerate(row, first)
+        if isinstance(item, Pass)
+        for part in parts_of(item)
+    }
+    for number, item in enumerate(row, first):
+        for part in parts_of(item) if isinstance(item, Pass) else ():
+            needs = rule(part.kind, part.stage)
+            for kind, stage in needs.after:
+                there = where.get((ROLE[kind], stage, part.microbatch, part.slice))
+                if there is None or there > number:
+                    yield number, part, there
+            for kind, stage in needs.if_present:
+                there = where.get((kind, stage, part.microbatch, part.slice))
+                if there is not None and there > number:
+                    yield number, part, there
+
+
+def _met(places: Places, numbers: Numbers, rule: Rule) -> bool:
+    """Whether all that `numbers` need stands before them; False also where it has to be looked at one by one."""
+    for kind, stage in rule.after:
+        there = places.of_role(kind, stage)
+        if not there or ABSENT in there or any(map(gt, there, numbers)):
+            return False
+    for kind, stage in rule.if_present:
+        there = places.at.get((kind, stage))
+        if there and any(map(gt, there, numbers)):
+            return False
+    return True
+
+
+_UNLISTED = SHARDING_KINDS | {Kind.OVERLAP_F_B}
