@@ -20,7 +20,10 @@ from evenpipe.errors import InputError, RunError
 
 COMMANDS = {
     "train": "train a model: the main job",
+    "simulate": "how long a schedule takes, what waits for what, and what it holds in memory",
+    "draw": "the same as a picture: in the terminal, SVG, HTML or a Perfetto trace",
     "check": "is the schedule in a file sound?",
+    "search": "the best schedule there is, for small cases",
     "generate": "text from an exported model",
     "export": "from a checkpoint to a Hugging Face folder",
 }

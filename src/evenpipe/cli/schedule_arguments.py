@@ -20,6 +20,14 @@ work with the same bytes: with twice as many stages per device each has half. A 
 not cut: give it for the schedule with the most stages."""
 
 
+def schedules_help() -> str:
+    """Every schedule in one line."""
+    from evenpipe.schedule.registry import SCHEDULES, describe
+
+    lines = [f"  {name:12s}{describe(name)}" for name in SCHEDULES]
+    return "\n".join(["schedules:", *lines])
+
+
 def add_size(parser: argparse.ArgumentParser, *, required: bool) -> None:
     """Devices and microbatches."""
     known = "" if required else " (a file: as many as it has)"
@@ -60,10 +68,9 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
     add_memory_limit(parser, "stage activations that a device may hold, for schedules that plan by it")
     parser.add_argument(
         "--vocabulary",
-        metavar="MODE",
-        default="first-last",
-        help="first-last, redistribute, interlaced, vocab-1, vocab-2 or balanced (= vocab-2); several with commas"
-        " (default: %(default)s: no vocabulary passes, the output layer is part of the last stage)",
+        metavar="MODE,...",
+        help="first-last, redistribute, interlaced, vocab-1, vocab-2 or balanced (= vocab-2), one or several"
+        " (default: first-last, where the first and last stage hold the vocabulary layers; a file as it stands)",
     )
     add_costs(parser, "instead of equal ones")
 
@@ -72,6 +79,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
     """What the arguments of `add_cases` ask for, planned and simulated. Raises InputError."""
     from evenpipe.plan.cases import plan_cases
     from evenpipe.schedule import SCHEDULES
+    from evenpipe.schedule.files import read_costs
 
     names = [] if arguments.schedule is None else [arguments.schedule]
     for name in (arguments.compare or "").split(","):
@@ -82,8 +90,8 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         list(dict.fromkeys(names)),
         devices=arguments.devices,
         microbatches=arguments.microbatches,
-        vocabularies=[mode.strip() for mode in arguments.vocabulary.split(",")],
-        costs=arguments.costs,
+        vocabularies=[mode.strip() for mode in (arguments.vocabulary or "").split(",") if mode.strip()],
+        costs=None if arguments.costs is None else read_costs(arguments.costs),
         options=options(arguments),
     )
 

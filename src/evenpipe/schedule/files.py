@@ -35,6 +35,14 @@ def read_order(path: str | Path) -> Order:
     return schedule.order if isinstance(schedule, Program) else schedule
 
 
+def write_schedule(schedule: Order | Program, path: str | Path) -> None:
+    """Write a CSV file that `read_schedule` reads. Raises InputError where it cannot be written."""
+    try:
+        Path(path).write_text(schedule.to_csv(), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+
+
 def read_costs(path: str | Path) -> Costs:
     """The costs in a file: JSON when its name ends in .json, else TOML.
 

@@ -1,0 +1,70 @@
+"""`evenpipe search --devices P --microbatches M ...`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from evenpipe.cli.schedule_arguments import add_costs, add_json, add_memory_limit, add_size, numbers
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is searched, for how long, and where the result goes."""
+    add_size(parser, required=True)
+    parser.add_argument("--stages-per-device", metavar="V", type=int, help="1 is linear, more are looped (default: 1)")
+    parser.add_argument(
+        "--placement", metavar="WHICH", help="linear, looped, v, or the device of each stage such as 0,1,1,0"
+    )
+    parser.add_argument("--split-backward", action="store_true", help="I and W in the place of B")
+    parser.add_argument(
+        "--vocabulary",
+        metavar="MODE",
+        default="first-last",
+        help="first-last, vocab-1 or vocab-2 (default: %(default)s)",
+    )
+    add_costs(parser, "instead of equal ones")
+    add_memory_limit(parser, "stage activations that a device may hold: one number, or one per device")
+    parser.add_argument(
+        "--objective",
+        choices=("span", "makespan"),
+        default="span",
+        help="what is to be short: the longest time of any device, or the whole step (default: %(default)s)",
+    )
+    parser.add_argument("--seconds", metavar="N", type=float, default=30.0, help="at most (default: %(default)g)")
+    parser.add_argument("--workers", metavar="N", type=int, default=1, help="threads (default: %(default)s)")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the solver (default: %(default)s)")
+    parser.add_argument("-o", "--output", metavar="FILE.csv", type=Path, help="write the order")
+    add_json(parser)
+    parser.epilog = (
+        "Starts from the best named schedule and looks for a shorter order with OR-tools (pip install\n"
+        "'evenpipe[search]') until it has proved that there is none, or the time is up. For small cases: some hundred\n"
+        "passes. A search that ends by itself gives the same order every time.\n\n"
+        "exit codes: 0 an order, 1 no order fits the memory limit, 2 the input is wrong"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what was found and write it."""
+    from evenpipe.plan.search import problem_of, search
+    from evenpipe.schedule.files import read_costs, write_schedule
+
+    problem = problem_of(
+        devices=arguments.devices,
+        microbatches=arguments.microbatches,
+        stages_per_device=arguments.stages_per_device,
+        placement=arguments.placement,
+        split_backward=arguments.split_backward,
+        vocabulary=arguments.vocabulary,
+        costs=None if arguments.costs is None else read_costs(arguments.costs),
+        memory_limit=numbers("memory-limit", arguments.memory_limit),
+        objective=arguments.objective,
+    )
+    result = search(problem, seconds=arguments.seconds, workers=arguments.workers, seed=arguments.seed)
+    if result is None:
+        print(json.dumps({"possible": False}) if arguments.json else "no order fits the memory limit", flush=True)
+        return 1
+    if arguments.output is not None:
+        write_schedule(result.order, arguments.output)
+    print(json.dumps({"possible": True, **result.to_dict()}) if arguments.json else result.text(), flush=True)
+    return 0

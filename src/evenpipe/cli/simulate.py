@@ -1,0 +1,31 @@
+"""`evenpipe simulate --schedule NAME|FILE.csv ...`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from evenpipe.cli.schedule_arguments import COSTS, add_cases, add_json, cases, schedules_help
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to simulate."""
+    add_cases(parser)
+    add_json(parser)
+    parser.epilog = f"{schedules_help()}\n{COSTS}"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print figures: of one schedule in detail, of several in a table."""
+    planned = cases(arguments)
+
+    from evenpipe.plan import case_report
+
+    several = arguments.compare is not None or len(planned) > 1
+    if arguments.json:
+        print(json.dumps(case_report.to_dict(planned, arguments.costs, several=several)), flush=True)
+    elif several:
+        print(case_report.table(planned, arguments.costs), flush=True)
+    else:
+        print(case_report.summary(planned[0], arguments.costs), flush=True)
+    return 0

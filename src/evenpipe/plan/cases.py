@@ -1,0 +1,148 @@
+"""From what a user names to figures: schedules at one size, with costs, in vocabulary modes, each simulated.
+
+Several schedules are compared for one model: each device does the same work whichever schedule it follows, so costs per
+stage, which are those of the first schedule, are divided where another has more stages (`stage_costs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evenpipe.errors import InputError
+from evenpipe.schedule.check import check_order, check_program
+from evenpipe.schedule.costs import EQUAL_COSTS, Costs
+from evenpipe.schedule.files import read_schedule
+from evenpipe.schedule.order import Order
+from evenpipe.schedule.planning import plan_order, vocabulary_mode
+from evenpipe.schedule.program import Program
+from evenpipe.schedule.registry import generate, options_of
+from evenpipe.simulate import Simulation, simulate
+
+from .stage_costs import costs_for_stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One schedule in one vocabulary mode, and what came of it.
+
+    name: as the user wrote it. mode: None for a file that is taken as it stands. costs: those of its own stages.
+    """
+
+    name: str
+    mode: str | None
+    schedule: Order | Program
+    costs: Costs
+    simulation: Simulation
+
+    @property
+    def stages_per_device(self) -> int | None:
+        """None where devices hold different numbers of stages."""
+        placement = self.schedule.placement
+        counts = {len(placement.stages_of(device)) for device in range(placement.devices)}
+        return counts.pop() if len(counts) == 1 else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "schedule": self.name,
+            "vocabulary": self.mode,
+            "stages_per_device": self.stages_per_device,
+            "stage_device": list(self.schedule.placement.stage_device),
+            **self.simulation.to_dict(),
+        }
+
+
+def plan_cases(
+    names: Sequence[str],
+    *,
+    devices: int | None = None,
+    microbatches: int | None = None,
+    vocabularies: Sequence[str] = (),
+    costs: Costs | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> list[Case]:
+    """Every schedule of `names` (names, or CSV files, whose names end in .csv) in every mode of `vocabularies`.
+
+    devices, microbatches: those of the first file where not given. vocabularies: none takes named schedules without
+    vocabulary passes, and files as they stand. costs: equal ones by default. options: of the generators; with several
+    schedules each takes those that it has.
+
+    Raises InputError for names, sizes, options and files that are wrong, with every fault of a file that is not sound.
+    """
+    files = {name: _sound(name) for name in names if name.endswith(".csv")}
+    for schedule in files.values():
+        devices = schedule.devices if devices is None else devices
+        microbatches = schedule.microbatches if microbatches is None else microbatches
+    if devices is None or microbatches is None:
+        missing = "devices" if devices is None else "microbatches"
+        raise InputError(f"{missing}: not given, expected a whole number of at least 1")
+    modes = [vocabulary_mode(name) for name in vocabularies]
+    costs = EQUAL_COSTS if costs is None else costs
+    given = dict(options or {})
+    taken = {name: _options(name, given, alone=len(names) == 1) for name in names}
+    _refuse_unused(given, taken.values(), names)
+    stages = None
+    cases = []
+    for name in names:
+        base = files.get(name)
+        if base is None and len(names) > 1:
+            base = generate(name, devices, microbatches, **taken[name])
+        own_costs = costs
+        if base is not None:
+            _refuse_other_size(name, base, devices, microbatches)
+            stages = base.placement.stages if stages is None else stages
+            own_costs = costs_for_stages(costs, stages, base.placement.stages, f"schedule '{name}'")
+        for mode in dict.fromkeys(modes) if modes else [None if name in files else "first-last"]:
+            if mode is None:
+                schedule = files[name]
+            elif isinstance(file := files.get(name), Program):
+                schedule = _program_in_mode(name, file, mode, own_costs)
+            else:
+                schedule = plan_order(
+                    name if file is None else file, devices, microbatches, mode, own_costs, **taken[name]
+                )
+            simulation = simulate(schedule, own_costs)
+            cases.append(Case(name=name, mode=mode, schedule=schedule, costs=own_costs, simulation=simulation))
+    return cases
+
+
+def _sound(path: str) -> Order | Program:
+    schedule = read_schedule(path)
+    report = check_program(schedule) if isinstance(schedule, Program) else check_order(schedule)
+    try:
+        report.raise_if_faulty()
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    return schedule
+
+
+def _program_in_mode(name: str, program: Program, mode: str, costs: Costs) -> Program:
+    """A program has the passes that it has; another mode would need other transfers too."""
+    order = program.order
+    if plan_order(order, order.devices, order.microbatches, mode, costs) != order:
+        raise InputError(f"schedule '{name}' has transfers, so no passes can be added for vocabulary mode {mode}")
+    return program
+
+
+def _options(name: str, given: Mapping[str, Any], *, alone: bool) -> dict[str, Any]:
+    """The options that go to a schedule: all, for `generate` to refuse, or those that it has, among several."""
+    if name.endswith(".csv"):
+        return {}
+    return dict(given) if alone else {option: value for option, value in given.items() if option in options_of(name)}
+
+
+def _refuse_unused(given: Mapping[str, Any], taken: Iterable[Mapping[str, Any]], names: Sequence[str]) -> None:
+    used = {option for options in taken for option in options}
+    for option in given:
+        if option not in used:
+            raise InputError(f"{option} is given, but none of {', '.join(names)} has this option")
+
+
+def _refuse_other_size(name: str, schedule: Order | Program, devices: int, microbatches: int) -> None:
+    if (schedule.devices, schedule.microbatches) != (devices, microbatches):
+        raise InputError(
+            f"schedule '{name}' is for {schedule.devices} devices and {schedule.microbatches} microbatches, "
+            f"not {devices} and {microbatches}"
+        )

@@ -1,0 +1,77 @@
+"""What the schedules that have names reach in a case: where a search begins, and what it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from evenpipe.errors import InputError
+from evenpipe.schedule.order import Order
+from evenpipe.schedule.passes import Kind, Pass, parts_of
+from evenpipe.schedule.registry import SCHEDULES, generate, options_of
+from evenpipe.schedule.timeline import Timeline
+from evenpipe.schedule.timing import time_order
+from evenpipe.schedule.transforms.vocabulary import add_vocabulary
+
+from .optimal_order import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class NamedOrder:
+    """A named schedule as an answer to a problem. `value` is what the problem minimises."""
+
+    name: str
+    order: Order
+    timeline: Timeline
+    value: float
+
+
+def named_orders(problem: Problem) -> list[NamedOrder]:
+    """Every named schedule that has the passes of `problem` in its placement, within its memory; best first.
+
+    Where the backward is split, schedules that do not split it take part too, each B as I and W.
+    """
+    found = []
+    for name in SCHEDULES:
+        for base in _orders(name, problem):
+            order = _in_the_same_passes(base, problem)
+            if order is None:
+                continue
+            if problem.barriers:
+                order = add_vocabulary(order, problem.barriers, problem.costs)
+            timeline = time_order(order, problem.costs)
+            limits = problem.memory_limit or timeline.peak_in_flight
+            if all(peak <= limit for peak, limit in zip(timeline.peak_in_flight, limits, strict=True)):
+                found.append(NamedOrder(name, order, timeline, problem.value(timeline)))
+    return sorted(found, key=lambda one: one.value)
+
+
+def _orders(name: str, problem: Problem) -> Iterator[Order]:
+    """The order of a schedule in the problem's size and placement, if it has one there."""
+    placement = problem.placement
+    options: dict[str, object] = {"stages_per_device": placement.stages // placement.devices}
+    if problem.memory_limit is not None and "memory_limit" in options_of(name):
+        options["memory_limit"] = list(problem.memory_limit)
+    try:
+        order = generate(name, placement.devices, problem.microbatches, costs=problem.costs, **options)
+    except InputError:
+        return  # it has no order of this size, or within this memory
+    if order.placement == placement:
+        yield order
+
+
+def _in_the_same_passes(order: Order, problem: Problem) -> Order | None:
+    """`order` without compound passes, and with its backwards split if the problem's are; None where they cannot."""
+    rows = []
+    for device in range(order.devices):
+        row: list[Pass] = []
+        for item in order.passes(device):
+            for part in parts_of(item):
+                if part.kind in {Kind.I, Kind.W} and not problem.split_backward:
+                    return None
+                if part.kind is Kind.B and problem.split_backward:
+                    row += [Pass(Kind.I, part.stage, part.microbatch), Pass(Kind.W, part.stage, part.microbatch)]
+                else:
+                    row.append(part)
+        rows.append(tuple(row))
+    return Order(order.placement, order.microbatches, tuple(rows))

@@ -1,0 +1,236 @@
+"""Search for the best order of a small case: named schedules first, then the solver, then the proof.
+
+The result is timed by the event model (`schedule.timing`), in which transfers take time but do not wait for each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evenpipe.errors import InputError
+from evenpipe.schedule.check import check_order
+from evenpipe.schedule.check_limit import limits_per_device
+from evenpipe.schedule.costs import EQUAL_COSTS, Costs
+from evenpipe.schedule.order import Order
+from evenpipe.schedule.placement import Placement
+from evenpipe.schedule.planning import vocabulary_mode
+from evenpipe.schedule.timeline import Timeline
+from evenpipe.schedule.timing import time_order
+from evenpipe.simulate import best_bound
+
+from .named_orders import NamedOrder, named_orders
+from .optimal_order import Problem, Solution, solve
+
+BARRIERS = {"first-last": 0, "redistribute": 0, "vocab-1": 2, "vocab-2": 1}
+"""Modes that can be searched; in the interlaced one S and T leave no choice."""
+
+EXACT, ROUNDED = 1e-9, 1e-4
+"""Distance to the bound at which an order counts as best, relative; the second where the solver had to round times."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The best order known, and how good it can be at most.
+
+    source: "search", or the name of the schedule that nothing shorter was found than. value: what was minimised. bound:
+    no order is below. proved: the order is best. named: what the named schedules reach, best first.
+    """
+
+    problem: Problem
+    order: Order
+    timeline: Timeline
+    source: str
+    value: float
+    bound: float
+    proved: bool
+    named: tuple[NamedOrder, ...]
+
+    @property
+    def gap(self) -> float:
+        """How far above the bound, relative to it."""
+        return self.value / self.bound - 1 if self.bound else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        timeline = self.timeline
+        return {
+            "objective": self.problem.objective,
+            "value": self.value,
+            "bound": self.bound,
+            "gap": self.gap,
+            "proved": self.proved,
+            "source": self.source,
+            "named": [{"schedule": one.name, "value": one.value} for one in self.named],
+            "devices": timeline.devices,
+            "microbatches": self.problem.microbatches,
+            "stage_device": list(self.problem.placement.stage_device),
+            "span": timeline.span,
+            "makespan": timeline.makespan,
+            "skew": timeline.skew,
+            "bubble": timeline.bubble,
+            "bubble_rate": timeline.bubble_rate,
+            "busy": list(timeline.busy),
+            "peak_in_flight": list(timeline.peak_in_flight),
+        }
+
+    def text(self) -> str:
+        """For people."""
+        what = self.problem.objective
+        if self.proved:
+            verdict = f"{what} {self.value:g}: no order is shorter"
+        else:
+            verdict = (
+                f"{what} {self.value:g}: no order is below {self.bound:g}, so at most {100 * self.gap:.1f} % is left"
+            )
+        who = "found by search" if self.source == "search" else f"'{self.source}' as it is; nothing shorter was found"
+        lines = [verdict, f"order: {who}"]
+        if self.named:
+            best, *others = self.named
+            ranks = [
+                f"{one.name} {one.value:g} (+{100 * (one.value / self.value - 1):.1f} %)" for one in [best, *others]
+            ]
+            lines.append("named schedules with these passes: " + ", ".join(ranks))
+        else:
+            lines.append("no named schedule has these passes in this placement and memory")
+        lines.append(f"bubble {self.timeline.bubble:g}, {100 * self.timeline.bubble_rate:.1f} % of the span")
+        lines.append(
+            f"most stage activations in flight, per device: {' '.join(map(str, self.timeline.peak_in_flight))}"
+        )
+        return "\n".join(lines)
+
+
+def search(problem: Problem, *, seconds: float = 30.0, workers: int = 1, seed: int = 0) -> SearchResult | None:
+    """The shortest order within the limits of `problem` that can be found in `seconds`; None when none fits.
+
+    Starts from the best named schedule, so it is never worse. Raises InputError as `solve` does.
+    """
+    named = named_orders(problem)
+    best = named[0] if named else None
+    bound = lower_bound(problem)
+    if best is not None and best.value <= bound * (1 + EXACT):
+        return _result(problem, best.order, best.name, named, (bound, EXACT))
+    solution: Solution = solve(
+        problem, hint=best.order if best else None, bound=bound, seconds=seconds, workers=workers, seed=seed
+    )
+    if solution.impossible:
+        return None
+    if solution.order is None and best is None:
+        raise InputError(
+            f"search found no order within {seconds:g} seconds; give it more time or a higher memory limit"
+        )
+    order, source = (best.order, best.name) if best else (None, "")
+    if solution.order is not None:
+        report = check_order(solution.order)
+        assert report.ok, f"the solver's order is not sound: {report.faults[0]}"
+        value = problem.value(time_order(solution.order, problem.costs))
+        if best is None or value < best.value * (1 - EXACT):
+            order, source = solution.order, "search"
+    assert order is not None
+    return _result(problem, order, source, named, (solution.bound, EXACT if solution.exact else ROUNDED))
+
+
+def lower_bound(problem: Problem) -> float:
+    """What no order of `problem` is below, without a search.
+
+    The bound for V schedules of arXiv 2405.15362 has no proof that we know of, so a proof here does not rest on it.
+    """
+    bounds = [
+        best_bound(
+            problem.placement,
+            problem.microbatches,
+            problem.costs,
+            of=problem.objective,
+            split=problem.split_backward,
+            barriers=problem.barriers,
+            memory_limit=limit,
+        )
+        for limit in (None, problem.memory_limit)
+    ]
+    return max(bound.value for bound in bounds if bound.name != "V")
+
+
+def _result(
+    problem: Problem, order: Order, source: str, named: list[NamedOrder], bounded: tuple[float, float]
+) -> SearchResult:
+    """`bounded`: the lower bound, and the relative distance to it at which an order counts as best."""
+    bound, tolerance = bounded
+    timeline = time_order(order, problem.costs)
+    value = problem.value(timeline)
+    return SearchResult(
+        problem=problem,
+        order=order,
+        timeline=timeline,
+        source=source,
+        value=value,
+        bound=min(bound, value),
+        proved=value <= bound * (1 + tolerance),
+        named=tuple(named),
+    )
+
+
+def problem_of(
+    *,
+    devices: int,
+    microbatches: int,
+    stages_per_device: int | None = None,
+    placement: str | None = None,
+    split_backward: bool = False,
+    vocabulary: str = "first-last",
+    costs: Costs | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    objective: str = "span",
+) -> Problem:
+    """The problem in a user's words; costs are equal by default. Raises InputError for what cannot be."""
+    for name, value in (
+        ("devices", devices),
+        ("microbatches", microbatches),
+        ("stages_per_device", 1 if stages_per_device is None else stages_per_device),
+    ):
+        if value < 1:
+            raise InputError(f"{name} must be a whole number of at least 1, not {value}")
+    mode = vocabulary_mode(vocabulary)
+    if mode not in BARRIERS:
+        raise InputError(f"search knows the vocabulary modes {', '.join(BARRIERS)}, not {mode}")
+    if placement is None:
+        placement = "linear" if stages_per_device in (None, 1) else "looped"
+    limits = None
+    if memory_limit is not None:
+        limits = tuple(math.floor(limit) for limit in limits_per_device(memory_limit, devices))
+    return Problem(
+        placement=placement_of(placement, devices, stages_per_device),
+        microbatches=microbatches,
+        costs=EQUAL_COSTS if costs is None else costs,
+        barriers=BARRIERS[mode],
+        split_backward=split_backward,
+        memory_limit=limits,
+        objective=objective,
+    )
+
+
+def placement_of(text: str, devices: int, stages_per_device: int | None) -> Placement:
+    """The placement that a user names: linear, looped, v, or the device of each stage as in 0,1,1,0.
+
+    Raises InputError for anything else, and where it does not fit the numbers.
+    """
+    count = stages_per_device
+    if text == "linear" and count in (None, 1):
+        return Placement.linear(devices)
+    if text == "looped":
+        return Placement.looped(devices, 2 if count is None else count)
+    if text == "v" and count in (None, 2):
+        return Placement.v_shape(devices)
+    if text in ("linear", "v"):
+        has = "1 stage" if text == "linear" else "2 stages"
+        raise InputError(f"placement '{text}' has {has} per device, not {count}")
+    try:
+        stage_device = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise InputError(
+            f"placement is '{text}', expected linear, looped, v, or the device of each stage such as 0,1,1,0"
+        ) from None
+    if count is not None and len(stage_device) != count * devices:
+        raise InputError(f"placement '{text}' has {len(stage_device)} stages, not {count} on each of {devices} devices")
+    return Placement(devices, stage_device)

@@ -1,0 +1,46 @@
+"""The costs of the same model cut into another number of stages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from evenpipe.errors import InputError
+from evenpipe.schedule.costs import Cost, Costs
+
+PER_STAGE = ("F", "B", "I", "W", "R", "O", "L", "bytes")
+
+
+def costs_for_stages(costs: Costs, stages: int, wanted: int, who: str = "the schedule") -> Costs:
+    """`costs`, which are for `stages` stages, for `wanted` stages that do the same work in all.
+
+    A number is divided evenly. A list, one number per stage, is added up when each new stage is made of whole old ones;
+    it says nothing of parts of a stage, so InputError is raised otherwise, which calls the schedule `who`. What does
+    not belong to stages stays.
+    """
+    if stages == wanted:
+        return costs
+
+    def cut(name: str, value: Cost) -> Cost:
+        if not isinstance(value, tuple):
+            return value * stages / wanted
+        if len(value) != stages:
+            raise InputError(
+                f"costs: {name} has {len(value)} numbers for {stages} stages; give one number, or {stages}"
+            )
+        if stages % wanted:
+            raise InputError(
+                f"costs: {name} is a list for {stages} stages, but {who} has {wanted}; give one number, or compare with"
+                " the schedule that has the most stages as the first"
+            )
+        share = stages // wanted
+        return tuple(sum(value[stage * share : (stage + 1) * share]) for stage in range(wanted))
+
+    changed: dict[str, Any] = {
+        name: cut(name, value) for name in PER_STAGE if (value := getattr(costs, name)) is not None
+    }
+    if costs.memory is not None:
+        changed["memory"] = {
+            name: cut(f"memory.{name}", value) if name in PER_STAGE else value for name, value in costs.memory.items()
+        }
+    return replace(costs, **changed)

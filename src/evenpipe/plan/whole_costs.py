@@ -1,0 +1,73 @@
+"""Costs in whole numbers, for solvers that count.
+
+Times with few digits become whole numbers exactly: 0.4 and 1 become 2 and 5, in units of 0.2. Where no unit of at most
+a millionth fits all of them, each time is rounded *down* to a millionth of the longest one: what is then impossible is
+impossible with the true times too, so lower bounds hold, and an order that is found is timed again with the true ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from evenpipe.schedule.costs import Cost, Costs
+from evenpipe.schedule.passes import TransferKind
+
+RESOLUTION = 10**6
+"""Times are rounded to no coarser than this part of the longest one."""
+
+_CARRIES = {
+    "broadcast": TransferKind.X,
+    "statistics": TransferKind.STATISTICS,
+    "reduce": TransferKind.DX,
+    "embedding": TransferKind.ROWS,
+}
+KINDS = ("F", "B", "I", "W", "S", "C", "T", "E", "G")
+
+
+@dataclass(frozen=True, slots=True)
+class WholeCosts:
+    """`costs` with whole numbers in the place of times; one of them is `unit` of the caller's. `exact`: none was
+    rounded."""
+
+    costs: Costs
+    unit: float
+    exact: bool
+
+    @classmethod
+    def of(cls, costs: Costs) -> WholeCosts:
+        """Those nearest to `costs` from below."""
+        collectives = {name: costs.transfer_time(kind) for name, kind in _CARRIES.items()}
+        costs = replace(costs, p2p=costs.transfer_time(TransferKind.SEND_F), collectives=collectives, links={})
+        # The digits that a person writes, not those of the binary number: 0.4 is 2/5.
+        times = [Fraction(repr(time)) for time in _times(costs) if time > 0]
+        if not times:
+            return cls(costs, 1.0, True)
+        scale = Fraction(math.lcm(*(time.denominator for time in times)))
+        scale /= math.gcd(*(int(time * scale) for time in times))
+        exact = max(times) * scale <= RESOLUTION
+        if not exact:
+            scale = RESOLUTION / max(times)
+
+        def whole(time: float) -> float:
+            return float(math.floor(Fraction(repr(time)) * scale))
+
+        kinds = {name: _each(getattr(costs, name), whole) for name in KINDS}
+        collectives = {name: whole(time) for name, time in collectives.items()}
+        scaled = replace(costs, **kinds, p2p=whole(costs.p2p), collectives=collectives)  # type: ignore[arg-type]
+        return cls(scaled, float(1 / scale), exact)
+
+
+def _times(costs: Costs) -> Iterator[float]:
+    for name in KINDS:
+        value: Cost | None = getattr(costs, name)
+        if value is not None:
+            yield from value if isinstance(value, tuple) else (value,)
+    yield costs.p2p
+    yield from costs.collectives.values()
+
+
+def _each(value: Cost | None, change: Callable[[float], float]) -> Cost | None:
+    return tuple(map(change, value)) if isinstance(value, tuple) else None if value is None else change(value)
