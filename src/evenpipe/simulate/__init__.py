@@ -1,11 +1,12 @@
 """The full model of a step: transfers that queue, copies beside compute, memory over time, and the critical path.
 
-`simulate` runs a program, or an order, and returns a `Simulation`.
+`simulate` runs a program, or an order, and returns a `Simulation`. `best_bound` says what no order can beat.
 """
 
 from __future__ import annotations
 
+from .bounds import Bound, best_bound
 from .critical_path import CriticalPath
 from .simulation import Simulation, simulate
 
-__all__ = ["CriticalPath", "Simulation", "simulate"]
+__all__ = ["Bound", "CriticalPath", "Simulation", "best_bound", "simulate"]

@@ -47,12 +47,12 @@ class CriticalPath:
             sums[key] = sums.get(key, 0.0) + step.end - step.start
         return sums
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, devices: int) -> dict[str, Any]:
         """The sums, and how many steps there are."""
         return {
             "steps": len(self.steps),
             "by_kind": self.by_kind,
-            "by_device": {str(device): time for device, time in sorted(self.by_device.items())},
+            "by_device": [self.by_device.get(device, 0.0) for device in range(devices)],
             "by_resource": self.by_resource,
         }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from evenpipe.schedule import Costs, Order, Program, Timeline, add_communication, check_program
 
+from .bounds import Bound, program_bounds
 from .critical_path import CriticalPath, critical_path
 from .loop import TRANSFER, Loop
 from .memory import memory_curves
@@ -50,9 +51,11 @@ class Simulation:
         return self.timeline.bubble_rate
 
     @cached_property
-    def bounds(self) -> dict[str, Any]:
-        """The best lower bounds on span and makespan of any order with the same passes, and why they hold."""
-        return {}
+    def bounds(self) -> dict[str, Bound]:
+        """The best lower bounds on "span" and "makespan": no order with the same kinds of pass, on whose devices no
+        more stage activations are in flight than here, is shorter. Where activations are copied to the host, memory
+        sets no bound."""
+        return program_bounds(self.program, self.costs, self.timeline.peak_in_flight)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything that can be said in numbers, for JSON. Lists are per device."""
@@ -72,8 +75,8 @@ class Simulation:
             "slowed": list(self.slowed),
             "peak_in_flight": list(timeline.peak_in_flight),
             "peak_bytes": None if timeline.peak_bytes is None else list(timeline.peak_bytes),
-            "critical_path": self.critical_path.to_dict(),
-            "bounds": self.bounds,
+            "critical_path": self.critical_path.to_dict(timeline.devices),
+            "bounds": {of: bound.to_dict() for of, bound in self.bounds.items()},
         }
 
 
@@ -111,7 +114,7 @@ def _idle(work: Work, loop: Loop, makespan: float) -> tuple[tuple[dict[str, floa
                 what = (work.items[who].kind if who >= 0 else work.route_of[~who].end(device)[0]).value
                 waits[what] = waits.get(what, 0.0) + loop.start[n] - clock
             clock = loop.end[n]
-            lost += max(0.0, clock - loop.start[n] - work.takes[n])
+            lost += (clock - loop.start[n] - work.takes[n]) if loop.slowdown > 1 else 0.0
         if makespan > clock:
             waits[END] = makespan - clock
         waiting.append(waits)

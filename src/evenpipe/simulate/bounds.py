@@ -1,0 +1,233 @@
+"""Lower bounds: what no order of the same passes can beat, however its devices arrange them.
+
+All of them hold for any order with the given placement, microbatches, kinds of pass and costs, in the event model and
+in the full one, which only adds waiting. Each is a few lines of proof, below; `best_bound` takes the largest.
+
+work        A device runs all its passes within its span.
+one device  Take any passes of one device d. If each starts at least h after the first pass of device e (because a
+            chain of its own microbatch leads from e to it), and each is followed by a chain of at least t that ends on
+            e, then e spans h + (their time) + t. With d = e, h = t = 0 it is the work bound; with e = all devices it
+            bounds the makespan. The best choice of passes is all whose chains are at least h and t, for some h and t
+            (Carlier, The one-machine sequencing problem, EJOR 11, 1982).
+rounds      (memory) If a device holds at most k activations of a stage, the (j+k)-th F of that stage starts after the
+            j-th release. Of the first j microbatches released one started its F as the j-th or later, so the j-th
+            release ends a lifespan L after the start of the j-th F, where L is the longest chain from F to release.
+            With m = q k + r and 1 <= r <= k: q L, and then the r others, which is "one device" for r microbatches.
+area        (memory) A device that holds at most k activations in all, each for at least its lifespan, spans at least
+            m (sum of the lifespans of its stages) / k.
+V           (memory) Unit times, V placement, split backward, transfers without time, m >= 2 p, at most k stage
+            activations on every device: a span of at least 6 m + 6 p - 3 k - 1 (arXiv 2405.15362, figure 13). Not
+            proved here; V-Half meets it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from evenpipe.errors import InputError
+from evenpipe.schedule import Costs, Kind, Pass, Placement, Program, parts_of
+
+from .microbatch import UNREACHED, Microbatch
+
+MOST_DEVICES = 16
+"""Devices e that "one device" is tried with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """No order is shorter than `value`: `name` of the argument, and `why` in a sentence."""
+
+    value: float
+    name: str
+    why: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"value": self.value, "name": self.name, "why": self.why}
+
+
+def best_bound(
+    placement: Placement,
+    microbatches: int,
+    costs: Costs,
+    *,
+    of: str = "makespan",
+    split: bool = False,
+    barriers: int = 0,
+    forward_only: bool = False,
+    memory_limit: float | Sequence[float] | None = None,
+) -> Bound:
+    """The largest lower bound known on the span or makespan (`of`) of any such order.
+
+    split: whether backwards are I and W, or B. barriers, forward_only: as in `Order`. memory_limit: the most stage
+    activations that a device may hold from F to B or W, one number or one per device.
+
+    Raises InputError when a kind has no time, and for a limit below 1.
+    """
+    if of not in ("span", "makespan"):
+        raise InputError(f"of must be 'span' or 'makespan', not {of!r}")
+    graph = Microbatch.of(placement, costs, split=split, barriers=barriers, forward_only=forward_only)
+    limits = _limits(placement, memory_limit)
+    found = list(_free(placement, microbatches, graph, of))
+    if limits and not forward_only:
+        found += _rounds(placement, microbatches, graph, limits, of)
+        found += _area(placement, microbatches, graph, limits)
+        found += _v_shape(placement, microbatches, graph, limits, split)
+    return max(found, key=lambda bound: bound.value)
+
+
+def program_bounds(program: Program, costs: Costs, peak_in_flight: Sequence[int]) -> dict[str, Bound]:
+    """The best bounds on "span" and "makespan" of any order with the kinds of pass that `program` has, and whose
+    devices hold no more stage activations than `peak_in_flight`."""
+    passes = [part for row in program.rows for item in row if isinstance(item, Pass) for part in parts_of(item)]
+    kinds = {part.kind for part in passes}
+    split = Kind.I in kinds
+    if split and Kind.B in kinds:
+        costs = _either_backward(costs, program)
+    limits = None if kinds & {Kind.O, Kind.L} or program.forward_only else [max(1, peak) for peak in peak_in_flight]
+    microbatches = len({(part.microbatch, part.slice) for part in passes if part.kind is Kind.F})
+    return {
+        of: best_bound(
+            program.placement,
+            microbatches,
+            costs,
+            of=of,
+            split=split,
+            barriers=program.barriers,
+            forward_only=program.forward_only,
+            memory_limit=limits,
+        )
+        for of in ("span", "makespan")
+    }
+
+
+def _either_backward(costs: Costs, program: Program) -> Costs:
+    """Times of I and W that a whole backward takes at least, too, for an order that has both."""
+    times = costs.stage_times(program.placement)
+    whole, inputs, weights = times[Kind.B], times[Kind.I], times[Kind.W]
+    assert whole is not None and inputs is not None and weights is not None
+    least = [min(i, b) for i, b in zip(inputs, whole, strict=True)]
+    rest = [min(w, b - i) for w, b, i in zip(weights, whole, least, strict=True)]
+    return replace(costs, I=tuple(least), W=tuple(rest))
+
+
+def _limits(placement: Placement, limit: float | Sequence[float] | None) -> tuple[float, ...]:
+    if limit is None:
+        return ()
+    limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * placement.devices
+    if len(limits) != placement.devices:
+        raise InputError(
+            f"memory_limit has {len(limits)} numbers for {placement.devices} devices; give one, or as many"
+        )
+    for value in limits:
+        if not value >= 1:
+            raise InputError(f"memory_limit must be at least 1 stage activation, not {value!r}")
+    return limits
+
+
+def _free(placement: Placement, microbatches: int, graph: Microbatch, of: str) -> Iterator[Bound]:
+    """Bounds without a memory limit."""
+    work = graph.work(placement.devices)
+    busiest = max(range(placement.devices), key=work.__getitem__)
+    value = work[busiest] * microbatches
+    yield Bound(value, "work", f"device {busiest} has {value:g} of work")
+    for reference in _references(placement, work, of):
+        before, behind = _ways(graph, reference)
+        whose = "the step" if reference is None else f"device {reference}"
+        yield max(
+            (
+                Bound(
+                    value,
+                    "one device",
+                    f"{whose} lasts {head:g} before, {time:g} in and {tail:g} behind passes of device {device}",
+                )
+                for device in range(placement.devices)
+                for value, head, time, tail in [_one_device(graph, device, microbatches, before, behind)]
+            ),
+            key=lambda bound: bound.value,
+        )
+
+
+def _ways(graph: Microbatch, reference: int | None) -> tuple[list[float], list[float]]:
+    """Longest ways to each node from passes of a device, and from it to their ends; None for all devices."""
+    nodes = [node for node, device in enumerate(graph.device) if device >= 0 and reference in (device, None)]
+    return graph.before(nodes), graph.behind(nodes)
+
+
+def _references(placement: Placement, work: list[float], of: str) -> list[int | None]:
+    """Devices e for "one device"; None for all."""
+    if of == "makespan":
+        return [None]
+    step = max(1, placement.devices // MOST_DEVICES)
+    busiest = max(range(placement.devices), key=work.__getitem__)
+    return sorted({placement.first_device, placement.last_device, busiest, *range(0, placement.devices, step)})
+
+
+def _one_device(
+    graph: Microbatch, device: int, microbatches: int, before: list[float], behind: list[float]
+) -> tuple[float, float, float, float]:
+    """The largest head + time + tail over sets of passes of `device`, and the three."""
+    nodes = [
+        (before[node], behind[node], graph.takes[node] * microbatches)
+        for node, holder in enumerate(graph.device)
+        if holder == device and before[node] > UNREACHED and behind[node] > UNREACHED
+    ]
+    best = (0.0, 0.0, 0.0, 0.0)
+    nodes.sort(key=lambda node: -node[1])
+    for least in {head for head, _, _ in nodes}:
+        time = 0.0
+        for head, tail, takes in nodes:  # by falling tail: each prefix is a choice
+            if head >= least:
+                time += takes
+                best = max(best, (least + time + tail, least, time, tail))
+    return best
+
+
+def _rounds(
+    placement: Placement, microbatches: int, graph: Microbatch, limits: tuple[float, ...], of: str
+) -> Iterator[Bound]:
+    ends = {device: _ways(graph, device) for device in {placement.first_device, placement.last_device}}
+    whole = _ways(graph, None)
+    for stage, device in enumerate(placement.stage_device):
+        forward, release = graph.forward[stage], graph.release[stage]
+        before, behind = graph.before([forward]), graph.behind([release])
+        lifespan = before[release] + graph.takes[release]
+        most = math.floor(limits[device])
+        rounds, rest = divmod(microbatches - 1, most)
+        last = max(_one_device(graph, other, rest + 1, before, behind)[0] for other in range(placement.devices))
+        # What comes before the first of these forwards, and behind the last of these releases.
+        around = [head[forward] + tail[release] for head, tail in ([whole] if of == "makespan" else ends.values())]
+        yield Bound(
+            rounds * lifespan + max(last, lifespan) + max(0.0, *around),
+            "rounds",
+            f"device {device} holds at most {most} activations of stage {stage}, each for at least {lifespan:g}",
+        )
+
+
+def _area(placement: Placement, microbatches: int, graph: Microbatch, limits: tuple[float, ...]) -> Iterator[Bound]:
+    lifespans = [0.0] * placement.devices
+    for stage, device in enumerate(placement.stage_device):
+        release = graph.release[stage]
+        lifespans[device] += graph.before([graph.forward[stage]])[release] + graph.takes[release]
+    for device, lifespan in enumerate(lifespans):
+        yield Bound(
+            lifespan * microbatches / limits[device],
+            "area",
+            f"device {device} holds at most {limits[device]:g} activations, and each microbatch's for {lifespan:g}",
+        )
+
+
+def _v_shape(
+    placement: Placement, microbatches: int, graph: Microbatch, limits: tuple[float, ...], split: bool
+) -> Iterator[Bound]:
+    unit = graph.takes[graph.forward[0]]
+    passes = {graph.takes[node] for node, device in enumerate(graph.device) if device >= 0}
+    transfers = any(graph.takes[node] for node, device in enumerate(graph.device) if device < 0)
+    p = placement.devices
+    if split and placement == Placement.v_shape(p) and passes == {unit} and not transfers and microbatches >= 2 * p:
+        most = math.floor(max(limits))
+        value = (6 * microbatches + 6 * p - 3 * most - 1) * unit
+        yield Bound(value, "V", f"V schedules with a peak of {most} stage activations (2405.15362)")

@@ -1,0 +1,144 @@
+"""What one microbatch runs through: its passes and transfers with their times, and the longest ways between them.
+
+Every microbatch of a step has the same passes, so this small graph is all that lower bounds need.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from evenpipe.errors import InputError
+from evenpipe.schedule import Costs, Dependencies, Kind, Placement
+from evenpipe.schedule.flows import vocabulary_kinds
+
+UNREACHED = -math.inf
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """The graph of one microbatch. Nodes are numbered so that each stands behind all that it needs.
+
+    By node: `takes`, its time; `device`, -1 for a transfer; `needs`, the nodes directly before it.
+    forward, backward, release: node by stage of F, of B or I, and of what releases the activation, B or W; the last two
+    are empty for an order that only evaluates.
+    """
+
+    takes: list[float]
+    device: list[int]
+    needs: list[list[int]]
+    forward: list[int]
+    backward: list[int]
+    release: list[int]
+
+    @classmethod
+    def of(
+        cls, placement: Placement, costs: Costs, *, split: bool = False, barriers: int = 0, forward_only: bool = False
+    ) -> Microbatch:
+        """With `split` backwards are I and W, else B. Raises InputError when a kind has no time."""
+        return _build(placement, costs, split, barriers, forward_only)
+
+    def work(self, devices: int) -> list[float]:
+        """Time in passes, per device."""
+        total = [0.0] * devices
+        for node, device in enumerate(self.device):
+            if device >= 0:
+                total[device] += self.takes[node]
+        return total
+
+    def before(self, sources: Collection[int]) -> list[float]:
+        """Per node the longest way to its start from the start of one of `sources`; UNREACHED where there is none."""
+        longest = [UNREACHED] * len(self.takes)
+        for node in sources:
+            longest[node] = 0.0
+        for node, needs in enumerate(self.needs):
+            for earlier in needs:
+                longest[node] = max(longest[node], longest[earlier] + self.takes[earlier])
+        return longest
+
+    def behind(self, targets: Collection[int]) -> list[float]:
+        """Per node the longest way from its end to the end of one of `targets`; UNREACHED where there is none."""
+        longest = [UNREACHED] * len(self.takes)
+        for node in targets:
+            longest[node] = 0.0
+        for node in reversed(range(len(self.takes))):
+            for earlier in self.needs[node]:
+                longest[earlier] = max(longest[earlier], longest[node] + self.takes[node])
+        return longest
+
+
+Name = tuple[int, Kind, int | None]
+"""Device, kind (B for I) and stage."""
+
+
+def _build(placement: Placement, costs: Costs, split: bool, barriers: int, forward_only: bool) -> Microbatch:
+    dependencies = Dependencies(placement, barriers, forward_only)
+    stage_times, device_times = costs.stage_times(placement), costs.device_times(placement)
+    takes: list[float] = []
+    device_of: list[int] = []
+    names: dict[Name, int] = {}
+
+    def add(device: int, kind: Kind, stage: int | None, time: tuple[float, ...] | None, where: int) -> int:
+        if time is None:
+            raise InputError(f"costs: {kind.value} is missing, but a lower bound needs it; give a number or a list")
+        role = Kind.B if kind is Kind.I else kind
+        names[device, role, stage] = len(takes)
+        takes.append(time[where])
+        device_of.append(device)
+        return len(takes) - 1
+
+    forward, backward, release = [], [], []
+    for stage, device in enumerate(placement.stage_device):
+        forward.append(add(device, Kind.F, stage, stage_times[Kind.F], stage))
+        if not forward_only:
+            kind = Kind.I if split else Kind.B
+            backward.append(add(device, kind, stage, stage_times[kind], stage))
+            release.append(add(device, Kind.W, stage, stage_times[Kind.W], stage) if split else backward[-1])
+    for kind in sorted(vocabulary_kinds(barriers, forward_only)):
+        for device in range(placement.devices):
+            add(device, kind, None, device_times[kind], device)
+    routes = range(len(takes), len(takes) + len(dependencies.routes))
+    for route in dependencies.routes:
+        takes.append(costs.transfer_time(route.kind, route.communicator))
+        device_of.append(-1)
+    needs: list[list[int]] = [[] for _ in takes]
+    for (device, kind, of), node in names.items():
+        rule = dependencies.rule(device, kind, of)
+        needs[node] += [names[name] for what in rule.after if (name := (device, *what)) in names]
+        if kind is Kind.W:
+            needs[node].append(names[device, Kind.B, of])
+        needs[node] += [routes[route.number] for route in rule.waits]
+        for route in rule.feeds:
+            needs[routes[route.number]].append(node)
+    rank = _ranks(needs)
+    ranked = sorted(range(len(takes)), key=rank.__getitem__)
+    return Microbatch(
+        [takes[node] for node in ranked],
+        [device_of[node] for node in ranked],
+        [[rank[earlier] for earlier in needs[node]] for node in ranked],
+        *([rank[node] for node in nodes] for nodes in (forward, backward, release)),
+    )
+
+
+def _ranks(needs: list[list[int]]) -> list[int]:
+    """A number for each node, above those of the nodes that it needs."""
+    missing = [len(earlier) for earlier in needs]
+    feeds: list[list[int]] = [[] for _ in needs]
+    for node, earlier in enumerate(needs):
+        for before in earlier:
+            feeds[before].append(node)
+    rank = [0] * len(needs)
+    ready = deque(node for node, count in enumerate(missing) if not count)
+    count = 0
+    while ready:
+        node = ready.popleft()
+        rank[node] = count
+        count += 1
+        for later in feeds[node]:
+            missing[later] -= 1
+            if not missing[later]:
+                ready.append(later)
+    assert count == len(needs), "the passes of a microbatch need each other in a circle"
+    return rank
