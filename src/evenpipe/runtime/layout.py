@@ -14,6 +14,7 @@ from evenpipe.schedule import (
     Program,
     Schedule,
     evaluation_program,
+    generate,
     plan_program,
     vocabulary_mode,
 )
@@ -78,18 +79,16 @@ def build_layout(
         InputError: an unknown name, more devices than layers, or a split that does not add up.
     """
     mode = vocabulary_mode(vocabulary)
-    if not isinstance(schedule, (str, Order)):
-        schedule = schedule(devices, microbatches)
-    if isinstance(schedule, Order):
-        _refuse_what_cannot_run(schedule)
-    stages = schedule.placement.stages if isinstance(schedule, Order) else devices
+    base = runnable_order(schedule, devices, microbatches)
+    stages = base.placement.stages
     counts = _layers_per_stage(model, stages, devices, mode, layers_per_stage)
     bounds = [0]
     for count in counts:
         bounds.append(bounds[-1] + count)
     layers = tuple(pairwise(bounds))
     costs = costs or _flop_costs(model, layers, devices, mode)
-    order, program = plan_program(schedule, devices, microbatches, mode, costs)
+    by_costs = schedule if isinstance(schedule, str) else base  # a named one is arranged anew, with costs
+    order, program = plan_program(by_costs, devices, microbatches, mode, costs)
     placement = program.placement
     if _is_sharded(mode):
         embedding = head = tuple(split(rows, devices))
@@ -107,6 +106,27 @@ def build_layout(
     )
 
 
+def runnable_order(schedule: Schedule, devices: int, microbatches: int) -> Order:
+    """The order of a schedule at equal costs.
+
+    Raises InputError when there is none of this size, and when it has passes that the runtime cannot run so far.
+    """
+    if isinstance(schedule, str):
+        order, whose = generate(schedule, devices, microbatches), f" '{schedule}'"
+    else:
+        order, whose = schedule if isinstance(schedule, Order) else schedule(devices, microbatches), ""
+    if not isinstance(order, Order):
+        raise InputError(f"schedule: a function must return an Order, not {type(order).__name__}")
+    for device, row in enumerate(order.rows):
+        for item in row:
+            if item is not None and item.kind not in RUNNABLE_KINDS:
+                accepted = ", ".join(sorted(RUNNABLE_KINDS))
+                raise InputError(
+                    f"schedule{whose}: device {device} has the pass {item}, but only {accepted} can be run so far"
+                )
+    return order
+
+
 def flop_costs(model: ModelCosts, layout: Layout) -> Costs:
     """Pass times of a layout in FLOPs per token, whatever costs it was arranged by."""
     return _flop_costs(model, layout.layers, layout.program.devices, layout.mode)
@@ -118,14 +138,6 @@ def without_vocabulary(order: Order) -> Order:
         tuple(item for item in row if item is not None and item.kind not in VOCABULARY_KINDS) for row in order.rows
     )
     return Order(order.placement, order.microbatches, rows)
-
-
-def _refuse_what_cannot_run(order: Order) -> None:
-    for device, row in enumerate(order.rows):
-        for item in row:
-            if item is not None and item.kind not in RUNNABLE_KINDS:
-                accepted = ", ".join(sorted(RUNNABLE_KINDS))
-                raise InputError(f"schedule: device {device} has the pass {item}, expected only {accepted} so far")
 
 
 def _is_sharded(mode: str) -> bool:

@@ -39,6 +39,7 @@ from evenpipe.runtime.result import Shared, StepResult
 from evenpipe.runtime.walker import Walker
 from evenpipe.runtime.worker import initialise_worker
 from evenpipe.schedule import Costs, Order, Schedule, Timeline, time_order, vocabulary_mode
+from evenpipe.schedule.files import read_order
 from evenpipe.vocabulary import LossOptions
 
 COST_SEQUENCE_LENGTH = 2048
@@ -504,10 +505,7 @@ def _schedule(given: Path | Schedule) -> Schedule:
     if isinstance(given, Order) or callable(given):
         return given
     if str(given).endswith(".csv"):
-        try:
-            return Order.from_csv(Path(given).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"schedule: {given} cannot be read ({error})") from error
+        return read_order(given)
     return str(given)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from evenpipe.errors import InputError
 
+from .check import check_order
 from .check_limit import limits_per_device
 from .costs import Costs
 from .files import read_order
@@ -51,7 +52,7 @@ def generate(name: str, devices: int, microbatches: int, *, costs: Costs | None 
 
     `costs` go to generators that plan by them. `stages_per_device` may also be given to a schedule that leaves no
     choice, as what it has. Raises InputError for an unknown name or option, where the schedule needs other numbers of
-    devices, microbatches or stages, and where the file is of another size.
+    devices, microbatches or stages, and where the file is of another size or not sound.
     """
     for field, value in (("devices", devices), ("microbatches", microbatches)):
         _whole(field, value)
@@ -64,7 +65,7 @@ def generate(name: str, devices: int, microbatches: int, *, costs: Costs | None 
             accepted = ", ".join(known) if known else "none"
             raise InputError(f"schedule '{name}' has no option '{option}'; its options: {accepted}")
     if from_file:
-        order = _of_size(name, read_order(Path(name)), devices, microbatches)
+        order = _from_file(name, devices, microbatches)
     else:
         generator = SCHEDULES[name]
         if costs is not None and "costs" in inspect.signature(generator).parameters:
@@ -99,12 +100,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f", did you mean '{near[0]}'? Accepted: {', '.join(names)}"
 
 
-def _of_size(name: str, order: Order, devices: int, microbatches: int) -> Order:
+def _from_file(name: str, devices: int, microbatches: int) -> Order:
+    order = read_order(Path(name))
     if (order.devices, order.microbatches) != (devices, microbatches):
         raise InputError(
             f"schedule '{name}' is for {order.devices} devices and {order.microbatches} microbatches, "
             f"not {devices} and {microbatches}"
         )
+    if order.forward_only:
+        raise InputError(f"schedule '{name}' only evaluates; a schedule must train, and its evaluation follows from it")
+    try:
+        check_order(order).raise_if_faulty()
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None
     return order
 
 

@@ -127,7 +127,8 @@ class PipelineConfig(Section):
     processes: int = 1
     """Devices of the pipeline, one process each. Inside torchrun this must be the number of processes it starts."""
     schedule: str = "1f1b"
-    """Order of the passes: a name (1f1b, gpipe), or a CSV file that holds an order."""
+    """Order of the passes: a name, or a CSV file that holds an order. `evenpipe simulate --help` lists all names; so
+    far those run that do not split the backward: gpipe, 1f1b, interleaved, looped-bfs."""
     vocabulary: str = "balanced"
     """Where embedding and output layer live: first-last, redistribute, interlaced, vocab-1, vocab-2; "balanced" is
     vocab-2."""

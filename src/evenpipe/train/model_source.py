@@ -51,6 +51,19 @@ def check_shape(config: Config, model: PreTrainedConfig) -> None:
         )
 
 
+def check_schedule(config: Config, model: PreTrainedConfig) -> None:
+    """Refuse a schedule that has no order of this size, or one that cannot be run so far, or too many stages."""
+    from evenpipe.runtime.layout import runnable_order
+
+    pipeline, layers = config.pipeline, model.num_hidden_layers
+    order = runnable_order(pipeline.schedule, pipeline.processes, pipeline.microbatches_per_step)
+    if order.placement.stages > layers:
+        raise InputError(
+            f"pipeline.schedule is {show(pipeline.schedule)}, which has {order.placement.stages} stages, but must have"
+            f" at most {layers}, the layers of the model"
+        )
+
+
 def pipeline_model(config: Config, tokenizer_size: int, end_of_text_id: int) -> str | PreTrainedConfig:
     """What `evenpipe.Pipeline` takes: a folder or hub name, whose weights it loads, or a config, for fresh weights.
 

@@ -11,7 +11,7 @@ from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_to_dict
 from evenpipe.train.data import PreparedData, prepare
 from evenpipe.train.files import write_json
-from evenpipe.train.model_source import check_shape, model_config, pipeline_model
+from evenpipe.train.model_source import check_schedule, check_shape, model_config, pipeline_model
 
 POLL_SECONDS = 0.5
 SET_UP = "evenpipe/set up"  # key in the store of the processes: the first one has done its part
@@ -39,7 +39,9 @@ def start(config: Config) -> None:
 
 def set_up(config: Config) -> PreparedData:
     """Everything that one process does before the others begin. What is quickly refused comes before the data."""
-    check_shape(config, model_config(config.model))
+    model = model_config(config.model)
+    check_shape(config, model)
+    check_schedule(config, model)
     data = prepare(config)
     pipeline_model(config, data.tokenizer_size, data.end_of_text_id)
     write_json(config.run_folder / "config.json", config_to_dict(config))
