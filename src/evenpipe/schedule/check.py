@@ -4,57 +4,68 @@ An order is sound when every pass that its placement, microbatches and barriers 
 right device, no pass stands before one of its own row that it needs, and all devices come to the end of their rows.
 Every F has its B, or its I and W, so every activation that is stored is released. A program moreover has every transfer
 exactly once on each of its members, where it belongs, and completes whichever way the library queues transfers
-(`queues`).
+(`queues`). Where limits are given, no device holds more.
 
-Whether rows complete is looked at when everything is in its place: without, devices would wait for what is missing.
+Sound ones are proven quickly (`proof`); only what is not proven is looked at item by item. Whether rows complete is
+looked at as if what is missing had been done, so that a fault which is named already does not hide others.
 """
 
 from __future__ import annotations
 
+from .check_limit import Limits, check_limits
 from .check_passes import Rows, check_own_needs, check_passes
 from .check_transfers import check_transfers
 from .deadlock import DeadlockError
+from .dependencies import Dependencies
 from .faults import Fault, Report
 from .graph import Graph
 from .order import Order
 from .passes import Pass
 from .program import Program
+from .proof import passes_in_place, program_is_sound
 from .queues import check_completion
 from .timeline import peak_activations
 from .timing import run
 
 
-def check_order(order: Order) -> Report:
+def check_order(order: Order, limits: Limits | None = None) -> Report:
     """Every fault of `order`, and how many stage activations each device holds at most."""
-    faults, _ = _order_faults(order, order.rows)
-    return Report(tuple(faults), _in_flight(order))
+    out_of_place, out_of_order, _ = _order_faults(order, order.rows)
+    return _report(order, order, [*out_of_place, *out_of_order], limits)
 
 
-def check_program(program: Program) -> Report:
+def check_program(program: Program, limits: Limits | None = None) -> Report:
     """Every fault of `program`, of its passes and of its transfers; positions count both."""
     # Idle slots in the place of transfers keep positions as they are in the program.
     passes = tuple(tuple(item if isinstance(item, Pass) else None for item in row) for row in program.rows)
     order = Order(program.placement, program.microbatches, passes, program.barriers, program.forward_only)
-    faults, graph = _order_faults(order, program.rows)
-    faults += check_transfers(program)
-    if graph and not faults:
-        faults += check_completion(program, graph)
-    return Report(tuple(faults), _in_flight(order))
+    faults: list[Fault] = []
+    if not program_is_sound(program, Dependencies.of(program)):
+        out_of_place, out_of_order, graph = _order_faults(order, program.rows)
+        unplaced, misplaced = check_transfers(program)
+        faults = [*out_of_place, *out_of_order, *unplaced, *misplaced]
+        if not out_of_order and not misplaced:
+            faults += check_completion(program, graph)
+    return _report(program, order, faults, limits)
 
 
-def _order_faults(order: Order, rows: Rows) -> tuple[list[Fault], Graph | None]:
-    """Faults of the passes, and their graph if everything is in its place."""
-    out_of_place = list(check_passes(order, rows))
-    faults = [*out_of_place, *check_own_needs(order, rows)]
-    if out_of_place:
-        return faults, None
-    graph = Graph.of(order)
+def _order_faults(order: Order, rows: Rows) -> tuple[list[Fault], list[Fault], Graph]:
+    """Faults of what stands in no row or in the wrong one, those of the order of rows, and the graph."""
+    out_of_place: list[Fault] = []
+    out_of_order: list[Fault] = []
+    graph = Graph.of(order, absent_is_done=True)
+    if not passes_in_place(order, graph.places):
+        out_of_place += check_passes(order, rows)
+    if graph.stop != graph.first[1:]:
+        out_of_order += check_own_needs(order, rows)
     try:
-        run(order, graph, [0.0] * graph.size)
+        run(order, graph, [0.0] * graph.size, absent_is_done=True)
     except DeadlockError as deadlock:
-        faults.append(deadlock.fault(rows))
-    return faults, graph
+        out_of_order.append(deadlock.fault(rows))
+    return out_of_place, out_of_order, graph
 
 
-def _in_flight(order: Order) -> tuple[int, ...]:
-    return tuple(int(peak_activations(order.passes(device))) for device in range(order.devices))
+def _report(schedule: Order | Program, order: Order, faults: list[Fault], limits: Limits | None) -> Report:
+    if limits is not None:
+        faults += check_limits(schedule, limits)
+    return Report(tuple(faults), tuple(int(peak_activations(order.passes(device))) for device in range(order.devices)))

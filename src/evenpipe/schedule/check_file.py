@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .check import check_order, check_program
-from .check_limit import check_limit, limits_per_device
+from .check_limit import Limits
 from .costs import Costs, PassTimes
 from .faults import Fault
 from .files import read_schedule
@@ -76,13 +76,11 @@ def check_file(
     when `costs` lack a kind that it has, or have lists of another length.
     """
     schedule = read_schedule(path)
+    limits = Limits(activations=memory_limit)
     if isinstance(schedule, Program):
-        order, report = schedule.order, check_program(schedule)
+        order, report = schedule.order, check_program(schedule, limits)
     else:
-        order, report = schedule, check_order(schedule)
-    faults = list(report.faults)
-    if memory_limit is not None:
-        faults += check_limit(schedule, limits_per_device(memory_limit, order.devices))
+        order, report = schedule, check_order(schedule, limits)
     peak_bytes = None
     if costs is not None:
         times, sizes = PassTimes(costs, order.placement), costs.stage_bytes(order.placement)
@@ -92,4 +90,4 @@ def check_file(
                     times.of(item, device)
         if sizes is not None and report.ok:
             peak_bytes = tuple(peak_activations(order.passes(device), sizes) for device in range(order.devices))
-    return FileReport(schedule, tuple(faults), report.in_flight, peak_bytes)
+    return FileReport(schedule, report.faults, report.in_flight, peak_bytes)

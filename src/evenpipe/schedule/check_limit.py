@@ -4,54 +4,79 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from evenpipe.errors import InputError
 
+from .costs import Costs
 from .excerpt import neighbours
 from .faults import Fault
 from .order import Order
-from .passes import Kind, parts_of
+from .passes import Kind, Pass, parts_of
 from .program import Program
 
-RELEASING = frozenset({Kind.B, Kind.W})
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What each device may hold: one number, or one per device; None is no limit."""
+
+    activations: float | Sequence[float] | None = None
+    """Stage activations that were forwarded and not yet released."""
+    bytes: float | Sequence[float] | None = None
+    """Bytes, as `costs` counts them."""
+    costs: Costs | None = None
+    """Its `memory` or `bytes` say what passes store and release."""
 
 
-def check_limit(
-    schedule: Order | Program, limits: Sequence[float], stage_bytes: Sequence[float] | None = None
-) -> Iterator[Fault]:
-    """The first forward of each device that stores more than `limits[device]`.
+def check_limits(schedule: Order | Program, limits: Limits) -> Iterator[Fault]:
+    """For each device and limit, where the row first exceeds it.
 
-    Limits count stage activations, or bytes when `stage_bytes` says what a forward of each stage stores. A full
-    backward releases it, or the weight gradient where the backward is split. Rows that only evaluate store nothing.
+    Bytes are counted pass by pass along the row: copies to and from the host are taken to end where they stand. Rows
+    that only evaluate store nothing. Raises InputError for limits that are none, and for bytes without costs.
     """
+    if limits.activations is not None:
+        bounds = limits_per_device(limits.activations, schedule.devices)
+        ones = (1.0,) * schedule.placement.stages
+        released = tuple(-one for one in ones)
+        yield from _exceeded(schedule, bounds, {Kind.F: ones, Kind.B: released, Kind.W: released}, "stage activations")
+    if limits.bytes is not None:
+        bounds = limits_per_device(limits.bytes, schedule.devices, "bytes")
+        deltas = None if limits.costs is None else limits.costs.memory_deltas(schedule.placement)
+        if deltas is None:
+            raise InputError("a limit in bytes needs costs that say what passes store: bytes, or memory")
+        yield from _exceeded(schedule, bounds, deltas, "bytes")
+
+
+def _exceeded(
+    schedule: Order | Program, limits: Sequence[float], deltas: dict[Kind, tuple[float, ...]], unit: str
+) -> Iterator[Fault]:
+    """`deltas`: what each kind adds, per stage, or per device for vocabulary passes."""
     if schedule.forward_only:
         return
-    order = schedule.order if isinstance(schedule, Program) else schedule
-    for device, limit in enumerate(limits):
+    for device, (row, limit) in enumerate(zip(schedule.rows, limits, strict=True)):
         held = 0.0
-        for item in order.passes(device):
-            for part in parts_of(item):
-                if part.stage is None or not (part.kind is Kind.F or part.kind in RELEASING):
-                    continue
-                size = 1.0 if stage_bytes is None else stage_bytes[part.stage]
-                held += size if part.kind is Kind.F else -size
-                if part.kind is Kind.F and held > limit * (1 + 1e-9):
-                    what = "stage activations" if stage_bytes is None else "bytes of stage activations"
-                    position = schedule.rows[device].index(item)
-                    words = f"{part} is stored as {held:g} {what}, more than the limit of {limit:g}"
-                    yield Fault(device, position, words, neighbours(schedule.rows, device, position))
+        for position, item in enumerate(row):
+            before = held
+            for part in parts_of(item) if isinstance(item, Pass) else ():
+                sizes, index = deltas.get(part.kind, ()), device if part.stage is None else part.stage
+                held += sizes[index] if index < len(sizes) else 0.0  # A stage that does not exist is a fault already.
+                if held > limit * (1 + 1e-9) and held > before:
                     break
             else:
                 continue
+            what = f"{item} makes it {held:g} {unit}, more than the limit of {limit:g}"
+            yield Fault(device, position, what, neighbours(schedule.rows, device, position))
             break
 
 
-def limits_per_device(limit: float | Sequence[float], devices: int) -> tuple[float, ...]:
+def limits_per_device(
+    limit: float | Sequence[float], devices: int, unit: str = "stage activations"
+) -> tuple[float, ...]:
     """One limit per device. Raises InputError unless these are finite numbers above 0, one or as many as devices."""
     limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * devices
     if len(limits) != devices:
         raise InputError(f"memory_limit has {len(limits)} numbers for {devices} devices; give one number, or {devices}")
     for value in limits:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise InputError(f"memory_limit must be a number above 0, in stage activations, not {value!r}")
+            raise InputError(f"memory_limit must be a number above 0, in {unit}, not {value!r}")
     return limits

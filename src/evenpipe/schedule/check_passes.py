@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 
 from .dependencies import Dependencies, What
 from .excerpt import neighbours
 from .faults import Fault
 from .flows import vocabulary_kinds
 from .order import Order
-from .passes import BACKWARD_KINDS, ROLE, VOCABULARY_KINDS, Item, Kind, Pass, parts_of
+from .passes import BACKWARD_KINDS, SHAPES, STAGE_KINDS, VOCABULARY_KINDS, Item, Kind, Pass, parts_of
+from .places import Places, unmet_in_row
 
 Rows = Sequence[Sequence[Item | None]]
 
@@ -25,21 +27,12 @@ def check_passes(order: Order, rows: Rows) -> Iterator[Fault]:
 def check_own_needs(order: Order, rows: Rows) -> Iterator[Fault]:
     """Passes that stand before one of their own row that they need."""
     dependencies = Dependencies.of(order)
-    for device in range(order.devices):
-        row = order.rows[device]
-        where = {
-            (ROLE[part.kind], part.stage, part.microbatch): position
-            for position, item in enumerate(row)
-            for part in (parts_of(item) if item else ())
-        }
-        for position, item in enumerate(row):
-            for part in parts_of(item) if item else ():
-                rule = dependencies.rule(device, part.kind, part.stage)
-                for kind, stage in (*rule.after, *rule.if_present):
-                    there = where.get((ROLE[kind], stage, part.microbatch), position)
-                    if there > position:
-                        what = f"{part} stands before {row[there]} at position {there}, which it needs"
-                        yield Fault(device, position, what, neighbours(rows, device, position))
+    for device, row in enumerate(order.rows):
+        places = Places.of(row, order.microbatches)
+        for position, part, there in unmet_in_row(places, row, 0, partial(dependencies.rule, device)):
+            if there is not None:
+                what = f"{part} stands before {row[there]} at position {there}, which it needs"
+                yield Fault(device, position, what, neighbours(rows, device, position))
 
 
 def _out_of_place(order: Order, device: int, rows: Rows, positions: dict[What, dict[int, int]]) -> Iterator[Fault]:
@@ -62,6 +55,10 @@ def _wrong(order: Order, device: int, item: Pass, wanted: frozenset[Kind]) -> st
         return f"{item} has no place in an order that only evaluates"
     if item.kind in VOCABULARY_KINDS and item.kind not in wanted:
         return f"{item} has no place in an order with {order.barriers} barriers"
+    if (item.stage is not None, item.microbatch is not None) != SHAPES[item.kind]:
+        return f"{item} is no pass: {item.kind} has {'a' if SHAPES[item.kind][0] else 'no'} stage and " + (
+            f"{'a' if SHAPES[item.kind][1] else 'no'} microbatch"
+        )
     if item.stage is not None:
         if not 0 <= item.stage < order.placement.stages:
             return f"{item} is of no stage; stages are 0 to {order.placement.stages - 1}"
@@ -77,36 +74,53 @@ def _wrong(order: Order, device: int, item: Pass, wanted: frozenset[Kind]) -> st
 def _missing(order: Order, device: int, rows: Rows, positions: dict[What, dict[int, int]]) -> Iterator[Fault]:
     """What a row should have and has not, and backwards that stand there both whole and split."""
 
-    def has(kind: Kind, stage: int | None, microbatch: int) -> bool:
-        return microbatch in positions.get((kind, stage), ())
-
-    def absent(kind: Kind, stage: int | None, microbatch: int, why: str = "") -> Fault:
-        return Fault(device, None, f"{Pass(kind, stage, microbatch)} is missing{why}")
+    def absent(kind: Kind, stage: int | None, microbatches: range, why: str = "") -> Fault:
+        first, last = (Pass(kind, stage, microbatches[index]) for index in (0, -1))
+        what = f"{first} is missing" if first == last else f"{first} to {last} are missing"
+        return Fault(device, None, what + why)
 
     for kind in sorted(vocabulary_kinds(order.barriers, order.forward_only)):
-        for microbatch in range(order.microbatches):
-            if not has(kind, None, microbatch):
-                yield absent(kind, None, microbatch)
+        there = positions.get((kind, None), {})
+        for microbatches in runs(there, order.microbatches):
+            if microbatches[0] not in there:
+                yield absent(kind, None, microbatches)
     for stage in order.placement.stages_of(device):
-        for microbatch in range(order.microbatches):
-            whole, inputs, weights, offloads, loads = (
-                has(kind, stage, microbatch) for kind in (Kind.B, Kind.I, Kind.W, Kind.O, Kind.L)
-            )
-            if not has(Kind.F, stage, microbatch):
-                yield absent(Kind.F, stage, microbatch)
+        found = {kind: positions.get((kind, stage), {}) for kind in sorted(STAGE_KINDS)}
+        for microbatches in runs(set().union(*found.values()), order.microbatches):
+            has = {kind: microbatches[0] in there for kind, there in found.items()}
+            if not has[Kind.F]:
+                yield absent(Kind.F, stage, microbatches)
             if order.forward_only:
                 continue
-            if whole and (inputs or weights):
-                position = positions[Kind.I if inputs else Kind.W, stage][microbatch]
-                what = f"{Pass(Kind.B, stage, microbatch)} has run whole, and a part of it stands here again"
+            if has[Kind.B] and (has[Kind.I] or has[Kind.W]):
+                position = found[Kind.I if has[Kind.I] else Kind.W][microbatches[0]]
+                what = f"{Pass(Kind.B, stage, microbatches[0])} has run whole, and a part of it stands here again"
                 yield Fault(device, position, what, neighbours(rows, device, position))
-            elif not (whole or inputs or weights):
-                yield absent(Kind.B, stage, microbatch, ", so its activations are never released")
-            elif not (whole or inputs):
-                yield absent(Kind.I, stage, microbatch)
-            elif not (whole or weights):
-                yield absent(Kind.W, stage, microbatch, ", so its activations are never released")
-            if offloads and not loads:
-                yield absent(Kind.L, stage, microbatch, ", so its activations never come back")
-            if loads and not offloads:
-                yield absent(Kind.O, stage, microbatch)
+            elif not (has[Kind.B] or has[Kind.I] or has[Kind.W]):
+                yield absent(Kind.B, stage, microbatches, ", so its activations are never released")
+            elif not (has[Kind.B] or has[Kind.I]):
+                yield absent(Kind.I, stage, microbatches)
+            elif not (has[Kind.B] or has[Kind.W]):
+                yield absent(Kind.W, stage, microbatches, ", so its activations are never released")
+            if has[Kind.O] and not has[Kind.L]:
+                yield absent(Kind.L, stage, microbatches, ", so its activations never come back")
+            if has[Kind.L] and not has[Kind.O]:
+                yield absent(Kind.O, stage, microbatches)
+
+
+def runs(there: Collection[int], microbatches: int) -> Iterator[range]:
+    """All microbatches in turn, one by one, but gaps of more than `LISTED` that are not `there` at once."""
+    before = 0
+    for microbatch in (*sorted(there), microbatches):
+        gap = range(before, microbatch)
+        if len(gap) > LISTED:
+            yield gap
+        else:
+            yield from (range(i, i + 1) for i in gap)
+        if microbatch < microbatches:
+            yield range(microbatch, microbatch + 1)
+        before = microbatch + 1
+
+
+LISTED = 100
+"""Missing microbatches in a row that are named one by one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .check_passes import runs
 from .dependencies import Dependencies, Route
 from .excerpt import neighbours
 from .faults import Fault
@@ -14,18 +15,21 @@ Carried = tuple[int, int]
 """Number of a route and a microbatch: one transfer, at whichever member."""
 
 
-def check_transfers(program: Program) -> Iterator[Fault]:
-    """Faults of the transfers of `program`: missing, repeated, unknown, wrongly addressed, too early or late, and
-    in another order on one member of a communicator than on another."""
+def check_transfers(program: Program) -> tuple[list[Fault], list[Fault]]:
+    """Faults of the transfers of `program`: those out of place (missing, repeated, unknown, wrongly addressed), and
+    those that stand at the wrong place (too early or late, in another order than on another member)."""
     dependencies = Dependencies.of(program)
     places: list[dict[Carried, int]] = []
+    out_of_place: list[Fault] = []
+    out_of_order: list[Fault] = []
     for device in range(program.devices):
         found: dict[Carried, int] = {}
-        yield from _out_of_place(program, dependencies, device, found)
-        yield from _at_wrong_time(program, dependencies, device, found)
+        out_of_place += _out_of_place(program, dependencies, device, found)
+        out_of_order += _at_wrong_time(program, dependencies, device, found)
         places.append(found)
-    yield from _missing(program, dependencies, places)
-    yield from _other_order(program, dependencies, places)
+    out_of_place += _missing(program, dependencies, places)
+    out_of_order += _other_order(program, dependencies, places)
+    return out_of_place, out_of_order
 
 
 def _out_of_place(
@@ -85,11 +89,17 @@ def _at_wrong_time(
 
 
 def _missing(program: Program, dependencies: Dependencies, places: list[dict[Carried, int]]) -> Iterator[Fault]:
+    there: dict[tuple[int, int], list[int]] = {}  # device and route -> microbatches
+    for device, found in enumerate(places):
+        for number, microbatch in found:
+            there.setdefault((device, number), []).append(microbatch)
     for route in dependencies.routes:
         for device in route.members:
-            for microbatch in range(program.microbatches):
-                if (route.number, microbatch) not in places[device]:
-                    yield Fault(device, None, f"{route.transfer(device, microbatch)} is missing")
+            for gap in runs(there.get((device, route.number), ()), program.microbatches):
+                if (route.number, gap[0]) not in places[device]:
+                    first, last = (route.transfer(device, gap[index]) for index in (0, -1))
+                    what = f"{first} is missing" if first == last else f"{first} to {last} are missing"
+                    yield Fault(device, None, what)
 
 
 def _other_order(program: Program, dependencies: Dependencies, places: list[dict[Carried, int]]) -> Iterator[Fault]:

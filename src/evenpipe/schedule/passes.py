@@ -203,13 +203,15 @@ def _text(name: str, stage: int | None, microbatch: int | None, slice_: int) -> 
 
 _KINDS: dict[str, Kind] = {kind.value: kind for kind in Kind}
 _TRANSFERS: dict[str, TransferKind] = {kind.value: kind for kind in TransferKind}
-# name -> (has a stage, has a microbatch)
-_SHAPES: dict[str, tuple[bool, bool]] = {
-    **dict(product((kind.value for kind in STAGE_KINDS | HOP_KINDS), [(True, True)])),
-    **dict(product((kind.value for kind in VOCABULARY_KINDS), [(False, True)])),
-    **dict(product((kind.value for kind in TransferKind if kind not in HOP_KINDS), [(False, True)])),
-    **dict(product((kind.value for kind in SHARDING_KINDS), [(True, False)])),
+SHAPES: dict[Kind | TransferKind, tuple[bool, bool]] = {
+    **dict(product(STAGE_KINDS | HOP_KINDS, [(True, True)])),
+    **dict(product(VOCABULARY_KINDS, [(False, True)])),
+    **dict(product((kind for kind in TransferKind if kind not in HOP_KINDS), [(False, True)])),
+    **dict(product(SHARDING_KINDS, [(True, False)])),
+    Kind.OVERLAP_F_B: (False, False),
 }
+"""Whether passes and transfers of a kind have a stage, and a microbatch."""
+_SHAPES = {kind.value: shape for kind, shape in SHAPES.items() if kind is not Kind.OVERLAP_F_B}
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _NAMES = "|".join(sorted(_SHAPES, key=len, reverse=True))
 _WORD = re.compile(rf"{_NUMBER}?({_NAMES})(?:{_NUMBER}(?:\.([1-9][0-9]{{0,8}}))?)?")

@@ -34,7 +34,8 @@ SHOWN = 8
 def check_completion(program: Program, graph: Graph) -> Iterator[Fault]:
     """A fault for each queue model under which `program` does not complete.
 
-    `graph` is that of its order. Everything must be in its place: each pass and transfer once.
+    `graph` is that of its order. What is not in its place does not count: nobody waits for transfers or members that
+    are missing, and unknown transfers and those that repeat others are passed over.
     """
     rows = _numbered(program, graph)
     for model, queue in QUEUE_MODELS.items():
@@ -49,16 +50,19 @@ def _numbered(program: Program, graph: Graph) -> list[list[int]]:
     routes = {(*route.end(device), device): route for route in graph.routes for device in route.members}
     rows = []
     for device, row in enumerate(program.rows):
-        number = graph.first[device]
-        numbered = []
+        passes = iter(range(graph.first[device], graph.first[device + 1]))
+        numbered: list[int] = []
+        issued: set[int] = set()
         for item in row:
-            if item is None:
-                numbered.append(IDLE)
-            elif isinstance(item, Pass):
-                numbered.append(number)
-                number += 1
-            else:
-                numbered.append(graph.transfer(routes[item.kind, item.stage, device], item.microbatch))
+            number = IDLE
+            if isinstance(item, Pass):
+                number = next(passes)
+            elif item is not None and (route := routes.get((item.kind, item.stage, device))):
+                transfer = graph.transfer(route, item.microbatch, item.slice)
+                if transfer not in issued:
+                    issued.add(transfer)
+                    number = transfer
+            numbered.append(number)
         rows.append(numbered)
     return rows
 
@@ -73,8 +77,12 @@ class _Walk:
         routes = graph.by_route()
         self.queue = [queue(route) for route, numbers in routes for _ in numbers]
         self.queues: list[dict[str, deque[int]]] = [{} for _ in rows]
-        # Members that do not have a transfer at the head of their queue; it is complete at 0.
-        self.missing = [len(route.members) for route, numbers in routes for _ in numbers]
+        # Members that will issue a transfer and do not have it at the head of their queue; it is complete at 0.
+        self.missing = [0] * len(self.queue)
+        for row in rows:
+            for number in row:
+                if number >= self.passes:
+                    self.missing[number - self.passes] += 1
         self.standing: dict[int, list[int]] = {}  # transfer -> devices whose next pass waits for it
         self.waking = list(range(len(rows)))  # devices that may be able to go on
 
@@ -114,10 +122,11 @@ class _Walk:
             if self.missing[transfer]:
                 continue
             for member in self.graph.carried(number)[0].members:
-                line = self.queues[member][self.queue[transfer]]
-                line.popleft()
-                if line:
-                    at_head.append(line[0])
+                line = self.queues[member].get(self.queue[transfer], deque())
+                if line and line[0] == number:
+                    line.popleft()
+                    if line:
+                        at_head.append(line[0])
             self.waking += self.standing.pop(number, ())
 
     def fault(self, program: Program, model: str) -> Fault:

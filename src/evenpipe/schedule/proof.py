@@ -1,0 +1,135 @@
+"""A quick proof that an order or a program is sound: whole rows are compared at once, and nothing is explained.
+
+What it does not prove need not be wrong; the checker then looks at every item, and says what it finds. Of a program it
+proves more than has to be: that its devices would come to their ends even if each waited at every transfer for all
+other members (`meets`). Then there is one list of all transfers that every row is a part of. By induction along that
+list every transfer is reached and completes, whether transfers queue up per communicator or per device; and no two
+members issue those of a communicator in different order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from operator import gt
+from typing import Any
+
+from .dependencies import Dependencies, Route
+from .flows import vocabulary_kinds
+from .order import Order
+from .passes import Item, Kind, Transfer, TransferKind
+from .places import ABSENT, Numbers, Places, unmet_in_row
+from .program import Program
+
+
+def passes_in_place(schedule: Order | Program, places: Sequence[Places]) -> bool:
+    """Whether every pass is there, once, on its device, and nothing else but transfers; `places` by device."""
+    wanted = {(kind, None) for kind in vocabulary_kinds(schedule.barriers, schedule.forward_only)}
+    stages: list[list[int]] = [[] for _ in places]
+    for stage, device in enumerate(schedule.placement.stage_device):
+        stages[device].append(stage)
+    return all(_in_place(here, wanted, own, schedule.forward_only) for here, own in zip(places, stages, strict=True))
+
+
+def program_is_sound(program: Program, dependencies: Dependencies) -> bool:
+    """Whether `program` is proven to be sound."""
+    places = [Places.of(row, program.microbatches) for row in program.rows]
+    if not passes_in_place(program, places):
+        return False
+    routes: list[list[Route]] = [[] for _ in places]
+    for route in dependencies.routes:
+        for device in route.members:
+            routes[device].append(route)
+    lines = []
+    for device, (row, here) in enumerate(zip(program.rows, places, strict=True)):
+        rule = partial(dependencies.rule, device)
+        if any(unmet_in_row(here, row, 0, rule)) or not _transfers_in_place(row, here, routes[device], device):
+            return False
+        for (kind, stage), numbers in here.at.items():
+            if isinstance(kind, Kind):
+                needs = rule(kind, stage)
+                issued = [here.at[route.end(device)] for route in needs.waits]
+                made = [here.at[route.end(device)] for route in needs.feeds]
+                if not all(_before(late, numbers) for late in issued) or not all(_before(numbers, n) for n in made):
+                    return False
+        lines.append(_line(len(row), here, routes[device], device, program.microbatches))
+    members = [len(route.members) for route in dependencies.routes for _ in range(program.microbatches)]
+    return meets(lines, members)
+
+
+def meets(lines: Sequence[Sequence[int]], members: Sequence[int]) -> bool:
+    """Whether devices come to the ends of their lines when each waits at every number for its other members.
+
+    members: by number, in how many lines it stands.
+    """
+    steps = [iter(line) for line in lines]
+    waiting = list(members)
+    standing: dict[int, list[int]] = {}  # number -> devices that have come to it and wait for others
+    finished = 0
+    going = list(range(len(lines)))
+    while going:
+        device = going.pop()
+        for number in steps[device]:
+            waiting[number] -= 1
+            if waiting[number]:
+                standing.setdefault(number, []).append(device)
+                break
+            going += standing.pop(number, ())
+        else:
+            finished += 1
+    return finished == len(lines)
+
+
+def _in_place(places: Places, vocabulary: set[tuple[Kind, None]], stages: Sequence[int], forward_only: bool) -> bool:
+    wanted: set[tuple[Kind, int | None]] = {*vocabulary}
+    optional: set[tuple[Kind, int | None]] = set()
+    for stage in stages:
+        wanted.add((Kind.F, stage))
+        if not forward_only:
+            split = (Kind.I, stage) in places.at
+            wanted |= {(Kind.I, stage), (Kind.W, stage)} if split else {(Kind.B, stage)}
+            optional |= {(Kind.R, stage), (Kind.O, stage), (Kind.L, stage)}
+            if _presence(places.at.get((Kind.O, stage))) != _presence(places.at.get((Kind.L, stage))):
+                return False
+    there = {key for key, numbers in places.at.items() if numbers and isinstance(key[0], Kind)}
+    return (
+        not places.odd
+        and wanted <= there <= wanted | optional
+        and all(places.complete(kind, stage) for kind, stage in wanted)
+    )
+
+
+def _presence(numbers: Numbers | None) -> list[bool]:
+    return [number != ABSENT for number in numbers or ()]
+
+
+def _transfers_in_place(row: Sequence[Item | None], places: Places, routes: Sequence[Route], device: int) -> bool:
+    """Whether a row has the transfers of these routes, each once and rightly addressed, and no others."""
+    wanted = {route.end(device) for route in routes}
+    there = {key for key in places.at if isinstance(key[0], TransferKind)}
+    if there != wanted or not all(places.complete(kind, stage) for kind, stage in wanted):
+        return False
+    for route in routes:
+        # Transfers of a route share the tuple of their members as a rule: each of these is compared once.
+        found: dict[tuple[int, Any, str], Transfer] = {}
+        for number in places.at[route.end(device)]:
+            item = row[number]
+            assert isinstance(item, Transfer)
+            found[id(item.members), item.root, item.communicator] = item
+        address = (route.members, route.root, route.communicator)
+        if any((item.members, item.root, item.communicator) != address for item in found.values()):
+            return False
+    return True
+
+
+def _before(earlier: Numbers, later: Numbers) -> bool:
+    return not any(map(gt, earlier, later))
+
+
+def _line(length: int, places: Places, routes: Sequence[Route], device: int, microbatches: int) -> list[int]:
+    """The transfers of a row in order, each as route number * microbatches + microbatch."""
+    line = [ABSENT] * length
+    for route in routes:
+        for transfer, number in enumerate(places.at[route.end(device)], route.number * microbatches):
+            line[number] = transfer
+    return [transfer for transfer in line if transfer != ABSENT]
