@@ -1,0 +1,187 @@
+"""Megatron's `--pipeline-model-parallel-layout`: which layers stand on which stage.
+
+    Et*3|(tt|)*29,m|L      61 decoder layers on 32 stages: embedding and three layers on the first, then 29 stages of
+                           two, one with the multi-token prediction alone, one with the loss alone
+
+`E` is the embedding, `t` a decoder layer, `m` a multi-token prediction layer, `L` the output layer with the loss; `|`
+ends a stage, `x*n` repeats what one character says, `(...)*n` a group, commas are passed over. A stage may be empty.
+Grammar and rules as in Megatron-LM, megatron/core/transformer/pipeline_parallel_layer_layout.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from evenpipe.errors import InputError
+from evenpipe.schedule import Placement
+
+LETTERS = {"E": "the embedding", "t": "a decoder layer", "m": "a multi-token prediction layer", "L": "the loss"}
+
+LONGEST = 100_000
+"""Layers and stages in a layout. Whoever writes more has mistyped a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayout:
+    """What stands on one stage, in this order."""
+
+    embedding: bool
+    layers: int
+    """Decoder layers."""
+    prediction_layers: int
+    """Layers that predict more tokens ahead (Megatron's MTP)."""
+    loss: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A Megatron layout: what stands on each stage."""
+
+    stages: tuple[StageLayout, ...]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Decoder layers of each stage."""
+        return tuple(stage.layers for stage in self.stages)
+
+    @property
+    def embedding_stage(self) -> int:
+        """The stage with the embedding: the first."""
+        return next(number for number, stage in enumerate(self.stages) if stage.embedding)
+
+    @property
+    def prediction_stage(self) -> int | None:
+        """The stage with the multi-token prediction layers; None when there are none."""
+        return next((number for number, stage in enumerate(self.stages) if stage.prediction_layers), None)
+
+    @property
+    def loss_stage(self) -> int:
+        """The stage with the output layer and the loss: the last."""
+        return next(number for number, stage in enumerate(self.stages) if stage.loss)
+
+    def placement(self, devices: int) -> Placement:
+        """These stages on `devices`, round and round as Megatron's virtual pipeline places them.
+
+        Raises InputError when there is not the same number of stages for each.
+        """
+        if devices < 1 or len(self.stages) % devices:
+            raise InputError(
+                f"the layout has {len(self.stages)} stages, which {devices} devices cannot share evenly; "
+                "devices must divide the number of stages"
+            )
+        return Placement.looped(devices, len(self.stages) // devices)
+
+
+def from_megatron(text: str) -> Layout:
+    """The layout that `text` spells.
+
+    Raises InputError that names the position (from 1) and what is accepted there, and one for what Megatron refuses in
+    a layout as a whole: exactly one E, first; exactly one L, last; no t behind an m; all m on one stage.
+    """
+    letters = list(_expanded(text))
+    _validate(text, letters)
+    stages: list[list[str]] = [[]]
+    for _, letter in letters:
+        if letter == "|":
+            stages.append([])
+        else:
+            stages[-1].append(letter)
+    return Layout(
+        tuple(StageLayout("E" in stage, stage.count("t"), stage.count("m"), "L" in stage) for stage in stages)
+    )
+
+
+Letter = tuple[int, str]
+"""Position in the text, from 1, and the character there."""
+
+
+def _expanded(text: str) -> Iterator[Letter]:
+    """The letters and bars of `text`, every repetition written out."""
+    characters = [(place, character) for place, character in enumerate(text, start=1) if character != ","]
+    count = here = 0
+    while here < len(characters):
+        place, character = characters[here]
+        if character == "(":
+            body, here = _group(text, characters, here)
+            times, here = _times(text, characters, here, f"the group that opens at position {place}")
+            assert times is not None
+        elif character in LETTERS or character == "|":
+            body, here = [characters[here]], here + 1
+            times, here = _times(text, characters, here, None)
+        else:
+            raise _error(text, place, f"'{character}' where {_ACCEPTED} or ( is expected")
+        times = 1 if times is None else times
+        count += times * len(body)
+        if count > LONGEST:
+            raise _error(text, place, f"more than {LONGEST} layers and stages")
+        for _ in range(times):
+            yield from body
+
+
+def _group(text: str, characters: list[Letter], here: int) -> tuple[list[Letter], int]:
+    """The letters of the group that opens at `here`, and where it ends."""
+    opening, body = characters[here][0], []
+    here += 1
+    while here < len(characters) and characters[here][1] != ")":
+        place, character = characters[here]
+        if character == "(":
+            raise _error(text, place, f"a group inside the one that opens at position {opening}; groups do not nest")
+        if character not in LETTERS and character != "|":
+            raise _error(text, place, f"'{character}' where {_ACCEPTED} or ) is expected")
+        letter = characters[here]
+        times, here = _times(text, characters, here + 1, None)
+        body += [letter] * min(1 if times is None else times, LONGEST + 1)
+    if here == len(characters):
+        raise _error(text, opening, "a group that does not close")
+    if characters[here - 1][1] == "(":
+        raise _error(text, opening, "a group with nothing in it")
+    return body, here + 1
+
+
+def _times(text: str, characters: list[Letter], here: int, repeated: str | None) -> tuple[int | None, int]:
+    """The number after a `*` at `here`, and where it ends; None without a `*`, which a group (`repeated`) needs."""
+    if here == len(characters) or characters[here][1] != "*":
+        if repeated:
+            place = characters[here][0] if here < len(characters) else len(text) + 1
+            raise _error(text, place, f"no * and number after {repeated}")
+        return None, here
+    star, here = characters[here][0], here + 1
+    digits = ""
+    while here < len(characters) and characters[here][1] in "0123456789":
+        digits += characters[here][1]
+        here += 1
+    if not digits:
+        raise _error(text, star, "a * without a number after it")
+    return int(digits[:9]), here
+
+
+def _validate(text: str, letters: list[Letter]) -> None:
+    """Raise InputError for a layout that Megatron refuses as a whole."""
+    layers = [letter for letter in letters if letter[1] != "|"]
+    if not layers:
+        raise InputError(f"layout '{text}' has no layers; it must start with E and end with L, as in Et|tL")
+    for letter, which, (place, found) in (("E", "first", layers[0]), ("L", "last", layers[-1])):
+        if found != letter:
+            raise _error(text, place, f"{found} stands {which}, where {LETTERS[letter]}, {letter}, is expected")
+    for letter, others in (("E", layers[1:]), ("L", layers[:-1])):
+        for place, found in others:
+            if found == letter:
+                raise _error(text, place, f"a second {letter}; {LETTERS[letter]} stands exactly once")
+    stage, predicting = 0, None
+    for place, found in letters:
+        if found == "|":
+            stage += 1
+        elif found == "t" and predicting is not None:
+            raise _error(text, place, "t behind an m; multi-token prediction comes after all decoder layers")
+        elif found == "m":
+            if predicting not in {None, stage}:
+                raise _error(text, place, "m on a second stage; all multi-token prediction layers stand on one")
+            predicting = stage
+
+
+def _error(text: str, place: int, what: str) -> InputError:
+    return InputError(f"layout '{text}', position {place}: {what}")
+
+
+_ACCEPTED = "E, t, m, L, |"
