@@ -69,7 +69,7 @@ def gis(
 
 
 def gis_h(devices: int, microbatches: int, *, stages_per_device: int = 2, costs: Costs | None = None) -> Order:
-    """GIS in groups of half the devices, which takes about half the activations of 1F1B as v grows: GIS-H.
+    """GIS in groups of half the devices: with many stages per device, little more than half the activations of 1F1B.
 
     Everything as for `gis` with `group_size = ceil(devices / 2)`. With `costs` the group is as much larger, up to
     `devices`, as it takes to keep the bubble from growing with every group.
