@@ -6,8 +6,11 @@ by the same code.
 
 from __future__ import annotations
 
+from .files import EXTENSIONS, check_file, draw
+from .page import page
 from .panel import Timelines
 from .svg import svg
 from .terminal import terminal
+from .trace import trace
 
-__all__ = ["Timelines", "svg", "terminal"]
+__all__ = ["EXTENSIONS", "Timelines", "check_file", "draw", "page", "svg", "terminal", "trace"]

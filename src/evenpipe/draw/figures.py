@@ -41,12 +41,11 @@ def figures(panel: Panel, scale: Scale) -> list[Figure]:
     timeline = panel.timeline
     if not panel.devices:
         return [Figure("devices", "0", "Rows of the timeline")]
-    worst = max(range(panel.devices), key=lambda device: timeline.spans[device])
     return [
         Figure("makespan", scale.text(timeline.makespan), "From the first start to the last end, over all devices"),
         Figure("span", scale.text(timeline.span), "Longest time from first to last pass of one device"),
         Figure("skew", scale.text(timeline.skew), "What devices' different starts and ends add to the span"),
-        Figure("bubble", share_text(timeline.bubble_rate), f"Idle part of the longest span, on device {worst}"),
+        Figure("bubble", share_text(timeline.bubble_rate), "Idle part of the longest span of one device"),
         Figure("busy", share_text(mean_busy(panel)), "Part of the makespan that devices compute, on average"),
         Figure("peak", peak_text(panel), "Most that any device holds at once"),
     ]

@@ -118,3 +118,8 @@ def ink_on(colour: str) -> str:
 
 def _unit(colour: str) -> list[float]:
     return [value / 255 for value in channels(colour)]
+
+
+def for_dark(colour: str) -> str:
+    """`colour` for a dark page: the darkest ones are raised, so that they stand out from the background."""
+    return mix(colour, "#ffffff", 0.28) if luminance(colour) < 0.1 else colour

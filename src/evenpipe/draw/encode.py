@@ -1,0 +1,185 @@
+"""A panel as compact JSON for the page: one table of integers, its columns deflated together and written in base64.
+
+Times become ticks, whole multiples of a power of ten that is small against the makespan, so that decimal costs stay
+exact. Every column has one 32-bit integer per event; a column that grows steadily holds differences. The bytes of equal weight of a column stand together, which
+makes them small: some 3 to 6 bytes per event in all.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import sys
+import zlib
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from evenpipe.schedule import Event, Item, Kind
+
+from .figures import Scale, figures, peaks
+from .kinds import number_of
+from .panel import Panel, lanes
+
+RESOURCES = ("", "start", "device", "transfer", "communicator", "link", "engine")
+"""What an event can have waited for, by number; 0 is not known. Others are added as they occur."""
+
+COMPUTE, TRANSFERS, COPIES = range(3)
+"""What a row of events shows."""
+
+_LARGEST = 2**30
+
+
+class Looks:
+    """The kinds and colours in use, numbered as they occur: one table for all panels of a page."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[int, tuple[str, ...]]] = []
+        self.resources = list(RESOURCES)
+        self._numbers: dict[tuple[int, tuple[str, ...]], int] = {}
+
+    def of(self, panel: Panel, event: Event) -> int:
+        """The number of kind and colours of an event."""
+        entry = (number_of(event.item.kind), panel.colours(event))
+        number = self._numbers.get(entry)
+        if number is None:
+            number = self._numbers[entry] = len(self.entries)
+            self.entries.append(entry)
+        return number
+
+    def resource(self, name: str) -> int:
+        """The number of what an event waited for."""
+        if name not in self.resources:
+            self.resources.append(name)
+        return self.resources.index(name)
+
+
+def encode(panel: Panel, looks: Looks, scale: Scale) -> dict[str, Any]:
+    """A panel as JSON.
+
+    rows: (device, what it shows, number of its first event) of each row; events of a row do not overlap and are in the
+    order of their starts. texts: by number of event, the text of what is no plain pass. unknown: by number, the text of
+    what an event waited for that is not in the picture.
+    """
+    rows, events = _rows(panel)
+    step = tick(panel.length)
+    table, texts, unknown = _table(panel, events, looks, step)
+    curves, peak = _curves(panel, step)
+    return {
+        "name": panel.name,
+        "devices": panel.devices,
+        "step": step,
+        "length": panel.length,
+        "count": len(events),
+        "rows": rows,
+        "columns": pack(table),
+        "texts": texts,
+        "unknown": unknown,
+        "bytes": panel.knows_bytes,
+        "curves": curves,
+        "peak": peak,
+        "figures": [(figure.name, figure.text) for figure in figures(panel, scale)],
+    }
+
+
+def tick(length: float) -> float:
+    """A power of ten, small enough to tell apart what happens in `length`, such that ticks fit into 31 bits."""
+    return 10.0 ** math.ceil(math.log10(length / _LARGEST)) if length > 0 else 1.0
+
+
+def pack(columns: Sequence[array[int]]) -> str:
+    """Columns of 32-bit integers of one length, as base64 text."""
+    return base64.b64encode(zlib.compress(b"".join(_planes(column) for column in columns), 6)).decode("ascii")
+
+
+def _planes(column: array[int]) -> bytes:
+    if sys.byteorder == "big":
+        column = array("i", column)
+        column.byteswap()
+    raw = column.tobytes()
+    return b"".join(raw[place::4] for place in range(4))
+
+
+def _rows(panel: Panel) -> tuple[list[tuple[int, int, int]], list[Event]]:
+    """Rows in which nothing overlaps: compute, and for what runs beside it as many as it takes."""
+    rows: list[tuple[int, int, int]] = []
+    events: list[Event] = []
+    for device in range(panel.devices):
+        rows.append((device, COMPUTE, len(events)))
+        events += panel.rows[device]
+    for shows in (TRANSFERS, COPIES):
+        for device in range(panel.devices):
+            row = [event for event in panel.beside[device] if (event.item.kind in (Kind.O, Kind.L)) == (shows == COPIES)]
+            chosen = lanes(row)
+            for lane in range(max(chosen, default=-1) + 1):
+                rows.append((device, shows, len(events)))
+                events += [event for event, number in zip(row, chosen, strict=True) if number == lane]
+    return rows, events
+
+
+def _table(
+    panel: Panel, events: list[Event], looks: Looks, step: float
+) -> tuple[list[array[int]], dict[int, str], dict[int, str]]:
+    """Columns start and duration (ticks), look, stage and microbatch (-1: none), slice, cause (0: none, else how many
+    events before this one), resource."""
+    origin = panel.origin
+    starts = array("i", [round((event.start - origin) / step) for event in events])
+    ends = [round((event.end - origin) / step) for event in events]
+    items = [event.item for event in events]
+    texts = {number: str(item) for number, item in enumerate(items) if item.kind is Kind.OVERLAP_F_B}
+    causes, resources, unknown = _causes(events, looks)
+    table = [
+        _differences(starts),
+        array("i", [end - start for start, end in zip(starts, ends, strict=True)]),
+        array("i", [looks.of(panel, event) for event in events]),
+        array("i", [-1 if item.stage is None else item.stage for item in items]),
+        _differences(array("i", [-1 if item.microbatch is None else item.microbatch for item in items])),
+        array("i", [item.slice for item in items]),
+        causes,
+        resources,
+    ]
+    return table, texts, unknown
+
+
+def _causes(events: list[Event], looks: Looks) -> tuple[array[int], array[int], dict[int, str]]:
+    causes, resources = array("i", bytes(4 * len(events))), array("i", bytes(4 * len(events)))
+    unknown: dict[int, str] = {}
+    if all(event.cause is None for event in events):
+        return causes, resources, unknown
+    places: dict[tuple[int, Item], int] = {}
+    for number, event in enumerate(events):
+        places.setdefault((event.device, event.item), number)
+    for number, event in enumerate(events):
+        cause = event.cause
+        if cause is None:
+            continue
+        resources[number] = looks.resource(cause.resource)
+        if cause.item is None:
+            continue
+        there = event.device if cause.device is None else cause.device
+        place = places.get((there, cause.item))
+        if place is None or place == number:
+            unknown[number] = f"{cause.item}" if cause.device is None else f"{cause.item} on device {there}"
+        else:
+            causes[number] = number - place
+    return causes, resources, unknown
+
+
+def _curves(panel: Panel, step: float) -> tuple[dict[str, Any], float]:
+    """Memory of all devices as one table (times in ticks, values in units of `unit`), and the highest value of all."""
+    curves = [panel.curve(device) for device in range(panel.devices)]
+    peak = max((value for curve in curves for _, value in curve), default=0.0)
+    unit = max(1.0, peak / _LARGEST)
+    firsts, times, values = [0], array("i"), array("i")
+    for curve in curves:
+        times.extend(round((time - panel.origin) / step) for time, _ in curve)
+        values.extend(round(value / unit) for _, value in curve)
+        firsts.append(len(times))
+    columns = pack([_differences(times), _differences(values)])
+    shown = [float(value) for value in peaks(panel)]
+    return {"firsts": firsts, "unit": unit, "columns": columns, "peaks": shown}, peak
+
+
+def _differences(column: array[int]) -> array[int]:
+    """Each number less the one before."""
+    return array("i", [value - before for value, before in zip(column, [0, *column[:-1]], strict=True)])

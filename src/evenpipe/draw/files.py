@@ -1,0 +1,53 @@
+"""Pictures in files: the suffix of the name says which kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from evenpipe.errors import InputError
+
+from .page import page
+from .panel import Timelines
+from .svg import svg
+from .trace import trace
+
+EXTENSIONS = (".html", ".json", ".svg")
+"""A page to explore, a trace for Perfetto, a picture."""
+
+
+def draw(
+    timelines: Timelines,
+    file: str | Path,
+    *,
+    title: str = "",
+    memory: bool = False,
+    unit_seconds: float | None = None,
+) -> None:
+    """Draw into `file`; its suffix is one of `EXTENSIONS`. An existing file is replaced.
+
+    title: heading of the page and the picture. memory: a curve per device in the picture; the page has a switch for
+    it. unit_seconds: what one unit of time lasts, where known. Raises InputError as `check_file` does, and when the file
+    cannot be written.
+    """
+    write: dict[str, Callable[[], str]] = {
+        ".html": lambda: page(timelines, title=title, unit_seconds=unit_seconds),
+        ".json": lambda: trace(timelines, unit_seconds=unit_seconds),
+        ".svg": lambda: svg(timelines, title=title, memory=memory, unit_seconds=unit_seconds),
+    }
+    path = check_file(file)
+    text = write[path.suffix.lower()]()
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"'{file}' cannot be written: {error.strerror}") from None
+
+
+def check_file(file: str | Path) -> Path:
+    """The path of a picture to be drawn. Raises InputError for an unknown suffix or a folder that does not exist."""
+    path = Path(file)
+    if path.suffix.lower() not in EXTENSIONS:
+        raise InputError(f"'{file}' cannot be drawn: its name must end in {', '.join(EXTENSIONS[:-1])} or {EXTENSIONS[-1]}")
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"'{file}' cannot be written: there is no folder '{path.parent}'")
+    return path

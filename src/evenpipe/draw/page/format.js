@@ -1,0 +1,54 @@
+// Numbers as text, as in figures.py.
+
+const UNITS = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]];
+
+class Format {
+  // seconds: what one unit of time lasts, or null. length: the longest timeline, which decides the unit of all times.
+  constructor(seconds, length) {
+    const size = (seconds ?? 1) * length;
+    const [factor, name] = UNITS.find(([least]) => size >= least) ?? UNITS[0];
+    this.factor = seconds ? seconds / factor : 1;
+    this.name = seconds ? ` ${name}` : "";
+    this.resolution = (length * this.factor) / 1e6;
+  }
+
+  // A moment: as many digits as tell apart a millionth of the whole, or a hundredth of `span`.
+  time(value, span = Infinity) {
+    const fine = Math.max(Math.min(this.resolution, (span * this.factor) / 100), 1e-12);
+    return trimmed((value * this.factor).toFixed(Math.min(12, Math.max(0, Math.ceil(-Math.log10(fine)))))) + this.name;
+  }
+
+  duration(value) {
+    return fourDigits(value * this.factor) + this.name;
+  }
+}
+
+function fourDigits(value) {
+  if (value === 0) return "0";
+  const digits = Math.max(0, 3 - Math.floor(Math.log10(Math.abs(value))));
+  return digits > 9 ? value.toExponential(2) : trimmed(value.toFixed(digits));
+}
+
+function trimmed(text) {
+  return text.includes(".") ? text.replace(/\.?0+$/, "") : text;
+}
+
+function bytesText(value) {
+  const names = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  let power = 0;
+  while (Math.abs(value) >= 1024 && power < names.length - 1) {
+    value /= 1024;
+    power++;
+  }
+  return `${fourDigits(value)} ${names[power]}`;
+}
+
+function amountText(panel, value) {
+  return panel.bytes ? bytesText(value) : `${fourDigits(value)} in flight`;
+}
+
+// The next of 1, 2, 5, 10, ... from `step` on.
+function roundStep(step) {
+  const power = 10 ** Math.floor(Math.log10(step));
+  return [1, 2, 5, 10].find((factor) => factor * power >= step * (1 - 1e-9)) * power;
+}

@@ -1,0 +1,59 @@
+// The kinds that occur, each with its colours; a click hides or shows one, with alt all others.
+
+function fillLegend(holder, scene, changed) {
+  const kinds = kindsOf(scene.panels);
+  const buttons = kinds.map(({ kind, looks }) => {
+    const node = element("button");
+    node.type = "button";
+    node.dataset.kind = scene.shared.kinds[kind][0];
+    node.title = "Click: hide or show. Alt and click: only this one, or all again.";
+    node.append(sample(scene.theme, looks), element("strong", scene.shared.kinds[kind][0]), scene.shared.kinds[kind][1]);
+    node.setAttribute("aria-pressed", String(!scene.hidden.has(kind)));
+    node.addEventListener("click", (event) => {
+      toggle(scene.hidden, kinds.map((entry) => entry.kind), kind, event.altKey);
+      changed();
+    });
+    return node;
+  });
+  holder.replaceChildren(...buttons);
+}
+
+// Kinds in use, with the looks of each from the first stage of a device to its last.
+function kindsOf(panels) {
+  const used = new Set(panels.flatMap((panel) => [...new Set(panel.look)]));
+  const byKind = new Map();
+  panels[0].shared.looks.forEach(([kind], look) => {
+    if (used.has(look)) byKind.set(kind, [...(byKind.get(kind) ?? []), look]);
+  });
+  return [...byKind].sort((a, b) => a[0] - b[0]).map(([kind, looks]) => ({ kind, looks }));
+}
+
+function toggle(hidden, all, kind, alone) {
+  if (!alone) {
+    if (!hidden.delete(kind)) hidden.add(kind);
+    return;
+  }
+  const others = all.filter((other) => other !== kind);
+  const isAlone = !hidden.has(kind) && others.every((other) => hidden.has(other));
+  hidden.clear();
+  if (!isAlone) others.forEach((other) => hidden.add(other));
+}
+
+function sample(theme, looks) {
+  const canvas = document.createElement("canvas");
+  const shades = [...new Set(looks.map((look) => theme.looks[look].map(({ colour }) => colour).join()))].slice(0, 4);
+  const scale = window.devicePixelRatio || 1;
+  canvas.width = 16 * scale;
+  canvas.height = 14 * scale;
+  canvas.style.width = "16px";
+  canvas.style.height = "14px";
+  const context = canvas.getContext("2d");
+  shades.forEach((colours, k) => {
+    const [width, parts] = [canvas.width / shades.length, colours.split(",")];
+    parts.forEach((colour, part) => {
+      context.fillStyle = colour;
+      context.fillRect(k * width, (part * canvas.height) / parts.length, width, canvas.height / parts.length);
+    });
+  });
+  return canvas;
+}

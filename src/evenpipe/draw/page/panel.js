@@ -1,0 +1,129 @@
+// One timeline: its events as columns, by number, in rows in which nothing overlaps.
+
+const COMPUTE = 0, TRANSFERS = 1, COPIES = 2; // what a row shows (encode.py)
+
+class Panel {
+  static async read(data, shared, number) {
+    const panel = new Panel();
+    Object.assign(panel, { number, shared, ...data });
+    const columns = await columnsOf(data.columns, data.count, 8);
+    [panel.ticks, panel.durations, panel.look, panel.stage, panel.microbatch, panel.slice] = columns;
+    [panel.causes, panel.resource] = columns.slice(6);
+    summed(panel.ticks);
+    summed(panel.microbatch);
+    panel.rows = rowsOf(data);
+    await panel.readCurves(data.curves);
+    panel.timed = countsOfTimed(panel.durations);
+    panel.shortest = shortest(panel.durations) * data.step;
+    return panel;
+  }
+
+  async readCurves(data) {
+    const count = data.firsts[data.firsts.length - 1];
+    const [times, values] = await columnsOf(data.columns, count, 2);
+    this.curves = { ...data, times: summed(times), values: summed(values) };
+  }
+
+  start(i) { return this.ticks[i] * this.step; }
+  end(i) { return (this.ticks[i] + this.durations[i]) * this.step; }
+  duration(i) { return this.durations[i] * this.step; }
+  kind(i) { return this.shared.looks[this.look[i]][0]; }
+  letters(i) { return this.shared.kinds[this.kind(i)][0]; }
+  words(i) { return this.shared.kinds[this.kind(i)][1]; }
+
+  // The text of a pass, as it stands in an order: 2F3.
+  label(i) {
+    if (this.texts[i]) return this.texts[i];
+    const stage = this.stage[i] < 0 ? "" : this.stage[i];
+    const microbatch = this.microbatch[i] < 0 ? "" : this.microbatch[i];
+    return `${stage}${this.letters(i)}${microbatch}${this.slice[i] ? `.${this.slice[i]}` : ""}`;
+  }
+
+  belongsTo(i, microbatch) {
+    if (!this.texts[i]) return this.microbatch[i] === microbatch;
+    return [...this.texts[i].matchAll(/[A-Z](\d+)/g)].some((match) => Number(match[1]) === microbatch);
+  }
+
+  rowOf(i) {
+    return this.rows[lastAtMost(this.rows.length, (row) => this.rows[row].first, i)];
+  }
+
+  // The last event of a row that starts at `time` or before; row.first - 1 when there is none.
+  before(row, time) {
+    const tick = time / this.step;
+    return row.first + lastAtMost(row.last - row.first, (k) => this.ticks[row.first + k], tick);
+  }
+
+  // Numbers of the events of a row that can be seen between two times: [first, last).
+  visible(row, start, end) {
+    let first = Math.max(row.first, this.before(row, start));
+    while (first > row.first && this.end(first - 1) > start) first--; // events of no length at the same moment
+    if (first < row.last && this.end(first) < start) first++;
+    return [first, this.before(row, end) + 1];
+  }
+
+  // What an event waited for: the number of another event, or -1.
+  cause(i) {
+    if (this.causes[i]) return i - this.causes[i];
+    if (this.resource[i] || this.unknown[i]) return -1;
+    return this.followsDirectly(i) ? i - 1 : -1;
+  }
+
+  // Where no cause is known, as in measured timelines: whether the event before it in its row ends where it starts.
+  followsDirectly(i) {
+    return i > this.rowOf(i).first && Math.abs(this.ticks[i] - this.ticks[i - 1] - this.durations[i - 1]) <= 1;
+  }
+
+  // How long its device was idle before an event.
+  idleBefore(i) {
+    const row = this.rowOf(i);
+    return i > row.first ? Math.max(0, this.start(i) - this.end(i - 1)) : this.start(i);
+  }
+
+  memoryAt(device, time) {
+    const { firsts, times, values, unit } = this.curves;
+    const place = lastAtMost(firsts[device + 1] - firsts[device], (k) => times[firsts[device] + k], time / this.step);
+    return place < 0 ? 0 : values[firsts[device] + place] * unit;
+  }
+
+  lastToEnd() {
+    let last = -1;
+    for (const row of this.rows) {
+      if (row.shows === COMPUTE && row.last > row.first && (last < 0 || this.end(row.last - 1) > this.end(last))) {
+        last = row.last - 1;
+      }
+    }
+    return last;
+  }
+}
+
+function rowsOf(data) {
+  return data.rows.map(([device, shows, first], k) => {
+    const last = k + 1 < data.rows.length ? data.rows[k + 1][2] : data.count;
+    return { device, shows, first, last };
+  });
+}
+
+// The largest k below `count` with value(k) <= limit, where value grows; -1 when there is none.
+function lastAtMost(count, value, limit) {
+  let low = 0, high = count;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (value(middle) <= limit) low = middle + 1;
+    else high = middle;
+  }
+  return low - 1;
+}
+
+// counts[i]: how many of the first i events take time.
+function countsOfTimed(durations) {
+  const counts = new Int32Array(durations.length + 1);
+  for (let i = 0; i < durations.length; i++) counts[i + 1] = counts[i] + (durations[i] > 0 ? 1 : 0);
+  return counts;
+}
+
+function shortest(durations) {
+  let least = Infinity;
+  for (const duration of durations) if (duration > 0 && duration < least) least = duration;
+  return Number.isFinite(least) ? least : 1;
+}

@@ -1,0 +1,105 @@
+// What is said about a pass: the tooltip, and the line below the picture. Everything becomes text nodes, never markup.
+
+const AWAITED = {
+  start: "nothing",
+  device: "its device, busy with",
+  transfer: "the arrival of",
+  communicator: "its communicator, busy with",
+  link: "the link, busy with",
+  engine: "the copy engine, busy with",
+};
+
+function element(name, text = "", className = "") {
+  const node = document.createElement(name);
+  node.textContent = text;
+  if (className) node.className = className;
+  return node;
+}
+
+// What an event waited for, in words; null where it is not known.
+function awaitedText(panel, i) {
+  const cause = panel.cause(i);
+  const name = panel.shared.resources[panel.resource[i]];
+  if (cause >= 0) {
+    const there = panel.rowOf(cause).device, here = panel.rowOf(i).device;
+    const what = AWAITED[name] ?? (name || AWAITED.device);
+    return `${what} ${panel.label(cause)}${there === here ? "" : ` on device ${there}`}`;
+  }
+  if (panel.unknown[i]) return `${AWAITED[name] ?? name} ${panel.unknown[i]}`;
+  return name ? AWAITED[name] ?? name : null;
+}
+
+function partsOf(panel, i) {
+  const parts = [`device ${panel.rowOf(i).device}`];
+  if (panel.stage[i] >= 0) parts.push(`stage ${panel.stage[i]}`);
+  if (panel.microbatch[i] >= 0) parts.push(`microbatch ${panel.microbatch[i]}`);
+  if (panel.slice[i]) parts.push(`slice ${panel.slice[i]}`);
+  return parts.join(", ");
+}
+
+// Rows of the tooltip: [what, text].
+function factsOf(panel, i, format) {
+  const facts = [
+    ["where", partsOf(panel, i)],
+    ["time", `${format.time(panel.start(i))} to ${format.time(panel.end(i))}`],
+    ["takes", format.duration(panel.duration(i))],
+  ];
+  const awaited = awaitedText(panel, i);
+  const idle = panel.idleBefore(i);
+  if (awaited) facts.push(["waited for", awaited]);
+  if (panel.rowOf(i).shows === COMPUTE && idle > panel.step) facts.push(["idle before", format.duration(idle)]);
+  return facts;
+}
+
+function fillTip(tip, heading, words, facts) {
+  const title = element("div");
+  title.append(element("strong", heading), words ? ` ${words}` : "");
+  const table = element("table");
+  for (const [what, text] of facts) {
+    const row = element("tr");
+    row.append(element("th", what), element("td", text));
+    table.append(row);
+  }
+  tip.replaceChildren(title, table);
+}
+
+// Beside the pointer, and always inside the window.
+function placeTip(tip, x, y) {
+  tip.hidden = false;
+  const { width, height } = tip.getBoundingClientRect();
+  const left = x + 18 + width > innerWidth ? x - 14 - width : x + 18;
+  const top = y + 18 + height > innerHeight ? y - 14 - height : y + 18;
+  tip.style.transform = `translate(${Math.max(4, left)}px, ${Math.max(4, top)}px)`;
+}
+
+// The line below the picture: the pass that is kept, buttons to walk its chain, and what the chain is made of.
+function fillChosen(line, scene, actions) {
+  line.replaceChildren();
+  if (!scene.kept) {
+    line.append(element("span", "Point at a pass to see what it waited for; click to keep it.", "faint"));
+    return;
+  }
+  const { panel, i } = scene.kept;
+  const awaited = awaitedText(panel, i);
+  const title = element("strong", panel.label(i));
+  const facts = `${panel.words(i)}, ${partsOf(panel, i)}, ${scene.format.time(panel.start(i))} to ${scene.format.time(panel.end(i))}`;
+  line.append(title, ` ${facts}${awaited ? `; waited for ${awaited}` : ""}`);
+  const cause = panel.cause(i);
+  if (cause >= 0) line.append(button(`Go to ${panel.label(cause)} (w)`, actions.follow));
+  if (scene.history.length) line.append(button("Back (b)", actions.back));
+  line.append(button("Let go (Esc)", actions.release), chainText(panel, scene));
+}
+
+function chainText(panel, scene) {
+  const { events } = scene.chain;
+  if (events.length < 2) return element("span");
+  const shares = sharesOf(panel, events).slice(0, 6).map(([letters, time]) => `${letters} ${scene.format.duration(time)}`);
+  return element("span", `Chain of ${events.length} back to ${scene.format.time(panel.start(events[events.length - 1]))}: ${shares.join(", ")}`, "faint");
+}
+
+function button(text, action) {
+  const node = element("button", text);
+  node.type = "button";
+  node.addEventListener("click", action);
+  return node;
+}

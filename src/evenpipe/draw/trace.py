@@ -1,0 +1,148 @@
+"""Timelines in the Trace Event format of Chrome, which Perfetto (ui.perfetto.dev) opens.
+
+A device is a process; its threads are compute, communication and copies to and from the host, with as many threads of
+the last two as run at the same time. Memory is a counter. An arrow leads from each pass to the pass of another device
+that takes its result.
+
+Format: "Trace Event Format", Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from evenpipe.schedule import Event, Kind, Pass, parts_of
+
+from .kinds import words_of
+from .panel import Panel, Timelines, lanes, panels_of
+
+_MICROSECONDS = 1e6
+_DEFAULT_UNIT_SECONDS = 1e-3
+_THREADS_OF_COMMUNICATION, _THREADS_OF_COPIES = 100, 200  # numbers of threads: compute is 0
+_BACKWARD = (Kind.I, Kind.B)
+
+
+def trace(timelines: Timelines, *, unit_seconds: float | None = None) -> str:
+    """Timelines as JSON for Perfetto, one event per line, by time; several become processes below each other.
+
+    unit_seconds: what one unit of time lasts; a millisecond where it is not known.
+    """
+    panels = panels_of(timelines)
+    unit = (unit_seconds or _DEFAULT_UNIT_SECONDS) * _MICROSECONDS
+    names: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
+    first = 0
+    for panel in panels:
+        writer = _Writer(panel, first, unit)
+        names += writer.names()
+        events += writer.events()
+        first += panel.devices
+    events.sort(key=lambda event: event["ts"])
+    lines = ",\n".join(json.dumps(event, ensure_ascii=False) for event in (*names, *events))
+    return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
+
+
+class _Writer:
+    """Writes one panel. first: number of the process of its device 0."""
+
+    def __init__(self, panel: Panel, first: int, unit: float) -> None:
+        self.panel, self.first, self.unit = panel, first, unit
+        self.threads = {(device, 0): "compute" for device in range(panel.devices)}
+        self.beside = list(self._beside())
+
+    def names(self) -> Iterator[dict[str, Any]]:
+        """Metadata: names of processes and threads, and their order."""
+        for device in range(self.panel.devices):
+            name = f"{self.panel.name}: device {device}" if self.panel.name else f"device {device}"
+            yield self._metadata(device, "process_name", {"name": name})
+            yield self._metadata(device, "process_sort_index", {"sort_index": self.first + device})
+        for (device, thread), name in sorted(self.threads.items()):
+            yield {**self._metadata(device, "thread_name", {"name": name}), "tid": thread}
+            yield {**self._metadata(device, "thread_sort_index", {"sort_index": thread}), "tid": thread}
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Slices, counters and arrows."""
+        for row in self.panel.rows:
+            for event in row:
+                yield self._slice(event, 0, "compute")
+        for event, thread, category in self.beside:
+            yield self._slice(event, thread, category)
+        for device in range(self.panel.devices):
+            name, field = ("memory", "bytes") if self.panel.knows_bytes else ("in flight", "stage activations")
+            for time, value in self.panel.curve(device):
+                yield {"ph": "C", "name": name, "pid": self.first + device, "ts": self._at(time), "args": {field: value}}
+        for number, (source, target) in enumerate(_hops(self.panel)):
+            yield from self._arrow(f"{self.first}.{number}", source, target)
+
+    def _beside(self) -> Iterator[tuple[Event, int, str]]:
+        """What runs beside compute, with its thread; names the threads."""
+        groups = (("communication", _THREADS_OF_COMMUNICATION), ("copies", _THREADS_OF_COPIES))
+        for device in range(self.panel.devices):
+            for category, base in groups:
+                row = [event for event in self.panel.beside[device] if _is_copy(event) == (category == "copies")]
+                for event, lane in zip(row, lanes(row), strict=True):
+                    self.threads[device, base + lane] = f"{category} {lane + 1}" if lane else category
+                    yield event, base + lane, category
+
+    def _slice(self, event: Event, thread: int, category: str) -> dict[str, Any]:
+        args: dict[str, Any] = {"what": words_of(event.item)}
+        for field in ("stage", "microbatch"):
+            if getattr(event.item, field) is not None:
+                args[field] = getattr(event.item, field)
+        if event.cause is not None:
+            args["waited for"] = event.cause.resource
+            if event.cause.item is not None:
+                args["waited for"] += f": {event.cause.item}"
+            if event.cause.device is not None:
+                args["waited for"] += f" on device {event.cause.device}"
+        return {
+            "ph": "X",
+            "name": str(event.item),
+            "cat": f"{category},{event.item.kind.value}",
+            "pid": self.first + event.device,
+            "tid": thread,
+            "ts": self._at(event.start),
+            "dur": round((event.end - event.start) * self.unit, 6),
+            "args": args,
+        }
+
+    def _arrow(self, number: str, source: Event, target: Event) -> Iterator[dict[str, Any]]:
+        common = {"name": "hop", "cat": "hop", "id": number, "tid": 0}
+        middle = (source.start + source.end) / 2  # inside the slice, so that the arrow begins at this one
+        yield {"ph": "s", **common, "pid": self.first + source.device, "ts": self._at(middle)}
+        yield {"ph": "f", "bp": "e", **common, "pid": self.first + target.device, "ts": self._at(target.start)}
+
+    def _metadata(self, device: int, name: str, args: dict[str, Any]) -> dict[str, Any]:
+        return {"ph": "M", "name": name, "pid": self.first + device, "ts": 0, "args": args}
+
+    def _at(self, time: float) -> float:
+        """Microseconds from the first event on."""
+        return round((time - self.panel.origin) * self.unit, 6)
+
+
+def _is_copy(event: Event) -> bool:
+    return event.item.kind in (Kind.O, Kind.L)
+
+
+def _hops(panel: Panel) -> Iterator[tuple[Event, Event]]:
+    """Pairs of passes of neighbouring stages on two devices: forward to the next stage, backward to the one before."""
+    runs: dict[tuple[bool, int | None, int | None, int], Event] = {}
+    for event, part in _passes(panel):
+        if part.kind is Kind.F or part.kind in _BACKWARD:
+            runs[part.kind is Kind.F, part.stage, part.microbatch, part.slice] = event
+    for (forward, stage, microbatch, slice_), event in runs.items():
+        if stage is None:
+            continue
+        target = runs.get((forward, stage + 1 if forward else stage - 1, microbatch, slice_))
+        if target is not None and target.device != event.device:
+            yield event, target
+
+
+def _passes(panel: Panel) -> Iterable[tuple[Event, Pass]]:
+    for row in panel.rows:
+        for event in row:
+            if isinstance(event.item, Pass):
+                for part in parts_of(event.item):
+                    yield event, part
