@@ -19,6 +19,7 @@ FAMILIES = (
 OURS = ("errors", "schedule", "vocabulary", "model", "parallel", "runtime", "runtime.communication", "runtime.launcher")
 
 importlib.import_module("transformers.modeling_utils")
+importlib.import_module("torch.distributed.pipelining")
 for family in FAMILIES:
     importlib.import_module(f"transformers.models.{family}.modeling_{family}")
 for room in OURS:
