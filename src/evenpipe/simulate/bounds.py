@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from evenpipe.errors import InputError
@@ -130,7 +131,7 @@ def _limits(placement: Placement, limit: float | Sequence[float] | None) -> tupl
 
 def _free(placement: Placement, microbatches: int, graph: Microbatch, of: str) -> Iterator[Bound]:
     """Bounds without a memory limit."""
-    work = graph.work(placement.devices)
+    work = graph.work
     busiest = max(range(placement.devices), key=work.__getitem__)
     value = work[busiest] * microbatches
     yield Bound(value, "work", f"device {busiest} has {value:g} of work")
@@ -153,7 +154,7 @@ def _free(placement: Placement, microbatches: int, graph: Microbatch, of: str) -
 
 def _ways(graph: Microbatch, reference: int | None) -> tuple[list[float], list[float]]:
     """Longest ways to each node from passes of a device, and from it to their ends; None for all devices."""
-    nodes = [node for node, device in enumerate(graph.device) if device >= 0 and reference in (device, None)]
+    nodes = list(chain.from_iterable(graph.nodes_of)) if reference is None else graph.nodes_of[reference]
     return graph.before(nodes), graph.behind(nodes)
 
 
@@ -172,8 +173,8 @@ def _one_device(
     """The largest head + time + tail over sets of passes of `device`, and the three."""
     nodes = [
         (before[node], behind[node], graph.takes[node] * microbatches)
-        for node, holder in enumerate(graph.device)
-        if holder == device and before[node] > UNREACHED and behind[node] > UNREACHED
+        for node in graph.nodes_of[device]
+        if before[node] > UNREACHED and behind[node] > UNREACHED
     ]
     best = (0.0, 0.0, 0.0, 0.0)
     nodes.sort(key=lambda node: -node[1])
@@ -191,7 +192,8 @@ def _rounds(
 ) -> Iterator[Bound]:
     ends = {device: _ways(graph, device) for device in {placement.first_device, placement.last_device}}
     whole = _ways(graph, None)
-    for stage, device in enumerate(placement.stage_device):
+    for device in range(placement.devices):
+        stage = placement.stages_of(device)[0]  # the first one: its activations live longest
         forward, release = graph.forward[stage], graph.release[stage]
         before, behind = graph.before([forward]), graph.behind([release])
         lifespan = before[release] + graph.takes[release]

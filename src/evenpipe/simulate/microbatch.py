@@ -21,7 +21,8 @@ UNREACHED = -math.inf
 class Microbatch:
     """The graph of one microbatch. Nodes are numbered so that each stands behind all that it needs.
 
-    By node: `takes`, its time; `device`, -1 for a transfer; `needs`, the nodes directly before it.
+    By node: `takes`, its time; `device`, -1 for a transfer; `needs`, the nodes directly before it. By device:
+    `nodes_of`, its passes.
     forward, backward, release: node by stage of F, of B or I, and of what releases the activation, B or W; the last two
     are empty for an order that only evaluates.
     """
@@ -32,6 +33,7 @@ class Microbatch:
     forward: list[int]
     backward: list[int]
     release: list[int]
+    nodes_of: list[list[int]]
 
     @classmethod
     def of(
@@ -40,13 +42,10 @@ class Microbatch:
         """With `split` backwards are I and W, else B. Raises InputError when a kind has no time."""
         return _build(placement, costs, split, barriers, forward_only)
 
-    def work(self, devices: int) -> list[float]:
+    @property
+    def work(self) -> list[float]:
         """Time in passes, per device."""
-        total = [0.0] * devices
-        for node, device in enumerate(self.device):
-            if device >= 0:
-                total[device] += self.takes[node]
-        return total
+        return [sum(self.takes[node] for node in nodes) for nodes in self.nodes_of]
 
     def before(self, sources: Collection[int]) -> list[float]:
         """Per node the longest way to its start from the start of one of `sources`; UNREACHED where there is none."""
@@ -54,8 +53,11 @@ class Microbatch:
         for node in sources:
             longest[node] = 0.0
         for node, needs in enumerate(self.needs):
+            most = longest[node]
             for earlier in needs:
-                longest[node] = max(longest[node], longest[earlier] + self.takes[earlier])
+                way = longest[earlier] + self.takes[earlier]
+                most = max(most, way)
+            longest[node] = most
         return longest
 
     def behind(self, targets: Collection[int]) -> list[float]:
@@ -64,8 +66,9 @@ class Microbatch:
         for node in targets:
             longest[node] = 0.0
         for node in reversed(range(len(self.takes))):
+            way = longest[node] + self.takes[node]
             for earlier in self.needs[node]:
-                longest[earlier] = max(longest[earlier], longest[node] + self.takes[node])
+                longest[earlier] = max(longest[earlier], way)
         return longest
 
 
@@ -112,13 +115,19 @@ def _build(placement: Placement, costs: Costs, split: bool, barriers: int, forwa
         needs[node] += [routes[route.number] for route in rule.waits]
         for route in rule.feeds:
             needs[routes[route.number]].append(node)
+    nodes_of: list[list[int]] = [[] for _ in range(placement.devices)]
+    for (device, *_), node in names.items():
+        nodes_of[device].append(node)
     rank = _ranks(needs)
     ranked = sorted(range(len(takes)), key=rank.__getitem__)
     return Microbatch(
         [takes[node] for node in ranked],
         [device_of[node] for node in ranked],
         [[rank[earlier] for earlier in needs[node]] for node in ranked],
-        *([rank[node] for node in nodes] for nodes in (forward, backward, release)),
+        [rank[node] for node in forward],
+        [rank[node] for node in backward],
+        [rank[node] for node in release],
+        [[rank[node] for node in nodes] for nodes in nodes_of],
     )
 
 

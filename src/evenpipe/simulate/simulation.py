@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -87,6 +90,11 @@ def simulate(schedule: Program | Order, costs: Costs) -> Simulation:
     Raises InputError when it cannot complete (with every fault found), and when `costs` lack what it needs.
     """
     program = add_communication(schedule, costs) if isinstance(schedule, Order) else schedule
+    with _collecting_nothing():
+        return _simulate(program, costs)
+
+
+def _simulate(program: Program, costs: Costs) -> Simulation:
     work = Work.of(program, costs)
     loop = Loop(work, costs.overlap_slowdown, costs.engine)
     if not loop.run():
@@ -96,6 +104,19 @@ def simulate(schedule: Program | Order, costs: Costs) -> Simulation:
     timeline = timeline_of(program, work, loop, costs.stage_bytes(program.placement), memory)
     waiting, slowed = _idle(work, loop, timeline.makespan)
     return Simulation(program, costs, timeline, critical_path(work, loop), waiting, slowed)
+
+
+@contextmanager
+def _collecting_nothing() -> Iterator[None]:
+    """Nothing that is built here is garbage. To look through all of it, again and again as it grows, would take as long
+    as the simulation."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _idle(work: Work, loop: Loop, makespan: float) -> tuple[tuple[dict[str, float], ...], tuple[float, ...]]:

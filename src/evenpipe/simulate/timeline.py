@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from evenpipe.schedule import Cause, Event, Program, Timeline, Transfer
 
-from .loop import START, Loop
+from .loop import DEVICE, START, Loop
 from .work import Work
 
 NOTHING = Cause(START)
@@ -21,14 +21,27 @@ def timeline_of(
 ) -> Timeline:
     """Passes of each device as they ran, and beside them its transfers and copies by their start."""
     events, beside = [], []
+    behind: dict[int, Cause] = {}  # "busy with pass n", which many wait for
     for device, row in enumerate(work.rows):
-        present = [item for item in program.rows[device] if item is not None]
-        issued = {~n: item for n, item in zip(row, present, strict=True) if isinstance(item, Transfer)}
         computed: list[Event] = []
         others: list[Event] = []
-        for n in row:
-            event = event_of(work, loop, issued, n, device)
-            (computed if n >= 0 and n not in work.copy_feeds else others).append(event)
+        issued: dict[int, Transfer] = {}
+        present = (item for item in program.rows[device] if item is not None)
+        for n, item in zip(row, present, strict=True):
+            if n < 0:
+                k = ~n
+                issued[k] = item  # type: ignore[assignment]
+                start, end, why, who = loop.start_of[k], loop.end_of[k], loop.why_of[k], loop.who_of[k]
+            else:
+                start, end, why, who = loop.start[n], loop.end[n], loop.why[n], loop.who[n]
+            if why != DEVICE:
+                cause = _cause(work, why, who, issued, device)
+            elif (found := behind.get(who)) is not None:
+                cause = found
+            else:
+                cause = behind[who] = Cause(DEVICE, work.items[who], work.device_of[who])
+            event = Event(device, item, start, end, cause)
+            (others if n < 0 or n in work.copy_feeds else computed).append(event)
         others.sort(key=attrgetter("start"))
         events.append(tuple(computed))
         beside.append(tuple(others))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from evenpipe.schedule import Costs, Dependencies, Kind, Pass, Program, Route, Transfer, check_program, parts_of
+from evenpipe.schedule import Costs, Dependencies, Kind, Link, Pass, Program, Route, Transfer, check_program, parts_of
 from evenpipe.schedule.costs import PassTimes
 from evenpipe.schedule.passes import HOP_KINDS
 
@@ -57,6 +57,7 @@ class _Numbering:
         self.work = Work([], [], [], [], [], {}, [], [], [], [], [], [], [], [], 0)
         self.numbers: dict[int, int] = {}  # of transfers, by `_key`
         self.communicators: dict[str, int] = {}
+        self.carried: dict[int, tuple[int, float, Link | None]] = {}  # by number of a route
         for device in range(program.devices):
             self._row(device)
 
@@ -130,19 +131,26 @@ class _Numbering:
     def _number(self, key: int, route: Route, microbatch: int, slice_: int, size: float = 0.0) -> int:
         work = self.work
         k = self.numbers[key] = len(work.route_of)
-        link = self.costs.link(route.kind, route.communicator)
-        if link is None:
-            queue, time = -1, self.costs.transfer_time(route.kind)
-        else:
-            queue = self.communicators.setdefault(route.communicator, len(self.communicators))
-            work.queues = len(self.communicators)
-            time = link.time(size)
+        carried = self.carried.get(route.number)
+        if carried is None:
+            carried = self.carried[route.number] = self._carried(route)
+        queue, time, link = carried
         work.route_of.append(route)
         work.microbatch_of.append(microbatch)
         work.slice_of.append(slice_)
-        work.takes_of.append(time)
+        work.takes_of.append(link.time(size) if link is not None and size else time)
         work.members_of.append(len(route.members))
         work.queue_of.append(queue)
-        work.slows.append(time > 0 and route.kind not in HOP_KINDS)
+        work.slows.append(work.takes_of[k] > 0 and route.kind not in HOP_KINDS)
         work.feeds.append([])
         return k
+
+    def _carried(self, route: Route) -> tuple[int, float, Link | None]:
+        """Number of the queue of a route, the time of its transfers, and its link."""
+        time = self.costs.transfer_time(route.kind, route.communicator)
+        link = self.costs.link(route.kind, route.communicator)
+        if link is None:
+            return -1, time, None
+        queue = self.communicators.setdefault(route.communicator, len(self.communicators))
+        self.work.queues = len(self.communicators)
+        return queue, time, link
