@@ -1,0 +1,255 @@
+"""List scheduling: each device runs the first pass of its row that is ready, whatever stands before it.
+
+The event model goes through the step once. Whenever a device is free it starts the earliest pass of its row that has
+all it needs. That repairs what no fixed order foresees, a device that waits while it has other work; the price is
+forwards that run early, and activations that are kept for longer. So a forward starts early only while the device
+stays within a limit: a `MemoryPlan`, made from an order that is known to fit, has to hold on to its promise.
+
+That it always comes to its end: take the order that the plans are from, each E directly before the forward that needs
+it, and the other vocabulary passes directly behind what they need. One by one, all passes can run in that sequence.
+Now take the first of it that has not run. All it needs has run, and if it is a forward, it is in its turn. So whatever
+has happened before, some device can go on.
+
+E needs nothing, but its rows are kept until they are used. So it runs ahead of the forwards of the first stage only as
+far as it does in its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from evenpipe.schedule.costs import Costs
+from evenpipe.schedule.dependencies import Dependencies
+from evenpipe.schedule.graph import Graph
+from evenpipe.schedule.order import Order
+from evenpipe.schedule.passes import Kind, parts_of
+from evenpipe.schedule.places import ABSENT
+from evenpipe.schedule.timing import durations
+
+from .memory_plan import MemoryPlan
+
+HOLDS = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
+"""What a pass adds to the stage activations that its device holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What list scheduling comes to: an order, and its longest span and its makespan."""
+
+    order: Order
+    span: float
+    makespan: float
+
+
+def list_schedule(wishes: Order, base: Order, limits: Sequence[int], costs: Costs) -> Listed | None:
+    """The passes of `wishes`, run by the rules above within `limits` per device.
+
+    `wishes` need not be sound; `base` has to be, has the same passes but for those of the vocabulary, and never holds
+    more than `limits`. Returns None where a backward is split for some microbatches only, where passes are missing, and
+    where activations are offloaded or recomputed: such an order knows best what it wants early.
+    """
+    graph = Graph.of(wishes)
+    links = _Links.of(wishes, graph)
+    if links is None:
+        return None
+    plans = [_memory_plan(graph, base, device, limit) for device, limit in enumerate(limits)]
+    started, ended, rows = _run(graph, links, plans, durations(wishes, graph, costs))
+    order = Order(
+        wishes.placement,
+        wishes.microbatches,
+        tuple(tuple(map(graph.items.__getitem__, row)) for row in rows),
+        wishes.barriers,
+        wishes.forward_only,
+    )
+    spans = [end - start for start, end in zip(started, ended, strict=True)]
+    return Listed(order, max(spans), max(ended) - min(started))
+
+
+@dataclass(frozen=True, slots=True)
+class _Links:
+    """Who waits for whom in a graph whose rows may be reordered.
+
+    needs: by pass, how many passes of its own row and transfers it waits for. followers: by site, and consumers: by
+    route, the numbers by microbatch of the passes that wait. embedding: for each microbatch in the order of the first
+    stage's row, the E passes of all devices. ahead: how many of those may run before the first stage comes to them.
+    """
+
+    needs: bytearray
+    followers: list[list[list[int]]]
+    consumers: list[list[list[int]]]
+    embedding: list[list[int]]
+    ahead: int
+
+    @classmethod
+    def of(cls, order: Order, graph: Graph) -> _Links | None:
+        """Those of an order in which every pass stands once and whole; None for any other."""
+        places = graph.places
+        if not graph.microbatches or any(here.joint or here.odd for here in places):
+            return None
+        dependencies = Dependencies.of(order)
+        needs = bytearray(len(graph.items))
+        followers: list[list[list[int]]] = [[] for _ in graph.waits]
+        consumers: list[list[list[int]]] = [[] for _ in graph.routes]
+        for device, here in enumerate(places):
+            for (kind, stage), numbers in here.at.items():
+                assert isinstance(kind, Kind)
+                if ABSENT in numbers or kind in _COPIES:
+                    return None
+                rule = dependencies.rule(device, kind, stage)
+                for needed, of_stage in rule.after:
+                    there = here.of_role(needed, of_stage)
+                    if not there or ABSENT in there:
+                        return None
+                    followers[graph.site[there[0]]].append(numbers)
+                for route in rule.waits:
+                    consumers[route.number].append(numbers)
+                for number in numbers:
+                    needs[number] = len(rule.after) + len(rule.waits)
+        embedding, ahead = _embedding(order, graph)
+        for numbers in embedding[ahead:]:
+            for number in numbers:
+                needs[number] += 1
+        return cls(needs, followers, consumers, embedding, ahead)
+
+
+def _embedding(order: Order, graph: Graph) -> tuple[list[list[int]], int]:
+    """The last two fields of `_Links`."""
+    device = order.placement.first_device
+    embedding = [here.at.get((Kind.E, None)) for here in graph.places]
+    rows, waiting, ahead = [], 0, 1
+    for item in graph.items[graph.first[device] : graph.first[device + 1]]:
+        if item.kind is Kind.E:
+            waiting += 1
+            ahead = max(ahead, waiting)
+        elif item.kind is Kind.F and item.stage == 0:
+            assert item.microbatch is not None
+            waiting -= 1
+            rows.append([numbers[item.microbatch] for numbers in embedding if numbers])
+    return rows, ahead
+
+
+def _memory_plan(graph: Graph, base: Order, device: int, limit: int) -> MemoryPlan:
+    """The plan of one device: its row of `base`."""
+    at = graph.places[device].at
+    parts = [part for item in base.passes(device) for part in parts_of(item) if part.kind in HOLDS]
+    numbers = [at[part.kind, part.stage][part.microbatch or 0] for part in parts]
+    return MemoryPlan(numbers, [HOLDS[part.kind] for part in parts], limit)
+
+
+def _run(
+    graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequence[float]
+) -> tuple[list[float], list[float], list[list[int]]]:
+    """Per device, when its first pass started, when its last one ended, and its passes as they ran."""
+    passes, microbatches, devices = len(graph.items), graph.microbatches, len(graph.first) - 1
+    site, offset, device_of, feeds = graph.site, graph.offset, graph.device_of, graph.feeds
+    needs, missing = links.needs, graph.producers()
+    first_of = [graph.items[0]] * len(graph.waits)  # of each site, any pass
+    for here in graph.places:
+        for numbers in here.at.values():
+            first_of[site[numbers[0]]] = graph.items[numbers[0]]
+    forward = [item.kind is Kind.F for item in first_of]
+    stored = [item.kind in HOLDS for item in first_of]
+    entrance = [item.kind is Kind.F and item.stage == 0 for item in first_of]
+    held_back = iter(links.embedding[links.ahead :])
+
+    forwards: list[list[int]] = [[] for _ in range(devices)]  # ready ones of each device, and all others that are
+    others: list[list[int]] = [[] for _ in range(devices)]
+    rows: list[list[int]] = [[] for _ in range(devices)]
+    started, ended = [0.0] * devices, [0.0] * devices
+    free = [True] * devices
+    asked = list(range(devices))  # free devices that may have something new to start
+    events: list[tuple[float, int]] = []  # ends of passes and arrivals of transfers
+    # What happens within such a moment happens at once: sums of the same times in another order differ by less.
+    moment = 1e-9 * sum(takes[:passes]) / (devices * microbatches)
+
+    def met(numbers: list[int]) -> None:
+        """One need less for each of these passes."""
+        for number in numbers:
+            needs[number] -= 1
+            if needs[number] == 0:
+                device = device_of[number]
+                heappush((forwards if forward[site[number]] else others)[device], number)
+                if free[device]:
+                    asked.append(device)
+
+    def complete(number: int) -> None:
+        """A pass has ended."""
+        here, microbatch = site[number], offset[number]
+        met([waiting[microbatch] for waiting in links.followers[here]])
+        for base in feeds[here]:
+            transfer = base + microbatch
+            missing[transfer - passes] -= 1
+            if missing[transfer - passes] == 0:
+                if takes[transfer] > 0:
+                    heappush(events, (now + takes[transfer], transfer))
+                else:
+                    arrive(transfer)
+
+    def arrive(transfer: int) -> None:
+        """A transfer has brought its data."""
+        route, microbatch = divmod(transfer - passes, microbatches)
+        met([waiting[microbatch] for waiting in links.consumers[route]])
+
+    def choose(device: int) -> list[int]:
+        """Where the pass that `device` starts next is the smallest; an empty list when it has to wait."""
+        ready, first = others[device], forwards[device]
+        if first and (not ready or first[0] < ready[0]) and plans[device].allows(first[0]):
+            return first
+        return ready
+
+    def start(device: int, number: int) -> None:
+        if not rows[device]:
+            started[device] = now
+        rows[device].append(number)
+        ended[device] = now + takes[number]
+        here = site[number]
+        if stored[here]:
+            plans[device].run(number)
+        if entrance[here]:
+            met(next(held_back, []))
+
+    now = 0.0
+    for number in range(passes):
+        if needs[number] == 0:
+            needs[number] = 1
+            met([number])
+    while True:
+        while asked:
+            # What takes no time comes first, on all devices: it may make ready what others had rather start.
+            choosing: dict[int, None] = {}
+            while asked:
+                device = asked.pop()
+                if free[device]:
+                    queue = choose(device)
+                    while queue and takes[queue[0]] <= 0:
+                        number = heappop(queue)
+                        start(device, number)
+                        complete(number)
+                        queue = choose(device)
+                    choosing[device] = None
+            for device in choosing:
+                queue = choose(device)
+                if queue:
+                    number = heappop(queue)
+                    start(device, number)
+                    free[device] = False
+                    heappush(events, (ended[device], number))
+        if not events:
+            break
+        until = events[0][0] + moment
+        while events and events[0][0] <= until:
+            now, number = heappop(events)
+            if number < passes:
+                device = device_of[number]
+                free[device] = True
+                asked.append(device)
+                complete(number)
+            else:
+                arrive(number)
+    assert sum(map(len, rows)) == passes, "list scheduling has come to its end"
+    return started, ended, rows
+
+
+_COPIES = {Kind.R, Kind.O, Kind.L}

@@ -1,0 +1,55 @@
+"""May a device run a forward before its turn? A plan that is known to fit says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+
+class MemoryPlan:
+    """One device's F, B and W in an order that fits, and what is left of it.
+
+    The promise: if the device ran the rest of its plan as it stands, it would never hold more than `limit` activations.
+    Passes that release may run at any time, a forward when `allows` says so, and always in its turn.
+    """
+
+    def __init__(self, plan: Sequence[int], holds: Sequence[int], limit: int) -> None:
+        """`plan` has numbers of passes and `holds` what each adds, 1 or -1; as they stand they stay within `limit`."""
+        assert max(accumulate(holds), default=0) <= limit
+        self._turn = {number: turn for turn, number in enumerate(plan)}
+        self._holds = holds
+        self._ran = bytearray(len(plan))
+        self._limit = limit
+        self._room = limit - max(accumulate(holds), default=0)
+        self._next = 0  # the first turn that has not come
+        self._held = 0
+        self._early = 0  # forwards that ran before their turn, which has not come yet
+
+    def allows(self, forward: int) -> bool:
+        """Whether the promise still holds if `forward` runs now."""
+        # At any turn of the rest the device holds what it would in the plan, and the early forwards at most.
+        if self._early < self._room:
+            return True
+        held = self._held + 1
+        if held > self._limit:
+            return False
+        for turn in range(self._next, self._turn[forward]):
+            if not self._ran[turn]:
+                held += self._holds[turn]
+                if held > self._limit:
+                    return False
+        return True
+
+    def run(self, number: int) -> None:
+        """This pass of the plan runs now."""
+        turn, holds, ran = self._turn[number], self._holds, self._ran
+        self._held += holds[turn]
+        ran[turn] = 1
+        if turn > self._next:
+            self._early += holds[turn] > 0
+            return
+        turn += 1
+        while turn < len(ran) and ran[turn]:
+            self._early -= holds[turn] > 0
+            turn += 1
+        self._next = turn
