@@ -44,7 +44,7 @@ def summary(case: Case, costs: str | None) -> str:
 
 def table(cases: Sequence[Case], costs: str | None) -> str:
     """One row per case. `costs` as in `summary`."""
-    modes = len({case.mode for case in cases}) > 1 or cases[0].mode not in (None, "first-last")
+    modes = any(case.mode not in (None, "first-last") for case in cases)
     with_bytes = any(case.simulation.timeline.peak_bytes for case in cases)
     first = cases[0]
     head = ["schedule", *(["vocabulary"] if modes else []), "stages per device", "span", "bound", "makespan"]

@@ -27,7 +27,8 @@ class NamedOrder:
 
 
 def named_orders(problem: Problem) -> list[NamedOrder]:
-    """Every named schedule that has the passes of `problem` in its placement, within its memory; best first.
+    """Every named schedule that has the passes of `problem` in its placement, within its memory; best first, and of
+    equal ones the one that holds least.
 
     Where the backward is split, schedules that do not split it take part too, each B as I and W.
     """
@@ -43,7 +44,7 @@ def named_orders(problem: Problem) -> list[NamedOrder]:
             limits = problem.memory_limit or timeline.peak_in_flight
             if all(peak <= limit for peak, limit in zip(timeline.peak_in_flight, limits, strict=True)):
                 found.append(NamedOrder(name, order, timeline, problem.value(timeline)))
-    return sorted(found, key=lambda one: one.value)
+    return sorted(found, key=lambda one: (one.value, max(one.timeline.peak_in_flight)))
 
 
 def _orders(name: str, problem: Problem) -> Iterator[Order]:

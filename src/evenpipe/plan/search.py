@@ -105,8 +105,13 @@ class SearchResult:
 def search(problem: Problem, *, seconds: float = 30.0, workers: int = 1, seed: int = 0) -> SearchResult | None:
     """The shortest order within the limits of `problem` that can be found in `seconds`; None when none fits.
 
-    Starts from the best named schedule, so it is never worse. Raises InputError as `solve` does.
+    Starts from the best named schedule, so it is never worse. Raises InputError as `solve` does, and when
+    the time is up before there is any order.
     """
+    if not 0 < seconds < math.inf:
+        raise InputError(f"seconds must be a number above 0, not {seconds:g}")
+    if workers < 1:
+        raise InputError(f"workers must be a whole number of at least 1, not {workers}")
     named = named_orders(problem)
     best = named[0] if named else None
     bound = lower_bound(problem)

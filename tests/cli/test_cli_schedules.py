@@ -1,0 +1,364 @@
+"""simulate, draw, check and search: what they print, their exit codes, and a table of wrong input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from evenpipe.cli.main import main
+from evenpipe.schedule import EQUAL_COSTS, SCHEDULES, Costs, generate, plan_order, plan_program, time_order
+from evenpipe.schedule.registry import describe
+
+ROOT = Path(__file__).parents[2]
+COSTS = ROOT / "examples" / "costs.toml"
+SIZE = ["--devices", "4", "--microbatches", "8"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A folder to work in, with schedules and costs, sound and not."""
+    monkeypatch.chdir(tmp_path)
+    order, program = plan_program("1f1b", 2, 2, "vocab-2")
+    files = {
+        "order.csv": "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n",
+        "program.csv": program.to_csv(),
+        "vocabulary.csv": order.to_csv(),
+        "torch.csv": (
+            "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n"
+        ),
+        "faulty.csv": "0F0,0F1,0B0,0B1,0B1\n1F0,1B0,1B1,1F1\n",
+        "no-transfer.csv": "0F0,0SEND_F0,0F1,0RECV_B0,0B0,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1F1,1B1\n",
+        "typing.csv": "0F0,0F1,0B0,0B1\n1F0,1B0,1Q1,1F1\n",
+        "empty.csv": "",
+        "gap.csv": "0F0,0B0\n2F0,2B0\n",
+        "evaluates.csv": "0F0,0F1\n1F0,1F1\n",
+        "latin.csv": b"0F0,\xe9",
+        "missing.toml": "I = 1\nW = 1\n",
+        "half.toml": "F = 1\nI = 1\n",
+        "negative.toml": "F = 1\nB = -2\n",
+        "infinite.toml": "F = 1\nB = inf\n",
+        "word.toml": 'F = "one"\nB = 2\n',
+        "list.toml": "F = [1, 1, 1]\nB = 2\n",
+        "unknown.toml": "F = 1\nB = 2\nforwards = 3\n",
+        "plain.toml": "F = 1\nB = 2\n",
+        "broken.toml": "F = = 1\n",
+        "broken.json": '{"F": 1',
+        "list.json": "[1, 2]",
+        "costs.json": '{"F": 1, "I": 1, "W": 1, "bytes": 3}',
+    }
+    for name, text in files.items():
+        Path(name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    return tmp_path
+
+
+def printed(capsys, *arguments: str, code: int = 0) -> str:
+    assert main(list(arguments)) == code
+    output = capsys.readouterr()
+    assert output.err == ""
+    return output.out
+
+
+def as_json(capsys, *arguments: str, code: int = 0) -> dict:
+    return json.loads(printed(capsys, *arguments, "--json", code=code))
+
+
+# --- simulate ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_simulate_gives_the_figures_of_every_schedule(name, capsys):
+    figures = as_json(capsys, "simulate", "--schedule", name, *SIZE)
+    timeline = time_order(generate(name, 4, 8, costs=EQUAL_COSTS), EQUAL_COSTS)
+    assert figures["schedule"] == name
+    assert (figures["span"], figures["makespan"], figures["skew"], figures["bubble_rate"]) == pytest.approx(
+        (timeline.span, timeline.makespan, timeline.skew, timeline.bubble_rate)
+    )
+    assert figures["busy"] == pytest.approx(timeline.busy)
+    assert figures["peak_in_flight"] == list(timeline.peak_in_flight)
+    assert figures["peak_bytes"] is None
+    assert 0 < figures["bounds"]["span"]["value"] <= figures["span"] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("mode", ["first-last", "redistribute", "interlaced", "vocab-1", "vocab-2", "balanced"])
+def test_simulate_in_every_vocabulary_mode(mode, capsys):
+    figures = as_json(capsys, "simulate", "--schedule", "1f1b", *SIZE, "--vocabulary", mode)
+    timeline = time_order(plan_order("1f1b", 4, 8, mode, EQUAL_COSTS), EQUAL_COSTS)
+    assert figures["vocabulary"] == {"balanced": "vocab-2"}.get(mode, mode)
+    assert figures["span"] == pytest.approx(timeline.span)
+
+
+def test_simulate_with_costs_and_bytes(capsys):
+    figures = as_json(capsys, "simulate", "--schedule", "1f1b", *SIZE, "--costs", "costs.json")
+    assert figures["span"] == 33
+    assert figures["peak_bytes"] == [12, 9, 6, 3]
+    text = printed(capsys, "simulate", "--schedule", "1f1b", *SIZE, "--costs", "costs.json")
+    assert "costs.json" in text
+    assert "peak bytes" in text
+    text = printed(capsys, "simulate", "--schedule", "1f1b", *SIZE)
+    assert "equal (F = I = W = 1" in text
+    assert "span       33" in text
+    assert "bubble     9, 27.3 % of the span" in text
+    assert "critical path" in text
+
+
+@pytest.mark.parametrize("file", ["order.csv", "program.csv", "vocabulary.csv", "torch.csv"])
+def test_simulate_a_file_as_it_stands(file, capsys):
+    figures = as_json(capsys, "simulate", "--schedule", file)
+    assert (figures["devices"], figures["microbatches"], figures["schedule"]) == (2, 2, file)
+    mode = "vocab-2" if file in ("program.csv", "vocabulary.csv") else "first-last"
+    assert figures["span"] == pytest.approx(time_order(plan_order("1f1b", 2, 2, mode), EQUAL_COSTS).span)
+    assert as_json(capsys, "simulate", "--schedule", file, "--vocabulary", mode)["span"] == figures["span"]
+
+
+def test_vocabulary_passes_are_added_to_a_file(capsys):
+    figures = as_json(capsys, "simulate", "--schedule", "order.csv", "--vocabulary", "vocab-2")
+    assert figures["span"] == as_json(capsys, "simulate", "--schedule", "vocabulary.csv")["span"]
+
+
+def test_options_reach_the_schedule(capsys):
+    figures = as_json(capsys, "simulate", "--schedule", "interleaved", *SIZE, "--stages-per-device", "4")
+    assert (figures["stages"], figures["stages_per_device"]) == (16, 4)
+    figures = as_json(capsys, "simulate", "--schedule", "gis", *SIZE, "--group-size", "2")
+    assert figures["peak_in_flight"] == [2 + 4 - device for device in range(4)]
+    figures = as_json(capsys, "simulate", "--schedule", "zbv", *SIZE, "--stages-per-device", "2")
+    assert figures["stages_per_device"] == 2
+
+
+def test_compared_schedules_do_the_same_work_per_device(capsys):
+    found = as_json(capsys, "simulate", "--compare", "1f1b,zbv,interleaved", *SIZE, "--costs", "costs.json")
+    names = [one["schedule"] for one in found["schedules"]]
+    assert names == ["1f1b", "zbv", "interleaved"]
+    assert [one["stages_per_device"] for one in found["schedules"]] == [1, 2, 2]
+    for one in found["schedules"]:
+        assert one["busy"] == pytest.approx([24] * 4)
+    assert found["schedules"][0]["peak_bytes"][0] == 12
+    assert found["schedules"][1]["peak_bytes"] == [1.5 * peak for peak in found["schedules"][1]["peak_in_flight"]]
+    # What the first one shows alone it shows in company too.
+    alone = as_json(capsys, "simulate", "--schedule", "zbv", *SIZE)
+    both = as_json(capsys, "simulate", "--schedule", "zbv", "--compare", "1f1b", *SIZE)
+    assert [one["schedule"] for one in both["schedules"]] == ["zbv", "1f1b"]
+    assert both["schedules"][0]["span"] == alone["span"]
+    assert both["schedules"][1]["busy"] == pytest.approx([48] * 4)
+
+
+def test_compare_prints_a_table(capsys):
+    text = printed(capsys, "simulate", "--compare", "1f1b,v-half,order.csv", "--devices", "2", "--microbatches", "2")
+    *_, head, first, second, third = text.splitlines()
+    assert head.split()[0] == "schedule"
+    assert (first.split()[:2], second.split()[:2], third.split()[:2]) == (
+        ["1f1b", "1"],
+        ["v-half", "2"],
+        ["order.csv", "1"],
+    )
+    assert first.split()[2:] == third.split()[2:]
+    assert "the same work per device" in text
+    text = printed(capsys, "simulate", "--compare", "all", *SIZE)
+    assert [line.split()[0] for line in text.splitlines()[-len(SCHEDULES) :]] == list(SCHEDULES)
+
+
+def test_modes_side_by_side(capsys):
+    text = printed(capsys, "simulate", "--schedule", "1f1b", "--vocabulary", "vocab-1,vocab-2", *SIZE)
+    assert [line.split()[:2] for line in text.splitlines()[-2:]] == [["1f1b", "vocab-1"], ["1f1b", "vocab-2"]]
+
+
+def test_options_go_to_the_schedules_that_have_them(capsys):
+    found = as_json(capsys, "simulate", "--compare", "1f1b,interleaved,gis", *SIZE, "--stages-per-device", "4")
+    assert [one["stages_per_device"] for one in found["schedules"]] == [1, 4, 4]
+
+
+def test_help_lists_every_schedule_in_a_line(capsys):
+    lines = printed(capsys, "simulate", "--help").splitlines()
+    for name in SCHEDULES:
+        (line,) = [line for line in lines if line.split()[:1] == [name]]
+        assert line.endswith(describe(name))
+        assert 10 < len(describe(name)) < 130
+
+
+# --- draw ----------------------------------------------------------------------------------------------------
+
+
+def test_draw_to_the_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    text = printed(capsys, "draw", "--schedule", "1f1b", "--vocabulary", "first-last,vocab-2", *SIZE)
+    assert "1f1b, vocab-2" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("suffix", ["html", "svg", "json"])
+def test_draw_to_a_file(suffix, capsys):
+    assert printed(capsys, "draw", "--compare", "1f1b,zbv", *SIZE, "-o", f"step.{suffix}") == f"wrote step.{suffix}\n"
+    text = Path(f"step.{suffix}").read_text()
+    assert "1f1b" in text
+    assert "zbv" in text
+    if suffix == "json":
+        json.loads(text)
+
+
+# --- check ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ["order.csv", "program.csv", "vocabulary.csv", "torch.csv", "evaluates.csv"])
+def test_sound_files(file, capsys):
+    assert printed(capsys, "check", file).startswith("sound: ")
+    found = as_json(capsys, "check", file)
+    assert (found["sound"], found["faults"]) == (True, [])
+    assert (found["devices"], found["microbatches"], found["stage_device"]) == (2, 2, [0, 1])
+    assert found["transfers"] == (file in ("program.csv", "torch.csv"))
+    assert found["barriers"] == (file in ("program.csv", "vocabulary.csv"))
+
+
+FAULTY = [
+    # file, arguments, words of each fault
+    ("faulty.csv", (), ["0B1 stands at position 3 already", "1B1 stands before 1F1 at position 3"]),
+    (
+        "no-transfer.csv",
+        (),
+        ["0SEND_F1 is missing", "0RECV_B1 is missing", "1RECV_F1 is missing", "1SEND_B1 is missing"],
+    ),
+    ("order.csv", ("--memory-limit", "1"), ["limit of 1"]),
+    ("program.csv", ("--memory-limit", "2,1"), ["limit of 1"]),
+]
+
+
+@pytest.mark.parametrize(("file", "arguments", "words"), FAULTY, ids=lambda value: str(value))
+def test_every_fault_is_listed(file, arguments, words, capsys):
+    text = printed(capsys, "check", file, *arguments, code=1)
+    found = as_json(capsys, "check", file, *arguments, code=1)
+    assert not found["sound"]
+    assert len(found["faults"]) >= len(words)
+    assert text.startswith(f"{len(found['faults'])} fault")
+    for word in words:
+        assert word in text
+        assert any(word in fault["what"] for fault in found["faults"])
+    assert all({"device", "position", "what", "rows"} == set(fault) for fault in found["faults"])
+
+
+def test_check_with_costs(capsys):
+    assert as_json(capsys, "check", "order.csv", "--costs", "costs.json")["peak_bytes"] == [6, 3]
+    assert as_json(capsys, "check", "order.csv", "--memory-limit", "2,1", "--costs", str(COSTS))["sound"]
+
+
+# --- search --------------------------------------------------------------------------------------------------
+
+
+def test_search_writes_what_check_accepts(capsys):
+    pytest.importorskip("ortools")
+    arguments = ["search", "--devices", "2", "--microbatches", "3", "--split-backward", "-o", "best.csv"]
+    found = as_json(capsys, *arguments)
+    assert found["proved"]
+    assert found["possible"]
+    assert as_json(capsys, "check", "best.csv")["sound"]
+    assert as_json(capsys, "simulate", "--schedule", "best.csv")["span"] == found["span"] == found["value"]
+    text = printed(capsys, *arguments)
+    assert "no order is shorter" in text
+    assert "zb-h1" in text
+
+
+def test_search_says_when_nothing_fits(capsys):
+    pytest.importorskip("ortools")
+    arguments = ["search", "--devices", "2", "--microbatches", "2", "--placement", "v", "--memory-limit", "1"]
+    assert printed(capsys, *arguments, code=1) == "no order fits the memory limit\n"
+    assert as_json(capsys, *arguments, code=1) == {"possible": False}
+
+
+# --- wrong input ---------------------------------------------------------------------------------------------
+
+SIMULATE = ["simulate", "--schedule", "1f1b", *SIZE]
+SEARCH = ["search", "--devices", "2", "--microbatches", "2"]
+WRONG = [
+    # arguments, words of the sentence
+    (["simulate", "--schedule", "1f2b", *SIZE], ["'1f2b' is unknown", "did you mean '1f1b'", "zbv"]),
+    (["simulate", "--compare", "1f1b,zb", *SIZE], ["'zb' is unknown"]),
+    (["simulate", *SIZE], ["--schedule"]),
+    (["simulate", "--compare", ",", *SIZE], ["--schedule"]),
+    (["simulate", "--schedule", "1f1b", "--devices", "4"], ["microbatches", "not given"]),
+    (["simulate", "--schedule", "1f1b", "--microbatches", "4"], ["devices", "not given"]),
+    (["simulate", "--schedule", "1f1b", "--devices", "4", "--microbatches", "0"], ["microbatches", "at least 1", "0"]),
+    (["simulate", "--schedule", "1f1b", "--devices", "-1", "--microbatches", "4"], ["devices", "at least 1", "-1"]),
+    ([*SIMULATE, "--stages-per-device", "2"], ["'1f1b' has 1 stage per device, not 2"]),
+    (["simulate", "--schedule", "zbv", *SIZE, "--stages-per-device", "4"], ["'zbv' has 2 stages per device, not 4"]),
+    (["simulate", "--schedule", "gis", *SIZE, "--stages-per-device", "0"], ["stages_per_device", "at least 1"]),
+    ([*SIMULATE, "--group-size", "2"], ["'1f1b' has no option 'group_size'", "its options: none"]),
+    (["simulate", "--schedule", "looped-bfs", *SIZE, "--group-size", "2"], ["its options: stages_per_device"]),
+    (["simulate", "--compare", "1f1b,zbv", *SIZE, "--group-size", "2"], ["none of 1f1b, zbv has this option"]),
+    ([*SIMULATE, "--memory-limit", "many"], ["--memory-limit is 'many'", "number"]),
+    ([*SIMULATE, "--memory-limit", "0"], ["memory_limit", "above 0"]),
+    ([*SIMULATE, "--vocabulary", "vocab2"], ["'vocab2' is unknown", "did you mean 'vocab-2'"]),
+    (["simulate", "--schedule", "order.csv", "--devices", "3"], ["order.csv", "2 devices", "not 3"]),
+    (["simulate", "--schedule", "vocabulary.csv", "--vocabulary", "vocab-1"], ["1 barriers", "has 2"]),
+    (["simulate", "--schedule", "torch.csv", "--vocabulary", "vocab-1"], ["torch.csv", "has transfers"]),
+    (["simulate", "--schedule", "faulty.csv"], ["faulty.csv: the schedule has", "faults"]),
+    (["simulate", "--schedule", "nowhere.csv"], ["nowhere.csv cannot be read", "No such file"]),
+    ([*SIMULATE, "--costs", "nowhere.toml"], ["nowhere.toml cannot be read", "No such file"]),
+    ([*SIMULATE, "--costs", "missing.toml"], ["missing.toml", "F is missing"]),
+    ([*SIMULATE, "--costs", "half.toml"], ["half.toml", "B is missing"]),
+    ([*SIMULATE, "--costs", "negative.toml"], ["negative.toml", "B", "at least 0", "-2"]),
+    ([*SIMULATE, "--costs", "infinite.toml"], ["B must be a finite number"]),
+    ([*SIMULATE, "--costs", "word.toml"], ["F must be a finite number", "'one'"]),
+    ([*SIMULATE, "--costs", "list.toml"], ["F has 3 numbers for 4 stages"]),
+    ([*SIMULATE, "--costs", "unknown.toml"], ["unknown key 'forwards'"]),
+    ([*SIMULATE, "--costs", "broken.toml"], ["broken.toml is not TOML", "line 1"]),
+    ([*SIMULATE, "--costs", "broken.json"], ["broken.json is not JSON"]),
+    ([*SIMULATE, "--costs", "list.json"], ["list.json", "must be a table"]),
+    ([*SIMULATE, "--vocabulary", "vocab-2", "--costs", "plain.toml"], ["costs: ", " is missing, but the order has "]),
+    (["simulate", "--schedule", "zb-h1", *SIZE, "--costs", "plain.toml"], ["is missing, but the order has"]),
+    (
+        ["simulate", "--compare", "1f1b,zbv", "--devices", "3", "--microbatches", "3", "--costs", "list.toml"],
+        ["6", "F"],
+    ),
+    (["draw", "--schedule", "1f1b", *SIZE, "-o", "step.png"], ["step.png", ".html", ".svg", ".json"]),
+    (["draw", "--schedule", "1f1b", *SIZE, "-o", "nowhere/step.svg"], ["nowhere"]),
+    (["check", "typing.csv"], ["typing.csv: row 2, column 3: '1Q1' is not a pass"]),
+    (["check", "empty.csv"], ["empty.csv: the file is empty"]),
+    (["check", "gap.csv"], ["gap.csv: stage 1 appears in no row"]),
+    (["check", "latin.csv"], ["latin.csv is not UTF-8 at byte 4"]),
+    (["check", "nowhere.csv"], ["nowhere.csv cannot be read"]),
+    (["check", "order.csv", "--memory-limit", "1,2,3"], ["memory_limit has 3 numbers for 2 devices"]),
+    (["check", "vocabulary.csv", "--costs", "plain.toml"], ["is missing, but the order has"]),
+    ([*SEARCH, "--placement", "round"], ["placement is 'round'", "linear, looped, v"]),
+    ([*SEARCH, "--placement", "0,2"], ["stage 1 is placed on device 2"]),
+    ([*SEARCH, "--placement", "0,0"], ["device 1 holds no stage"]),
+    ([*SEARCH, "--placement", "v", "--stages-per-device", "3"], ["placement 'v' has 2 stages per device, not 3"]),
+    ([*SEARCH, "--vocabulary", "interlaced"], ["not interlaced"]),
+    ([*SEARCH, "--memory-limit", "-1"], ["memory_limit", "above 0"]),
+    ([*SEARCH, "--seconds", "0"], ["seconds", "above 0"]),
+    (["search", "--devices", "2", "--microbatches", "0"], ["microbatches", "at least 1"]),
+    (
+        ["search", "--devices", "8", "--microbatches", "200", "--split-backward", "--memory-limit", "8"],
+        ["small cases", "4800 passes"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), WRONG, ids=lambda value: " ".join(value))
+@pytest.mark.parametrize("output", ["text", "json"])
+def test_wrong_input_is_one_sentence(arguments, words, output, capsys):
+    if output == "json" and arguments[0] == "draw":
+        return
+    assert main([*arguments, *(["--json"] if output == "json" else [])]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    sentence = shown.err.splitlines()[0]
+    assert sentence.startswith("evenpipe: ")
+    for word in words:
+        assert word in sentence
+    if "faults" not in sentence:
+        assert len(shown.err.splitlines()) == 1
+
+
+def test_search_without_its_solver(monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "ortools.sat.python", None)
+    assert main([*SEARCH, "--memory-limit", "1", "--split-backward"]) == 2
+    assert capsys.readouterr().err == (
+        "evenpipe: search needs OR-tools, which is not installed: pip install 'evenpipe[search]'\n"
+    )
+
+
+def test_the_example_costs_have_every_kind():
+    from evenpipe.schedule.files import read_costs
+
+    costs = read_costs(COSTS)
+    assert isinstance(costs, Costs)
+    assert None not in (costs.F, costs.I, costs.W, costs.S, costs.T, costs.E, costs.G, costs.bytes)

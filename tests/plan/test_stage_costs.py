@@ -1,0 +1,67 @@
+"""The same work in another number of stages, and times in whole numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from evenpipe.errors import InputError
+from evenpipe.plan.stage_costs import costs_for_stages
+from evenpipe.plan.whole_costs import WholeCosts
+from evenpipe.schedule import Costs, TransferKind
+
+CUT = [
+    # costs, stages, wanted, costs of the wanted stages
+    (Costs(F=2, B=4, bytes=6), 4, 4, Costs(F=2, B=4, bytes=6)),
+    (Costs(F=2, I=3, W=1, bytes=6), 4, 8, Costs(F=1, I=1.5, W=0.5, bytes=3)),
+    (Costs(F=2, B=4, R=1, O=2, L=3), 8, 4, Costs(F=4, B=8, R=2, O=4, L=6)),
+    (Costs(F=(1, 2, 3, 4), B=2), 4, 2, Costs(F=(3, 7), B=4)),
+    (Costs(F=1, B=2, S=5, T=6, E=7, G=8, C=9, p2p=3), 2, 4, Costs(F=0.5, B=1, S=5, T=6, E=7, G=8, C=9, p2p=3)),
+    (Costs(F=2, B=2, memory={"F": 4, "B": -4, "S": 6}), 2, 4, Costs(F=1, B=1, memory={"F": 2, "B": -2, "S": 6})),
+]
+
+
+@pytest.mark.parametrize(("costs", "stages", "wanted", "expected"), CUT)
+def test_the_same_work_in_other_stages(costs: Costs, stages: int, wanted: int, expected: Costs) -> None:
+    assert costs_for_stages(costs, stages, wanted) == expected
+
+
+def test_a_list_says_nothing_of_parts_of_a_stage() -> None:
+    with pytest.raises(InputError, match="F is a list for 2 stages, but schedule 'zbv' has 4"):
+        costs_for_stages(Costs(F=(1, 2), B=3), 2, 4, "schedule 'zbv'")
+    with pytest.raises(InputError, match="F has 3 numbers for 2 stages"):
+        costs_for_stages(Costs(F=(1, 2, 3), B=3), 2, 4)
+
+
+WHOLE = [
+    # costs, whole F and B, unit, exact
+    (Costs(F=1, B=2), (1, 2), 1, True),
+    (Costs(F=20, B=40), (1, 2), 20, True),
+    (Costs(F=0.4, B=1), (2, 5), 0.2, True),
+    (Costs(F=18.522, B=36.1), (9261, 18050), 0.002, True),
+    (Costs(F=1 / 3, B=2 / 3), (1, 2), 1 / 3, True),
+    (Costs(F=1 / 3, B=0.5**0.5), (471_404, 1_000_000), 0.5**0.5 / 1e6, False),
+    (Costs(F=0, B=2), (0, 1), 2, True),
+    (Costs(F=0, B=0), (0, 0), 1, True),
+]
+
+
+@pytest.mark.parametrize(("costs", "times", "unit", "exact"), WHOLE)
+def test_times_in_whole_numbers(costs: Costs, times: tuple[int, int], unit: float, exact: bool) -> None:
+    whole = WholeCosts.of(costs)
+    assert whole.exact == exact
+    assert whole.unit == pytest.approx(unit)
+    for scaled, expected, time in zip((whole.costs.F, whole.costs.B), times, (costs.F, costs.B), strict=True):
+        assert isinstance(scaled, float)
+        assert isinstance(time, float)
+        assert scaled == pytest.approx(expected, abs=1)
+        assert scaled == math.floor(scaled)
+        assert scaled * whole.unit <= time * (1 + 1e-12)
+
+
+def test_transfers_over_links_take_as_long_in_whole_numbers() -> None:
+    costs = Costs(F=1, B=2, links={"p2p": {"latency": 0.5, "bandwidth": 4, "bytes": 2}}, collectives={"reduce": 3})
+    whole = WholeCosts.of(costs)
+    assert whole.costs.transfer_time(TransferKind.SEND_F) * whole.unit == costs.transfer_time(TransferKind.SEND_F) == 1
+    assert whole.costs.transfer_time(TransferKind.DX) * whole.unit == 3
