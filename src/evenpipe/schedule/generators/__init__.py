@@ -8,9 +8,10 @@ from .grouped import gis, gis_h
 from .interleaved import interleaved
 from .looped_bfs import looped_bfs
 from .one_f_one_b import one_f_one_b
-from .v_shape_blocks import v_half, v_min
+from .v_shape_fixed import v_half, v_min
 from .zbv import zbv
 from .zero_bubble import zb_h1, zb_h2
+from .zero_bubble_auto import zb_auto
 
 __all__ = [
     "dualpipe_v",
@@ -22,6 +23,7 @@ __all__ = [
     "one_f_one_b",
     "v_half",
     "v_min",
+    "zb_auto",
     "zb_h1",
     "zb_h2",
     "zbv",

@@ -6,6 +6,8 @@ from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, Pass
 from evenpipe.schedule.placement import Placement
 
+from .split_step import Problem, Step
+
 
 def zb_h1(devices: int, microbatches: int) -> Order:
     """1F1B whose weight gradients all run `devices` - 1 turns after their forwards.
@@ -46,3 +48,21 @@ def _lagging(devices: int, microbatches: int, hop: int) -> Order:
                 row.append(Pass(Kind.W, stage, turn - weight_lag))
         rows.append(tuple(row))
     return Order(Placement.linear(devices), microbatches, tuple(rows))
+
+
+def play_lagging(problem: Problem, hop: int) -> Step | None:
+    """The same order at the times of `problem`; None where it does not fit into the memory."""
+    step = Step(problem)
+    weight_lag = hop * (problem.devices - 1)
+    for turn in range(problem.microbatches + weight_lag):
+        for device in range(problem.devices):
+            lag = hop * (problem.devices - 1 - device)
+            if turn < problem.microbatches:
+                if not step.fits(device):
+                    return None
+                step.forward(device)
+            if lag <= turn < problem.microbatches + lag:
+                step.backward(device)
+            if turn >= weight_lag:
+                step.weight(device)
+    return step

@@ -1,0 +1,120 @@
+"""One training step with a split backward, played pass by pass on all devices at once: what a heuristic decides on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from evenpipe.schedule.passes import Kind, Pass
+
+WHOLE = 1e-6
+"""Slack where shares of activations add up to whole ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One stage per device. F, I, W: times per stage. hop: time between devices. tolerance: what counts as no time.
+
+    limits: the most stage activations per device, of which I leaves `weight_share` until W.
+    passes: per kind and stage, the pass of every microbatch.
+    """
+
+    microbatches: int
+    F: tuple[float, ...]
+    I: tuple[float, ...]
+    W: tuple[float, ...]
+    hop: float
+    tolerance: float
+    limits: tuple[float, ...]
+    weight_share: float
+    passes: dict[Kind, list[list[Pass]]]
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return len(self.F)
+
+
+class Step:
+    """What has run so far. Each kind runs in the order of microbatches; a pass starts as soon as it can.
+
+    rows: the passes of each device. forwards, inputs, weights: how many F, I and W each has run. clock: when each is
+    free. forward_input, backward_input: per device and microbatch, when what F and I need is there, as far as known.
+    late: how long each was idle since its first pass, less what it may be beside the device with the most work.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        devices, microbatches = problem.devices, problem.microbatches
+        self.problem = problem
+        self.rows: list[list[Pass]] = [[] for _ in range(devices)]
+        self.forwards, self.inputs, self.weights = [0] * devices, [0] * devices, [0] * devices
+        self.clock, self.start, self.stored = [0.0] * devices, [0.0] * devices, [0.0] * devices
+        self.forward_input: list[list[float]] = [[0.0] * microbatches, *([] for _ in range(devices - 1))]
+        self.backward_input: list[list[float]] = [[] for _ in range(devices)]
+        work = [microbatches * sum(times) for times in zip(problem.F, problem.I, problem.W, strict=True)]
+        self.late = [own - max(work) for own in work]
+
+    @property
+    def score(self) -> tuple[int, int]:
+        """Span and makespan, in steps that rounding does not reach."""
+        span = max(end - start for start, end in zip(self.start, self.clock, strict=True))
+        return round(span / self.problem.tolerance), round(max(self.clock) / self.problem.tolerance)
+
+    def next_forward_input(self, device: int) -> float:
+        """When the input of the next F is there; infinity while that is not known, or when no F is left."""
+        return _next(self.forward_input[device], self.forwards[device])
+
+    def next_backward_input(self, device: int) -> float:
+        """The same for the next I."""
+        return _next(self.backward_input[device], self.inputs[device])
+
+    def fits(self, device: int) -> bool:
+        """Whether there is memory for one more F."""
+        return self.stored[device] + 1 <= self.problem.limits[device] + WHOLE
+
+    def forward(self, device: int) -> None:
+        """Run the next F."""
+        microbatch = self.forwards[device]
+        start = max(self.clock[device], self.forward_input[device][microbatch])
+        if microbatch:
+            self.late[device] += start - self.clock[device]
+        else:
+            self.start[device] = start
+        self.clock[device] = end = start + self.problem.F[device]
+        if device + 1 < self.problem.devices:
+            self.forward_input[device + 1].append(end + self.problem.hop)
+        else:
+            self.backward_input[device].append(end)
+        self.stored[device] += 1
+        self.forwards[device] += 1
+        self.rows[device].append(self.problem.passes[Kind.F][device][microbatch])
+
+    def backward(self, device: int) -> None:
+        """Run the next I."""
+        microbatch = self.inputs[device]
+        start = max(self.clock[device], self.backward_input[device][microbatch])
+        self.late[device] += start - self.clock[device]
+        self.clock[device] = end = start + self.problem.I[device]
+        if device:
+            self.backward_input[device - 1].append(end + self.problem.hop)
+        self.stored[device] -= 1 - self.problem.weight_share
+        self.inputs[device] += 1
+        self.rows[device].append(self.problem.passes[Kind.I][device][microbatch])
+
+    def weight(self, device: int) -> None:
+        """Run the next W."""
+        microbatch = self.weights[device]
+        assert microbatch < self.inputs[device], "no weight gradient is pending"
+        self.clock[device] += self.problem.W[device]
+        self.stored[device] -= self.problem.weight_share
+        self.weights[device] += 1
+        self.rows[device].append(self.problem.passes[Kind.W][device][microbatch])
+
+    def all_weights(self, device: int) -> None:
+        """Run every pending W."""
+        while self.weights[device] < self.inputs[device]:
+            self.weight(device)
+
+
+def _next(known: list[float], index: int) -> float:
+    return known[index] if index < len(known) else math.inf

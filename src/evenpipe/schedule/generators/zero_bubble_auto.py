@@ -1,0 +1,81 @@
+"""ZB-1p, ZB-2p and the like: a split backward, planned by the times of every stage and the memory of every device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+from evenpipe.errors import InputError
+from evenpipe.schedule.costs import EQUAL_COSTS, Costs
+from evenpipe.schedule.order import Order
+from evenpipe.schedule.passes import Kind, Pass
+from evenpipe.schedule.placement import Placement
+
+from .split_step import Problem
+from .zero_bubble import play_lagging
+from .zero_bubble_ready import play_ready
+from .zero_bubble_turns import Choices, WarmUp, play_turns
+
+
+def zb_auto(
+    devices: int,
+    microbatches: int,
+    *,
+    costs: Costs | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    weight_share: float = 0.5,
+) -> Order:
+    """Zero bubble by search: the shortest span found for these times, within a memory limit (arXiv 2401.10241).
+
+    Any devices >= 1 and microbatches >= 1, one stage per device. `costs` give F, I and W, each one number or one per
+    stage, and p2p; equal times by default. `memory_limit`, one number or one per device and at least 1, counts stage
+    activations, of which I leaves `weight_share` (0 to 1) until W; with weight_share=1 it limits what is in flight. By
+    default it is `devices`, the memory of 1f1b (the paper's ZB-1p); 2 * devices is ZB-2p.
+
+    At equal times (F = I = W) the bubble is that of zb-h1 with the default limit, and that of zb-h2 from
+    2 * devices - 1 on. For other times there is no closed form; with those of the paper's appendix D its Table 5 comes
+    out to four digits. A limit below `devices` costs a part of every microbatch: schedules in a V do better there.
+
+    Tried are all choices of the paper's heuristic (`zero_bubble_turns`), devices that run what is ready
+    (`zero_bubble_ready`), and zb-h1 and zb-h2 where they fit, so it is never longer than these; in time linear in
+    the number of passes.
+    """
+    problem = _problem(devices, microbatches, costs or EQUAL_COSTS, _limits(memory_limit, devices), weight_share)
+    steps = [play_turns(problem, Choices(*choices)) for choices in product(WarmUp, (False, True), (False, True))]
+    steps += [play_ready(problem, patience) for patience in (0.0, 0.25, 0.5, 1.0)]
+    steps += [step for step in (play_lagging(problem, 1), play_lagging(problem, 2)) if step]
+    best = min(steps, key=lambda step: step.score)
+    return Order(Placement.linear(devices), microbatches, tuple(map(tuple, best.rows)))
+
+
+def _problem(devices: int, microbatches: int, costs: Costs, limits: tuple[float, ...], weight_share: float) -> Problem:
+    if not 0 <= weight_share <= 1:
+        raise InputError(f"weight_share must be a number from 0 to 1, not {weight_share!r}")
+    given = costs.stage_times(Placement.linear(devices))
+    times = []
+    for kind in _KINDS:
+        per_stage = given[kind]
+        if per_stage is None:
+            raise InputError(f"costs: {kind.value} is missing; a split backward needs F, I and W")
+        times.append(per_stage)
+    passes = {
+        kind: [[Pass(kind, stage, microbatch) for microbatch in range(microbatches)] for stage in range(devices)]
+        for kind in _KINDS
+    }
+    tolerance = 1e-9 * (sum(map(max, times)) or 1.0)
+    return Problem(microbatches, *times, costs.p2p, tolerance, limits, weight_share, passes)
+
+
+def _limits(memory_limit: float | Sequence[float] | None, devices: int) -> tuple[float, ...]:
+    if memory_limit is None:
+        return (float(devices),) * devices
+    limits = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (memory_limit,) * devices
+    if len(limits) != devices:
+        raise InputError(f"memory_limit has {len(limits)} numbers for {devices} devices; give one number, or {devices}")
+    for limit in limits:
+        if not limit >= 1:
+            raise InputError(f"memory_limit must be at least 1, what one microbatch stores, not {limit!r}")
+    return limits
+
+
+_KINDS = (Kind.F, Kind.I, Kind.W)

@@ -1,0 +1,43 @@
+"""A step in which every device runs what is ready: a backward first, else a forward, else a weight gradient.
+
+No device waits for a turn, so a memory limit below the number of devices costs much less than in `zero_bubble_turns`.
+"""
+
+from __future__ import annotations
+
+import math
+from heapq import heapify, heappop, heappush
+
+from .split_step import Problem, Step
+
+
+def play_ready(problem: Problem, patience: float) -> Step:
+    """The whole step. A weight gradient is held back where something else is sure to come soon: within `patience`, a
+    share of its time."""
+    step = Step(problem)
+    last = problem.devices - 1
+    events = [(0.0, -device) for device in range(problem.devices)]  # when a device may find something to do
+    heapify(events)
+    while events:
+        now, device = heappop(events)
+        device = -device
+        if step.clock[device] > now + problem.tolerance:
+            continue  # busy; it looks again when it is free
+        backward = step.next_backward_input(device)
+        forward = step.next_forward_input(device) if step.fits(device) else math.inf
+        if backward <= now + problem.tolerance:
+            step.backward(device)
+            if device:
+                heappush(events, (step.clock[device] + problem.hop, -(device - 1)))
+        elif forward <= now + problem.tolerance:
+            step.forward(device)
+            if device < last:
+                heappush(events, (step.clock[device] + problem.hop, -(device + 1)))
+        elif step.weights[device] < step.inputs[device]:
+            if min(backward, forward) < now + patience * problem.W[device]:
+                continue  # it looks again when that comes
+            step.weight(device)
+        else:
+            continue
+        heappush(events, (step.clock[device], -device))
+    return step

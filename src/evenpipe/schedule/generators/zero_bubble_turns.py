@@ -1,0 +1,132 @@
+"""The heuristic of arXiv 2401.10241, section 3.1: every microbatch is a turn of forwards down and backwards up.
+
+Weight gradients go where a device would wait. Three choices are open for a whole step; who calls tries them all.
+
+One thing is added for stages that differ: a device with less work than the busiest may be idle for the difference
+before it counts as late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from .split_step import WHOLE, Problem, Step
+
+
+class WarmUp(Enum):
+    """Which forwards a device runs between its first one and its first backward, where memory allows."""
+
+    FITTING = "those that fit into the wait for the backward"
+    DELAYING = "one more, which delays it"
+    TWO_PER_HOP = "two for each device behind, as in zb-h2"
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What is open for a whole step.
+
+    skip: a device that is ahead may leave out a forward. fill: every gap gets a weight gradient, even a longer one.
+    """
+
+    warm_up: WarmUp
+    skip: bool
+    fill: bool
+
+
+def play_turns(problem: Problem, choices: Choices) -> Step:
+    """The whole step under these choices."""
+    step = Step(problem)
+    _first_microbatch(step, choices.warm_up)
+    for _ in range(1, problem.microbatches):
+        _next_microbatch(step, choices)
+    for device in range(problem.devices):
+        step.all_weights(device)
+    return step
+
+
+def _first_microbatch(step: Step, warm_up: WarmUp) -> None:
+    """Its forward everywhere, further forwards while its backward is on the way, its backward."""
+    devices = step.problem.devices
+    for device in range(devices):
+        step.forward(device)
+    for device, count in enumerate(_ahead(step, warm_up)):
+        for _ in range(count):
+            step.forward(device)
+    for device in reversed(range(devices)):
+        step.backward(device)
+
+
+def _ahead(step: Step, warm_up: WarmUp) -> list[int]:
+    """How many forwards each device runs between the first one and the first backward."""
+    problem = step.problem
+    counts = [0] * problem.devices
+    back = step.clock[-1] + problem.I[-1]  # when the first backward ends on the device behind
+    for device in reversed(range(problem.devices - 1)):
+        clock, arrival = step.clock[device], back + problem.hop
+        most = int(min(problem.microbatches - 1, problem.limits[device] - 1 + WHOLE))
+        while counts[device] < most:
+            wanted = {
+                WarmUp.FITTING: clock + problem.F[device] <= arrival + problem.tolerance,
+                WarmUp.DELAYING: clock < arrival - problem.tolerance,
+                WarmUp.TWO_PER_HOP: counts[device] < 2 * (problem.devices - 1 - device),
+            }
+            if not wanted[warm_up]:
+                break
+            clock += problem.F[device]
+            counts[device] += 1
+        back = max(clock, arrival) + problem.I[device]
+    # A device that has run as many as its predecessor would wait for its next forward, and with it everyone.
+    for device in range(1, problem.devices):
+        if counts[device - 1] < problem.microbatches - 1:
+            counts[device] = min(counts[device], max(0, counts[device - 1] - 1))
+    return counts
+
+
+def _next_microbatch(step: Step, choices: Choices) -> None:
+    """A forward on the devices that take one, from the first; a backward everywhere, from the last."""
+    for device in _takers(step, choices.skip):
+        while not step.fits(device):
+            step.weight(device)
+        _fill(step, device, step.next_forward_input(device), choices.fill)
+        step.forward(device)
+    for device in reversed(range(step.problem.devices)):
+        if device == 0 and step.forwards[0] == step.problem.microbatches:
+            step.all_weights(0)
+        _fill(step, device, step.next_backward_input(device), choices.fill)
+        step.backward(device)
+
+
+def _takers(step: Step, skip: bool) -> list[int]:
+    """Devices that run a forward now, ascending: they have one left, and their successor takes one too."""
+    problem = step.problem
+    takers: list[int] = []
+    latest = max(step.late)
+    back = 0.0  # when the backward of this turn ends on the device behind, as far as can be seen
+    for device in reversed(range(problem.devices)):
+        if step.forwards[device] == problem.microbatches:
+            break
+        arrival = back + problem.hop if takers else 0.0
+        if skip and takers and step.forwards[device] - step.forwards[device + 1] >= 2:
+            wait = max(0.0, arrival - step.clock[device])
+            if step.late[device] + wait <= latest + problem.tolerance:
+                break
+        start = step.clock[device]
+        if device and step.forwards[device] < step.forwards[device - 1]:
+            start = max(start, step.next_forward_input(device))
+        back = max(start + problem.F[device], arrival) + problem.I[device]
+        takers.append(device)
+    return takers[::-1]
+
+
+def _fill(step: Step, device: int, arrival: float, always: bool) -> None:
+    """Weight gradients while the device waits; one that takes longer than the wait where waiting would make it the
+    latest device."""
+    tolerance = step.problem.tolerance
+    pending = step.inputs[device] - step.weights[device]
+    while pending and step.clock[device] + step.problem.W[device] <= arrival + tolerance:
+        step.weight(device)
+        pending -= 1
+    gap = arrival - step.clock[device]
+    if pending and gap > tolerance and (always or gap > max(step.late) - step.late[device]):
+        step.weight(device)
