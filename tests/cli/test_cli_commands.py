@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from evenpipe.cli.main import main
 from evenpipe.errors import RunError
+from evenpipe.schedule import SCHEDULES, Kind, generate
 from evenpipe.train import start as start_module
 from evenpipe.train.config_file import load_config
 
@@ -128,6 +130,44 @@ def test_wrong_input_is_one_sentence_and_nothing_starts(started, capsys, overrid
         assert word in sentence
     assert started == []
     assert "Traceback" not in sentence
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_started_or_refused_in_one_sentence(name, started, capsys):
+    order = generate(name, 2, 2)
+    kinds = {item.kind for row in order.rows for item in row if item is not None}
+    code = main(["train", "config.toml", f"pipeline.schedule={name}"])
+    error = capsys.readouterr().err
+    if kinds == {Kind.F, Kind.B}:
+        assert (code, len(started)) == (0, 1)
+    else:
+        assert (code, started) == (2, [])
+        assert re.fullmatch(
+            f"evenpipe: schedule '{name}': device 0 has the pass .+, but only .+ can be run so far\n", error
+        )
+
+
+ORDERS = [
+    # rows of a CSV file, words of the sentence
+    ("0F0,0F1,0I0,0W0,0B1\n1F0,1B0,1F1,1B1\n", ["device 0 has the pass 0I0", "so far"]),
+    ("0F0,0B0\n1F0,1B0\n", ["for 2 devices and 1 microbatches, not 2 and 2"]),
+    ("0F0,0F1\n1F0,1F1\n", ["only evaluates"]),
+    ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n", ["1 fault"]),
+    ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1Q1\n", ["row 2, column 4", "'1Q1' is not a pass"]),
+    (generate("looped-bfs", 2, 2, stages_per_device=3).to_csv(), ["has 6 stages", "at most 4, the layers"]),
+]
+
+
+@pytest.mark.parametrize(("rows", "words"), ORDERS, ids=lambda value: str(value)[:40])
+def test_an_order_from_a_file_is_refused_before_anything_starts(rows, words, started, capsys):
+    Path("order.csv").write_text(rows)
+    assert main(["train", "config.toml", "pipeline.schedule=order.csv"]) == 2
+    error = capsys.readouterr().err
+    assert "evenpipe: " in error
+    for word in words:
+        assert word in error
+    assert started == []
+    assert not Path("run").exists()
 
 
 def test_a_missing_configuration(capsys):
