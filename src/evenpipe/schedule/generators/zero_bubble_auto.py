@@ -62,8 +62,11 @@ def _problem(devices: int, microbatches: int, costs: Costs, limits: tuple[float,
         kind: [[Pass(kind, stage, microbatch) for microbatch in range(microbatches)] for stage in range(devices)]
         for kind in _KINDS
     }
+    forward, inputs, weights = times
     tolerance = 1e-9 * (sum(map(max, times)) or 1.0)
-    return Problem(microbatches, *times, costs.p2p, tolerance, limits, weight_share, passes)
+    return Problem(
+        microbatches, forward, inputs, weights, costs.p2p, tolerance, limits, weight_share=weight_share, passes=passes
+    )
 
 
 def _limits(memory_limit: float | Sequence[float] | None, devices: int) -> tuple[float, ...]:
