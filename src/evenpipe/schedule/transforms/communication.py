@@ -69,10 +69,10 @@ class Lowering:
         shared = self._collectives.get(numbers.start)
         if shared is None:
             kind, stage = route.end(device)
-            carried = (self._graph.carried(number) for number in numbers)
+            _, first, slice_ = self._graph.carried(numbers.start)
             shared = [
                 Transfer(kind, stage, microbatch, slice_, route.members, route.root, route.communicator)
-                for _, microbatch, slice_ in carried
+                for microbatch in range(first, first + len(numbers))
             ]
             if route.kind not in HOP_KINDS:
                 self._collectives[numbers.start] = shared

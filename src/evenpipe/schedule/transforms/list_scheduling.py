@@ -24,8 +24,8 @@ from evenpipe.schedule.costs import Costs
 from evenpipe.schedule.dependencies import Dependencies
 from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import Kind, parts_of
-from evenpipe.schedule.places import ABSENT
+from evenpipe.schedule.passes import ROLE, Kind, parts_of
+from evenpipe.schedule.places import ABSENT, Places
 from evenpipe.schedule.timing import durations
 
 from .memory_plan import MemoryPlan
@@ -47,8 +47,8 @@ def list_schedule(wishes: Order, base: Order, limits: Sequence[int], costs: Cost
     """The passes of `wishes`, run by the rules above within `limits` per device.
 
     `wishes` need not be sound; `base` has to be, has the same passes but for those of the vocabulary, and never holds
-    more than `limits`. Returns None where a backward is split for some microbatches only, where passes are missing, and
-    where activations are offloaded or recomputed: such an order knows best what it wants early.
+    more than `limits`. Returns None where passes are missing, and where activations are offloaded or recomputed: what
+    of that runs early is for `wishes` to say.
     """
     graph = Graph.of(wishes)
     links = _Links.of(wishes, graph)
@@ -84,34 +84,56 @@ class _Links:
 
     @classmethod
     def of(cls, order: Order, graph: Graph) -> _Links | None:
-        """Those of an order in which every pass stands once and whole; None for any other."""
-        places = graph.places
-        if not graph.microbatches or any(here.joint or here.odd for here in places):
+        """Those of an order in which every pass stands once and nothing is offloaded or recomputed; None for others."""
+        if not graph.microbatches or any(here.joint or here.odd for here in graph.places):
             return None
         dependencies = Dependencies.of(order)
         needs = bytearray(len(graph.items))
         followers: list[list[list[int]]] = [[] for _ in graph.waits]
         consumers: list[list[list[int]]] = [[] for _ in graph.routes]
-        for device, here in enumerate(places):
-            for (kind, stage), numbers in here.at.items():
-                assert isinstance(kind, Kind)
-                if ABSENT in numbers or kind in _COPIES:
-                    return None
+        for device, here in enumerate(graph.places):
+            roles = _roles(here)
+            if roles is None:
+                return None
+            for (kind, stage), numbers in roles.items():
                 rule = dependencies.rule(device, kind, stage)
                 for needed, of_stage in rule.after:
-                    there = here.of_role(needed, of_stage)
-                    if not there or ABSENT in there:
-                        return None
-                    followers[graph.site[there[0]]].append(numbers)
+                    for producer in (Kind.B, Kind.I) if needed is Kind.B else (needed,):
+                        there = here.at.get((producer, of_stage))
+                        if there:
+                            followers[graph.site[max(there)]].append(numbers)
                 for route in rule.waits:
                     consumers[route.number].append(numbers)
                 for number in numbers:
-                    needs[number] = len(rule.after) + len(rule.waits)
+                    if number != ABSENT:
+                        needs[number] = len(rule.after) + len(rule.waits)
         embedding, ahead = _embedding(order, graph)
         for numbers in embedding[ahead:]:
             for number in numbers:
                 needs[number] += 1
         return cls(needs, followers, consumers, embedding, ahead)
+
+
+def _roles(places: Places) -> dict[tuple[Kind, int | None], list[int]] | None:
+    """Numbers by microbatch of every kind and stage of a row, B and I as one; None if one is missing or twice there."""
+    roles: dict[tuple[Kind, int | None], list[int]] = {}
+    for (kind, stage), numbers in places.at.items():
+        if not isinstance(kind, Kind) or kind in _COPIES:
+            return None
+        other = roles.setdefault((ROLE[kind], stage), numbers)
+        if other is not numbers:
+            if any((a == ABSENT) == (b == ABSENT) for a, b in zip(other, numbers, strict=True)):
+                return None
+            roles[ROLE[kind], stage] = list(map(max, other, numbers))
+    for (kind, stage), numbers in roles.items():
+        if kind is Kind.W:
+            inputs = places.at.get((Kind.I, stage)) or [ABSENT] * len(numbers)
+            complete = all((a == ABSENT) == (b == ABSENT) for a, b in zip(inputs, numbers, strict=True))
+        else:
+            complete = ABSENT not in numbers
+        if not complete:
+            return None
+    return roles
 
 
 def _embedding(order: Order, graph: Graph) -> tuple[list[list[int]], int]:
@@ -148,7 +170,7 @@ def _run(
     first_of = [graph.items[0]] * len(graph.waits)  # of each site, any pass
     for here in graph.places:
         for numbers in here.at.values():
-            first_of[site[numbers[0]]] = graph.items[numbers[0]]
+            first_of[site[max(numbers)]] = graph.items[max(numbers)]
     forward = [item.kind is Kind.F for item in first_of]
     stored = [item.kind in HOLDS for item in first_of]
     entrance = [item.kind is Kind.F and item.stage == 0 for item in first_of]

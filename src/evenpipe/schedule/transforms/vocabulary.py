@@ -70,7 +70,7 @@ def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> O
     An order that only evaluates gets E, S and C; its barrier is one.
     `costs` (equal stages by default) decide where passes stand; vocabulary passes without a time there take none.
     No device holds more stage activations than `order` has it hold, and one per barrier and stage of the device;
-    unless `order` offloads or recomputes, or splits backwards for some microbatches only: those are sorted in any case.
+    unless `order` offloads or recomputes: such orders are sorted in any case.
     Raises InputError when the order already has vocabulary passes or has torch's sharding passes, when it takes no
     time, and for another number of barriers.
     """
