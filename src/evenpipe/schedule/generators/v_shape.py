@@ -14,13 +14,18 @@ A weight gradient, which nothing waits for, has the step of its I plus 2d.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+from evenpipe.errors import InputError
+from evenpipe.schedule.costs import Costs
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import Kind, Pass
+from evenpipe.schedule.passes import Kind, Pass, TransferKind
 from evenpipe.schedule.placement import Placement
 
 Move = tuple[int, int]
 """(step, microbatch)"""
+Rows = list[list[Move]]
+"""Per device, its moves in their order."""
 
 KINDS = (Kind.F, Kind.I, Kind.W)
 
@@ -57,3 +62,60 @@ def v_order(devices: int, microbatches: int, rows: Sequence[Iterable[Move]]) -> 
     what = [(kind_of_step(devices, step), stage_of_step(devices, step)) for step in range(6 * devices)]
     placement = Placement.v_shape(devices)
     return Order(placement, microbatches, tuple(tuple(Pass(*what[step], i) for step, i in row) for row in rows))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """How long each of the 6 * devices steps takes, and a `hop` between two devices."""
+
+    steps: tuple[float, ...]
+    hop: float
+
+    @classmethod
+    def of(cls, devices: int, costs: Costs) -> StepTimes:
+        """Raises InputError when a list of `costs` has another length than stages, and when F, I or W is missing."""
+        times = costs.stage_times(Placement.v_shape(devices))
+        steps = []
+        for step in range(6 * devices):
+            kind = kind_of_step(devices, step)
+            per_stage = times[kind]
+            if per_stage is None:
+                raise InputError(
+                    f"costs: {kind.value} is missing; a V-schedule needs F, I and W, a number or a list each"
+                )
+            steps.append(per_stage[stage_of_step(devices, step)])
+        return cls(tuple(steps), costs.transfer_time(TransferKind.SEND_F))
+
+
+def span_and_makespan(rows: Rows, times: StepTimes) -> tuple[float, float]:
+    """Longest first-to-last time of a device, and time of the whole, when every move is made as early as possible."""
+    devices = len(rows)
+    chain, steps, hop = 4 * devices, times.steps, times.hop
+    there = [device_of_step(devices, step) for step in range(6 * devices)]
+    ends: dict[Move, float] = {}
+    position, clock = [0] * devices, [0.0] * devices
+    first: list[float | None] = [None] * devices
+    waking = list(range(devices))
+    while waking:
+        device = waking.pop()
+        row, now, at = rows[device], clock[device], position[device]
+        while at < len(row):
+            step, i = move = row[at]
+            if 0 < step < chain:
+                arrival = ends.get((step - 1, i))
+                if arrival is None:
+                    break
+                if there[step - 1] != device:
+                    arrival += hop
+                now = max(now, arrival)
+            if first[device] is None:
+                first[device] = now
+            now += steps[step]
+            at += 1
+            if step < chain:
+                ends[move] = now
+                if step < chain - 1 and there[step + 1] != device:
+                    waking.append(there[step + 1])
+        clock[device], position[device] = now, at
+    assert all(at == len(row) for at, row in zip(position, rows, strict=True)), "the rows wait for each other"
+    return max(end - (start or 0.0) for start, end in zip(first, clock, strict=True)), max(clock)

@@ -1,4 +1,4 @@
-"""ZB-V: no bubble with the activations of 1F1B, equal on all devices (arXiv 2401.10241, section 6; V-ZB in 2405.15362)."""
+"""ZB-V: no bubble with the activations of 1F1B, on all devices alike (arXiv 2401.10241, section 6)."""
 
 from __future__ import annotations
 
