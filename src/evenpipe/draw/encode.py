@@ -13,6 +13,7 @@ import sys
 import zlib
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from evenpipe.schedule import Event, Item, Kind
@@ -109,7 +110,9 @@ def _rows(panel: Panel) -> tuple[list[tuple[int, int, int]], list[Event]]:
         events += panel.rows[device]
     for shows in (TRANSFERS, COPIES):
         for device in range(panel.devices):
-            row = [event for event in panel.beside[device] if (event.item.kind in (Kind.O, Kind.L)) == (shows == COPIES)]
+            row = [
+                event for event in panel.beside[device] if (event.item.kind in (Kind.O, Kind.L)) == (shows == COPIES)
+            ]
             chosen = lanes(row)
             for lane in range(max(chosen, default=-1) + 1):
                 rows.append((device, shows, len(events)))
@@ -182,4 +185,4 @@ def _curves(panel: Panel, step: float) -> tuple[dict[str, Any], float]:
 
 def _differences(column: array[int]) -> array[int]:
     """Each number less the one before."""
-    return array("i", [value - before for value, before in zip(column, [0, *column[:-1]], strict=True)])
+    return array("i", [value - before for value, before in zip(column, chain((0,), column), strict=False)])

@@ -47,7 +47,9 @@ def check_file(file: str | Path) -> Path:
     """The path of a picture to be drawn. Raises InputError for an unknown suffix or a folder that does not exist."""
     path = Path(file)
     if path.suffix.lower() not in EXTENSIONS:
-        raise InputError(f"'{file}' cannot be drawn: its name must end in {', '.join(EXTENSIONS[:-1])} or {EXTENSIONS[-1]}")
+        raise InputError(
+            f"'{file}' cannot be drawn: its name must end in {', '.join(EXTENSIONS[:-1])} or {EXTENSIONS[-1]}"
+        )
     if not path.absolute().parent.is_dir():
         raise InputError(f"'{file}' cannot be written: there is no folder '{path.parent}'")
     return path

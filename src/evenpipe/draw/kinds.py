@@ -59,20 +59,6 @@ def number_of(kind: Kind | TransferKind) -> int:
     return _NUMBER[kind]
 
 
-def words_of(item: Item) -> str:
-    """`item` in words: "forward, stage 2, microbatch 0"."""
-    words = [LOOKS[item.kind].words]
-    if item.stage is not None:
-        words.append(f"stage {item.stage}")
-    if item.microbatch is not None:
-        words.append(f"microbatch {item.microbatch}")
-    if item.slice:
-        words.append(f"slice {item.slice}")
-    if isinstance(item, Pass) and item.parts:
-        words.append(" and ".join(str(part) for part in item.parts))
-    return ", ".join(words)
-
-
 def colours_of(item: Item, stages: tuple[int, ...]) -> tuple[str, ...]:
     """The colour of a pass on a device that holds `stages`: one, or one per part of passes that run as one."""
     parts = parts_of(item) if isinstance(item, Pass) else (item,)

@@ -85,7 +85,7 @@ def _figures(panels: tuple[Panel, ...], scale: Scale) -> str:
     columns = [{figure.name: figure.text for figure in figures(panel, scale)} for panel in panels]
     notes = {figure.name: figure.note for panel in panels for figure in figures(panel, scale)}
     head = "".join(f'<th scope="col">{escape(panel.name or "timeline")}</th>' for panel in panels)
-    lines = [f'<tr><th scope="col">figure</th>{head}<th scope="col">meaning</th></tr>']
+    lines = [f'<tr><th scope="col">figure</th>{head}<th scope="col" class="note">meaning</th></tr>']
     for name, note in notes.items():
         cells = "".join(f"<td>{escape(column.get(name, ''))}</td>" for column in columns)
         lines.append(f'<tr><th scope="row">{name}</th>{cells}<td class="note">{escape(note)}</td></tr>')

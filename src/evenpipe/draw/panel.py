@@ -63,7 +63,8 @@ class Panel:
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """Kinds of pass that take time in compute, in the order of legends."""
-        found = {part.kind for row in self.rows for event in row if event.end > event.start for part in _parts(event)}
+        timed = [event for row in self.rows for event in row if event.end > event.start]
+        found = {part.kind for event in timed for part in _parts(event)}
         return tuple(kind for kind in LOOKS if isinstance(kind, Kind) and kind in found)
 
     def colours(self, event: Event) -> tuple[str, ...]:

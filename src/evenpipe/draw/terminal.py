@@ -22,7 +22,12 @@ from .kinds import LOOKS, ink_on, mix
 from .panel import Panel, Timelines, kinds_in, panels_of
 
 SMALLEST_WIDTH = 40
-_LETTER: dict[Kind | TransferKind, str] = {Kind.OVERLAP_F_B: "&", Kind.UNSHARD: "u", Kind.RESHARD: "r", Kind.REDUCE_GRAD: "g"}
+_LETTER: dict[Kind | TransferKind, str] = {
+    Kind.OVERLAP_F_B: "&",
+    Kind.UNSHARD: "u",
+    Kind.RESHARD: "r",
+    Kind.REDUCE_GRAD: "g",
+}
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _HEIGHTS = " ▁▂▃▄▅▆▇█"
 _IDLE = "#8a9099"
@@ -144,12 +149,19 @@ class _Page:
 
     def _legend(self) -> list[str]:
         entries = []
-        for kind in kinds_in(self.panels):
+        kinds = list(kinds_in(self.panels))
+        if not self.painter.colourful and any(_has_pairs(panel) for panel in self.panels):
+            kinds.append(Kind.OVERLAP_F_B)  # in colour, its parts show
+        for kind in kinds:
             look = LOOKS[kind]
             sample = _LETTER.get(kind, kind.value)
             chip = self.painter.cell(f" {sample} ", ink_on(look.colour), look.colour) + self.painter.reset
             entries.append(f"{chip if self.painter.colourful else sample} {look.words}")
         return _wrapped(entries, "  ", self.width)
+
+
+def _has_pairs(panel: Panel) -> bool:
+    return any(event.item.kind is Kind.OVERLAP_F_B for row in panel.rows for event in row)
 
 
 def _some(panel: Panel) -> range:

@@ -15,7 +15,6 @@ from typing import Any
 
 from evenpipe.schedule import Event, Kind, Pass, parts_of
 
-from .kinds import words_of
 from .panel import Panel, Timelines, lanes, panels_of
 
 _MICROSECONDS = 1e6
@@ -40,7 +39,7 @@ def trace(timelines: Timelines, *, unit_seconds: float | None = None) -> str:
         events += writer.events()
         first += panel.devices
     events.sort(key=lambda event: event["ts"])
-    lines = ",\n".join(json.dumps(event, ensure_ascii=False) for event in (*names, *events))
+    lines = ",\n".join(json.dumps(event, ensure_ascii=False, separators=(",", ":")) for event in (*names, *events))
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
 
 
@@ -72,7 +71,13 @@ class _Writer:
         for device in range(self.panel.devices):
             name, field = ("memory", "bytes") if self.panel.knows_bytes else ("in flight", "stage activations")
             for time, value in self.panel.curve(device):
-                yield {"ph": "C", "name": name, "pid": self.first + device, "ts": self._at(time), "args": {field: value}}
+                yield {
+                    "ph": "C",
+                    "name": name,
+                    "pid": self.first + device,
+                    "ts": self._at(time),
+                    "args": {field: value},
+                }
         for number, (source, target) in enumerate(_hops(self.panel)):
             yield from self._arrow(f"{self.first}.{number}", source, target)
 
@@ -87,7 +92,7 @@ class _Writer:
                     yield event, base + lane, category
 
     def _slice(self, event: Event, thread: int, category: str) -> dict[str, Any]:
-        args: dict[str, Any] = {"what": words_of(event.item)}
+        args: dict[str, Any] = {}
         for field in ("stage", "microbatch"):
             if getattr(event.item, field) is not None:
                 args[field] = getattr(event.item, field)

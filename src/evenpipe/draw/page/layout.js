@@ -44,6 +44,7 @@ function boxOf(panel, options, place) {
     y += Math.max(3, Math.round(place.height * 0.22));
   }
   box.bottom = y + 4;
+  box.laneOf = new Map(box.lanes.filter((lane) => lane.row).map((lane) => [lane.row, lane]));
   return box;
 }
 

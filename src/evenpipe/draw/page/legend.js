@@ -1,7 +1,7 @@
 // The kinds that occur, each with its colours; a click hides or shows one, with alt all others.
 
 function fillLegend(holder, scene, changed) {
-  const kinds = kindsOf(scene.panels);
+  const kinds = kindsOf(scene.panels, scene.options.transfers);
   const buttons = kinds.map(({ kind, looks }) => {
     const node = element("button");
     node.type = "button";
@@ -18,9 +18,15 @@ function fillLegend(holder, scene, changed) {
   holder.replaceChildren(...buttons);
 }
 
-// Kinds in use, with the looks of each from the first stage of a device to its last.
-function kindsOf(panels) {
-  const used = new Set(panels.flatMap((panel) => [...new Set(panel.look)]));
+// Kinds in the rows that are shown, with the looks of each from the first stage of a device to its last.
+function kindsOf(panels, beside) {
+  const used = new Set();
+  for (const panel of panels) {
+    for (const row of panel.rows) {
+      if (row.shows !== COMPUTE && !beside) continue;
+      for (let i = row.first; i < row.last; i++) used.add(panel.look[i]);
+    }
+  }
   const byKind = new Map();
   panels[0].shared.looks.forEach(([kind], look) => {
     if (used.has(look)) byKind.set(kind, [...(byKind.get(kind) ?? []), look]);

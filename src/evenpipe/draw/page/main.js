@@ -43,8 +43,8 @@ class Scene {
     return this.theme.looks[panel.look[i]].map((look) => (back ? look.back : look.colour));
   }
 
-  ink(panel, i) {
-    return this.isBack(panel, i) ? this.theme.faint : this.theme.looks[panel.look[i]][0].ink;
+  ink(panel, i, part) {
+    return this.isBack(panel, i) ? this.theme.faint : this.theme.looks[panel.look[i]][part].ink;
   }
 
   x(box, time) { return box.left + ((time - this.view.start) / this.view.span) * box.width; }
@@ -58,8 +58,7 @@ class Scene {
 
   // Where an event is drawn, or null where its row is not shown.
   place(box, i) {
-    const row = box.panel.rowOf(i);
-    const lane = box.lanes.find((entry) => entry.row === row);
+    const lane = box.laneOf.get(box.panel.rowOf(i));
     if (!lane) return null;
     const x = this.x(box, box.panel.start(i));
     return { x, y: lane.top + AXIS - this.scroll, width: this.x(box, box.panel.end(i)) - x, height: lane.height };
@@ -75,20 +74,31 @@ class Scene {
     return { panel: box.panel, lane, time, i: i >= 0 && this.hides(box.panel, i) ? -1 : i };
   }
 
-  // The event under the pointer. Passes of no length are found three pixels around them, before their neighbours.
+  // The event under the pointer. Where passes are wide, one of no length is found three pixels around its mark.
   eventAt(box, row, time) {
-    const { panel } = box;
-    const reach = (3 / box.width) * this.view.span;
-    const near = panel.before(row, time + reach);
-    for (let i = near; i >= row.first && panel.start(i) >= time - reach; i--) {
-      if (!panel.durations[i] && !this.hides(panel, i)) return i;
-    }
+    const { panel } = box, pixel = this.view.span / box.width;
+    const on = this.passAt(panel, row, time);
+    const near = on < 0 || panel.duration(on) > 10 * pixel ? this.markAt(panel, row, time, 3 * pixel) : -1;
+    if (near >= 0) return near;
+    if (on >= 0) return on;
+    return this.passAt(panel, row, time + pixel); // passes narrower than a pixel
+  }
+
+  // The event that takes time and runs at `time`, or -1.
+  passAt(panel, row, time) {
     let i = panel.before(row, time);
     while (i >= row.first && !panel.durations[i]) i--;
-    if (i >= row.first && time <= panel.end(i)) return i;
-    const next = panel.before(row, time + reach / 3);
-    if (next > i && next >= row.first) return next;
-    return i >= row.first && time - panel.end(i) < reach / 3 ? i : -1;
+    return i >= row.first && time <= panel.end(i) && !this.hides(panel, i) ? i : -1;
+  }
+
+  // The event of no length nearest to `time`, or -1.
+  markAt(panel, row, time, reach) {
+    let best = -1;
+    const distance = (i) => Math.abs(panel.start(i) - time);
+    for (let i = panel.before(row, time + reach); i >= row.first && panel.start(i) >= time - reach; i--) {
+      if (!panel.durations[i] && !this.hides(panel, i) && (best < 0 || distance(i) < distance(best))) best = i;
+    }
+    return best;
   }
 }
 
@@ -135,7 +145,7 @@ class Page {
     get("extent").style.height = `${whole}px`;
     this.painter.resize(stage.clientWidth, shown);
     this.overview.render(scene);
-    this.changed();
+    this.draw(); // at once: a canvas of a new size is empty
   }
 
   recolour() {
@@ -155,6 +165,7 @@ class Page {
 
   draw() {
     const { scene } = this;
+    cancelAnimationFrame(this.waiting);
     this.waiting = undefined;
     const begin = performance.now();
     scene.scroll = this.stage.scrollTop;
@@ -217,8 +228,8 @@ class Page {
     const { kept, panels } = this.scene;
     const panel = kept?.panel ?? panels[0];
     const row = kept ? panel.rowOf(kept.i) : panel.rows[0];
-    const i = kept ? kept.i + step : row.first;
-    if (i < row.first || i >= row.last) return;
+    const i = kept ? kept.i + step : row?.first;
+    if (!row || i < row.first || i >= row.last) return;
     this.keep(panel, i);
     this.show(panel, i);
   }
@@ -310,7 +321,7 @@ class Page {
     const { options } = this.scene;
     options[name] = !options[name];
     get(name).setAttribute("aria-pressed", String(options[name]));
-    if (arrange) this.arrange();
+    if (arrange) this.recolour();
   }
 
   help() {

@@ -63,14 +63,21 @@ class Painter {
       const left = box.left;
       this.text(box.panel.name, left, y + 17, theme.text, "left", "600 14px");
       const used = box.panel.name ? context.measureText(box.panel.name).width + 14 : 0;
-      const figures = box.panel.figures.map(([name, text]) => `${name} ${text}`).join("  ·  ");
-      this.text(figures, left + used, y + 17, theme.faint, "left", "12px");
+      this.text(this.figures(box.panel, box.width - used), left + used, y + 17, theme.faint, "left", "12px");
     }
     for (const label of box.labels) {
       const middle = label.y + AXIS - scene.scroll;
       if (middle < AXIS - 20 || middle > this.height + 20) continue;
       this.text(`device ${label.device}`, box.left - 9, middle + 4, theme.faint, "right", "12px");
     }
+  }
+
+  // As many figures as have room.
+  figures(panel, room) {
+    this.context.font = `12px ${FONT}`;
+    const words = panel.figures.map(([name, text]) => `${name} ${text}`);
+    while (words.length && this.context.measureText(words.join("  ·  ")).width > room) words.pop();
+    return words.join("  ·  ");
   }
 
   grid(scene, box) {
@@ -133,10 +140,11 @@ class Painter {
     });
     if (width < 11 || height < 11) return;
     const left = Math.max(x, scene.left), right = Math.min(x + width, scene.right);
-    const label = panel.label(i);
-    const short = panel.microbatch[i] < 0 ? label : String(panel.microbatch[i]);
-    const text = [label, short].find((words) => words.length * 7 + 4 <= right - left);
-    if (text) texts.push([text, (left + right) / 2, y + height / 2 + 4, scene.ink(panel, i)]);
+    panel.parts(i).forEach(([label, short], k) => {
+      const text = [label, short].find((words) => words.length * 7 + 4 <= right - left);
+      const middle = y + (k + 0.5) * part + 4;
+      if (text && part >= 11) texts.push([text, (left + right) / 2, middle, scene.ink(panel, i, k)]);
+    });
   }
 
   write(texts) {
@@ -150,34 +158,26 @@ class Painter {
     this.drawn.texts += texts.length;
   }
 
-  // Memory as an area; within a pixel the highest value counts.
+  // Memory as an area; a step is drawn where the highest value of a pixel differs from that of the one before.
   memory(scene, box, lane, y) {
-    const { panel } = box, { curves } = panel, { view } = scene;
-    if (!scene.peak[panel.bytes]) return;
-    const begin = curves.firsts[lane.device], end = curves.firsts[lane.device + 1];
-    const first = begin + Math.max(0, lastAtMost(end - begin, (k) => curves.times[begin + k] * panel.step, view.start));
-    const base = y + lane.height, unit = (lane.height * curves.unit) / scene.peak[panel.bytes];
-    const { context } = this;
-    context.beginPath();
-    let pixel = -Infinity, highest = 0, held = 0;
+    const { panel } = box, { view, theme } = scene;
+    const peak = scene.peak[panel.bytes];
     const from = Math.max(scene.x(box, 0), box.left);
+    const columns = Math.floor(Math.min(scene.x(box, panel.length), box.left + box.width) - from);
+    if (!peak || columns < 1) return;
+    const heights = panel.highestPerColumn(lane.device, scene.timeAt(box, from), view.span / box.width, columns);
+    const { context } = this, base = y + lane.height, unit = lane.height / peak;
+    context.beginPath();
     context.moveTo(from, base);
-    for (let k = first; k < end && curves.times[k] * panel.step <= view.end; k++) {
-      const x = Math.max(from, scene.x(box, curves.times[k] * panel.step));
-      if (x - pixel >= 1) {
-        context.lineTo(Math.max(pixel, from), base - highest * unit);
-        context.lineTo(x, base - held * unit);
-        [pixel, highest] = [x, 0];
-        context.lineTo(x, base - curves.values[k] * unit);
-      }
-      held = curves.values[k];
-      highest = Math.max(highest, held);
+    for (let column = 0, last = 0; column < columns; column++) {
+      if (heights[column] === last) continue;
+      context.lineTo(from + column, base - last * unit);
+      last = heights[column];
+      context.lineTo(from + column, base - last * unit);
     }
-    const to = scene.x(box, Math.min(panel.length, view.end));
-    if (pixel > -Infinity) context.lineTo(pixel, base - held * unit);
-    context.lineTo(to, base - held * unit);
-    context.lineTo(to, base);
-    context.fillStyle = scene.theme.memory;
+    context.lineTo(from + columns, base - heights[columns - 1] * unit);
+    context.lineTo(from + columns, base);
+    context.fillStyle = theme.memory;
     context.globalAlpha = 0.55;
     context.fill();
     context.globalAlpha = 1;
@@ -204,6 +204,7 @@ class Painter {
     const from = scene.place(box, cause), to = scene.place(box, i);
     if (!from || !to) return;
     this.outline(scene, box, cause, scene.theme.accent, 2);
+    if (from.y === to.y && to.x - from.x - from.width < 12) return; // neighbours need no arrow
     this.arrow(from.x + from.width, from.y + from.height / 2, to.x, to.y + to.height / 2, scene.theme.accent);
   }
 
@@ -232,28 +233,28 @@ class Painter {
     context.fill();
   }
 
-  // The chain as one line through the passes, and outlines where they are wide enough.
+  // The chain: outlines of its passes, a line through those too narrow for one, and lines from row to row.
   chain(scene, box, events) {
-    const { context } = this, { panel } = box;
-    context.strokeStyle = scene.theme.accent;
-    context.lineWidth = 1.6;
+    const { context } = this, { panel } = box, { view } = scene;
+    const outlines = [], pen = new Pen(context);
     context.beginPath();
-    let started = false, outlines = [];
     for (const i of events) {
-      if (panel.end(i) < scene.view.start || panel.start(i) > scene.view.end) continue;
-      const place = scene.place(box, i);
+      const place = panel.start(i) > view.end ? null : scene.place(box, i);
       if (!place) continue;
       const middle = place.y + place.height / 2;
-      if (started) context.lineTo(place.x + place.width, middle);
-      else context.moveTo(place.x + place.width, middle);
-      context.lineTo(place.x, middle);
-      started = true;
-      if (place.width >= 5) outlines.push(place);
+      pen.line(place.x + place.width, middle);
+      if (place.width >= 5) {
+        outlines.push(place);
+        pen.jump(place.x, middle);
+      } else {
+        pen.line(place.x, middle);
+      }
+      if (panel.end(i) < view.start) break;
     }
-    context.globalAlpha = 0.8;
+    context.strokeStyle = scene.theme.accent;
+    context.lineWidth = 1.6;
     context.stroke();
     for (const place of outlines) context.strokeRect(place.x + 0.5, place.y + 0.5, place.width - 1, place.height - 1);
-    context.globalAlpha = 1;
     this.drawn.rectangles += outlines.length;
   }
 
@@ -297,6 +298,26 @@ class Painter {
     this.context.textAlign = align;
     this.context.fillStyle = colour;
     this.context.fillText(text, x, y);
+  }
+}
+
+// A line of straight parts, without those of less than a pixel along a row.
+class Pen {
+  constructor(context) {
+    this.context = context;
+    this.x = this.y = null;
+  }
+
+  line(x, y) {
+    if (y === this.y && Math.abs(x - this.x) < 1) return;
+    if (this.x === null) this.context.moveTo(x, y);
+    else this.context.lineTo(x, y);
+    [this.x, this.y] = [x, y];
+  }
+
+  jump(x, y) {
+    this.context.moveTo(x, y);
+    [this.x, this.y] = [x, y];
   }
 }
 

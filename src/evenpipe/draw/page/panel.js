@@ -39,6 +39,12 @@ class Panel {
     return `${stage}${this.letters(i)}${microbatch}${this.slice[i] ? `.${this.slice[i]}` : ""}`;
   }
 
+  // What is written into the box of a pass, and what where there is less room; for each of passes that run as one.
+  parts(i) {
+    if (this.texts[i]) return [...this.texts[i].matchAll(/[^(;]*?[A-Z]+(\d+)[.\d]*(?=[;)])/g)];
+    return [[this.label(i), this.microbatch[i] < 0 ? "" : String(this.microbatch[i])]];
+  }
+
   belongsTo(i, microbatch) {
     if (!this.texts[i]) return this.microbatch[i] === microbatch;
     return [...this.texts[i].matchAll(/[A-Z](\d+)/g)].some((match) => Number(match[1]) === microbatch);
@@ -86,6 +92,26 @@ class Panel {
     return place < 0 ? 0 : values[firsts[device] + place] * unit;
   }
 
+  // The most memory that a device holds in each of `columns` stretches of `step`, from `start` on.
+  highestPerColumn(device, start, step, columns) {
+    const { firsts, times, values, unit } = this.curves;
+    const begin = firsts[device], end = firsts[device + 1];
+    const heights = new Float64Array(columns);
+    let k = begin + lastAtMost(end - begin, (place) => times[begin + place] * this.step, start);
+    let held = k < begin ? 0 : values[k];
+    for (let column = 0; column < columns; column++) {
+      const limit = (start + (column + 1) * step) / this.step;
+      let most = held;
+      while (k + 1 < end && times[k + 1] < limit) {
+        held = values[++k];
+        if (held > most) most = held;
+      }
+      heights[column] = most * unit;
+    }
+    return heights;
+  }
+
+  // The compute pass that ends last; -1 when there is none.
   lastToEnd() {
     let last = -1;
     for (const row of this.rows) {

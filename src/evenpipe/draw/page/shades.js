@@ -5,35 +5,39 @@ class Shades {
   // colour(i): [red, green, blue] of an event, or null where it is hidden.
   constructor(panel, colour) {
     this.panel = panel;
-    const sums = [0, 1, 2, 3].map(() => new Float64Array(panel.count + 1));
+    // Four sums per event: red, green and blue, each times duration, and duration, over the events before it.
+    const sums = new Float64Array(4 * (panel.count + 1));
     for (let i = 0; i < panel.count; i++) {
       const rgb = colour(i), ticks = rgb ? panel.durations[i] : 0;
-      for (let k = 0; k < 3; k++) sums[k][i + 1] = sums[k][i] + (rgb ? rgb[k] * ticks : 0);
-      sums[3][i + 1] = sums[3][i] + ticks;
+      for (let k = 0; k < 3; k++) sums[4 * i + 4 + k] = sums[4 * i + k] + (rgb ? rgb[k] * ticks : 0);
+      sums[4 * i + 7] = sums[4 * i + 3] + ticks;
     }
     this.sums = sums;
   }
 
   // Write the colours of `width` pixels of a row, from `start` on with `step` per pixel (in time), as RGBA into
-  // `pixels` from `offset` on. Between two events, and outside the timeline, `idle` and nothing.
+  // `pixels` from `offset` on: `idle` between events, nothing outside the timeline.
   write(row, start, step, width, pixels, offset, idle) {
-    const { panel } = this;
-    const from = start / panel.step, per = step / panel.step;
-    const length = panel.length / panel.step;
-    const before = new Float64Array(4), after = new Float64Array(4);
-    let i = this.sumsAt(row, from, panel.before(row, start), before);
+    const { panel } = this, { ticks } = panel;
+    const from = start / panel.step, per = step / panel.step, length = panel.length / panel.step;
+    let before = new Float64Array(4), after = new Float64Array(4);
+    let i = panel.before(row, start);
+    this.sumsAt(row, i, from, before);
     for (let x = 0; x < width; x++, offset += 4) {
       const tick = from + (x + 1) * per;
-      i = this.sumsAt(row, tick, this.seek(row, i, tick), after);
-      const inside = tick > 0 && tick - per < length;
+      if (tick <= 0 || tick - per >= length) continue;
+      if (i + 1 < row.last && ticks[i + 1] <= tick) i = this.seek(row, i + 1, tick);
+      this.sumsAt(row, i, tick, after);
       const rest = Math.max(0, per - (after[3] - before[3]));
-      for (let k = 0; k < 3; k++) pixels[offset + k] = (after[k] - before[k] + rest * idle[k]) / per;
-      pixels[offset + 3] = inside ? 255 : 0;
-      before.set(after);
+      pixels[offset] = (after[0] - before[0] + rest * idle[0]) / per;
+      pixels[offset + 1] = (after[1] - before[1] + rest * idle[1]) / per;
+      pixels[offset + 2] = (after[2] - before[2] + rest * idle[2]) / per;
+      pixels[offset + 3] = 255;
+      [before, after] = [after, before];
     }
   }
 
-  // The last event that starts at `tick` or before, from `i` on: a few steps, then by halves.
+  // The last event that starts at `tick` or before, where `i` is one of them: a few steps, then by halves.
   seek(row, i, tick) {
     const { ticks } = this.panel;
     for (let steps = 0; steps < 8; steps++) {
@@ -43,16 +47,20 @@ class Shades {
     return i + 1 + lastAtMost(row.last - i - 1, (k) => ticks[i + 1 + k], tick);
   }
 
-  // The sums over a row up to `tick`, where `i` is its last event that has started. Returns `i`.
-  sumsAt(row, tick, i, result) {
+  // The sums over a row up to `tick`, where `i` is its last event that has started.
+  sumsAt(row, i, tick, result) {
+    const { sums } = this;
+    const at = 4 * Math.max(i, row.first);
     if (i < row.first) {
-      for (let k = 0; k < 4; k++) result[k] = this.sums[k][row.first];
-      return i;
+      for (let k = 0; k < 4; k++) result[k] = sums[at + k];
+      return;
     }
-    const { ticks, durations } = this.panel;
-    const share = durations[i] ? Math.min(1, (tick - ticks[i]) / durations[i]) : 1;
-    for (let k = 0; k < 4; k++) result[k] = this.sums[k][i] + (this.sums[k][i + 1] - this.sums[k][i]) * share;
-    return i;
+    const ran = tick - this.panel.ticks[i], duration = this.panel.durations[i];
+    const share = ran >= duration ? 1 : ran / duration;
+    result[0] = sums[at] + (sums[at + 4] - sums[at]) * share;
+    result[1] = sums[at + 1] + (sums[at + 5] - sums[at + 1]) * share;
+    result[2] = sums[at + 2] + (sums[at + 6] - sums[at + 2]) * share;
+    result[3] = sums[at + 3] + (sums[at + 7] - sums[at + 3]) * share;
   }
 }
 

@@ -1,0 +1,49 @@
+"""Small timelines for the tests of drawing."""
+
+from __future__ import annotations
+
+from evenpipe.schedule import Cause, Event, Pass, Placement, Timeline, Transfer, TransferKind
+
+EMPTY = {"no devices": Timeline(()), "no events": Timeline(((), ()))}
+
+
+def timeline(*rows: str, **more: object) -> Timeline:
+    """Rows of "pass start end", with commas between them: timeline("0F0 0 1, 0B0 5 7", "1F0 1 2")."""
+    return Timeline(tuple(_events(device, row) for device, row in enumerate(rows)), **more)  # type: ignore[arg-type]
+
+
+def _events(device: int, row: str) -> tuple[Event, ...]:
+    events = []
+    for words in filter(None, row.split(",")):
+        text, start, end = words.split()
+        events.append(Event(device, Pass.parse(text), float(start), float(end)))
+    return tuple(events)
+
+
+def two_devices() -> Timeline:
+    """One microbatch through two devices, with transfers, causes and bytes, as a simulation fills them in."""
+    forward = Transfer(TransferKind.RECV_F, 1, 0, members=(0, 1))
+    backward = Transfer(TransferKind.RECV_B, 0, 0, members=(1, 0))
+    first, second = Pass.parse("0F0"), Pass.parse("1F0")
+    last, end = Pass.parse("1B0"), Pass.parse("0B0")
+    rows = (
+        (
+            Event(0, first, 0.0, 2.0, Cause("start")),
+            Event(0, end, 9.0, 12.0, Cause("transfer", backward, 0)),
+        ),
+        (
+            Event(1, second, 3.0, 5.0, Cause("transfer", forward, 1)),
+            Event(1, last, 5.0, 8.0, Cause("device", second, 1)),
+        ),
+    )
+    beside = (
+        (Event(0, backward, 8.0, 9.0, Cause("transfer", last, 1)),),
+        (Event(1, forward, 2.0, 3.0, Cause("transfer", first, 0)),),
+    )
+    memory = (((0.0, 1024.0), (12.0, 0.0)), ((3.0, 2048.0), (8.0, 0.0)))
+    return Timeline(rows, None, beside, memory)
+
+
+def looped(devices: int) -> Placement:
+    """Two stages per device."""
+    return Placement.looped(devices, 2)

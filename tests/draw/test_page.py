@@ -1,0 +1,383 @@
+"""The page in a real browser: headless Chromium points, zooms, clicks, types and searches.
+
+Where there is no Chromium these tests are skipped; `.ci/run` installs Debian's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from drawn_timelines import EMPTY, timeline, two_devices
+from headless_browser import Browser, find_browser
+
+from evenpipe.draw import draw
+from evenpipe.schedule import EQUAL_COSTS, Timeline, plan_order, time_order
+
+PROGRAM = find_browser()
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no chromium in the path; on Debian: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    assert PROGRAM is not None
+    with Browser(PROGRAM, tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def shown(browser: Browser, tmp_path: Path) -> Iterator[Shown]:
+    """A page to be opened; when the test is over, it has logged no trouble and asked the network for nothing."""
+    browser.events.clear()
+    yield Shown(browser, tmp_path)
+    assert browser.troubles() == []
+    assert browser.requests() == []
+
+
+class Shown:
+    """A page in the browser, and what a person would do to it."""
+
+    def __init__(self, browser: Browser, folder: Path) -> None:
+        self.browser, self.folder = browser, folder
+
+    def open(self, timelines: Timeline | dict[str, Timeline], **options: object) -> None:
+        file = self.folder / "page.html"
+        draw(timelines, file, **options)  # type: ignore[arg-type]
+        self.browser.open(file)
+
+    def place(self, text: str, panel: int = 0) -> tuple[float, float]:
+        """The middle of a pass in the window."""
+        found = self.browser.evaluate(
+            f"""(() => {{
+                const {{ scene, canvas }} = evenpipe, panel = scene.panels[{panel}];
+                let i = 0;
+                while (panel.label(i) !== "{text}") i++;
+                const place = scene.place(scene.boxes[{panel}], i), {{ left, top }} = canvas.getBoundingClientRect();
+                return [left + place.x + place.width / 2, top + place.y + place.height / 2];
+            }})()"""
+        )
+        return found[0], found[1]
+
+    def point(self, text: str, panel: int = 0) -> str:
+        """Point at a pass; returns the tooltip."""
+        self.browser.mouse("mouseMoved", *self.place(text, panel))
+        return self.tip
+
+    def click(self, text: str, panel: int = 0) -> None:
+        self.browser.click(*self.place(text, panel))
+
+    def wheel(self, x: float, y: float, down: float, *, shift: bool = False) -> None:
+        self.browser.mouse("mouseWheel", x, y, deltaX=0, deltaY=down, modifiers=8 if shift else 0)
+
+    def press(self, name: str) -> None:
+        """Press the button with this id."""
+        self.browser.evaluate(f"document.getElementById('{name}').click()")
+        self.browser.frame()
+
+    def text(self, name: str) -> str:
+        return self.browser.evaluate(f"document.getElementById('{name}').innerText")
+
+    @property
+    def tip(self) -> str:
+        return "" if self.browser.evaluate("document.getElementById('tip').hidden") else self.text("tip")
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The times in view."""
+        start, end = self.browser.evaluate("[evenpipe.scene.view.start, evenpipe.scene.view.end]")
+        return start, end
+
+    @property
+    def kept(self) -> str | None:
+        """The pass that was clicked."""
+        return self.browser.evaluate("evenpipe.scene.kept && evenpipe.scene.kept.panel.label(evenpipe.scene.kept.i)")
+
+    def drawn(self, name: str) -> int:
+        """What the last redraw drew: rectangles, texts or strips."""
+        return self.browser.evaluate(f"evenpipe.drawn.{name}")
+
+    def colour(self, x: float, y: float) -> list[int]:
+        """Red, green and blue of a pixel of the picture, at a place in the window."""
+        return self.browser.evaluate(
+            f"""(() => {{
+                const {{ canvas }} = evenpipe, {{ left, top }} = canvas.getBoundingClientRect();
+                const copy = new OffscreenCanvas(1, 1).getContext("2d", {{ willReadFrequently: true }});
+                copy.drawImage(canvas, left - {x}, top - {y});
+                return [...copy.getImageData(0, 0, 1, 1).data].slice(0, 3);
+            }})()"""
+        )
+
+
+def vocabulary(devices: int, microbatches: int) -> Timeline:
+    return time_order(plan_order("1f1b", devices, microbatches, "vocab-2"), EQUAL_COSTS)
+
+
+def test_pointing_says_what_a_pass_is_and_what_it_waited_for(shown: Shown) -> None:
+    shown.open(two_devices(), unit_seconds=1e-3)
+    tip = shown.point("1F0")
+    for words in ("1F0 forward", "device 1, stage 1, microbatch 0", "3 ms to 5 ms", "the arrival of 1RECV_F0"):
+        assert words in tip
+    assert "its device, busy with 1F0" in shown.point("1B0")
+    assert "nothing" in shown.point("0F0")
+    assert "1F0 on device 1" not in shown.tip
+    tip = shown.point("0RECV_B0")
+    assert "receive of a backward" in tip
+    assert "1B0 on device 1" in tip
+    shown.browser.mouse("mouseMoved", 5, 5)
+    assert shown.tip == ""
+
+
+def test_measured_timelines_say_how_long_a_device_was_idle(shown: Shown) -> None:
+    shown.open(timeline("0F0 0.01 1.02, 0B0 5.27 7.3", "1F0 1.1 2, 1B0 2 5"))
+    assert "idle before\t4.25" in shown.point("0B0")
+    assert "waited for" not in shown.tip
+    assert "its device, busy with 1F0" in shown.point("1B0")  # the one before ends where it starts
+
+
+def test_pointing_at_memory_gives_the_amount(shown: Shown) -> None:
+    shown.open(two_devices())
+    x, _ = shown.place("1B0")
+    y = shown.browser.evaluate(
+        "(() => { const lane = evenpipe.scene.boxes[0].lanes.filter((lane) => !lane.row)[1];"
+        " return evenpipe.canvas.getBoundingClientRect().top + lane.top + 26 + lane.height / 2; })()"
+    )
+    shown.browser.mouse("mouseMoved", x, y)
+    assert "2 KiB held by device 1" in shown.tip
+
+
+def test_the_wheel_zooms_around_the_pointer(shown: Shown) -> None:
+    shown.open(vocabulary(4, 8))
+    x, y = shown.place("2B3")
+    start, end = shown.range
+    tip = shown.point("2B3")
+    for _ in range(5):
+        shown.wheel(x, y, -300)
+    closer = shown.range
+    assert closer[1] - closer[0] < (end - start) / 10
+    assert start < closer[0] < closer[1] < end
+    assert shown.tip == tip  # the same pass is still under the pointer
+    for _ in range(9):
+        shown.wheel(x, y, 300)
+    assert shown.range == pytest.approx((start, end))
+
+
+def test_dragging_and_shift_wheel_move(shown: Shown) -> None:
+    shown.open(vocabulary(4, 8))
+    x, y = shown.place("2B3")
+    for _ in range(3):
+        shown.wheel(x, y, -300)
+    start, end = shown.range
+    shown.browser.mouse("mousePressed", x, y, button="left", clickCount=1)
+    shown.browser.mouse("mouseMoved", x - 40, y, button="left", buttons=1)
+    shown.browser.mouse("mouseMoved", x - 80, y, button="left", buttons=1)
+    shown.browser.mouse("mouseReleased", x - 80, y, button="left", clickCount=1)
+    moved = shown.range
+    assert moved[0] > start
+    assert moved[1] - moved[0] == pytest.approx(end - start)
+    assert shown.kept is None  # a drag is no click
+    shown.wheel(x, y, -400, shift=True)
+    assert shown.range[0] < moved[0]
+
+
+def test_keys_zoom_move_and_walk(shown: Shown) -> None:
+    shown.open(two_devices())
+    whole = shown.range
+    shown.browser.evaluate("document.getElementById('stage').focus()")
+    for key in ("+", "+", "ArrowRight"):
+        shown.browser.key(key)
+    closer = shown.range
+    assert closer[1] - closer[0] == pytest.approx((whole[1] - whole[0]) * 0.36)
+    assert closer[0] > whole[0]
+    shown.browser.key("-")
+    shown.browser.key("0")
+    assert shown.range == whole
+    for key, kept in ((".", "0F0"), (".", "0B0"), (",", "0F0"), ("Escape", None)):
+        shown.browser.key(key)
+        assert shown.kept == kept
+
+
+def test_clicking_walks_back_the_chain(shown: Shown) -> None:
+    shown.open(two_devices())
+    shown.click("0B0")
+    assert shown.kept == "0B0"
+    assert "waited for the arrival of 0RECV_B0" in shown.text("chosen")
+    assert "Chain of 6 back to 0" in shown.text("chosen")
+    shown.click("0B0")  # again: on to what it waited for
+    walked = [shown.kept]
+    for _ in range(4):
+        shown.browser.key("w")
+        walked.append(shown.kept)
+    assert walked == ["0RECV_B0", "1B0", "1F0", "1RECV_F0", "0F0"]
+    shown.browser.key("w")  # it waited for nothing
+    assert shown.kept == "0F0"
+    shown.browser.key("b")
+    assert shown.kept == "1RECV_F0"
+    shown.press("critical")
+    assert shown.kept == "0B0"
+
+
+def test_clicking_lights_up_a_microbatch(shown: Shown) -> None:
+    shown.open(timeline("0F0 0 4, 0F1 4 8, 0B0 8 12, 0B1 12 16"))
+    x, y = shown.place("0F1")
+    before = shown.colour(x - 20, y)
+    shown.click("0F0")
+    assert shown.colour(x - 20, y) != before  # steps back
+    shown.browser.key("Escape")
+    assert shown.colour(x - 20, y) == before
+
+
+def test_search_finds_passes_microbatches_and_devices(shown: Shown) -> None:
+    shown.open({"first": vocabulary(3, 4), "second": vocabulary(3, 4)})
+    shown.browser.evaluate("document.getElementById('stage').focus()")
+    shown.browser.key("/")
+    for typed, report, kept in (
+        ("2F3", "1 of 2: device 2, first", "2F3"),
+        ("2f3", "1 of 2: device 2, first", "2F3"),
+        ("", "", "2F3"),
+        ("S1", "1 of 6: device 0, first", "S1"),
+        ("9F9", "no 9F9", "S1"),
+        ("3", "microbatch 3", "S1"),
+        ("7", "no microbatch 7", "S1"),
+        ("device 2", "device 2", "S1"),
+        ("nonsense", "write it as in 2F3", "S1"),
+    ):
+        shown.browser.evaluate("document.getElementById('query').select()")
+        shown.browser.evaluate("document.execCommand('delete')")
+        shown.browser.type(typed)
+        shown.browser.key("Enter")
+        assert (shown.text("found"), shown.kept) == (report, kept), typed
+    shown.browser.evaluate("document.getElementById('query').select()")
+    shown.browser.type("S1")
+    shown.browser.key("Enter")
+    for number, where in ((2, "device 1, first"), (3, "device 2, first"), (4, "device 0, second")):
+        shown.browser.key("Enter")
+        assert shown.text("found") == f"{number} of 6: {where}"
+
+
+def test_two_schedules_share_one_zoom_above_and_beside_each_other(shown: Shown) -> None:
+    shown.open({"a": vocabulary(2, 4), "b": vocabulary(2, 6)})
+    above = [shown.place("1F2", panel) for panel in (0, 1)]
+    assert above[0][0] == pytest.approx(above[1][0], abs=20)  # one axis of time
+    assert above[0][1] < above[1][1]
+    shown.press("sides")
+    beside = [shown.place("1F2", panel) for panel in (0, 1)]
+    assert beside[0][1] == beside[1][1]
+    assert beside[1][0] - beside[0][0] > 400
+    x, y = beside[1]
+    shown.wheel(x, y, -500)
+    assert "1F2" in shown.point("1F2", 1)
+    assert "1F2" in shown.point("1F2", 0)
+
+
+def test_switches_and_the_legend_hide_what_they_name(shown: Shown) -> None:
+    shown.open(two_devices())
+    lanes = "evenpipe.scene.boxes[0].lanes.length"
+    assert shown.browser.evaluate(lanes) == 6  # compute, communication and memory of two devices
+    shown.press("memory")
+    assert shown.browser.evaluate(lanes) == 4
+    shown.press("transfers")
+    assert shown.browser.evaluate(lanes) == 2
+    x, y = shown.place("1B0")
+    before = shown.colour(x - 20, y)
+    shown.browser.evaluate("document.querySelector('#legend [data-kind=B]').click()")
+    shown.browser.frame()
+    assert shown.colour(x - 20, y) != before
+    assert shown.point("1B0") == ""  # what is hidden cannot be pointed at
+
+
+def test_the_overview_shows_and_moves_the_window(shown: Shown) -> None:
+    shown.open(vocabulary(4, 8))
+    for _ in range(4):
+        shown.browser.key("+")
+    start, end = shown.range
+    x, y = shown.browser.evaluate(
+        "(() => { const { left, top, width } = document.getElementById('overview').getBoundingClientRect();"
+        " return [left + width * 0.9, top + 20]; })()"
+    )
+    shown.browser.click(x, y)
+    moved = shown.range
+    length = shown.browser.evaluate("evenpipe.scene.view.length")
+    assert sum(moved) / 2 == pytest.approx(0.9 * length, rel=0.02)
+    assert moved[1] - moved[0] == pytest.approx(end - start)
+
+
+def test_a_redraw_touches_no_more_than_the_pixels_allow(shown: Shown) -> None:
+    """Eight devices with 512 microbatches, at every zoom: rectangles are bounded by the size of the window."""
+    shown.open(vocabulary(8, 512))
+    counts = shown.browser.evaluate(
+        """(() => {
+            const page = evenpipe, { view } = page.scene, counts = [];
+            view.fit();
+            for (let step = 0; step < 120; step++) {
+                page.draw();
+                counts.push(page.drawn.rectangles + page.drawn.texts);
+                view.zoom(0.92, 0.37 * view.length);
+            }
+            return [counts, page.scene.boxes[0].width, page.scene.panels[0].count];
+        })()"""
+    )
+    per_zoom, width, events = counts
+    lanes = 8
+    # A box of at least 4 pixels and its text, a mark per 2 pixels, the lane itself, and lines of the grid.
+    assert max(per_zoom) <= lanes * (width / 4 + width / 2 + 4) + 50
+    assert max(per_zoom) > 300  # close enough, boxes are drawn
+    assert events == 8 * 512 * 7
+    assert per_zoom[0] < 100  # from far away, strips alone
+
+
+def test_far_away_rows_show_mean_colours(shown: Shown) -> None:
+    """Halves of blue and green, too narrow to see, become their mean; an idle half becomes paler."""
+    passes = ", ".join(f"0F{k} {2 * k} {2 * k + 1}, 0B{k} {2 * k + 1} {2 * k + 2}" for k in range(4000))
+    idle = ", ".join(f"1F{k} {2 * k} {2 * k + 1}" for k in range(4000))
+    shown.open(timeline(passes, idle))
+    y = [shown.place(text)[1] for text in ("0F0", "1F0")]
+    forward, backward, nothing = (0x44, 0x77, 0xDD), (0x54, 0xAD, 0x8B), (0xE9, 0xEC, 0xF0)
+    assert shown.drawn("strips") == 2
+    assert shown.colour(600, y[0]) == pytest.approx([(a + b) / 2 for a, b in zip(forward, backward)], abs=6)
+    assert shown.colour(600, y[1]) == pytest.approx([(a + b) / 2 for a, b in zip(forward, nothing)], abs=6)
+
+
+def test_passes_of_no_length_have_marks_that_can_be_pointed_at(shown: Shown) -> None:
+    shown.open(timeline("0F0 0 4, S0 4 4, 0B0 5 9"))
+    x, y = shown.place("S0")
+    shown.browser.mouse("mouseMoved", x + 2, y)
+    assert "S0 output layer, first half" in shown.tip
+    assert "4 to 4" in shown.tip
+    shown.browser.mouse("mouseMoved", x - 20, y)
+    assert "0F0" in shown.tip
+
+
+def test_passes_that_run_as_one_show_both(shown: Shown) -> None:
+    shown.open(timeline("0F0 0 1, (0F1;0B0)OVERLAP_F_B 1 4, 0B1 4 6"))
+    assert "(0F1;0B0)OVERLAP_F_B forward and backward as one" in shown.point("(0F1;0B0)OVERLAP_F_B")
+    x, y = shown.place("(0F1;0B0)OVERLAP_F_B")
+    upper, lower = shown.colour(x - 40, y - 6), shown.colour(x - 40, y + 6)
+    assert (upper, lower) == ([0x44, 0x77, 0xDD], [0x54, 0xAD, 0x8B])
+
+
+@pytest.mark.parametrize("name", [*EMPTY, "one pass of no length", "hundreds of devices"])
+def test_odd_sizes_open_without_trouble(shown: Shown, name: str) -> None:
+    odd = {
+        **EMPTY,
+        "one pass of no length": timeline("S0 3 3"),
+        "hundreds of devices": timeline(*(f"{device}F0 {device} {device + 1}" for device in range(400))),
+    }
+    shown.open(odd[name])
+    for key in ("+", "c", ".", "0"):
+        shown.browser.key(key)
+    shown.browser.click(500, 300)
+    assert shown.browser.evaluate("document.getElementById('trouble').hidden")
+
+
+def test_dark_pages_have_a_dark_ground_and_light_pages_a_light_one(shown: Shown) -> None:
+    shown.open(two_devices())
+    ground = "getComputedStyle(document.body).backgroundColor"
+    colours = []
+    for scheme in ("dark", "light"):
+        shown.browser.command(
+            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
+        )
+        shown.browser.frame()
+        colours.append((shown.browser.evaluate(ground), shown.browser.evaluate("evenpipe.scene.theme.dark")))
+    assert colours == [("rgb(20, 23, 28)", True), ("rgb(255, 255, 255)", False)]
