@@ -12,6 +12,10 @@ looked at as if what is missing had been done, so that a fault which is named al
 
 from __future__ import annotations
 
+from types import NoneType
+
+from evenpipe.errors import InputError
+
 from .check_limit import Limits, check_limits
 from .check_passes import Rows, check_own_needs, check_passes
 from .check_transfers import check_transfers
@@ -20,7 +24,7 @@ from .dependencies import Dependencies
 from .faults import Fault, Report
 from .graph import Graph
 from .order import Order
-from .passes import Pass
+from .passes import Pass, Transfer
 from .program import Program
 from .proof import passes_in_place, program_is_sound
 from .queues import check_completion
@@ -29,13 +33,21 @@ from .timing import run
 
 
 def check_order(order: Order, limits: Limits | None = None) -> Report:
-    """Every fault of `order`, and how many stage activations each device holds at most."""
+    """Every fault of `order`, and how many stage activations each device holds at most.
+
+    Raises InputError for rows of anything but passes, and for limits that are none.
+    """
+    _refuse_others(order.rows, {Pass, NoneType}, "a pass")
     out_of_place, out_of_order, _ = _order_faults(order, order.rows)
     return _report(order, order, [*out_of_place, *out_of_order], limits)
 
 
 def check_program(program: Program, limits: Limits | None = None) -> Report:
-    """Every fault of `program`, of its passes and of its transfers; positions count both."""
+    """Every fault of `program`, of its passes and of its transfers; positions count both.
+
+    Raises InputError for rows of anything but passes and transfers, and for limits that are none.
+    """
+    _refuse_others(program.rows, {Pass, Transfer, NoneType}, "a pass or transfer")
     # Idle slots in the place of transfers keep positions as they are in the program.
     passes = tuple(tuple(item if isinstance(item, Pass) else None for item in row) for row in program.rows)
     order = Order(program.placement, program.microbatches, passes, program.barriers, program.forward_only)
@@ -63,6 +75,13 @@ def _order_faults(order: Order, rows: Rows) -> tuple[list[Fault], list[Fault], G
     except DeadlockError as deadlock:
         out_of_order.append(deadlock.fault(rows))
     return out_of_place, out_of_order, graph
+
+
+def _refuse_others(rows: Rows, accepted: set[type], what: str) -> None:
+    for device, row in enumerate(rows):
+        if not accepted.issuperset(map(type, row)):
+            position, item = next((n, item) for n, item in enumerate(row) if type(item) not in accepted)
+            raise InputError(f"device {device}, position {position}: expected {what}, not {item!r}")
 
 
 def _report(schedule: Order | Program, order: Order, faults: list[Fault], limits: Limits | None) -> Report:

@@ -75,11 +75,12 @@ class Graph:
         for device, row in enumerate(rows):
             places = Places.of(row, order.microbatches, first[device])
             rule = partial(dependencies.rule, device)
-            unmet = unmet_in_row(places, row, first[device], rule)
             graph.places.append(places)
-            graph.stop.append(
-                next((n for n, _, there in unmet if not (absent_is_done and there is None)), first[device + 1])
-            )
+            graph.stop.append(first[device + 1])
+            for number, _, there in unmet_in_row(places, row, first[device], rule):
+                if there is not None or not absent_is_done:
+                    graph.stop[device] = number
+                    break
             if dense:
                 graph._number_sites(places, dependencies, device)
                 graph._number_apart((*places.joint, *places.odd), dependencies, device)
@@ -101,11 +102,11 @@ class Graph:
         return self.odd[ordinary - len(self.routes) * self.microbatches]
 
     def by_route(self) -> list[tuple[Route, range]]:
-        """Each route and the numbers of its transfers, one after the other; odd ones come one by one at the end."""
-        count = self.microbatches
-        starts = [len(self.items) + route.number * count for route in self.routes]
+        """Each route and the numbers of its transfers, by microbatch; odd ones come one by one at the end."""
+        count, passes = self.microbatches, len(self.items)
+        starts = [(route, passes + route.number * count) for route in self.routes if count]
         odd = self.size - len(self.odd)
-        return [(route, range(n, n + count)) for route, n in zip(self.routes, starts, strict=True)] + [
+        return [(route, range(start, start + count)) for route, start in starts] + [
             (route, range(n, n + 1)) for n, (route, _, _) in enumerate(self.odd, odd)
         ]
 

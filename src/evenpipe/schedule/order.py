@@ -74,6 +74,8 @@ def validate_shape(placement: Placement, microbatches: int, rows: int, barriers:
     """Raise InputError unless these numbers can describe an order."""
     if rows != placement.devices:
         raise InputError(f"there are {rows} rows for {placement.devices} devices; each device has one")
+    if not isinstance(microbatches, int):
+        raise InputError(f"microbatches must be a whole number, not {microbatches!r}")
     if microbatches < 1:
         raise InputError(f"microbatches must be at least 1, not {microbatches}")
     if barriers not in (0, 1, 2):
