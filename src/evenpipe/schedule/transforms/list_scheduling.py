@@ -166,18 +166,18 @@ def _run(
     """Per device, when its first pass started, when its last one ended, and its passes as they ran."""
     passes, microbatches, devices = len(graph.items), graph.microbatches, len(graph.first) - 1
     site, offset, device_of, feeds = graph.site, graph.offset, graph.device_of, graph.feeds
-    needs, missing = links.needs, graph.producers()
-    first_of = [graph.items[0]] * len(graph.waits)  # of each site, any pass
-    for here in graph.places:
-        for numbers in here.at.values():
-            first_of[site[max(numbers)]] = graph.items[max(numbers)]
-    forward = [item.kind is Kind.F for item in first_of]
-    stored = [item.kind in HOLDS for item in first_of]
-    entrance = [item.kind is Kind.F and item.stage == 0 for item in first_of]
+    needs, followers, consumers, missing = links.needs, links.followers, links.consumers, graph.producers()
+    forwards: list[list[int]] = [[] for _ in range(devices)]  # heaps of those that are ready, per device
+    others: list[list[int]] = [[] for _ in range(devices)]  # the same for everything else
+    heap_of: list[list[int]] = [[] for _ in graph.waits]  # by site, the one of these heaps that its passes go to
+    stored, entrance = [False] * len(heap_of), [False] * len(heap_of)
+    for device, here in enumerate(graph.places):
+        for (kind, stage), numbers in here.at.items():
+            at = site[max(numbers)]
+            heap_of[at] = (forwards if kind is Kind.F else others)[device]
+            stored[at] = kind in HOLDS
+            entrance[at] = kind is Kind.F and stage == 0
     held_back = iter(links.embedding[links.ahead :])
-
-    forwards: list[list[int]] = [[] for _ in range(devices)]  # ready ones of each device, and all others that are
-    others: list[list[int]] = [[] for _ in range(devices)]
     rows: list[list[int]] = [[] for _ in range(devices)]
     started, ended = [0.0] * devices, [0.0] * devices
     free = [True] * devices
@@ -186,20 +186,19 @@ def _run(
     # What happens within such a moment happens at once: sums of the same times in another order differ by less.
     moment = 1e-9 * sum(takes[:passes]) / (devices * microbatches)
 
-    def met(numbers: list[int]) -> None:
-        """One need less for each of these passes."""
-        for number in numbers:
-            needs[number] -= 1
-            if needs[number] == 0:
-                device = device_of[number]
-                heappush((forwards if forward[site[number]] else others)[device], number)
-                if free[device]:
-                    asked.append(device)
+    def met(number: int) -> None:
+        """This pass has one need less."""
+        needs[number] -= 1
+        if needs[number] == 0:
+            heappush(heap_of[site[number]], number)
+            if free[device_of[number]]:
+                asked.append(device_of[number])
 
     def complete(number: int) -> None:
         """A pass has ended."""
         here, microbatch = site[number], offset[number]
-        met([waiting[microbatch] for waiting in links.followers[here]])
+        for waiting in followers[here]:
+            met(waiting[microbatch])
         for base in feeds[here]:
             transfer = base + microbatch
             missing[transfer - passes] -= 1
@@ -212,10 +211,11 @@ def _run(
     def arrive(transfer: int) -> None:
         """A transfer has brought its data."""
         route, microbatch = divmod(transfer - passes, microbatches)
-        met([waiting[microbatch] for waiting in links.consumers[route]])
+        for waiting in consumers[route]:
+            met(waiting[microbatch])
 
     def choose(device: int) -> list[int]:
-        """Where the pass that `device` starts next is the smallest; an empty list when it has to wait."""
+        """The heap that has what `device` starts next; an empty one when it has to wait."""
         ready, first = others[device], forwards[device]
         if first and (not ready or first[0] < ready[0]) and plans[device].allows(first[0]):
             return first
@@ -229,14 +229,15 @@ def _run(
         here = site[number]
         if stored[here]:
             plans[device].run(number)
-        if entrance[here]:
-            met(next(held_back, []))
+            if entrance[here]:
+                for embedding in next(held_back, ()):
+                    met(embedding)
 
     now = 0.0
     for number in range(passes):
         if needs[number] == 0:
             needs[number] = 1
-            met([number])
+            met(number)
     while True:
         while asked:
             # What takes no time comes first, on all devices: it may make ready what others had rather start.
@@ -244,17 +245,17 @@ def _run(
             while asked:
                 device = asked.pop()
                 if free[device]:
-                    queue = choose(device)
-                    while queue and takes[queue[0]] <= 0:
-                        number = heappop(queue)
+                    heap = choose(device)
+                    while heap and takes[heap[0]] <= 0:
+                        number = heappop(heap)
                         start(device, number)
                         complete(number)
-                        queue = choose(device)
+                        heap = choose(device)
                     choosing[device] = None
             for device in choosing:
-                queue = choose(device)
-                if queue:
-                    number = heappop(queue)
+                heap = choose(device)
+                if heap:
+                    number = heappop(heap)
                     start(device, number)
                     free[device] = False
                     heappush(events, (ended[device], number))
