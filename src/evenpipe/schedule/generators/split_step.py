@@ -40,7 +40,8 @@ class Step:
 
     rows: the passes of each device. forwards, inputs, weights: how many F, I and W each has run. clock: when each is
     free. forward_input, backward_input: per device and microbatch, when what F and I need is there, as far as known.
-    late: how long each was idle since its first pass, less what it may be beside the device with the most work.
+    late: how long each was idle since its first pass, less what it may be beside the device with the most work, and
+    latest: the most of any device. The span is `latest` more than the most work of a device.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -48,17 +49,18 @@ class Step:
         self.problem = problem
         self.rows: list[list[Pass]] = [[] for _ in range(devices)]
         self.forwards, self.inputs, self.weights = [0] * devices, [0] * devices, [0] * devices
-        self.clock, self.start, self.stored = [0.0] * devices, [0.0] * devices, [0.0] * devices
+        self.clock, self.stored = [0.0] * devices, [0.0] * devices
         self.forward_input: list[list[float]] = [[0.0] * microbatches, *([] for _ in range(devices - 1))]
         self.backward_input: list[list[float]] = [[] for _ in range(devices)]
         work = [microbatches * sum(times) for times in zip(problem.F, problem.I, problem.W, strict=True)]
         self.late = [own - max(work) for own in work]
+        self.latest = 0.0
 
     @property
     def score(self) -> tuple[int, int]:
-        """Span and makespan, in steps that rounding does not reach."""
-        span = max(end - start for start, end in zip(self.start, self.clock, strict=True))
-        return round(span / self.problem.tolerance), round(max(self.clock) / self.problem.tolerance)
+        """What is to be small: the span beyond the most work of a device, then the makespan. In steps that rounding
+        does not reach."""
+        return round(self.latest / self.problem.tolerance), round(max(self.clock) / self.problem.tolerance)
 
     def next_forward_input(self, device: int) -> float:
         """When the input of the next F is there; infinity while that is not known, or when no F is left."""
@@ -77,9 +79,7 @@ class Step:
         microbatch = self.forwards[device]
         start = max(self.clock[device], self.forward_input[device][microbatch])
         if microbatch:
-            self.late[device] += start - self.clock[device]
-        else:
-            self.start[device] = start
+            self._wait(device, start)
         self.clock[device] = end = start + self.problem.F[device]
         if device + 1 < self.problem.devices:
             self.forward_input[device + 1].append(end + self.problem.hop)
@@ -93,7 +93,7 @@ class Step:
         """Run the next I."""
         microbatch = self.inputs[device]
         start = max(self.clock[device], self.backward_input[device][microbatch])
-        self.late[device] += start - self.clock[device]
+        self._wait(device, start)
         self.clock[device] = end = start + self.problem.I[device]
         if device:
             self.backward_input[device - 1].append(end + self.problem.hop)
@@ -114,6 +114,11 @@ class Step:
         """Run every pending W."""
         while self.weights[device] < self.inputs[device]:
             self.weight(device)
+
+    def _wait(self, device: int, start: float) -> None:
+        late = self.late[device] + start - self.clock[device]
+        self.late[device] = late
+        self.latest = late if late > self.latest else self.latest
 
 
 def _next(known: list[float], index: int) -> float:

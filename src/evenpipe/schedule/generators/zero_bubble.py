@@ -50,11 +50,14 @@ def _lagging(devices: int, microbatches: int, hop: int) -> Order:
     return Order(Placement.linear(devices), microbatches, tuple(rows))
 
 
-def play_lagging(problem: Problem, hop: int) -> Step | None:
-    """The same order at the times of `problem`; None where it does not fit into the memory."""
+def play_lagging(problem: Problem, hop: int, bound: float) -> Step | None:
+    """The same order at the times of `problem`; None where it does not fit into the memory, and as soon as a device is
+    later than `bound`."""
     step = Step(problem)
     weight_lag = hop * (problem.devices - 1)
     for turn in range(problem.microbatches + weight_lag):
+        if step.latest > bound:
+            return None
         for device in range(problem.devices):
             lag = hop * (problem.devices - 1 - device)
             if turn < problem.microbatches:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 
 from evenpipe.errors import InputError
@@ -11,7 +13,7 @@ from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, Pass
 from evenpipe.schedule.placement import Placement
 
-from .split_step import Problem
+from .split_step import Problem, Step
 from .zero_bubble import play_lagging
 from .zero_bubble_ready import play_ready
 from .zero_bubble_turns import Choices, WarmUp, play_turns
@@ -41,11 +43,24 @@ def zb_auto(
     the number of passes.
     """
     problem = _problem(devices, microbatches, costs or EQUAL_COSTS, _limits(memory_limit, devices), weight_share)
-    steps = [play_turns(problem, Choices(*choices)) for choices in product(WarmUp, (False, True), (False, True))]
-    steps += [play_ready(problem, patience) for patience in (0.0, 0.25, 0.5, 1.0)]
-    steps += [step for step in (play_lagging(problem, 1), play_lagging(problem, 2)) if step]
-    best = min(steps, key=lambda step: step.score)
+    best = _best(problem)
     return Order(Placement.linear(devices), microbatches, tuple(map(tuple, best.rows)))
+
+
+def _best(problem: Problem) -> Step:
+    """The step with the shortest span. What can no longer become it is given up."""
+    plays: list[Callable[[float], Step | None]] = [
+        *(partial(play_turns, problem, Choices(*choices)) for choices in product(WarmUp, (False, True), (False, True))),
+        *(partial(play_ready, problem, patience) for patience in (0.0, 0.25, 0.5, 1.0)),
+        *(partial(play_lagging, problem, hop) for hop in (1, 2)),
+    ]
+    best: Step | None = None
+    for play in plays:
+        step = play(best.latest + problem.tolerance if best else math.inf)
+        if step and (best is None or step.score < best.score):
+            best = step
+    assert best, "the first one is never given up"
+    return best
 
 
 def _problem(devices: int, microbatches: int, costs: Costs, limits: tuple[float, ...], weight_share: float) -> Problem:

@@ -11,14 +11,18 @@ from heapq import heapify, heappop, heappush
 from .split_step import Problem, Step
 
 
-def play_ready(problem: Problem, patience: float) -> Step:
-    """The whole step. A weight gradient is held back where something else is sure to come soon: within `patience`, a
-    share of its time."""
+def play_ready(problem: Problem, patience: float, bound: float) -> Step | None:
+    """The whole step; None as soon as a device is later than `bound`.
+
+    A weight gradient is held back where something else is sure to come soon: within `patience`, a share of its time.
+    """
     step = Step(problem)
     last = problem.devices - 1
     events = [(0.0, -device) for device in range(problem.devices)]  # when a device may find something to do
     heapify(events)
     while events:
+        if step.latest > bound:
+            return None
         now, device = heappop(events)
         device = -device
         if step.clock[device] > now + problem.tolerance:

@@ -34,11 +34,13 @@ class Choices:
     fill: bool
 
 
-def play_turns(problem: Problem, choices: Choices) -> Step:
-    """The whole step under these choices."""
+def play_turns(problem: Problem, choices: Choices, bound: float) -> Step | None:
+    """The whole step under these choices; None as soon as a device is later than `bound`."""
     step = Step(problem)
     _first_microbatch(step, choices.warm_up)
     for _ in range(1, problem.microbatches):
+        if step.latest > bound:
+            return None
         _next_microbatch(step, choices)
     for device in range(problem.devices):
         step.all_weights(device)
@@ -101,7 +103,6 @@ def _takers(step: Step, skip: bool) -> list[int]:
     """Devices that run a forward now, ascending: they have one left, and their successor takes one too."""
     problem = step.problem
     takers: list[int] = []
-    latest = max(step.late)
     back = 0.0  # when the backward of this turn ends on the device behind, as far as can be seen
     for device in reversed(range(problem.devices)):
         if step.forwards[device] == problem.microbatches:
@@ -109,7 +110,7 @@ def _takers(step: Step, skip: bool) -> list[int]:
         arrival = back + problem.hop if takers else 0.0
         if skip and takers and step.forwards[device] - step.forwards[device + 1] >= 2:
             wait = max(0.0, arrival - step.clock[device])
-            if step.late[device] + wait <= latest + problem.tolerance:
+            if step.late[device] + wait <= step.latest + problem.tolerance:
                 break
         start = step.clock[device]
         if device and step.forwards[device] < step.forwards[device - 1]:
@@ -128,5 +129,5 @@ def _fill(step: Step, device: int, arrival: float, always: bool) -> None:
         step.weight(device)
         pending -= 1
     gap = arrival - step.clock[device]
-    if pending and gap > tolerance and (always or gap > max(step.late) - step.late[device]):
+    if pending and gap > tolerance and (always or gap > step.latest - step.late[device]):
         step.weight(device)
