@@ -7,7 +7,7 @@ import math
 import pytest
 
 from evenpipe.errors import InputError
-from evenpipe.schedule import Costs, Placement, add_vocabulary, generate, time_order
+from evenpipe.schedule import Costs, Kind, Placement, add_vocabulary, generate, time_order
 from evenpipe.schedule.passes import TransferKind
 
 
@@ -25,6 +25,28 @@ def test_everything_that_a_file_may_say() -> None:
     assert {times[kind] for kind in TransferKind if kind.value[:4] in {"SEND", "RECV"}} == {0.1}
     assert (times[TransferKind.X], times[TransferKind.DX]) == (0.2, 1.0)
     assert (times[TransferKind.STATISTICS], times[TransferKind.ROWS], times[TransferKind.ROW_GRADIENTS]) == (0, 0, 0)
+
+
+def test_what_the_full_simulator_reads() -> None:
+    costs = Costs.from_dict(
+        {
+            "F": 1, "B": 2, "R": 0.5, "O": [3, 4],
+            "links": {"p2p": {"latency": 1, "bandwidth": 4, "bytes": 8}, "F:0>1": {"bandwidth": 2}, "reduce": {}},
+            "engine": {"bandwidth": 10, "streams": 2, "shared": [[0, 1]]},
+            "bytes": 20, "memory": {"F": [8, 9], "B": -8, "S": 1, "receive": 2},
+        }
+    )  # fmt: skip
+    placement = Placement.linear(2)
+    assert costs.transfer_time(TransferKind.SEND_F) == 1 + 8 / 4
+    assert costs.transfer_time(TransferKind.SEND_F, "F:0>1") == 1 + 8 / 2
+    assert costs.transfer_time(TransferKind.DX) == 0
+    assert costs.link(TransferKind.X) is None
+    assert costs.stage_times(placement)[Kind.R] == (0.5, 0.5)
+    assert costs.stage_times(placement)[Kind.O] == (0, 0)  # beside compute
+    assert costs.copy_times(placement) == {Kind.O: (3, 4), Kind.L: (2, 2)}
+    assert costs.memory_deltas(placement) == {Kind.F: (8, 9), Kind.B: (-8, -8), Kind.S: (1, 1)}
+    assert costs.receive_bytes == 2
+    assert costs.engine.shared == ((0, 1),)
 
 
 def test_the_whole_backward_is_its_halves_by_default() -> None:
@@ -58,6 +80,34 @@ def test_the_whole_backward_is_its_halves_by_default() -> None:
         ({"F": 1, "B": 2, "collectives": {"brodcast": 3}}, "unknown key 'brodcast', did you mean broadcast?"),
         ({"F": 1, "B": 2, "collectives": {"reduce": -3}}, "collectives.reduce must be a finite number"),
         ({"F": 1, "B": 2, "bytes": [-1]}, "bytes[0] must be a finite number"),
+        ({"F": 1, "B": 2, "O": -1}, "O must be a finite number of at least 0, not -1"),
+        ({"F": 1, "B": 2, "links": 3}, "links must be a table of p2p, broadcast"),
+        ({"F": 1, "B": 2, "links": {"p2q": {}}}, "links: unknown key 'p2q', did you mean p2p?"),
+        ({"F": 1, "B": 2, "links": {"F:0-1": {}}}, "links: unknown key 'F:0-1'"),
+        ({"F": 1, "B": 2, "links": {"p2p": 3}}, "links.p2p must be a table of latency, bandwidth, bytes, not 3"),
+        ({"F": 1, "B": 2, "links": {"p2p": {"speed": 3}}}, "links.p2p: unknown key 'speed'"),
+        ({"F": 1, "B": 2, "links": {"p2p": {"latency": -3}}}, "links.p2p.latency must be a finite number"),
+        ({"F": 1, "B": 2, "links": {"p2p": {"bandwidth": 0, "bytes": 1}}}, "links.p2p.bandwidth must be above 0"),
+        ({"F": 1, "B": 2, "links": {"reduce": {"bandwidth": 9}}}, "links.reduce has a bandwidth but no bytes"),
+        ({"F": 1, "B": 2, "links": {"F:0>1": {"bandwidth": 9}}}, "links.F:0>1 has a bandwidth but no bytes"),
+        ({"F": 1, "B": 2, "p2p": 1, "links": {"p2p": {"latency": 3}}}, "p2p and links.p2p both say how long"),
+        (
+            {"F": 1, "B": 2, "collectives": {"reduce": 1}, "links": {"reduce": {"latency": 3}}},
+            "collectives.reduce and links.reduce both say how long",
+        ),
+        ({"F": 1, "B": 2, "engine": []}, "engine must be a table of bandwidth, streams, shared"),
+        ({"F": 1, "B": 2, "engine": {"bandwidth": 0}}, "engine.bandwidth must be above 0"),
+        ({"F": 1, "B": 2, "engine": {"bandwidth": "9"}}, "engine.bandwidth must be a finite number"),
+        ({"F": 1, "B": 2, "engine": {"streams": 3}}, "engine.streams must be 1 or 2, not 3"),
+        ({"F": 1, "B": 2, "engine": {"streams": True}}, "engine.streams must be 1 or 2, not True"),
+        ({"F": 1, "B": 2, "engine": {"streams": [2]}}, "engine.streams must be 1 or 2, not [2]"),
+        ({"F": 1, "B": 2, "engine": {"shared": [0, 1]}}, "engine.shared must be a list of groups of devices"),
+        ({"F": 1, "B": 2, "engine": {"shared": [[0, "1"]]}}, "and '1' is no device"),
+        ({"F": 1, "B": 2, "engine": {"shared": [[0, 1], [1, 2]]}}, "and device 1 stands there twice"),
+        ({"F": 1, "B": 2, "memory": 8}, "memory must be a table of F, B, I"),
+        ({"F": 1, "B": 2, "memory": {"X": 8}}, "memory: unknown key 'X'"),
+        ({"F": 1, "B": 2, "memory": {"F": math.inf}}, "memory.F must be a finite number, not inf"),
+        ({"F": 1, "B": 2, "memory": {"receive": -1}}, "memory.receive must be a finite number of at least 0"),
         ([1, 2], "costs must be a table"),
     ],
 )

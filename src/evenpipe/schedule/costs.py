@@ -196,6 +196,20 @@ class Costs:
                 deltas[Kind(name)] = found
         return deltas
 
+    def check_devices(self, placement: Placement) -> None:
+        """Raise InputError when a link or a group of the engine names a device that there is not."""
+        for name in self.links:
+            _, colon, ends = name.partition(":")
+            for device in map(int, ends.split(">") if colon else ()):
+                if device >= placement.devices:
+                    raise InputError(f"costs: links.{name} is no hop; devices are 0 to {placement.devices - 1}")
+        for group in self.engine.shared:
+            for device in group:
+                if device >= placement.devices:
+                    raise InputError(
+                        f"costs: engine.shared has device {device}; devices are 0 to {placement.devices - 1}"
+                    )
+
     @property
     def receive_bytes(self) -> float:
         """The buffer of one hop at its receiver; 0 unless `memory` says it."""

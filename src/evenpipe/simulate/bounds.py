@@ -17,7 +17,8 @@ area        (memory) A device that holds at most k activations in all, each for 
             m (sum of the lifespans of its stages) / k.
 V           (memory) Unit times, V placement, split backward, transfers without time, m >= 2 p, at most k stage
             activations on every device: a span of at least 6 m + 6 p - 3 k - 1 (arXiv 2405.15362, figure 13). Not
-            proved here; V-Half meets it.
+            proved here, so applied in that case only. For p = 2, m = 4 and 6, and p = 3, m = 6, a constraint solver
+            found nothing shorter for any k; V-Half meets it.
 """
 
 from __future__ import annotations

@@ -95,6 +95,7 @@ def simulate(schedule: Program | Order, costs: Costs) -> Simulation:
 
 
 def _simulate(program: Program, costs: Costs) -> Simulation:
+    costs.check_devices(program.placement)
     work = Work.of(program, costs)
     loop = Loop(work, costs.overlap_slowdown, costs.engine)
     if not loop.run():

@@ -1,0 +1,144 @@
+"""Lower bounds: by hand where they are met, and never above any order.
+
+| bound      | met by                                                                             |
+|------------|------------------------------------------------------------------------------------|
+| work       | zb-h2 and zbv, whose busiest device never waits                                    |
+| one device | 1f1b, interleaved: the ramp before and behind; zb-h1, zb-h2, zbv: their makespan   |
+| rounds     | one microbatch at a time, where only one activation fits                           |
+| area       | a V placement with little memory                                                   |
+| V          | v-half                                                                             |
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_cases import every_order, random_costs, random_order
+
+from evenpipe.errors import InputError
+from evenpipe.schedule import Costs, Order, Placement, generate
+from evenpipe.simulate import best_bound, simulate
+from evenpipe.simulate.bounds import program_bounds
+
+UNIT = Costs(F=1, I=1, W=1)
+CASES = dict(every_order())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "of", "value", "name"),
+    [
+        ("1f1b", "span", 117, "one device"),  # 3 m + 3 (p - 1)
+        ("gpipe", "makespan", 117, "one device"),
+        ("interleaved", "span", 213, "one device"),  # 6 m + 3 (p - 1)
+        ("zb-h1", "makespan", 103, "one device"),  # 3 m + p - 1
+        ("zb-h2", "span", 96, "work"),  # 3 m
+        ("zb-h2", "makespan", 103, "one device"),
+        ("zbv", "span", 192, "work"),  # 6 m
+        ("zbv", "makespan", 199, "one device"),
+        ("v-half", "span", 209, "V"),  # 6 m + 6 p - 3 k - 1 with k = 10
+    ],
+)
+def test_schedules_that_no_other_can_beat(schedule: str, of: str, value: float, name: str) -> None:
+    simulation = simulate(generate(schedule, 8, 32), UNIT)
+    assert getattr(simulation, of) == value
+    bound = simulation.bounds[of]
+    assert (bound.value, bound.name) == (value, name)
+
+
+@pytest.mark.parametrize(
+    ("placement", "microbatches", "options", "value", "name", "why"),
+    [
+        # One stage of 3 on each of 4 devices, one microbatch at a time: 5 x 12.
+        (Placement.linear(4), 5, {"memory_limit": 1}, 60, "rounds", "device 0 holds at most 1 activations of stage 0"),
+        # Two at a time, 5 of them: rounds of 12, 12, and 12 for the last; two more on any device make no difference.
+        (Placement.linear(4), 5, {"memory_limit": 2}, 36, "rounds", "each for at least 12"),
+        # In each round of 3 the other two follow within 3 each: 12 + 12 + 6.
+        (Placement.linear(4), 6, {"memory_limit": 3}, 30, "rounds", ""),
+        # As many as the pipeline is long: only the ramp counts.
+        (Placement.linear(4), 6, {"memory_limit": 4}, 27, "one device", "3 before, 18 in and 6 behind"),
+        (Placement.linear(4), 6, {"memory_limit": [4, 1, 1, 1]}, 54 + 4 - 1, "rounds", "device 1"),
+        # Device 0 holds stage 0 for 4 p + 1 and the last for 3: 36 in all, with 6 activations at most.
+        (Placement.v_shape(8), 100, {"split": True, "memory_limit": 5}, 720, "area", "each microbatch's for 36"),
+        (Placement.linear(3), 4, {"forward_only": True}, 6, "one device", ""),
+    ],
+)
+def test_by_hand(
+    placement: Placement, microbatches: int, options: dict[str, object], *, value: float, name: str, why: str
+) -> None:
+    bound = best_bound(placement, microbatches, UNIT, of="makespan", **options)  # type: ignore[arg-type]
+    assert (bound.value, bound.name) == (value, name)
+    assert why in bound.why
+
+
+def test_one_microbatch_at_a_time_meets_its_bound() -> None:
+    row = "{0}F0,{0}B0,{0}F1,{0}B1,{0}F2,{0}B2"
+    simulation = simulate(Order.from_csv("\n".join(row.format(stage) for stage in range(3))), UNIT)
+    assert simulation.makespan == simulation.bounds["makespan"].value == simulation.bounds["span"].value == 27
+    assert simulation.bounds["makespan"].name == "rounds"
+
+
+def test_transfers_are_part_of_the_ramp() -> None:
+    bound = best_bound(Placement.linear(4), 16, Costs(F=1, B=2, p2p=0.25))
+    assert (bound.value, bound.name) == (48 + 9 + 6 * 0.25, "one device")
+    # Device 1 of 1f1b has 3 in flight, and hops make each last 10: 5 rounds of 10, the last one, and what is around it.
+    rounds = simulate(generate("1f1b", 4, 16), Costs(F=1, B=2, p2p=0.25)).bounds["makespan"]
+    assert (rounds.value, rounds.name) == (5 * 10 + 10 + 3 * 1 + 0.5, "rounds")
+
+
+@pytest.mark.parametrize("label", list(CASES)[::2])
+def test_no_schedule_is_shorter(label: str) -> None:
+    order = CASES[label]
+    for seed in (1, 2):
+        simulation = simulate(order, random_costs(order.placement, seed))
+        assert simulation.bounds["span"].value <= simulation.span * (1 + 1e-9)
+        assert simulation.bounds["makespan"].value <= simulation.makespan * (1 + 1e-9)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_no_order_at_all_is_shorter(data: st.DataObject) -> None:
+    devices = data.draw(st.integers(1, 3))
+    placement = data.draw(
+        st.sampled_from([Placement.linear(devices), Placement.looped(devices, 2), Placement.v_shape(devices)])
+    )
+    order = random_order(
+        placement,
+        data.draw(st.integers(1, 5)),
+        split=data.draw(st.booleans()),
+        barriers=data.draw(st.integers(0, 2)),
+        seed=data.draw(st.integers(0, 10**6)),
+    )
+    unit = Costs(F=1, I=1, W=1, S=1, C=1, T=1, E=1, G=1)
+    for costs in (unit, random_costs(placement, seed=data.draw(st.integers(0, 10**6)))):
+        simulation = simulate(order, costs)
+        assert simulation.bounds["span"].value <= simulation.span * (1 + 1e-9)
+        assert simulation.bounds["makespan"].value <= simulation.makespan * (1 + 1e-9)
+
+
+def test_an_order_with_whole_and_split_backwards() -> None:
+    order = Order.from_csv("0F0,0F1,0B0,0I1,0W1\n1F0,1I0,1F1,1W0,1B1")
+    simulation = simulate(order, Costs(F=1, I=1, W=1.5, B=2))  # a whole backward is shorter than its halves here
+    assert simulation.bounds["makespan"].value <= simulation.makespan
+
+
+def test_copies_to_the_host_lift_the_limit() -> None:
+    text = "0F0,0O0,0L0,0B0,0F1,0O1,0L1,0B1"
+    simulation = simulate(Order.from_csv(text), UNIT)
+    assert simulation.bounds["span"].name == "work"
+    bounds = program_bounds(simulation.program, UNIT, (1,))
+    assert bounds["makespan"].value == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_limit": 0}, "memory_limit must be at least 1 stage activation, not 0"),
+        ({"memory_limit": [1, 2]}, "memory_limit has 2 numbers for 3 devices"),
+        ({"of": "time"}, "of must be 'span' or 'makespan', not 'time'"),
+        ({"barriers": 1, "costs": Costs(F=1, B=1)}, "is missing, but a lower bound needs it"),
+    ],
+)
+def test_impossible_questions(options: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        best_bound(Placement.linear(3), 4, **{"costs": UNIT, **options})  # type: ignore[arg-type]
