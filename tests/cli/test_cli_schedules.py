@@ -153,7 +153,7 @@ def test_compare_prints_a_table(capsys):
         ["order.csv", "1"],
     )
     assert first.split()[2:] == third.split()[2:]
-    assert "the same work per device" in text
+    assert "a stage of 1f1b has these costs; in the others a device does the same work" in text
     text = printed(capsys, "simulate", "--compare", "all", *SIZE)
     assert [line.split()[0] for line in text.splitlines()[-len(SCHEDULES) :]] == list(SCHEDULES)
 
@@ -161,6 +161,15 @@ def test_compare_prints_a_table(capsys):
 def test_modes_side_by_side(capsys):
     text = printed(capsys, "simulate", "--schedule", "1f1b", "--vocabulary", "vocab-1,vocab-2", *SIZE)
     assert [line.split()[:2] for line in text.splitlines()[-2:]] == [["1f1b", "vocab-1"], ["1f1b", "vocab-2"]]
+
+
+def test_modes_that_shard_and_modes_that_do_not_have_the_same_work(capsys):
+    arguments = ["simulate", "--schedule", "zbv", "--vocabulary", "first-last,vocab-2", *SIZE]
+    whole, sharded = as_json(capsys, *arguments)["schedules"]
+    assert sum(whole["busy"]) == pytest.approx(sum(sharded["busy"]))
+    assert max(whole["busy"]) > 1.1 * max(sharded["busy"])
+    assert as_json(capsys, *arguments[:3], *SIZE)["busy"] != whole["busy"]
+    assert "first and last stage do that work too" in printed(capsys, *arguments)
 
 
 def test_options_go_to_the_schedules_that_have_them(capsys):
@@ -182,6 +191,7 @@ def test_help_lists_every_schedule_in_a_line(capsys):
 def test_draw_to_the_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     text = printed(capsys, "draw", "--schedule", "1f1b", "--vocabulary", "first-last,vocab-2", *SIZE)
+    assert "1f1b, first-last" in text
     assert "1f1b, vocab-2" in text
     assert max(map(len, text.splitlines())) <= 100
 
@@ -350,7 +360,7 @@ def test_wrong_input_is_one_sentence(arguments, words, output, capsys):
 
 def test_search_without_its_solver(monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "ortools.sat.python", None)
-    assert main([*SEARCH, "--memory-limit", "1", "--split-backward"]) == 2
+    assert main([*SEARCH, "--placement", "1,0,0"]) == 2  # where nothing has a name, so that the solver is needed
     assert capsys.readouterr().err == (
         "evenpipe: search needs OR-tools, which is not installed: pip install 'evenpipe[search]'\n"
     )

@@ -7,9 +7,9 @@ import math
 import pytest
 
 from evenpipe.errors import InputError
-from evenpipe.plan.stage_costs import costs_for_stages
+from evenpipe.plan.stage_costs import costs_for_stages, with_whole_vocabulary
 from evenpipe.plan.whole_costs import WholeCosts
-from evenpipe.schedule import Costs, TransferKind
+from evenpipe.schedule import Costs, Placement, TransferKind
 
 CUT = [
     # costs, stages, wanted, costs of the wanted stages
@@ -32,6 +32,15 @@ def test_a_list_says_nothing_of_parts_of_a_stage() -> None:
         costs_for_stages(Costs(F=(1, 2), B=3), 2, 4, "schedule 'zbv'")
     with pytest.raises(InputError, match="F has 3 numbers for 2 stages"):
         costs_for_stages(Costs(F=(1, 2, 3), B=3), 2, 4)
+
+
+def test_whole_vocabulary_layers_at_the_ends() -> None:
+    costs = Costs(F=1, I=2, W=3, S=(4, 5), T=1, C=0.5, E=0.25, G=0.5)  # in all S + C + T = 12, E = 0.5, G = 1
+    whole = with_whole_vocabulary(costs, Placement.linear(2))
+    assert (whole.F, whole.I, whole.W, whole.B) == ((1.5, 5), (2, 6), (4, 7), None)
+    whole = with_whole_vocabulary(Costs(F=1, B=2, S=3, T=3), Placement.v_shape(1))
+    assert (whole.F, whole.B) == ((1, 3), (2, 6))
+    assert with_whole_vocabulary(Costs(F=1, B=2), Placement.linear(1)).F == (1,)
 
 
 WHOLE = [

@@ -34,9 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
         check_file(arguments.output)
     planned = cases(arguments)
 
-    from evenpipe.plan.case_report import label
+    from evenpipe.plan.case_report import labels
 
-    timelines = {label(case): case.simulation.timeline for case in planned}
+    timelines = dict(zip(labels(planned), (case.simulation.timeline for case in planned), strict=True))
     if arguments.output is None:
         print(terminal(timelines, memory=arguments.memory, unit_seconds=arguments.unit_seconds), end="", flush=True)
         return 0

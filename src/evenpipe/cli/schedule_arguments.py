@@ -17,7 +17,9 @@ S = T = 0.4, and nothing for the rest.
 
 When schedules are compared, F, B, I, W and bytes are those of a stage of the *first* schedule. The others do the same
 work with the same bytes: with twice as many stages per device each has half. A list can be joined (8 stages to 4), but
-not cut: give it for the schedule with the most stages."""
+not cut: give it for the schedule with the most stages. Where modes are compared that shard the vocabulary layers and
+that do not, the first and last stage of the latter do their work: S + T of all devices in three equal parts with F, I
+and W of the last stage, E with the first F, G with the first W."""
 
 
 def schedules_help() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .cases import Case
+from .cases import WHOLE, Case
 
 EQUAL = "equal (F = I = W = 1 per stage, B = 2; S = T = 0.4 per device; no transfer takes time)"
 
@@ -16,7 +16,7 @@ def summary(case: Case, costs: str | None) -> str:
     schedule = case.schedule
     stages = schedule.placement.stages
     lines = [
-        f"{label(case)}: {schedule.devices} devices, {schedule.microbatches} microbatches, {stages} stages",
+        f"{labels([case])[0]}: {schedule.devices} devices, {schedule.microbatches} microbatches, {stages} stages",
         f"costs      {EQUAL if costs is None else costs}",
         f"span       {_number(simulation.span)}{_bound(case, 'span')}",
         f"makespan   {_number(simulation.makespan)}{_bound(case, 'makespan')}",
@@ -44,7 +44,7 @@ def summary(case: Case, costs: str | None) -> str:
 
 def table(cases: Sequence[Case], costs: str | None) -> str:
     """One row per case. `costs` as in `summary`."""
-    modes = any(case.mode not in (None, "first-last") for case in cases)
+    modes = any(case.mode not in (None, *WHOLE) for case in cases)
     with_bytes = any(case.simulation.timeline.peak_bytes for case in cases)
     first = cases[0]
     head = ["schedule", *(["vocabulary"] if modes else []), "stages per device", "span", "bound", "makespan"]
@@ -64,11 +64,16 @@ def table(cases: Sequence[Case], costs: str | None) -> str:
             row.append(_number(max(timeline.peak_bytes)) if timeline.peak_bytes else "-")
         rows.append(row)
     size = f"{first.schedule.devices} devices, {first.schedule.microbatches} microbatches"
-    whose = "" if len({case.schedule.placement.stages for case in cases}) == 1 else _WHOSE.format(first.name)
+    notes = []
+    if len({case.schedule.placement.stages for case in cases}) > 1:
+        notes.append(f"a stage of {first.name} has these costs; in the others a device does the same work")
+    if modes and any(case.mode in WHOLE for case in cases):
+        notes.append("where the vocabulary is not sharded, the first and last stage do that work too")
     return "\n".join(
         [
             size,
-            f"costs: {EQUAL if costs is None else costs}{whose}",
+            f"costs: {EQUAL if costs is None else costs}",
+            *notes,
             "in flight: most stage activations on a device; microbatches: the same, in layers of a whole device",
             "",
             *_table(head, rows, left=2 if modes else 1),
@@ -84,13 +89,13 @@ def to_dict(cases: Sequence[Case], costs: str | None, *, several: bool) -> dict[
     return {**source, **cases[0].to_dict()}
 
 
-def label(case: Case) -> str:
-    """Name, and mode where passes were added."""
-    return case.name if case.mode in (None, "first-last") else f"{case.name}, {case.mode}"
+def labels(cases: Sequence[Case]) -> list[str]:
+    """Names, and modes if any of them adds passes."""
+    modes = any(case.mode not in (None, *WHOLE) for case in cases)
+    return [f"{case.name}, {case.mode}" if modes and case.mode else case.name for case in cases]
 
 
 QUEUES = ("communicator", "link", "engine")
-_WHOSE = "; stages as in {}, and the same work per device in the others"
 
 
 def _bound(case: Case, what: str) -> str:

@@ -1,7 +1,9 @@
 """From what a user names to figures: schedules at one size, with costs, in vocabulary modes, each simulated.
 
 Several schedules are compared for one model: each device does the same work whichever schedule it follows, so costs per
-stage, which are those of the first schedule, are divided where another has more stages (`stage_costs`).
+stage, which are those of the first schedule, are divided where another has more stages (`stage_costs`). Likewise with
+vocabulary modes: where one that shards the vocabulary layers stands beside one that does not, the latter has their work
+in its first and last stage.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from evenpipe.schedule.program import Program
 from evenpipe.schedule.registry import generate, options_of
 from evenpipe.simulate import Simulation, simulate
 
-from .stage_costs import costs_for_stages
+from .stage_costs import costs_for_stages, with_whole_vocabulary
+
+WHOLE = ("first-last", "redistribute")
+"""Modes whose vocabulary layers are whole, on the first and last stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +83,8 @@ def plan_cases(
     if devices is None or microbatches is None:
         missing = "devices" if devices is None else "microbatches"
         raise InputError(f"{missing}: not given, expected a whole number of at least 1")
-    modes = [vocabulary_mode(name) for name in vocabularies]
+    modes = list(dict.fromkeys(vocabulary_mode(name) for name in vocabularies))
+    mixed = any(mode in WHOLE for mode in modes) and any(mode not in WHOLE for mode in modes)
     costs = EQUAL_COSTS if costs is None else costs
     given = dict(options or {})
     taken = {name: _options(name, given, alone=len(names) == 1) for name in names}
@@ -87,24 +93,26 @@ def plan_cases(
     cases = []
     for name in names:
         base = files.get(name)
-        if base is None and len(names) > 1:
+        if base is None and (mixed or len(names) > 1):
             base = generate(name, devices, microbatches, **taken[name])
         own_costs = costs
         if base is not None:
             _refuse_other_size(name, base, devices, microbatches)
             stages = base.placement.stages if stages is None else stages
             own_costs = costs_for_stages(costs, stages, base.placement.stages, f"schedule '{name}'")
-        for mode in dict.fromkeys(modes) if modes else [None if name in files else "first-last"]:
+        own_modes: list[str | None] = [*modes] or [None if name in files else "first-last"]
+        for mode in own_modes:
+            used = own_costs
+            if mixed and mode in WHOLE and base is not None:
+                used = with_whole_vocabulary(own_costs, base.placement)
             if mode is None:
                 schedule = files[name]
             elif isinstance(file := files.get(name), Program):
-                schedule = _program_in_mode(name, file, mode, own_costs)
+                schedule = _program_in_mode(name, file, mode, used)
             else:
-                schedule = plan_order(
-                    name if file is None else file, devices, microbatches, mode, own_costs, **taken[name]
-                )
-            simulation = simulate(schedule, own_costs)
-            cases.append(Case(name=name, mode=mode, schedule=schedule, costs=own_costs, simulation=simulation))
+                schedule = plan_order(name if file is None else file, devices, microbatches, mode, used, **taken[name])
+            simulation = simulate(schedule, used)
+            cases.append(Case(name=name, mode=mode, schedule=schedule, costs=used, simulation=simulation))
     return cases
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.schedule.order import Order
@@ -32,7 +33,7 @@ def named_orders(problem: Problem) -> list[NamedOrder]:
 
     Where the backward is split, schedules that do not split it take part too, each B as I and W.
     """
-    found = []
+    found: list[NamedOrder] = []
     for name in SCHEDULES:
         for base in _orders(name, problem):
             order = _in_the_same_passes(base, problem)
@@ -44,21 +45,39 @@ def named_orders(problem: Problem) -> list[NamedOrder]:
             limits = problem.memory_limit or timeline.peak_in_flight
             if all(peak <= limit for peak, limit in zip(timeline.peak_in_flight, limits, strict=True)):
                 found.append(NamedOrder(name, order, timeline, problem.value(timeline)))
-    return sorted(found, key=lambda one: (one.value, max(one.timeline.peak_in_flight)))
+    best = {one.name: one for one in sorted(found, key=_rank, reverse=True)}  # of the same name the last one stays
+    return sorted(best.values(), key=_rank)
+
+
+def _rank(one: NamedOrder) -> tuple[float, int]:
+    return one.value, max(one.timeline.peak_in_flight)
 
 
 def _orders(name: str, problem: Problem) -> Iterator[Order]:
-    """The order of a schedule in the problem's size and placement, if it has one there."""
+    """The orders of a schedule in the problem's size and placement, if it has any there."""
     placement = problem.placement
-    options: dict[str, object] = {"stages_per_device": placement.stages // placement.devices}
-    if problem.memory_limit is not None and "memory_limit" in options_of(name):
-        options["memory_limit"] = list(problem.memory_limit)
-    try:
-        order = generate(name, placement.devices, problem.microbatches, costs=problem.costs, **options)
-    except InputError:
-        return  # it has no order of this size, or within this memory
-    if order.placement == placement:
-        yield order
+    known = options_of(name)
+    options: dict[str, Any] = {"stages_per_device": placement.stages // placement.devices}
+    if "weight_share" in known:
+        options["weight_share"] = 1.0  # a limit on what is in flight, as the problem's
+    limits: list[list[int] | None] = [None]
+    if "memory_limit" in known:
+        whole = list(problem.memory_limit or ())
+        limits = [whole] if whole else [None, [2 * placement.stages] * placement.devices]
+    for limit in limits:
+        try:
+            order = generate(
+                name,
+                placement.devices,
+                problem.microbatches,
+                costs=problem.costs,
+                **options,
+                **({} if limit is None else {"memory_limit": limit}),
+            )
+        except InputError:
+            continue  # it has no order of this size, or within this memory
+        if order.placement == placement:
+            yield order
 
 
 def _in_the_same_passes(order: Order, problem: Problem) -> Order | None:

@@ -1,4 +1,4 @@
-"""The costs of the same model cut into another number of stages."""
+"""The costs of the same model cut into another number of stages, or with whole vocabulary layers at its ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from evenpipe.errors import InputError
+from evenpipe.schedule.cost_values import spread
 from evenpipe.schedule.costs import Cost, Costs
+from evenpipe.schedule.placement import Placement
 
 PER_STAGE = ("F", "B", "I", "W", "R", "O", "L", "bytes")
 
@@ -43,4 +45,32 @@ def costs_for_stages(costs: Costs, stages: int, wanted: int, who: str = "the sch
         changed["memory"] = {
             name: cut(f"memory.{name}", value) if name in PER_STAGE else value for name, value in costs.memory.items()
         }
+    return replace(costs, **changed)
+
+
+def with_whole_vocabulary(costs: Costs, placement: Placement) -> Costs:
+    """`costs` with the work of S, C, T, E and G of all devices in the passes of the first and the last stage.
+
+    An output layer is three products of equal size (logits, their gradients with respect to its input and its
+    weights), so the last stage's F, I and W take a third of it each, and B two. E goes to the first F, G to the first W
+    and B. Kinds without a time stay so.
+    """
+    head = sum(sum(spread(name, getattr(costs, name) or 0.0, placement.devices, "device") or ()) for name in "SCT")
+    rows, gradients = (
+        sum(spread(name, getattr(costs, name) or 0.0, placement.devices, "device") or ()) for name in "EG"
+    )
+    extra = {  # of the first stage and of the last
+        "F": (rows, head / 3),
+        "B": (gradients, 2 * head / 3),
+        "I": (0.0, head / 3),
+        "W": (gradients, head / 3),
+    }
+    changed: dict[str, Any] = {}
+    for name, (first, last) in extra.items():
+        times = spread(name, getattr(costs, name), placement.stages, "stage")
+        if times is not None:
+            longer = list(times)
+            longer[0] += first
+            longer[-1] += last
+            changed[name] = tuple(longer)
     return replace(costs, **changed)
