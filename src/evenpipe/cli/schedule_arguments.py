@@ -60,7 +60,7 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
         "--schedule", metavar="NAME|FILE.csv", help="a schedule by name, or an order or program in a file"
     )
     parser.add_argument(
-        "--compare", metavar="NAME,...", help="several, side by side, behind --schedule if given; 'all' for every name"
+        "--compare", metavar="NAME,...", help="several, side by side, behind --schedule if given; 'all': every name"
     )
     add_size(parser, required=False)
     parser.add_argument("--stages-per-device", metavar="V", type=int, help="for schedules that leave a choice")
@@ -82,10 +82,15 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
     from evenpipe.plan.cases import plan_cases
     from evenpipe.schedule import SCHEDULES
     from evenpipe.schedule.files import read_costs
+    from evenpipe.schedule.registry import needs
 
+    given = options(arguments)
     names = [] if arguments.schedule is None else [arguments.schedule]
     for name in (arguments.compare or "").split(","):
-        names += list(SCHEDULES) if name.strip() == "all" else [name.strip()] * bool(name.strip())
+        if name.strip() == "all":
+            names += [name for name in SCHEDULES if given.keys() >= set(needs(name))]
+        elif name.strip():
+            names.append(name.strip())
     if not names:
         raise InputError("no schedule is given; expected --schedule NAME, --schedule FILE.csv or --compare NAME,NAME")
     return plan_cases(
@@ -94,7 +99,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         microbatches=arguments.microbatches,
         vocabularies=[mode.strip() for mode in (arguments.vocabulary or "").split(",") if mode.strip()],
         costs=None if arguments.costs is None else read_costs(arguments.costs),
-        options=options(arguments),
+        options=given,
     )
 
 
