@@ -27,7 +27,7 @@ from evenpipe.schedule.passes import SHARDING_KINDS, Kind, Pass, parts_of
 from evenpipe.schedule.placement import Placement
 from evenpipe.schedule.timing import durations, run
 
-from .vocabulary import interval_of
+from .vocabulary import INTERVAL, interval_of
 
 
 def interlace(order: Order, costs: Costs | None = None) -> Order:
@@ -59,22 +59,25 @@ def at_instants(order: Order, costs: Costs) -> Order:
     if interval <= 0:
         raise InputError("costs: F and B of at least one stage must be above 0 to place vocabulary passes")
     last = order.placement.stages - 1
-    # Sorted by time. Of equal ones each pass of the base order keeps its place in the event model's sequence, and what
-    # is inserted stands directly behind the pass that it goes by.
-    base: list[list[tuple[float, float, Pass]]] = [[] for _ in range(order.devices)]
-    inserted: list[tuple[float, float, Pass]] = []
+    unit = INTERVAL / interval
+    # Sorted by time. What is inserted comes before passes of the base order that start at its time, unless it goes by
+    # one of them that takes none: then it stands directly behind that. They keep their place in the event model.
+    base: list[list[tuple[int, int, float, Pass]]] = [[] for _ in range(order.devices)]
+    inserted: list[tuple[int, int, float, Pass]] = []
     for number, (item, device) in enumerate(zip(graph.items, graph.device_of, strict=True)):
-        start, end, place = times.start[number], times.end[number], times.sequence[number]
+        start, end = round(times.start[number] * unit), round(times.end[number] * unit)
+        place = times.sequence[number]
         for part in parts_of(item):
-            base[device].append((start, place, part))
+            base[device].append((start, 1, place, part))
             i = part.microbatch
             if part.kind is Kind.F and part.stage == 0:
-                inserted.append((start - interval, place + 0.1, Pass(Kind.E, None, i)))
+                inserted.append((start - INTERVAL, 0, place, Pass(Kind.E, None, i)))
             if part.kind is Kind.F and part.stage == last:
-                inserted.append((end, place + 0.2, Pass(Kind.S, None, i)))
-                inserted.append((end, place + 0.3, Pass(Kind.T, None, i)))
+                behind = int(start == end)
+                inserted.append((end, behind, place + 0.2, Pass(Kind.S, None, i)))
+                inserted.append((end, behind, place + 0.3, Pass(Kind.T, None, i)))
             if part.kind in {Kind.B, Kind.I} and part.stage == 0:
-                inserted.append((start + interval, place + 0.4, Pass(Kind.G, None, i)))
+                inserted.append((start + INTERVAL, 0, place + 0.4, Pass(Kind.G, None, i)))
     rows = tuple(tuple(item for *_, item in sorted([*row, *inserted], key=_place)) for row in base)
     return Order(order.placement, order.microbatches, rows, barriers=2)
 
@@ -118,5 +121,5 @@ def backward_first(stage: int, stages: int) -> bool:
     return (stages - 1 - stage) % 2 == 0
 
 
-def _place(placed: tuple[float, float, Pass]) -> tuple[float, float]:
-    return placed[:2]
+def _place(placed: tuple[float, float, Pass] | tuple[int, int, float, Pass]) -> tuple[float | Pass, ...]:
+    return placed[:-1]
