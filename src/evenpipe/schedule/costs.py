@@ -72,9 +72,9 @@ class Costs:
     collectives: Mapping[str, float] = field(default_factory=dict)
     """Durations of `broadcast` (X), `statistics`, `reduce` (dX) and `embedding` (rows, either way), 0 by default."""
     links: Mapping[str, Link] = field(default_factory=dict)
-    """In place of `p2p` and `collectives`: latency, bandwidth and bytes of `p2p`, of each collective, and of single hops
-    ("F:3>4" is forward from device 3 to 4). In the full simulator a communicator with a link carries one transfer at a
-    time; `timing` knows the classes only, not the single hops."""
+    """In place of `p2p` and `collectives`: latency, bandwidth and bytes of `p2p`, of each collective, and of single
+    hops ("F:3>4" is forward from device 3 to 4). In the full simulator a communicator with a link carries one transfer
+    at a time; `timing` knows the classes only, not the single hops."""
     overlap_slowdown: float = 1.0
     """Factor on compute while a collective runs on that device, at least 1. For the full simulator."""
     engine: CopyEngine = field(default_factory=CopyEngine)
@@ -82,9 +82,9 @@ class Costs:
     bytes: Cost | None = None
     """What one forward of a stage stores until its backward: one number, or one per stage."""
     memory: Mapping[str, Cost] | None = None
-    """What each pass adds to the bytes held, by kind, in place of `bytes`: above 0 from its start, below 0 from its end.
-    One number, or one per stage (F, B, I, W, R, O, L) or device (S, C, T, E, G); `receive` is the buffer of one hop,
-    from the moment when it is issued to the end of the pass that uses it. For the full simulator."""
+    """What each pass adds to the bytes held, by kind, in place of `bytes`: above 0 from its start, below 0 from its
+    end. One number, or one per stage (F, B, I, W, R, O, L) or device (S, C, T, E, G); `receive` is the buffer of one
+    hop, from the moment when it is issued to the end of the pass that uses it. For the full simulator."""
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -227,7 +227,7 @@ class Costs:
         """Duration of a transfer, from the end of its last producer; of one communicator where that is named."""
         link = self.link(kind, communicator)
         if link is not None:
-            return link.time()
+            return link.time
         name = _CLASS_OF.get(kind)
         return self.p2p if name is None else self.collectives.get(name, 0.0)
 

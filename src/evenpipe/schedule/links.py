@@ -22,7 +22,7 @@ class Link:
     """A transfer takes latency + bytes / bandwidth, and its communicator carries one at a time.
 
     What is None is taken from the link of the same class where the link is that of one communicator, else it is
-    0 (latency), infinite (bandwidth), or what the transfer itself says (bytes).
+    0 (latency, bytes) or infinite (bandwidth).
     """
 
     latency: float | None = None
@@ -50,10 +50,10 @@ class Link:
         said = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
         return replace(other, **said)
 
-    def time(self, size: float = 0.0) -> float:
-        """How long one transfer takes; `size` in bytes counts where the link does not say it."""
-        data = self.bytes if self.bytes is not None else size
-        return (self.latency or 0.0) + (data / self.bandwidth if self.bandwidth else 0.0)
+    @property
+    def time(self) -> float:
+        """How long one transfer takes."""
+        return (self.latency or 0.0) + ((self.bytes or 0.0) / self.bandwidth if self.bandwidth else 0.0)
 
 
 def links_from_dict(values: Any) -> dict[str, Link]:

@@ -111,9 +111,10 @@ class Timeline:
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...] | None:
-        """Per device, the most bytes held: of `memory` where that is known, else of stage activations; None if neither is.
+        """Per device, the most bytes held; None when they are not known.
 
-        A curve in `memory` has all passes and copies; `stage_bytes` are held from F to B or W.
+        Those of `memory` where it is there, which has all passes and copies; else of stage activations, from F to B or
+        W.
         """
         if self.memory is not None:
             return tuple(max((held for _, held in curve), default=0.0) for curve in self.memory)

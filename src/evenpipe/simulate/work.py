@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from evenpipe.schedule import Costs, Dependencies, Kind, Link, Pass, Program, Route, Transfer, check_program, parts_of
+from evenpipe.schedule import Costs, Dependencies, Kind, Pass, Program, Route, Transfer, check_program, parts_of
 from evenpipe.schedule.costs import PassTimes
 from evenpipe.schedule.passes import HOP_KINDS
 
@@ -57,7 +57,7 @@ class _Numbering:
         self.work = Work([], [], [], [], [], {}, [], [], [], [], [], [], [], [], 0)
         self.numbers: dict[int, int] = {}  # of transfers, by `_key`
         self.communicators: dict[str, int] = {}
-        self.carried: dict[int, tuple[int, float, Link | None]] = {}  # by number of a route
+        self.carried: dict[int, tuple[int, float]] = {}  # by number of a route
         for device in range(program.devices):
             self._row(device)
 
@@ -126,31 +126,30 @@ class _Numbering:
             raise AssertionError(f"{item} on device {device} has no route")
         key = self._key(route, item.microbatch, item.slice)
         k = self.numbers.get(key)
-        return self._number(key, route, item.microbatch, item.slice, item.bytes) if k is None else k
+        return self._number(key, route, item.microbatch, item.slice) if k is None else k
 
-    def _number(self, key: int, route: Route, microbatch: int, slice_: int, size: float = 0.0) -> int:
+    def _number(self, key: int, route: Route, microbatch: int, slice_: int) -> int:
         work = self.work
         k = self.numbers[key] = len(work.route_of)
         carried = self.carried.get(route.number)
         if carried is None:
             carried = self.carried[route.number] = self._carried(route)
-        queue, time, link = carried
+        queue, time = carried
         work.route_of.append(route)
         work.microbatch_of.append(microbatch)
         work.slice_of.append(slice_)
-        work.takes_of.append(link.time(size) if link is not None and size else time)
+        work.takes_of.append(time)
         work.members_of.append(len(route.members))
         work.queue_of.append(queue)
         work.slows.append(work.takes_of[k] > 0 and route.kind not in HOP_KINDS)
         work.feeds.append([])
         return k
 
-    def _carried(self, route: Route) -> tuple[int, float, Link | None]:
-        """Number of the queue of a route, the time of its transfers, and its link."""
+    def _carried(self, route: Route) -> tuple[int, float]:
+        """Number of the queue of a route (-1 without one), and the time of its transfers."""
         time = self.costs.transfer_time(route.kind, route.communicator)
-        link = self.costs.link(route.kind, route.communicator)
-        if link is None:
-            return -1, time, None
+        if self.costs.link(route.kind, route.communicator) is None:
+            return -1, time
         queue = self.communicators.setdefault(route.communicator, len(self.communicators))
         self.work.queues = len(self.communicators)
-        return queue, time, link
+        return queue, time
