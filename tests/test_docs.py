@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from evenpipe.schedule import SCHEDULES
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SMALL = (
@@ -51,6 +53,25 @@ def test_the_commands_of_the_readme(tmp_path: Path) -> None:
     folder = "output.folder=runs/torchrun"
     run([sys.executable, "-m", "torch.distributed.run", *words[1:], *SMALL, folder], tmp_path)
     assert (tmp_path / "runs" / "torchrun" / "model" / "config.json").is_file()
+
+
+def test_what_the_page_on_schedules_shows_is_what_its_commands_print(tmp_path: Path) -> None:
+    pytest.importorskip("ortools")
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        from outputs import FILE, render
+    finally:
+        sys.path.pop(0)
+    page = FILE.read_text(encoding="utf-8")
+    assert render(page, tmp_path) == page, "run python docs/outputs.py"
+    assert (tmp_path / "step.html").is_file()
+
+
+def test_the_page_on_schedules_has_every_name() -> None:
+    page = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z0-9-]+)` \|", page, re.MULTILINE)
+    assert set(SCHEDULES) <= set(rows)
+    assert len(rows) == len(set(rows))
 
 
 def test_make_targets_of_the_readme_exist() -> None:

@@ -1,0 +1,57 @@
+"""Runs what docs/schedules.md shows, and writes what it prints into the page.
+
+    python docs/outputs.py
+
+Blocks of the page are taken in turn, in one folder: `csv NAME` and `toml NAME` are files (the latter one of the
+repository's), `sh` are commands, `python` programs, and `text` is what the commands and programs since the last `text`
+have printed. A test runs everything again and compares.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE = ROOT / "docs" / "schedules.md"
+BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def render(page: str, folder: Path) -> str:
+    """The page with what its commands print when they are run in `folder`, which should be empty."""
+    (folder / "examples").symlink_to(ROOT / "examples")
+    printed: list[str] = []
+
+    def run(arguments: list[str]) -> None:
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "110", "NO_COLOR": "1"}
+        done = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(arguments)}\n{done.stdout}\n{done.stderr}")
+        printed.append(done.stdout)
+
+    def block(match: re.Match[str]) -> str:
+        language, name, body = match.groups()
+        if language == "csv":
+            (folder / name).write_text(body, encoding="utf-8")
+        elif language == "toml":
+            body = (ROOT / name).read_text(encoding="utf-8")
+        elif language == "python":
+            run([sys.executable, "-c", body])
+        elif language == "sh":
+            for line in body.splitlines():
+                run(["sh", "-c", re.sub(r"^evenpipe ", f"{sys.executable} -m evenpipe.cli.main ", line)])
+        elif language == "text":
+            body = "".join(printed)
+            printed.clear()
+        return f"```{language}{f' {name}' if name else ''}\n{body}```"
+
+    return BLOCK.sub(block, page)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        FILE.write_text(render(FILE.read_text(encoding="utf-8"), Path(temporary)), encoding="utf-8")
