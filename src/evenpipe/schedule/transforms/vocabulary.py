@@ -30,10 +30,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
+from evenpipe.schedule.flows import vocabulary_kinds
 from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS, Kind, Pass, parts_of
@@ -48,20 +50,38 @@ MOVED = frozenset({Kind.B, Kind.I, Kind.W, Kind.R, Kind.L})
 INTERVAL = 2**20
 """Virtual times are whole numbers, so many to an interval: rounding does not break ties, and half of it is exact."""
 
-FIXED: Mapping[int, Mapping[Kind, int]] = {
-    0: {Kind.E: 0, Kind.S: 2, Kind.C: 3},
-    1: {Kind.E: 0, Kind.C: 2, Kind.S: 3, Kind.T: 4, Kind.G: 5},
-    2: {Kind.E: 0, Kind.T: 2, Kind.S: 3, Kind.G: 4},
-}
-"""Ranks of what wants the same time in a fixed order, by number of barriers, 0 for evaluation. Passes of the base order
-have 1. E comes before them: it needs nothing, and its rows have a way to go. The others come behind: first what the
-backward of the last stage waits for, then S, then what nobody waits for."""
+Ranks = Mapping[Kind, int]
+"""Of passes that want the same time, the lower rank stands first. Passes of the base order have 1."""
 
-EAGER: Mapping[int, Mapping[Kind, int]] = {
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """How passes stand by virtual time. ranks: by number of barriers, 0 for evaluation. backwards, weights: intervals
+    by which B and I, and W, stand later than the rules say; only without can the rows be run as they stand."""
+
+    ranks: Mapping[int, Ranks]
+    backwards: float = 0
+    weights: float = 0
+
+
+FIXED = Wishes(
+    {
+        0: {Kind.E: 0, Kind.S: 2, Kind.C: 3},
+        1: {Kind.E: 0, Kind.C: 2, Kind.S: 3, Kind.T: 4, Kind.G: 5},
+        2: {Kind.E: 0, Kind.T: 2, Kind.S: 3, Kind.G: 4},
+    }
+)
+"""For rows that are run as they stand. E comes before the base order: it needs nothing, and its rows have a way to go.
+The others come behind it: first what the backward of the last stage waits for, then S, then what nobody waits for."""
+
+_EAGER = {
     1: {Kind.E: 0, Kind.C: 0, Kind.S: 0, Kind.T: 4, Kind.G: 5},
     2: {Kind.E: 0, Kind.T: 0, Kind.S: 0, Kind.G: 4},
 }
-"""The same for a list, where nobody stands and waits: what others wait for comes first."""
+
+LISTS = (Wishes(_EAGER, backwards=-0.25, weights=0.75), Wishes(_EAGER))
+"""For list scheduling, in which nobody stands and waits: what others wait for comes first. The first of the two makes
+weight gradients fill what remains, and is the better one nearly always."""
 
 
 def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> Order:
@@ -81,14 +101,19 @@ def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> O
     missing: dict[str, Any] = {kind.value: 0 for kind in VOCABULARY_KINDS if getattr(costs, kind.value) is None}
     costs = replace(costs, **missing)
     times = VirtualTimes.of(order, barriers, costs)
-    by_time = times.sort(FIXED)
     if order.forward_only:
-        return by_time
+        return times.sort(FIXED)
     limits = peak_limits(order, barriers)
-    listed = list_schedule(times.sort(EAGER), order, limits, costs)
-    if listed is None or (_keeps(by_time, limits) and not _shorter(listed, by_time, costs)):
-        return by_time
-    return listed.order
+    best = _timed(times.sort(FIXED), costs)
+    if not _keeps(best.order, limits):
+        best = replace(best, span=inf)
+    for wishes in LISTS:
+        listed = list_schedule(times.sort(wishes), order, limits, costs)
+        if listed is not None and _shorter(listed, best):
+            best = listed
+        if best.makespan <= times.makespan + _vocabulary_work(order, barriers, costs):
+            break
+    return best.order
 
 
 def peak_limits(order: Order, barriers: int) -> list[int]:
@@ -101,17 +126,29 @@ def _keeps(order: Order, limits: list[int]) -> bool:
     return all(peak_activations(order.passes(device)) <= limit for device, limit in enumerate(limits))
 
 
-def _shorter(listed: Listed, order: Order, costs: Costs) -> bool:
-    """Whether `listed` has a shorter span than `order`, or the same and a shorter makespan."""
+def _timed(order: Order, costs: Costs) -> Listed:
+    """Span and makespan of an order by the event model."""
     graph = Graph.of(order)
     times = run(order, graph, durations(order, graph, costs))
     starts = [times.start[number] for number in graph.first[:-1]]
     ends = [times.end[number - 1] for number in graph.first[1:]]
-    span, makespan = max(end - start for start, end in zip(starts, ends, strict=True)), max(ends) - min(starts)
-    nothing = 1e-9 * makespan
-    if abs(listed.span - span) > nothing:
-        return listed.span < span
-    return listed.makespan < makespan - nothing
+    span = max(end - start for start, end in zip(starts, ends, strict=True))
+    return Listed(order, span, max(ends) - min(starts))
+
+
+def _shorter(one: Listed, other: Listed) -> bool:
+    """Whether `one` has a shorter span than `other`, or the same and a shorter makespan."""
+    nothing = 1e-9 * one.makespan
+    if abs(one.span - other.span) > nothing:
+        return one.span < other.span
+    return one.makespan < other.makespan - nothing
+
+
+def _vocabulary_work(order: Order, barriers: int, costs: Costs) -> float:
+    """The time of the vocabulary passes in one step, on the device that has the most of it."""
+    times = costs.device_times(order.placement)
+    kinds = vocabulary_kinds(barriers, order.forward_only)
+    return order.microbatches * max(map(sum, zip(*(times[kind] or () for kind in kinds), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +156,19 @@ class VirtualTimes:
     """Where every pass wants to stand.
 
     passes: every pass once: those of the base order as the event model ran them, then one per kind and microbatch of
-    the vocabulary passes, which all devices share. base: per device, the places of its own, where a place is one whole
-    number, of time, rank and index in `passes`, which sorts as passes should stand. vocabulary: (time, kind, index).
+    the vocabulary passes, which all devices share. A place is one whole number, of time, rank and index in `passes`;
+    places sort as passes should stand. forwards, backwards, weights: per device, the places of F and O, of what follows
+    from a backward, and of W. vocabulary: (time, kind, index). makespan: of the base order, in the unit of the costs.
     """
 
     order: Order
     barriers: int
     passes: list[Pass]
-    base: list[list[int]]
+    forwards: list[list[int]]
+    backwards: list[list[int]]
+    weights: list[list[int]]
     vocabulary: list[tuple[int, Kind, int]]
+    makespan: float
 
     @classmethod
     def of(cls, order: Order, barriers: int, costs: Costs) -> VirtualTimes:
@@ -143,34 +184,42 @@ class VirtualTimes:
             raise InputError("costs: F and B of at least one stage must be above 0 to place vocabulary passes")
         unit = INTERVAL / interval
         passes: list[Pass] = []
-        base: list[list[int]] = [[] for _ in range(order.devices)]
+        forwards, backwards, weights = (_empty_rows(order.devices) for _ in range(3))
+        group_of = {kind: backwards if kind in MOVED else forwards for kind in Kind} | {Kind.W: weights}
+        delay_of = {kind: barriers * INTERVAL if kind in MOVED else 0 for kind in Kind}
         companions: list[tuple[int, Pass]] = []
-        delay = barriers * INTERVAL
+        ends = (0, order.placement.stages - 1)
         for number in times.happened:
             if number >= len(graph.items):
                 continue
-            row = base[graph.device_of[number]]
+            device = graph.device_of[number]
             for part in parts_of(graph.items[number]):
-                start = round(times.start[number] * unit)
-                if part.kind in MOVED:
-                    start += delay
-                if part.stage in (0, order.placement.stages - 1):
+                start = round(times.start[number] * unit) + delay_of[part.kind]
+                if part.stage in ends:
                     end = round(times.end[number] * unit)
                     companions += _companions(part, start, end, order, barriers)
-                row.append((start * _RANKS + 1) << _INDEX_BITS | len(passes))
+                group_of[part.kind][device].append((start * _RANKS + 1) << _INDEX_BITS | len(passes))
                 passes.append(part)
         vocabulary = [(time, item.kind, index) for index, (time, item) in enumerate(companions, len(passes))]
         passes += [item for _, item in companions]
-        return cls(order, barriers, passes, base, vocabulary)
+        makespan = max(times.end[: len(graph.items)]) - min(times.start[: len(graph.items)])
+        return cls(order, barriers, passes, forwards, backwards, weights, vocabulary, makespan)
 
-    def sort(self, ranks: Mapping[int, Mapping[Kind, int]]) -> Order:
+    def sort(self, wishes: Wishes) -> Order:
         """Each device's passes by virtual time, then by rank; what is equal in both stands as it happened."""
-        rank = ranks[0 if self.order.forward_only else self.barriers]
+        order, passes, at = self.order, self.passes, (1 << _INDEX_BITS) - 1
+        rank = wishes.ranks[0 if order.forward_only else self.barriers]
         vocabulary = sorted((time * _RANKS + rank[kind]) << _INDEX_BITS | at for time, kind, at in self.vocabulary)
-        rows, at = [], (1 << _INDEX_BITS) - 1
-        for base in self.base:
-            rows.append(tuple([self.passes[place & at] for place in sorted(base + vocabulary)]))
-        return Order(self.order.placement, self.order.microbatches, tuple(rows), self.barriers, self.order.forward_only)
+        later = [round(share * INTERVAL) * _RANKS << _INDEX_BITS for share in (wishes.backwards, wishes.weights)]
+        rows = []
+        for forwards, backwards, weights in zip(self.forwards, self.backwards, self.weights, strict=True):
+            places = forwards + [place + later[0] for place in backwards] + [place + later[1] for place in weights]
+            rows.append(tuple([passes[place & at] for place in sorted(places + vocabulary)]))
+        return Order(order.placement, order.microbatches, tuple(rows), self.barriers, order.forward_only)
+
+
+def _empty_rows(devices: int) -> list[list[int]]:
+    return [[] for _ in range(devices)]
 
 
 def _companions(part: Pass, start: int, end: int, order: Order, barriers: int) -> Iterator[tuple[int, Pass]]:
