@@ -109,8 +109,8 @@ class Browser:
 
     def wait_for(self, expression: str) -> None:
         """Wait until a JavaScript expression is true."""
-        poll = f"new Promise((done) => {{ const look = () => ({expression}) ? done(true) : setTimeout(look, 5); look(); }})"
-        assert self.evaluate(poll)
+        look = f"const look = () => ({expression}) ? done(true) : setTimeout(look, 5); look();"
+        assert self.evaluate(f"new Promise((done) => {{ {look} }})")
 
     def frame(self) -> None:
         """Wait until what changed is drawn."""

@@ -1,8 +1,9 @@
 """A panel as compact JSON for the page: one table of integers, its columns deflated together and written in base64.
 
 Times become ticks, whole multiples of a power of ten that is small against the makespan, so that decimal costs stay
-exact. Every column has one 32-bit integer per event; a column that grows steadily holds differences. The bytes of equal weight of a column stand together, which
-makes them small: some 3 to 6 bytes per event in all.
+exact. Every column has one 32-bit integer per event; a column that grows steadily holds differences. The bytes of
+equal weight of a column stand together, which makes them small: a regular schedule takes some two bytes per event in
+all.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def draw(
     """Draw into `file`; its suffix is one of `EXTENSIONS`. An existing file is replaced.
 
     title: heading of the page and the picture. memory: a curve per device in the picture; the page has a switch for
-    it. unit_seconds: what one unit of time lasts, where known. Raises InputError as `check_file` does, and when the file
-    cannot be written.
+    it. unit_seconds: what one unit of time lasts, where known. Raises InputError as `check_file` does, and when the
+    file cannot be written.
     """
     write: dict[str, Callable[[], str]] = {
         ".html": lambda: page(timelines, title=title, unit_seconds=unit_seconds),

@@ -23,7 +23,7 @@ class Look:
 
 
 LOOKS: dict[Kind | TransferKind, Look] = {
-    Kind.F: Look("forward", "#4477dd"),
+    Kind.F: Look("forward", "#3e70d4"),
     Kind.B: Look("backward", "#54ad8b"),
     Kind.I: Look("input gradient", "#98dfc3"),
     Kind.W: Look("weight gradient", "#a3980c"),
@@ -99,7 +99,7 @@ def luminance(colour: str) -> float:
 
 def ink_on(colour: str) -> str:
     """Black or white, whichever is easier to read on `colour`."""
-    return "#ffffff" if luminance(colour) < 0.22 else "#111318"
+    return "#ffffff" if luminance(colour) < 0.179 else "#000000"  # where both have the same contrast
 
 
 def _unit(colour: str) -> list[float]:

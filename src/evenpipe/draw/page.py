@@ -1,8 +1,8 @@
 """A page to explore timelines: one HTML file with everything in it, which fetches nothing.
 
 Its parts lie in the folder `page`: a skeleton, a style sheet, and scripts that this module joins in the order of
-`SCRIPTS`. A content security policy admits exactly these and no connection at all. Figures are plain HTML tables, for readers
-without scripts.
+`SCRIPTS`. A content security policy admits exactly these and no connection at all. Figures are plain HTML tables, for
+readers without scripts.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ SCRIPTS = (
     "search.js",
     "words.js",
     "legend.js",
+    "scene.js",
+    "pointer.js",
+    "keys.js",
     "main.js",
 )
 

@@ -235,11 +235,12 @@ def _highest_per_column(panel: Panel, device: int, step: float, columns: int) ->
     if step <= 0:
         return values
     for time, value in panel.curve(device):
-        end = min(columns - 1, max(0, int((time - panel.origin) / step)))
+        place = (time - panel.origin) / step + 1e-9  # an edge that rounding puts just before a column belongs to it
+        end = min(columns - 1, max(0, int(place)))
         while column < end:
             values[column] = max(values[column], held)
             column += 1
-        values[end] = max(values[end], held, value)
+        values[end] = max(values[end], value, held if place - end > 2e-9 else 0.0)
         held = value
     last = (panel.rows[device][-1].end - panel.origin) / step if panel.rows[device] else 0
     while column < min(columns, last):

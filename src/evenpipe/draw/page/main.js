@@ -1,115 +1,4 @@
-// Puts everything together: the scene (what is shown and what is chosen), and what mouse, keys and buttons do to it.
-
-class Scene {
-  constructor(shared, panels) {
-    Object.assign(this, { shared, panels });
-    this.view = new View(Math.max(...panels.map((panel) => panel.length)), Math.min(...panels.map((panel) => panel.shortest)));
-    this.format = new Format(shared.unit, this.view.length);
-    this.hidden = new Set(); // kinds
-    this.microbatch = null; // lit up
-    this.pointed = this.kept = this.chain = this.pointer = null;
-    this.found = [];
-    this.history = [];
-    this.scroll = 0;
-    this.options = { memory: true, transfers: true, sides: false };
-    // Panels that show the same amount share its scale.
-    this.peak = { true: highest(panels, true), false: highest(panels, false) };
-    this.retheme();
-  }
-
-  retheme() {
-    this.theme = new Theme(this.shared.looks);
-    this.reshade();
-  }
-
-  // Mean colours depend on what is hidden and what is lit up.
-  reshade() {
-    const cache = new Map();
-    const read = (colours) => {
-      const key = colours.join();
-      if (!cache.has(key)) cache.set(key, meanOf(colours));
-      return cache.get(key);
-    };
-    this.shades = this.panels.map(
-      (panel) => new Shades(panel, (i) => (this.hides(panel, i) ? null : read(this.colours(panel, i)))),
-    );
-  }
-
-  hides(panel, i) { return this.hidden.size > 0 && this.hidden.has(panel.kind(i)); }
-  isBack(panel, i) { return this.microbatch !== null && !panel.belongsTo(i, this.microbatch); }
-
-  colours(panel, i) {
-    const back = this.isBack(panel, i);
-    return this.theme.looks[panel.look[i]].map((look) => (back ? look.back : look.colour));
-  }
-
-  ink(panel, i, part) {
-    return this.isBack(panel, i) ? this.theme.faint : this.theme.looks[panel.look[i]][part].ink;
-  }
-
-  x(box, time) { return box.left + ((time - this.view.start) / this.view.span) * box.width; }
-  timeAt(box, x) { return this.view.start + ((x - box.left) / box.width) * this.view.span; }
-
-  boxAt(x, y) {
-    const inside = (box) => x >= box.left - GUTTER && x <= box.left + box.width + EDGE;
-    const content = y + this.scroll - AXIS;
-    return this.boxes.find((box) => inside(box) && content >= box.top && content <= box.bottom) ?? null;
-  }
-
-  // Where an event is drawn, or null where its row is not shown.
-  place(box, i) {
-    const lane = box.laneOf.get(box.panel.rowOf(i));
-    if (!lane) return null;
-    const x = this.x(box, box.panel.start(i));
-    return { x, y: lane.top + AXIS - this.scroll, width: this.x(box, box.panel.end(i)) - x, height: lane.height };
-  }
-
-  // What is at a place of the picture: a panel, an event of it (or -1), a lane and a time; null beside all panels.
-  at(x, y) {
-    const box = this.boxAt(x, y);
-    if (!box || y < AXIS) return null;
-    const lane = laneAt(box, y + this.scroll - AXIS) ?? null;
-    const time = this.timeAt(box, x);
-    const i = lane?.row ? this.eventAt(box, lane.row, time) : -1;
-    return { panel: box.panel, lane, time, i: i >= 0 && this.hides(box.panel, i) ? -1 : i };
-  }
-
-  // The event under the pointer. Where passes are wide, one of no length is found three pixels around its mark.
-  eventAt(box, row, time) {
-    const { panel } = box, pixel = this.view.span / box.width;
-    const on = this.passAt(panel, row, time);
-    const near = on < 0 || panel.duration(on) > 10 * pixel ? this.markAt(panel, row, time, 3 * pixel) : -1;
-    if (near >= 0) return near;
-    if (on >= 0) return on;
-    return this.passAt(panel, row, time + pixel); // passes narrower than a pixel
-  }
-
-  // The event that takes time and runs at `time`, or -1.
-  passAt(panel, row, time) {
-    let i = panel.before(row, time);
-    while (i >= row.first && !panel.durations[i]) i--;
-    return i >= row.first && time <= panel.end(i) && !this.hides(panel, i) ? i : -1;
-  }
-
-  // The event of no length nearest to `time`, or -1.
-  markAt(panel, row, time, reach) {
-    let best = -1;
-    const distance = (i) => Math.abs(panel.start(i) - time);
-    for (let i = panel.before(row, time + reach); i >= row.first && panel.start(i) >= time - reach; i--) {
-      if (!panel.durations[i] && !this.hides(panel, i) && (best < 0 || distance(i) < distance(best))) best = i;
-    }
-    return best;
-  }
-}
-
-function highest(panels, bytes) {
-  return Math.max(0, ...panels.filter((panel) => panel.bytes === bytes).map((panel) => panel.peak));
-}
-
-function meanOf(colours) {
-  const all = colours.map((colour) => (colour[0] === "#" ? channels(colour) : colour.match(/\d+/g).map(Number)));
-  return [0, 1, 2].map((k) => all.reduce((sum, rgb) => sum + rgb[k], 0) / all.length);
-}
+// Puts everything together: what buttons, search and clicks do to the scene, and when it is drawn.
 
 class Page {
   constructor(scene) {
@@ -118,14 +7,13 @@ class Page {
     this.canvas = get("picture");
     this.painter = new Painter(this.canvas);
     this.overview = new Overview(get("overview"), scene.view, () => this.changed());
-    this.pointers = new Map();
-    this.frames = [];
     this.buttons();
-    this.mouse();
+    this.pointer = new Pointer(this);
+    this.keys = new Keys(this);
     get("search").addEventListener("submit", (event) => this.search(event));
-    document.addEventListener("keydown", (event) => this.key(event));
     this.stage.addEventListener("scroll", () => this.changed());
-    new ResizeObserver(() => this.arrange()).observe(document.body);
+    window.addEventListener("resize", () => this.arrange());
+    new ResizeObserver(() => this.stage.clientWidth === this.painter.width || this.arrange()).observe(this.stage);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
       this.scene.retheme();
       this.recolour();
@@ -169,8 +57,6 @@ class Page {
     this.waiting = undefined;
     const begin = performance.now();
     scene.scroll = this.stage.scrollTop;
-    scene.left = Math.min(...scene.boxes.map((box) => box.left));
-    scene.right = this.painter.width;
     this.drawn = this.painter.draw(scene);
     this.overview.draw(scene);
     this.drawn.milliseconds = performance.now() - begin;
@@ -299,14 +185,14 @@ class Page {
     get("found").textContent = text;
   }
 
-  // ---- buttons and keys
+  // ---- buttons
 
   buttons() {
-    const { view, options, panels } = this.scene;
+    const { options, panels } = this.scene;
     const press = (id, action) => get(id).addEventListener("click", action);
     press("in", () => this.zoom(0.6));
     press("out", () => this.zoom(1 / 0.6));
-    press("fit", () => { view.fit(); this.changed(); });
+    press("fit", () => this.fit());
     press("critical", () => this.critical());
     for (const name of ["memory", "transfers", "sides"]) press(name, () => this.toggle(name));
     press("help", () => this.help());
@@ -331,158 +217,14 @@ class Page {
     this.arrange();
   }
 
+  fit() {
+    this.scene.view.fit();
+    this.changed();
+  }
+
   zoom(factor, time) {
     this.scene.view.zoom(factor, time);
     this.changed();
-  }
-
-  key(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
-    if (event.target.tagName === "INPUT") {
-      if (event.key === "Escape") this.stage.focus();
-      return;
-    }
-    const action = this.actions()[event.key];
-    const arrow = event.key.startsWith("Arrow") && event.target !== this.stage && event.target !== document.body;
-    if (!action || arrow) return;
-    event.preventDefault();
-    action();
-  }
-
-  actions() {
-    const { view } = this.scene;
-    const pan = (part) => { view.pan(view.span * part); this.changed(); };
-    const scroll = (pixels) => { this.stage.scrollTop += pixels; };
-    return {
-      "+": () => this.zoom(0.6), "=": () => this.zoom(0.6), "-": () => this.zoom(1 / 0.6),
-      0: () => { view.fit(); this.changed(); },
-      ArrowLeft: () => pan(-0.15), ArrowRight: () => pan(0.15), ArrowUp: () => scroll(-60), ArrowDown: () => scroll(60),
-      Home: () => { view.show(0, view.span); this.changed(); },
-      End: () => { view.show(view.length, view.span); this.changed(); },
-      w: () => this.follow(), b: () => this.back(), ",": () => this.neighbour(-1), ".": () => this.neighbour(1),
-      c: () => this.critical(), m: () => this.toggle("memory"), "?": () => this.help(), Escape: () => this.release(),
-      t: () => get("transfers").hidden || this.toggle("transfers"), s: () => get("sides").hidden || this.toggle("sides"),
-      "/": () => get("query").select(),
-    };
-  }
-
-  // ---- mouse, pen and fingers
-
-  mouse() {
-    const { canvas } = this;
-    canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
-    canvas.addEventListener("pointerdown", (event) => this.down(event));
-    canvas.addEventListener("pointermove", (event) => (this.pointers.size ? this.drag(event) : this.point(event)));
-    for (const name of ["pointerup", "pointercancel"]) canvas.addEventListener(name, (event) => this.up(event));
-    canvas.addEventListener("pointerleave", () => this.unpoint());
-  }
-
-  positionOf(event) {
-    const { left, top } = this.canvas.getBoundingClientRect();
-    return [event.clientX - left, event.clientY - top];
-  }
-
-  // The box whose time a place is on, also above and below its lanes.
-  columnAt(x) {
-    const { boxes } = this.scene;
-    return boxes.find((box) => x <= box.left + box.width + EDGE) ?? boxes[boxes.length - 1];
-  }
-
-  wheel(event) {
-    event.preventDefault();
-    const [x] = this.positionOf(event);
-    const box = this.columnAt(x), { view } = this.scene;
-    const lines = event.deltaMode === 1 ? 20 : 1;
-    const across = event.shiftKey ? event.deltaX || event.deltaY : event.deltaX;
-    if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
-      view.pan((across * lines * view.span) / box.width);
-    } else {
-      const strength = event.ctrlKey ? 0.01 : 0.0018;
-      view.zoom(Math.exp(Math.max(-0.7, Math.min(0.7, event.deltaY * lines * strength))), this.scene.timeAt(box, x));
-    }
-    this.changed();
-    this.point(event);
-  }
-
-  down(event) {
-    this.canvas.setPointerCapture(event.pointerId);
-    this.pointers.set(event.pointerId, this.positionOf(event));
-    this.moved = this.pointers.size > 1;
-  }
-
-  drag(event) {
-    const before = this.pointers.get(event.pointerId);
-    if (!before) return;
-    const now = this.positionOf(event);
-    if (this.pointers.size === 2) return this.pinch(event.pointerId, before, now);
-    const [dx, dy] = [now[0] - before[0], now[1] - before[1]];
-    if (!this.moved && Math.hypot(dx, dy) < 4) return undefined;
-    this.moved = true;
-    this.canvas.classList.add("dragging");
-    this.unpoint();
-    this.pointers.set(event.pointerId, now);
-    const { view } = this.scene;
-    view.pan((-dx * view.span) / this.columnAt(now[0]).width);
-    this.stage.scrollTop -= dy;
-    this.changed();
-    return undefined;
-  }
-
-  pinch(id, before, now) {
-    const [, other] = [...this.pointers].find(([key]) => key !== id);
-    const [was, is] = [Math.abs(before[0] - other[0]), Math.abs(now[0] - other[0])];
-    if (was > 8 && is > 8) this.zoom(was / is, this.scene.timeAt(this.columnAt(now[0]), (now[0] + other[0]) / 2));
-    this.pointers.set(id, now);
-  }
-
-  up(event) {
-    const started = this.pointers.delete(event.pointerId);
-    this.canvas.classList.remove("dragging");
-    if (started && !this.moved && event.type === "pointerup") this.click(event);
-  }
-
-  click(event) {
-    this.stage.focus({ preventScroll: true });
-    const { scene } = this;
-    const hit = scene.at(...this.positionOf(event));
-    if (!hit || hit.i < 0) return this.release();
-    const again = scene.kept && scene.kept.panel === hit.panel && scene.kept.i === hit.i;
-    if (again && hit.panel.cause(hit.i) >= 0) return this.follow();
-    scene.found = [];
-    return this.keep(hit.panel, hit.i);
-  }
-
-  point(event) {
-    const { scene } = this;
-    const [x, y] = this.positionOf(event);
-    const hit = scene.at(x, y);
-    scene.pointed = hit && hit.i >= 0 ? { panel: hit.panel, i: hit.i } : null;
-    scene.pointer = hit ? hit.time : null;
-    this.tip(hit, event);
-    this.changed();
-  }
-
-  unpoint() {
-    this.scene.pointed = this.scene.pointer = null;
-    get("tip").hidden = true;
-    this.changed();
-  }
-
-  tip(hit, event) {
-    const tip = get("tip");
-    const { format } = this.scene;
-    if (hit && hit.i >= 0) {
-      const { panel, i } = hit;
-      fillTip(tip, panel.label(i), panel.words(i), factsOf(panel, i, format));
-    } else if (hit?.lane && !hit.lane.row) {
-      const { panel } = hit, { device } = hit.lane;
-      const facts = [["time", format.time(hit.time)], ["peak", amountText(panel, panel.curves.peaks[device])]];
-      fillTip(tip, amountText(panel, panel.memoryAt(device, hit.time)), `held by device ${device}`, facts);
-    } else {
-      tip.hidden = true;
-      return;
-    }
-    placeTip(tip, event.clientX, event.clientY);
   }
 }
 

@@ -120,7 +120,7 @@ class Painter {
       if (scene.hides(panel, i)) continue;
       const x = scene.x(box, panel.start(i));
       if (panel.durations[i] > 0) {
-        this.pass(scene, panel, i, { x, y, width: scene.x(box, panel.end(i)) - x, height: lane.height }, texts);
+        this.pass(scene, box, i, { x, y, width: scene.x(box, panel.end(i)) - x, height: lane.height }, texts);
       } else if (x > edge + 1) {
         this.context.fillStyle = scene.colours(panel, i)[0];
         this.rectangle(x - 1, y, 2, lane.height * 0.45);
@@ -130,7 +130,8 @@ class Painter {
   }
 
   // One pass: a rectangle, or one per part of passes that run as one, and its text where there is room.
-  pass(scene, panel, i, { x, y, width, height }, texts) {
+  pass(scene, box, i, { x, y, width, height }, texts) {
+    const { panel } = box;
     const gap = width > 3 ? 0.5 : 0;
     const colours = scene.colours(panel, i);
     const part = height / colours.length;
@@ -139,7 +140,7 @@ class Painter {
       this.rectangle(x + gap, y + k * part, Math.max(width - 2 * gap, 0.4), part);
     });
     if (width < 11 || height < 11) return;
-    const left = Math.max(x, scene.left), right = Math.min(x + width, scene.right);
+    const left = Math.max(x, box.left), right = Math.min(x + width, box.left + box.width);
     panel.parts(i).forEach(([label, short], k) => {
       const text = [label, short].find((words) => words.length * 7 + 4 <= right - left);
       const middle = y + (k + 0.5) * part + 4;

@@ -63,6 +63,12 @@ function fillTip(tip, heading, words, facts) {
   tip.replaceChildren(title, table);
 }
 
+function fillMemoryTip(tip, { panel, lane, time }, format) {
+  const { device } = lane;
+  const facts = [["time", format.time(time)], ["peak", amountText(panel, panel.curves.peaks[device])]];
+  fillTip(tip, amountText(panel, panel.memoryAt(device, time)), `held by device ${device}`, facts);
+}
+
 // Beside the pointer, and always inside the window.
 function placeTip(tip, x, y) {
   tip.hidden = false;

@@ -1,0 +1,87 @@
+"""Colours: kinds stay apart for every kind of colour vision, stages by shade, and numbers can be read in every box."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import pytest
+
+from evenpipe.draw.kinds import IDLE, LOOKS, channels, colours_of, for_dark, ink_on, luminance, mix
+from evenpipe.schedule import Kind, Pass, TransferKind
+
+# Linear RGB as seen without one kind of cone: Machado, Oliveira, Fernandes (2009), severity 1.0.
+VISION = {
+    "trichromacy": ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)),
+    "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "deuteranopia": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    "tritanopia": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+}
+IN_ONE_ROW = [Kind.F, Kind.B, Kind.I, Kind.W, Kind.S, Kind.C, Kind.T, Kind.E, Kind.G, Kind.R]
+
+
+def seen(colour: str, vision: str) -> tuple[float, float, float]:
+    """A colour in OKLab (Ottosson, 2020) as a reader with this vision sees it."""
+    linear = [value / 255 for value in channels(colour)]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in linear]
+    red, green, blue = (min(1.0, max(0.0, sum(a * b for a, b in zip(row, linear)))) for row in VISION[vision])
+    long = math.cbrt(0.4122214708 * red + 0.5363325363 * green + 0.0514459929 * blue)
+    middle = math.cbrt(0.2119034982 * red + 0.6806995451 * green + 0.1073969566 * blue)
+    short = math.cbrt(0.0883024619 * red + 0.2817188376 * green + 0.6299787005 * blue)
+    return (
+        0.2104542553 * long + 0.7936177850 * middle - 0.0040720468 * short,
+        1.9779984951 * long - 2.4285922050 * middle + 0.4505937099 * short,
+        0.0259040371 * long + 0.7827717662 * middle - 0.8086757660 * short,
+    )
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_kinds_in_one_row_stay_apart(vision: str) -> None:
+    """0.06 in OKLab is about three just noticeable differences."""
+    colours = {kind.value: LOOKS[kind].colour for kind in IN_ONE_ROW} | {"idle": IDLE}
+    distances = {
+        f"{a} {b}": math.dist(seen(colours[a], vision), seen(colours[b], vision)) for a, b in combinations(colours, 2)
+    }
+    assert {pair: round(distance, 3) for pair, distance in distances.items() if distance < 0.06} == {}
+
+
+def contrast(a: str, b: str) -> float:
+    """WCAG 2.2: 4.5 and more is readable for small text."""
+    lighter, darker = sorted((luminance(a), luminance(b)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+@pytest.mark.parametrize("kind", LOOKS)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_numbers_can_be_read_in_every_box(kind: Kind | TransferKind, stages: int) -> None:
+    for stage in range(stages):
+        item = Pass(kind, stage, 0) if isinstance(kind, Kind) else None
+        colours = colours_of(item, tuple(range(stages))) if item else (LOOKS[kind].colour,)
+        for colour in (*colours, *map(for_dark, colours)):
+            assert contrast(colour, ink_on(colour)) >= 4.5, colour
+
+
+@pytest.mark.parametrize(("stages", "shades"), [((3,), 1), ((0, 7), 2), ((1, 5, 9, 13), 4)])
+def test_stages_of_a_device_differ_in_shade_from_light_to_dark(stages: tuple[int, ...], shades: int) -> None:
+    colours = [colours_of(Pass(Kind.F, stage, 0), stages)[0] for stage in stages]
+    assert len(set(colours)) == shades
+    assert colours == sorted(colours, key=luminance, reverse=True)
+
+
+def test_passes_that_run_as_one_have_the_colours_of_both() -> None:
+    item = Pass.parse("(0F1;0B0)OVERLAP_F_B")
+    assert colours_of(item, (0,)) == (LOOKS[Kind.F].colour, LOOKS[Kind.B].colour)
+
+
+def test_every_kind_has_a_look() -> None:
+    assert set(LOOKS) == {*Kind, *TransferKind}
+
+
+def test_dark_pages_raise_the_darkest_colours_only() -> None:
+    assert for_dark("#f8bb2d") == "#f8bb2d"
+    assert luminance(for_dark("#5c2608")) > 2 * luminance("#5c2608")
+
+
+def test_mixing() -> None:
+    assert mix("#000000", "#ffffff", 0.5) == "#808080"
+    assert mix("#123456", "#ffffff", 0.0) == "#123456"

@@ -1,0 +1,136 @@
+"""Files: the suffix says what is drawn; the page fetches nothing, and everything that it needs is installed with us."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import zlib
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from drawn_timelines import EMPTY, timeline, two_devices
+
+from evenpipe.draw import EXTENSIONS, check_file, draw, page
+from evenpipe.draw.encode import Looks, encode, tick
+from evenpipe.draw.figures import Scale
+from evenpipe.draw.page import SCRIPTS
+from evenpipe.draw.panel import Panel
+from evenpipe.errors import InputError
+from evenpipe.schedule import EQUAL_COSTS, Timeline, plan_order, time_order
+
+BEGINNINGS = {".html": "<!DOCTYPE html>", ".json": '{"displayTimeUnit"', ".svg": "<svg "}
+
+
+@pytest.mark.parametrize("suffix", [*EXTENSIONS, ".SVG"])
+def test_the_suffix_says_what_is_drawn(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"step{suffix}"
+    draw({"a": two_devices()}, file, title="A step", memory=True, unit_seconds=1.0)
+    assert file.read_text(encoding="utf-8").startswith(BEGINNINGS[suffix.lower()])
+
+
+@pytest.mark.parametrize("name", ["step.png", "step", ".svg"])
+def test_other_suffixes_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match=r"must end in \.html, \.json or \.svg"):
+        draw(two_devices(), tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no folder"):
+        check_file(tmp_path / "nowhere" / "step.svg")
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "step.svg").mkdir()
+    with pytest.raises(InputError, match="cannot be written"):
+        draw(two_devices(), tmp_path / "step.svg")
+
+
+def test_the_page_admits_its_own_script_and_style_and_no_connection() -> None:
+    text = page(two_devices())
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy is not None
+    (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    for kind, content in (("style", style), ("script", script)):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy[1]
+    assert policy[1].startswith("default-src 'none'")
+    assert re.findall(r"(?:https?:)?//[\w.]+\.\w+", text.replace("//www.w3.org", "")) == []
+
+
+def test_names_are_escaped_everywhere() -> None:
+    name = '</script><script>alert("@@DATA@@ & \\u2028")</script>'
+    text = page({name: timeline("0F0 0 1")}, title=name)
+    assert text.count("<script") == 2
+    assert "&lt;/script&gt;&lt;script&gt;alert(" in text
+    assert json.loads(data(text))["panels"][0]["name"] == name
+
+
+def test_the_same_timeline_gives_the_same_page() -> None:
+    assert page(two_devices()) == page(two_devices())
+
+
+def test_figures_are_there_without_scripts() -> None:
+    text = page({"first": two_devices(), "second": timeline("0F0 0 1, 0B0 4 6")})
+    tables = re.sub(r"<[^>]+>", " ", text[text.index("<section") : text.index('<script type="application/json"')])
+    for words in ("makespan 12 6 From the first start", "bubble 58.3 % 50.0 %", "1 41.7 % 2 KiB 16.7 % 25.0 %"):
+        assert words in " ".join(tables.split())
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_empty_timelines_make_a_page(name: str) -> None:
+    assert page(EMPTY[name]).endswith("</html>\n")
+
+
+def data(text: str) -> str:
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    return found
+
+
+def unpacked(text: str, count: int) -> list[list[int]]:
+    """Columns as decode.js reads them, before differences are summed."""
+    raw = zlib.decompress(base64.b64decode(text))
+    columns = []
+    for start in range(0, len(raw), 4 * count):
+        planes = [raw[start + plane * count : start + (plane + 1) * count] for plane in range(4)]
+        columns.append([int.from_bytes(bytes(four), "little", signed=True) for four in zip(*planes)])
+    return columns
+
+
+def test_events_are_columns_of_integers() -> None:
+    encoded = encode(Panel("", two_devices()), Looks(), Scale())
+    assert encoded["rows"] == [(0, 0, 0), (1, 0, 2), (0, 1, 4), (1, 1, 5)]
+    starts, durations, _, stages, _, slices, causes, resources = unpacked(encoded["columns"], encoded["count"])
+    step = encoded["step"]
+    sums = [sum(starts[: number + 1]) * step for number in range(6)]
+    assert sums == pytest.approx([0, 9, 3, 5, 8, 2])
+    assert [duration * step for duration in durations] == pytest.approx([2, 3, 2, 3, 1, 1])
+    assert stages == [0, 0, 1, 1, 0, 1]
+    assert slices == [0] * 6
+    assert [number - cause if cause else None for number, cause in enumerate(causes)] == [None, 4, 5, 2, 3, 0]
+    assert resources == [1, 3, 3, 2, 3, 3]
+
+
+@pytest.mark.parametrize("length", [1e-9, 0.02, 1.0, 162.0, 3397.2, 1e12])
+def test_ticks_are_decimal_and_fine(length: float) -> None:
+    step = tick(length)
+    assert 2**26 <= length / step < 2**31
+    assert float(f"{step:.0e}") == pytest.approx(step, rel=1e-12)
+
+
+def test_a_page_grows_by_a_few_bytes_per_pass() -> None:
+    sizes = [len(page(vocabulary(microbatches))) for microbatches in (100, 500)]
+    assert (sizes[1] - sizes[0]) / (400 * 8 * 7) < 3
+
+
+def vocabulary(microbatches: int) -> Timeline:
+    return time_order(plan_order("1f1b", 8, microbatches, "vocab-2"), EQUAL_COSTS)
+
+
+def test_every_part_of_the_page_is_used() -> None:
+    parts = {part.name for part in files("evenpipe.draw").joinpath("page").iterdir()}
+    assert parts == {"page.html", "page.css", *SCRIPTS}

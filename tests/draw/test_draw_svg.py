@@ -1,0 +1,113 @@
+"""SVG: well-formed, escaped, the same every time, and what the timeline says."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+import pytest
+from drawn_timelines import EMPTY, timeline, two_devices
+
+from evenpipe.draw import svg
+from evenpipe.draw.kinds import IDLE, LOOKS
+from evenpipe.schedule import EQUAL_COSTS, Kind, plan_order, time_order
+
+SPACE = "{http://www.w3.org/2000/svg}"
+
+
+def boxes(text: str, colour: str) -> list[tuple[float, ...]]:
+    """x, y, width and height of the rectangles of a colour, without samples of the legend."""
+    found = [
+        tuple(float(node.get(name, "0")) for name in ("x", "y", "width", "height"))
+        for node in ET.fromstring(text).iter(f"{SPACE}rect")
+        if node.get("fill") == colour
+    ]
+    return [box for box in found if box[2:] != (13.0, 13.0)]
+
+
+def words(text: str) -> list[str]:
+    return [node.text or "" for node in ET.fromstring(text).iter(f"{SPACE}text")]
+
+
+def test_a_pass_is_a_box_with_its_microbatch() -> None:
+    text = svg(timeline("0F3 0 2, 0B3 6 10"), width=500)
+    (forward,), (backward,) = boxes(text, LOOKS[Kind.F].colour), boxes(text, LOOKS[Kind.B].colour)
+    (idle,) = boxes(text, IDLE)
+    assert forward[2] * 2 == pytest.approx(backward[2], abs=2)
+    assert backward[0] - idle[0] == pytest.approx(0.6 * idle[2], abs=1)
+    assert words(text).count("3") == 2
+    assert "device 0" in words(text)
+
+
+def test_panels_share_one_axis_of_time() -> None:
+    text = svg({"short": timeline("0F0 5 7, 0B0 7 9"), "long": timeline("0F0 0 2, 0B0 6 10")})
+    short, long = boxes(text, IDLE)
+    assert short[0] == long[0]
+    assert short[2] * 2.5 == pytest.approx(long[2], rel=1e-3)
+    assert short[1] < long[1]
+
+
+def test_figures_stand_beside_the_name() -> None:
+    text = svg({"one": timeline("0F0 0 1, 0B0 4 6")}, title="A step", unit_seconds=1e-3)
+    assert "A step" in words(text)
+    assert any("makespan 6 ms" in line and "bubble 50.0 %" in line for line in words(text))
+
+
+def test_names_are_escaped() -> None:
+    text = svg({'<script>"&': timeline("0F0 0 1")}, title="a < b & c")
+    assert "<script>" not in text
+    assert {'<script>"&', "a < b & c"} <= set(words(text))
+
+
+def test_the_same_timeline_gives_the_same_text() -> None:
+    assert svg(two_devices(), memory=True) == svg(two_devices(), memory=True)
+
+
+def test_memory_is_an_area_per_device_with_its_peak() -> None:
+    text = svg(two_devices(), memory=True)
+    areas = [node for node in ET.fromstring(text).iter(f"{SPACE}path") if node.get("fill-opacity")]
+    assert len(areas) == 2
+    assert {"peak", "1 KiB", "2 KiB"} <= set(words(text))
+    assert "fill-opacity" not in svg(two_devices())
+
+
+def test_passes_that_run_as_one_are_drawn_above_each_other() -> None:
+    text = svg(timeline("(0F1;0B0)OVERLAP_F_B 0 4"))
+    (forward,), (backward,) = boxes(text, LOOKS[Kind.F].colour), boxes(text, LOOKS[Kind.B].colour)
+    assert (forward[0], forward[2]) == (backward[0], backward[2])
+    assert forward[1] + forward[3] == backward[1]
+    assert {"0", "1"} <= set(words(text))
+
+
+def test_kinds_without_duration_leave_no_trace() -> None:
+    text = svg(timeline("0F0 0 2, S0 2 2, 0B0 2 5"))
+    assert not any("output layer" in line for line in words(text))
+
+
+def test_size_is_bounded_by_pixels_not_by_passes() -> None:
+    sizes = [
+        len(svg(time_order(plan_order("1f1b", 2, microbatches, "vocab-2"), EQUAL_COSTS), width=600))
+        for microbatches in (1000, 2000)
+    ]
+    assert max(sizes) < 3000 + 2 * 600 * 80  # a rectangle per pixel of each row at most
+    assert sizes[1] < 1.6 * sizes[0]
+
+
+def test_nothing_lies_outside_the_picture() -> None:
+    names = {"a rather long name of a schedule with many options": two_devices(), "b": timeline("0F0 0 30")}
+    root = ET.fromstring(svg(names, width=300, memory=True))
+    width, height = (float(root.get(name, "0")) for name in ("width", "height"))
+    for node in root.iter(f"{SPACE}rect"):
+        x, y, across, down = (float(node.get(name, "0")) for name in ("x", "y", "width", "height"))
+        assert 0 <= x <= x + across <= width
+        assert 0 <= y <= y + down <= height
+
+
+@pytest.mark.parametrize("name", [*EMPTY, "no length", "hundreds of devices"])
+@pytest.mark.parametrize("memory", [False, True])
+def test_odd_sizes_are_drawn(name: str, memory: bool) -> None:
+    odd = {
+        **EMPTY,
+        "no length": timeline("S0 3 3"),
+        "hundreds of devices": timeline(*(f"{device}F0 {device} {device + 1}" for device in range(400))),
+    }
+    assert ET.fromstring(svg(odd[name], memory=memory)).tag == f"{SPACE}svg"

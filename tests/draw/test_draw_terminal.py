@@ -1,0 +1,118 @@
+"""The terminal: letters without colour, blocks with it, and never a line that is too long."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from drawn_timelines import EMPTY, timeline, two_devices
+
+from evenpipe.draw import terminal
+from evenpipe.errors import InputError
+from evenpipe.schedule import EQUAL_COSTS, plan_order, time_order
+
+SEQUENCE = re.compile("\033\\[[0-9;]*m")
+
+
+def step(devices: int, microbatches: int, mode: str = "first-last"):
+    return time_order(plan_order("1f1b", devices, microbatches, mode), EQUAL_COSTS)
+
+
+ROWS = ("0F0 0 4, 0F1 4 8, 0B0 16 24, 0B1 28 36", "1F0 4 8, 1B0 8 16, 1F1 16 20, 1B1 20 28")
+WIDTH = 9 + 36 + 6  # names, a column per unit of time, percentages
+
+
+def test_letters_say_kind_and_microbatch() -> None:
+    assert terminal({"first": timeline(*ROWS)}, width=WIDTH, colour="none") == (
+        "first\n"
+        "makespan 36, span 36, skew 0, bubble 33.3 %\n"
+        "busy 66.7 %, peak 2 in flight\n"
+        "device 0 F0--F1--........B0------....B1------  67 %\n"
+        "device 1 ....F0--B0------F1--B1------........  67 %\n"
+        "         0                   20\n"
+        "F forward  B backward\n"
+    )
+
+
+def test_memory_has_a_line_per_device() -> None:
+    lines = terminal(timeline(*ROWS), width=WIDTH, colour="none", memory=True).splitlines()
+    assert lines[3].split() == ["=" * 4 + "#" * 20 + "=" * 12, "2"]
+    assert lines[5].split() == ["=" * 24, "1"]
+    assert lines[5].index("=") == 9 + 4
+
+
+@pytest.mark.parametrize("colour", ["none", "256", "truecolor"])
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize(("devices", "microbatches"), [(1, 1), (4, 8), (32, 64)])
+def test_no_line_is_longer_than_the_terminal(devices: int, microbatches: int, width: int, colour: str) -> None:
+    timelines = {"a": step(devices, microbatches), "b": step(devices, microbatches, "vocab-2")}
+    text = terminal(timelines, width=width, colour=colour, memory=True)
+    assert text.endswith("\n")
+    lines = SEQUENCE.sub("", text).splitlines()
+    assert max(map(len, lines)) <= max(width, 40)
+    assert sum(line.startswith("device ") for line in lines) == 2 * devices
+
+
+@pytest.mark.parametrize("colour", ["256", "truecolor"])
+def test_every_line_in_colour_ends_without_one(colour: str) -> None:
+    for line in terminal(step(4, 8, "vocab-2"), width=80, colour=colour).splitlines():
+        assert not SEQUENCE.findall(line) or SEQUENCE.findall(line)[-1] == "\033[0m"
+
+
+def test_microbatches_stand_in_wide_blocks() -> None:
+    text = terminal(timeline("0F10 0 10, 0B10 10 30"), width=60, colour="truecolor")
+    row = next(line for line in SEQUENCE.sub("", text).splitlines() if line.startswith("device"))
+    assert row.split() == ["device", "0", "10", "10", "100", "%"]
+
+
+def test_passes_that_run_as_one_have_both_colours() -> None:
+    text = terminal(timeline("(0F1;0B0)OVERLAP_F_B 0 4"), width=60, colour="truecolor")
+    assert "38;2;62;112;212;48;2;84;173;139m▀" in text
+    assert "& forward and backward as one" in terminal(timeline("(0F1;0B0)OVERLAP_F_B 0 4"), width=60, colour="none")
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_terminal", "sequences"),
+    [
+        ({"TERM": "xterm-256color"}, True, "38;5;"),
+        ({"TERM": "xterm", "COLORTERM": "truecolor"}, True, "38;2;"),
+        ({"TERM": "xterm", "COLORTERM": "truecolor", "NO_COLOR": "1"}, True, ""),
+        ({"TERM": "dumb"}, True, ""),
+        ({"TERM": "xterm", "COLORTERM": "truecolor"}, False, ""),
+    ],
+)
+def test_colour_follows_the_output(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], is_terminal: bool, sequences: str
+) -> None:
+    for name in ("NO_COLOR", "COLORTERM", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    class Output:
+        encoding = "utf-8"
+
+        def isatty(self) -> bool:
+            return is_terminal
+
+    monkeypatch.setattr("sys.stdout", Output())
+    text = terminal(two_devices(), width=80)
+    assert (sequences in text) if sequences else "\033" not in text
+
+
+def test_the_width_is_that_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "123")
+    row = next(line for line in terminal(two_devices(), colour="none").splitlines() if line.startswith("device"))
+    assert len(row) == 123
+
+
+def test_an_unknown_depth_of_colour_is_refused() -> None:
+    with pytest.raises(InputError, match="colour must be one of none, 256, truecolor, not 'red'"):
+        terminal(two_devices(), colour="red")
+
+
+@pytest.mark.parametrize("name", [*EMPTY, "no length"])
+@pytest.mark.parametrize("colour", ["none", "truecolor"])
+def test_empty_timelines_are_drawn(name: str, colour: str) -> None:
+    odd = {**EMPTY, "no length": timeline("S0 3 3")}
+    assert terminal(odd[name], width=80, colour=colour, memory=True)

@@ -1,0 +1,106 @@
+"""The trace for Perfetto: the structure of the Trace Event format, and what stands in it."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from drawn_timelines import EMPTY, timeline, two_devices
+
+from evenpipe.draw import trace
+from evenpipe.schedule import EQUAL_COSTS, Event, Pass, Timeline, plan_order, time_order
+
+# phase -> the fields that an event of it must have
+FIELDS = {
+    "M": {"name", "pid", "args"},
+    "X": {"name", "cat", "pid", "tid", "ts", "dur"},
+    "C": {"name", "pid", "ts", "args"},
+    "s": {"name", "cat", "id", "pid", "tid", "ts"},
+    "f": {"name", "cat", "id", "pid", "tid", "ts", "bp"},
+}
+
+
+def events(timelines: Any, **options: Any) -> list[dict[str, Any]]:
+    return json.loads(trace(timelines, **options))["traceEvents"]
+
+
+def of_phase(found: list[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
+    return [event for event in found if event["ph"] == phase]
+
+
+@pytest.mark.parametrize(
+    "timelines",
+    [
+        two_devices(),
+        {"a": two_devices(), "b": time_order(plan_order("1f1b", 3, 4, "vocab-2"), EQUAL_COSTS)},
+        *EMPTY.values(),
+    ],
+)
+def test_every_event_has_the_fields_of_its_phase(timelines: Any) -> None:
+    found = events(timelines)
+    for event in found:
+        assert set(event) >= FIELDS[event["ph"]], event
+        assert event.get("ts", 0) >= 0
+        assert event.get("dur", 0) >= 0
+    times = [event["ts"] for event in found if event["ph"] != "M"]
+    assert times == sorted(times)
+    named = {(event["pid"], event["tid"]) for event in found if event["name"] == "thread_name"}
+    assert {(event["pid"], event["tid"]) for event in of_phase(found, "X")} <= named
+
+
+def test_slices_of_a_thread_do_not_overlap() -> None:
+    """Perfetto drops slices that begin before the one before them has ended and do not lie within it."""
+    moving = [Event(0, Pass.parse(f"0O{k}"), 1.0 * k, 1.0 * k + 2.5) for k in range(5)]
+    found = of_phase(events(Timeline(timeline("0F0 0 1").events, beside=(tuple(moving),))), "X")
+    rows: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for event in found:
+        rows.setdefault((event["pid"], event["tid"]), []).append(event)
+    assert len(rows) == 4  # compute, and three threads of copies
+    for row in rows.values():
+        assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(row))
+
+
+def test_a_device_is_a_process_with_its_threads() -> None:
+    found = events({"run": two_devices()})
+    names = {event["pid"]: event["args"]["name"] for event in found if event["name"] == "process_name"}
+    assert names == {0: "run: device 0", 1: "run: device 1"}
+    threads = [event["args"]["name"] for event in found if event["name"] == "thread_name"]
+    assert threads == ["compute", "communication"] * 2
+
+
+def test_several_timelines_are_processes_below_each_other() -> None:
+    found = events({"a": two_devices(), "b": two_devices()})
+    assert [event["pid"] for event in found if event["name"] == "process_name"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("unit", "microseconds"), [(None, 1e3), (1.0, 1e6), (1e-6, 1.0)])
+def test_times_are_microseconds_from_the_first_event(unit: float | None, microseconds: float) -> None:
+    (slice_,) = of_phase(events(timeline("0F0 5 7"), unit_seconds=unit), "X")
+    assert (slice_["ts"], slice_["dur"]) == (0.0, 2 * microseconds)
+
+
+def test_arguments_say_what_was_waited_for() -> None:
+    arguments = {event["name"]: event["args"] for event in of_phase(events(two_devices()), "X")}
+    assert arguments["1F0"] == {"stage": 1, "microbatch": 0, "waited for": "transfer: 1RECV_F0 on device 1"}
+    assert arguments["0F0"]["waited for"] == "start"
+
+
+def test_arrows_lead_to_the_pass_that_takes_the_result() -> None:
+    found = events(timeline("0F0 0 2, 0B0 9 12", "1F0 3 5, 1B0 5 8"), unit_seconds=1e-6)
+    ends = {event["id"]: event for event in of_phase(found, "f")}
+    arrows = [
+        (event["pid"], event["ts"], ends[event["id"]]["pid"], ends[event["id"]]["ts"]) for event in of_phase(found, "s")
+    ]
+    assert arrows == [(0, 1.0, 1, 3.0), (1, 6.5, 0, 9.0)]  # from the middle of a slice to the start of another
+
+
+def test_memory_is_a_counter() -> None:
+    counters = of_phase(events(two_devices(), unit_seconds=1e-6), "C")
+    assert [(event["pid"], event["ts"], event["args"]) for event in counters if event["pid"] == 1] == [
+        (1, 3.0, {"bytes": 2048.0}),
+        (1, 8.0, {"bytes": 0.0}),
+    ]
+    (first, *_) = of_phase(events(timeline("0F0 0 1, 0B0 1 2")), "C")
+    assert first["args"] == {"stage activations": 1.0}
