@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from evenpipe.cli.main import main
+from evenpipe.runtime.layout import runnable_order
 from evenpipe.schedule import EQUAL_COSTS, SCHEDULES, Costs, generate, plan_order, plan_program, time_order
 from evenpipe.schedule.registry import describe, needs
 
@@ -232,6 +233,8 @@ FAULTY = [
     ),
     ("order.csv", ("--memory-limit", "1"), ["limit of 1"]),
     ("program.csv", ("--memory-limit", "2,1"), ["limit of 1"]),
+    ("order.csv", ("--bytes-limit", "6,2", "--costs", "costs.json"), ["limit of 2"]),
+    ("faulty.csv", ("--costs", "plain.toml"), ["0B1 stands at position 3 already"]),
 ]
 
 
@@ -251,6 +254,7 @@ def test_every_fault_is_listed(file, arguments, words, capsys):
 def test_check_with_costs(capsys):
     assert as_json(capsys, "check", "order.csv", "--costs", "costs.json")["peak_bytes"] == [6, 3]
     assert as_json(capsys, "check", "order.csv", "--memory-limit", "2,1", "--costs", str(COSTS))["sound"]
+    assert as_json(capsys, "check", "order.csv", "--bytes-limit", "6,3", "--costs", "costs.json")["sound"]
 
 
 # --- search --------------------------------------------------------------------------------------------------
@@ -267,6 +271,16 @@ def test_search_writes_what_check_accepts(capsys):
     text = printed(capsys, *arguments)
     assert "no order is shorter" in text
     assert "zb-h1" in text
+
+
+@pytest.mark.parametrize("mode", ["first-last", "vocab-1", "vocab-2"])
+def test_what_search_writes_can_be_trained(mode, capsys):
+    pytest.importorskip("ortools")
+    arguments = ["--devices", "2", "--microbatches", "2", "--placement", "v", "--vocabulary", mode]
+    printed(capsys, "search", *arguments, "--seconds", "2", "-o", "best.csv")
+    order, program = plan_program("best.csv", 2, 2, mode)
+    assert order.placement.stage_device == (0, 1, 1, 0)
+    assert runnable_order("best.csv", 2, 2) == order == program.order
 
 
 def test_search_says_when_nothing_fits(capsys):
@@ -329,6 +343,8 @@ WRONG = [
     (["check", "latin.csv"], ["latin.csv is not UTF-8 at byte 4"]),
     (["check", "nowhere.csv"], ["nowhere.csv cannot be read"]),
     (["check", "order.csv", "--memory-limit", "1,2,3"], ["memory_limit has 3 numbers for 2 devices"]),
+    (["check", "order.csv", "--bytes-limit", "5"], ["bytes"]),
+    (["check", "order.csv", "--bytes-limit", "5", "--costs", "plain.toml"], ["bytes"]),
     (["check", "vocabulary.csv", "--costs", "plain.toml"], ["is missing, but the order has"]),
     ([*SEARCH, "--placement", "round"], ["placement is 'round'", "linear, looped, v"]),
     ([*SEARCH, "--placement", "0,2"], ["stage 1 is placed on device 2"]),

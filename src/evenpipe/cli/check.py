@@ -15,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_costs(parser, "in which every pass must have a time; their bytes give the peak in bytes")
     add_memory_limit(parser, "stage activations that a device may hold: one number, or one per device")
+    parser.add_argument("--bytes-limit", metavar="N[,N...]", help="the same in bytes, as the costs count them")
     add_json(parser)
     parser.epilog = (
         "Sound is what runs every pass exactly once on its device, behind what it needs, to the end of every row,\n"
@@ -30,6 +31,11 @@ def run(arguments: argparse.Namespace) -> int:
     from evenpipe.schedule.files import read_costs
 
     costs = None if arguments.costs is None else read_costs(arguments.costs)
-    report = check_file(arguments.file, costs, numbers("memory-limit", arguments.memory_limit))
+    report = check_file(
+        arguments.file,
+        costs,
+        memory_limit=numbers("memory-limit", arguments.memory_limit),
+        bytes_limit=numbers("bytes-limit", arguments.bytes_limit),
+    )
     print(json.dumps(report.to_dict()) if arguments.json else report.text(), flush=True)
     return 0 if report.sound else 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from .costs import Costs, PassTimes
 from .faults import Fault
 from .files import read_schedule
 from .order import Order
+from .passes import Pass, parts_of
 from .program import Program
 from .timeline import peak_activations
 
@@ -68,15 +69,19 @@ class FileReport:
 
 
 def check_file(
-    path: str | Path, costs: Costs | None = None, memory_limit: float | Sequence[float] | None = None
+    path: str | Path,
+    costs: Costs | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    bytes_limit: float | Sequence[float] | None = None,
 ) -> FileReport:
     """Every fault of the order or program in a CSV file.
 
-    memory_limit: stage activations that each device may hold. Raises InputError when the file holds no schedule, and
-    when `costs` lack a kind that it has, or have lists of another length.
+    memory_limit: stage activations that each device may hold. bytes_limit: bytes, as `costs` count them. Raises
+    InputError when the file holds no schedule, when `costs` have lists of another length or lack a kind that a sound
+    schedule has, and for a limit in bytes without costs that have bytes.
     """
     schedule = read_schedule(path)
-    limits = Limits(activations=memory_limit)
+    limits = Limits(activations=memory_limit, bytes=bytes_limit, costs=costs)
     if isinstance(schedule, Program):
         order, report = schedule.order, check_program(schedule, limits)
     else:
@@ -84,10 +89,17 @@ def check_file(
     peak_bytes = None
     if costs is not None:
         times, sizes = PassTimes(costs, order.placement), costs.stage_bytes(order.placement)
-        for device in range(order.devices):
-            for item in order.passes(device):
-                if item.stage is None or item.stage < order.placement.stages:
+        if report.ok:
+            for device in range(order.devices):
+                for item in order.passes(device):
                     times.of(item, device)
-        if sizes is not None and report.ok:
-            peak_bytes = tuple(peak_activations(order.passes(device), sizes) for device in range(order.devices))
+        if sizes is not None:
+            peak_bytes = tuple(peak_activations(_known(order, device), sizes) for device in range(order.devices))
     return FileReport(schedule, report.faults, report.in_flight, peak_bytes)
+
+
+def _known(order: Order, device: int) -> Iterator[Pass]:
+    """The passes of a device that are of stages which exist."""
+    for item in order.passes(device):
+        if all(part.stage is None or part.stage < order.placement.stages for part in parts_of(item)):
+            yield item
