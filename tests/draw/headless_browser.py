@@ -23,8 +23,16 @@ TIMEOUT_SECONDS = 60.0
 
 
 def find_browser() -> str | None:
-    """Path of a Chromium, or None."""
-    return next((path for path in map(shutil.which, NAMES) if path), None)
+    """Path of a Chromium that starts, or None. Some systems have such a name that only says where to get one."""
+    return next((path for path in map(shutil.which, NAMES) if path and _starts(path)), None)
+
+
+def _starts(program: str) -> bool:
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, timeout=TIMEOUT_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
 
 
 class Browser:
