@@ -77,6 +77,6 @@ def _nearest_of_256(red: int, green: int, blue: int) -> int:
     def distance(entry: tuple[int, tuple[int, ...]]) -> float:
         differences = [a - b for a, b in zip((red, green, blue), entry[1], strict=True)]
         lighter = sum(differences) / 3
-        return sum((difference - lighter) ** 2 for difference in differences) + 0.6 * lighter**2
+        return sum((difference - lighter) ** 2 for difference in differences) + 1.2 * lighter**2
 
     return min((*_CUBE, *_GREYS), key=distance)[0]

@@ -165,7 +165,7 @@ class _Page:
     def _number(self, text: str, colour: str, box: _Box) -> None:
         """`text` in the middle of `box`, if it can be read there."""
         size = min(11.0, box.height - 2, 11 * (box.width - 1) / _text_width(text, 11))
-        if size >= 6.5:
+        if size >= 8:
             x, y = box.x + box.width / 2, box.y + box.height / 2 + size * 0.36
             self._text(x, y, text, size, fill=ink_on(colour), anchor="middle")
 
