@@ -109,14 +109,21 @@ def test_the_help_of_train_lists_every_field(capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["train", "--help"], ["--version"], ["train", "missing.toml"]], ids=str
+    "arguments",
+    [
+        *(["--help"], ["train", "--help"], ["--version"], ["train", "missing.toml"]),
+        *(["simulate", "--help"], ["search", "--help"], ["check", "missing.csv"]),
+        *([name, "--schedule", "1f1b", "--devices", "2", "--microbatches", "2"] for name in ("simulate", "draw")),
+    ],
+    ids=str,
 )
 def test_nothing_heavy_is_imported_before_it_is_needed(arguments):
     code = f"""
 import sys
 from evenpipe.cli.main import main
 main({arguments})
-heavy = {{"torch", "transformers", "datasets", "tokenizers", "numpy", "tensorboard", "tqdm"}} & set(sys.modules)
+heavy = {{"torch", "transformers", "datasets", "tokenizers", "numpy", "tensorboard", "tqdm", "ortools"}}
+heavy &= set(sys.modules)
 sys.exit(f"imported: {{heavy}}" if heavy else 0)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

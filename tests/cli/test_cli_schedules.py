@@ -47,6 +47,9 @@ def folder(tmp_path, monkeypatch):
         "broken.toml": "F = = 1\n",
         "broken.json": '{"F": 1',
         "list.json": "[1, 2]",
+        "deep.json": "[" * 100_000,
+        "nan.json": '{"F": NaN, "B": 1}',
+        "deep.toml": "F = " + "[" * 100_000,
         "costs.json": '{"F": 1, "I": 1, "W": 1, "bytes": 3}',
     }
     for name, text in files.items():
@@ -329,6 +332,10 @@ WRONG = [
     ([*SIMULATE, "--costs", "broken.toml"], ["broken.toml is not TOML", "line 1"]),
     ([*SIMULATE, "--costs", "broken.json"], ["broken.json is not JSON"]),
     ([*SIMULATE, "--costs", "list.json"], ["list.json", "must be a table"]),
+    ([*SIMULATE, "--costs", "nan.json"], ["F must be a finite number"]),
+    ([*SIMULATE, "--costs", "deep.json"], ["deep.json is not JSON"]),
+    ([*SIMULATE, "--costs", "deep.toml"], ["deep.toml is not TOML"]),
+    ([*SIMULATE, "--costs", "."], [". cannot be read: Is a directory"]),
     ([*SIMULATE, "--vocabulary", "vocab-2", "--costs", "plain.toml"], ["costs: ", " is missing, but the order has "]),
     (["simulate", "--schedule", "zb-h1", *SIZE, "--costs", "plain.toml"], ["is missing, but the order has"]),
     (
@@ -337,6 +344,7 @@ WRONG = [
     ),
     (["draw", "--schedule", "1f1b", *SIZE, "-o", "step.png"], ["step.png", ".html", ".svg", ".json"]),
     (["draw", "--schedule", "1f1b", *SIZE, "-o", "nowhere/step.svg"], ["nowhere"]),
+    (["draw", "--schedule", "1f1b", *SIZE, "--unit-seconds", "0"], ["unit"]),
     (["check", "typing.csv"], ["typing.csv: row 2, column 3: '1Q1' is not a pass"]),
     (["check", "empty.csv"], ["empty.csv: the file is empty"]),
     (["check", "gap.csv"], ["gap.csv: stage 1 appears in no row"]),

@@ -64,6 +64,14 @@ def test_gpipe_too() -> None:
     check(3, cases, FP64, tolerance=1e-10, weight_tolerance=1e-8)
 
 
+def test_named_schedules_with_several_stages_per_device() -> None:
+    names = ("interleaved", "looped-bfs")
+    cases = [
+        Case(microbatches, mode, 97, True, schedule=name) for microbatches in (3, 4) for mode in MODES for name in names
+    ]
+    check(2, cases, FP64, tolerance=1e-10, weight_tolerance=1e-8)
+
+
 def in_fp32(cases: list[Case]) -> list[str]:
     """fp32 in every layout against transformers in one process: gradients to 1e-5, and the weights after three steps.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 from evenpipe.cli.schedule_arguments import COSTS, add_cases, cases, schedules_help
+from evenpipe.errors import InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the file and say so, or print the picture."""
     from evenpipe.draw import check_file, draw, terminal
 
+    unit = arguments.unit_seconds
+    if unit is not None and not 0 < unit < math.inf:
+        raise InputError(f"--unit-seconds is {unit:g}, expected a number above 0")
     if arguments.output is not None:
         check_file(arguments.output)
     planned = cases(arguments)
@@ -38,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     timelines = dict(zip(labels(planned), (case.simulation.timeline for case in planned), strict=True))
     if arguments.output is None:
-        print(terminal(timelines, memory=arguments.memory, unit_seconds=arguments.unit_seconds), end="", flush=True)
+        print(terminal(timelines, memory=arguments.memory, unit_seconds=unit), end="", flush=True)
         return 0
     size = planned[0].schedule
     draw(
@@ -46,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.output,
         title=f"{size.devices} devices, {size.microbatches} microbatches",
         memory=arguments.memory,
-        unit_seconds=arguments.unit_seconds,
+        unit_seconds=unit,
     )
     print(f"wrote {arguments.output}", flush=True)
     return 0

@@ -52,12 +52,12 @@ def read_costs(path: str | Path) -> Costs:
     if str(path).endswith(".json"):
         try:
             values = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path} is not JSON: {error}") from None
     else:
         try:
             values = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise InputError(f"{path} is not TOML: {error}") from None
     try:
         return Costs.from_dict(values)
