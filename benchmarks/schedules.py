@@ -1,7 +1,7 @@
-"""How long schedules take to be made, at sizes from thousands of passes to millions: is it linear, and what is the peak?
+"""How long schedules take to be made, from thousands of passes to millions: is it linear, and how much memory?
 
-    python benchmarks/schedules.py            the ladder and the two largest sizes; writes benchmarks/results/schedules.json
-    python benchmarks/schedules.py --quick    a short ladder; writes nothing
+    python benchmarks/schedules.py            every size; writes benchmarks/results/schedules.json
+    python benchmarks/schedules.py --quick    a few small ones; writes nothing
 
 Each size runs in a process of its own, so that its peak memory is its own. Times are CPU seconds of one thread.
 """
@@ -76,10 +76,8 @@ def measure(size: Size) -> dict[str, Any]:
         "wall_seconds": round(time.perf_counter() - began, 2),
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
-    del program
     lowering = timed("time", lambda: Lowering(order))
     timed("row", lambda: lowering.row(devices // 2))
-    del lowering
     if result["passes"] < 10**6:
         timed("simulate", lambda: simulate(order, EQUAL_COSTS))
     result["seconds"] = seconds

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 
-from evenpipe.schedule import Costs, Item, Kind, Order, Pass, Placement, Program, Transfer, TransferKind
+from evenpipe.schedule import Costs, Item, Kind, Order, Pass, Placement, Program, Transfer, TransferKind, parts_of
 
 Placed = tuple[int, Pass]  # device, pass
 
 
 def needs(order: Order) -> dict[Placed, list[Placed]]:
-    """For each pass of a sound order, the passes (of any device) that must have ended before it starts."""
+    """For each pass of a sound order, the passes (of any device) that must have ended before it starts.
+
+    Passes that run as one are taken apart.
+    """
     place, last, barriers = order.placement, order.placement.stages - 1, order.barriers
-    everything = {(device, item) for device in range(order.devices) for item in order.passes(device)}
+    everything = {
+        (device, part) for device in range(order.devices) for item in order.passes(device) for part in parts_of(item)
+    }
 
     def at(kind: Kind, stage: int, i: int | None) -> Placed:
         return place.device_of(stage), Pass(kind, stage, i)
@@ -93,8 +99,110 @@ def same_transfer(item: Transfer, device: int) -> tuple[str, int, int, int]:
     return kind, stage, item.microbatch, item.slice
 
 
+def order_is_sound(order: Order) -> bool:
+    """Whether every pass is there once, on its device, and all devices reach the ends of their rows.
+
+    Of the passes that are not in every order, R, O and L, it knows nothing.
+    """
+    place, last = order.placement, order.placement.stages - 1
+    combining = [] if order.barriers == 2 and not order.forward_only else [Kind.C]
+    shard = [Kind.E, Kind.S, *combining, *([] if order.forward_only else [Kind.T, Kind.G])] if order.barriers else []
+    placed = Counter(
+        (device, part) for device in range(order.devices) for item in order.passes(device) for part in parts_of(item)
+    )
+    for device in range(order.devices):
+        for i in range(order.microbatches):
+            for kind in shard:
+                placed[device, Pass(kind, None, i)] -= 1
+    for stage in range(last + 1):
+        for i in range(order.microbatches):
+            device = place.device_of(stage)
+            split = placed[device, Pass(Kind.B, stage, i)] == 0
+            backward = [] if order.forward_only else [Kind.I, Kind.W] if split else [Kind.B]
+            for kind in (Kind.F, *backward):
+                placed[device, Pass(kind, stage, i)] -= 1
+    if any(placed.values()):
+        return False
+    direct, done = needs(order), set()
+    rows = [list(order.passes(device)) for device in range(order.devices)]
+    moving = True
+    while moving:
+        moving = False
+        for device, row in enumerate(rows):
+            while row:
+                own = {(device, part) for part in parts_of(row[0])}
+                if not all(need in done or need in own for part in own for need in direct[part]):
+                    break
+                done |= own
+                row.pop(0)
+                moving = True
+    return not any(rows)
+
+
+def program_is_sound(program: Program, sound: Program) -> bool:
+    """Whether `program` is right, given one that is, for an order of the same placement, microbatches and barriers."""
+
+    def issued(of: Program) -> Counter[tuple[int, Transfer]]:
+        return Counter(
+            (device, item) for device, row in enumerate(of.rows) for item in row if isinstance(item, Transfer)
+        )
+
+    def sequence(device: int, communicator: str) -> list[tuple[str, int, int, int]]:
+        row = [item for item in program.rows[device] if isinstance(item, Transfer)]
+        return [same_transfer(item, device) for item in row if item.communicator == communicator]
+
+    return (
+        order_is_sound(program.order)
+        and issued(program) == issued(sound)
+        and all(
+            in_time(program, device, item)
+            for device, row in enumerate(program.rows)
+            for item in row
+            if isinstance(item, Transfer)
+        )
+        and all(
+            sequence(device, name) == sequence(members[0], name)
+            for name, members in program.communicators.items()
+            for device in members
+        )
+        and completes(program, lambda transfer: transfer.communicator)
+        and completes(program, lambda transfer: "")
+    )
+
+
+def in_time(program: Program, device: int, item: Transfer) -> bool:
+    """Whether `item` stands behind the passes of its device that make its data, before those that use it."""
+    places = {
+        str(part): position
+        for position, other in enumerate(program.rows[device])
+        for part in (() if other is None else (other,) if isinstance(other, Transfer) else parts_of(other))
+    }
+    here, i = places[str(item)], item.microbatch
+    last = program.placement.stages - 1
+    combining = "T" if program.barriers == 2 and not program.forward_only else "C"
+    before, behind = {
+        "SEND_F": ([f"{item.stage}F{i}"], []),
+        "RECV_F": ([], [f"{item.stage}F{i}"]),
+        "SEND_B": ([f"{item.stage}{letter}{i}" for letter in "BI"], []),
+        "RECV_B": ([], [f"{item.stage}{letter}{i}" for letter in "BI"]),
+        "ROWS": ([f"E{i}"], [f"0F{i}"]),
+        "X": ([f"{last}F{i}"], [f"S{i}"] if device != program.placement.last_device else []),
+        "STATISTICS": ([f"S{i}"], [f"{combining}{i}"]),
+        "DX": ([f"{combining}{i}"], [f"{last}{letter}{i}" for letter in "BI"]),
+        "ROW_GRADIENTS": (
+            [f"0{letter}{i}" for letter in "BI"],
+            [f"G{i}"] if device != program.placement.first_device else [],
+        ),
+    }[item.kind.value]
+    return all(places[name] < here for name in before if name in places) and all(
+        places[name] > here for name in behind if name in places
+    )
+
+
 def waits(program: Program, device: int, item: Pass) -> set[tuple[str, int, int, int]]:
     """The transfers of `program` that `item` of `device` waits for, by `same_transfer`."""
+    if item.parts:
+        return set().union(*(waits(program, device, part) for part in item.parts))
     stage, i = item.stage, item.microbatch
     last, place = program.placement.stages - 1, program.placement
     found = set()

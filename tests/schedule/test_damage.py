@@ -6,7 +6,7 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_oracle import ancestors, completes, edited, random_costs, random_order, same_transfer
+from schedule_oracle import ancestors, completes, edited, in_time, random_costs, random_order, same_transfer
 
 from evenpipe.schedule import (
     Item,
@@ -197,31 +197,6 @@ def test_a_moved_transfer_is_found_if_and_only_if_it_does_harm(**case: object) -
         and issued(moved, device, item.communicator) == issued(program, device, item.communicator)
     )
     assert check_program(moved).ok == harmless
-
-
-def in_time(program: Program, device: int, item: Transfer) -> bool:
-    """Whether `item` stands behind the passes of its device that make its data, before those that use it."""
-    names = [str(other) for other in program.rows[device]]
-    here, i = names.index(str(item)), item.microbatch
-    last = program.placement.stages - 1
-    combining = "T" if program.barriers == 2 and not program.forward_only else "C"
-    before, behind = {
-        "SEND_F": ([f"{item.stage}F{i}"], []),
-        "RECV_F": ([], [f"{item.stage}F{i}"]),
-        "SEND_B": ([f"{item.stage}{letter}{i}" for letter in "BI"], []),
-        "RECV_B": ([], [f"{item.stage}{letter}{i}" for letter in "BI"]),
-        "ROWS": ([f"E{i}"], [f"0F{i}"]),
-        "X": ([f"{last}F{i}"], [f"S{i}"] if device != program.placement.last_device else []),
-        "STATISTICS": ([f"S{i}"], [f"{combining}{i}"]),
-        "DX": ([f"{combining}{i}"], [f"{last}{letter}{i}" for letter in "BI"]),
-        "ROW_GRADIENTS": (
-            [f"0{letter}{i}" for letter in "BI"],
-            [f"G{i}"] if device != program.placement.first_device else [],
-        ),
-    }[item.kind.value]
-    return all(names.index(name) < here for name in before if name in names) and all(
-        names.index(name) > here for name in behind if name in names
-    )
 
 
 def issued(program: Program, device: int, communicator: str) -> list[tuple[str, int, int, int]]:

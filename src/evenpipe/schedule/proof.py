@@ -92,11 +92,7 @@ def _in_place(places: Places, vocabulary: set[tuple[Kind, None]], stages: Sequen
             if _presence(places.at.get((Kind.O, stage))) != _presence(places.at.get((Kind.L, stage))):
                 return False
     there = {key for key, numbers in places.at.items() if numbers and isinstance(key[0], Kind)}
-    return (
-        not places.odd
-        and wanted <= there <= wanted | optional
-        and all(places.complete(kind, stage) for kind, stage in wanted)
-    )
+    return not places.odd and there <= wanted | optional and all(places.complete(kind, stage) for kind, stage in wanted)
 
 
 def _presence(numbers: Numbers | None) -> list[bool]:
