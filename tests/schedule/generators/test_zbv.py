@@ -5,8 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from evenpipe.schedule import EQUAL_COSTS, Costs, Order, Pass, Placement, time_order
+from evenpipe.schedule import EQUAL_COSTS, Costs, Order, Pass, Placement, check_order, time_order
 from evenpipe.schedule.generators import zbv
 
 
@@ -27,6 +29,37 @@ def test_the_order_by_hand_with_unequal_passes(devices, times, bubble):
     for microbatches in (2 * devices, 4 * devices):
         timeline = time_order(zbv(devices, microbatches), Costs(F=forward, I=inputs, W=weights))
         assert timeline.bubble == bubble
+
+
+@pytest.mark.parametrize("microbatches_per_device", [2, 4])
+@pytest.mark.parametrize(
+    ("devices", "times", "bubble"),
+    [
+        (4, (3, 4, 2), 10),
+        (8, (3, 4, 2), 26),
+        (4, (10.4, 10.2, 7.7), 11.0),
+        (8, (10.4, 10.2, 7.7), 33.0),  # the authors' heuristic: 35
+    ],
+)
+def test_planned_by_costs(devices, times, bubble, microbatches_per_device):
+    forward, inputs, weights = times
+    costs = Costs(F=forward, I=inputs, W=weights)
+    order = zbv(devices, microbatches_per_device * devices, costs=costs)
+    timeline = time_order(order, costs)
+    assert timeline.bubble == pytest.approx(bubble)
+    assert max(timeline.peak_in_flight) <= 2 * devices
+
+
+@settings(max_examples=25)
+@given(devices=st.integers(1, 4), microbatches=st.integers(1, 12), numbers=st.randoms(use_true_random=False))
+def test_costs_per_stage_never_make_it_longer_than_by_hand(devices, microbatches, numbers):
+    times = {kind: [numbers.uniform(0.2, 2) for _ in range(2 * devices)] for kind in "FIW"}
+    costs = Costs(**times, p2p=numbers.choice([0, 0.3]))
+    planned = zbv(devices, microbatches, costs=costs)
+    report = check_order(planned)
+    assert report.ok, str(report)
+    assert max(report.in_flight) <= 2 * devices
+    assert time_order(planned, costs).span <= time_order(zbv(devices, microbatches), costs).span * (1 + 1e-9)
 
 
 def test_as_many_microbatches_as_devices():

@@ -8,6 +8,7 @@ from .grouped import gis, gis_h
 from .interleaved import interleaved
 from .looped_bfs import looped_bfs
 from .one_f_one_b import one_f_one_b
+from .v_budget import v_budget
 from .v_shape_fixed import v_half, v_min
 from .zbv import zbv
 from .zero_bubble import zb_h1, zb_h2
@@ -21,6 +22,7 @@ __all__ = [
     "interleaved",
     "looped_bfs",
     "one_f_one_b",
+    "v_budget",
     "v_half",
     "v_min",
     "zb_auto",

@@ -87,8 +87,8 @@ class StepTimes:
         return cls(tuple(steps), costs.transfer_time(TransferKind.SEND_F))
 
 
-def span_and_makespan(rows: Rows, times: StepTimes) -> tuple[float, float]:
-    """Longest first-to-last time of a device, and time of the whole, when every move is made as early as possible."""
+def spans_and_makespan(rows: Rows, times: StepTimes) -> tuple[list[float], float]:
+    """First-to-last time of each device, and time of the whole, when every move is made as early as possible."""
     devices = len(rows)
     chain, steps, hop = 4 * devices, times.steps, times.hop
     there = [device_of_step(devices, step) for step in range(6 * devices)]
@@ -118,4 +118,4 @@ def span_and_makespan(rows: Rows, times: StepTimes) -> tuple[float, float]:
                     waking.append(there[step + 1])
         clock[device], position[device] = now, at
     assert all(at == len(row) for at, row in zip(position, rows, strict=True)), "the rows wait for each other"
-    return max(end - (start or 0.0) for start, end in zip(first, clock, strict=True)), max(clock)
+    return [end - (start or 0.0) for start, end in zip(first, clock, strict=True)], max(clock)

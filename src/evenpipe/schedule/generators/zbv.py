@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from evenpipe.schedule.costs import Costs
 from evenpipe.schedule.order import Order
 
-from .v_shape import Move, chain_steps, v_order
+from .v_budget import blocks_within
+from .v_shape import Move, Rows, StepTimes, chain_steps, v_order
+from .v_shape_choice import Base, shortest
 
 
-def zbv(devices: int, microbatches: int) -> Order:
-    """ZB-V, the handcrafted order.
+def zbv(devices: int, microbatches: int, *, costs: Costs | None = None) -> Order:
+    """ZB-V: no bubble with equal passes, and the activations of 1F1B on every device (arXiv 2401.10241, section 6).
 
-    Any devices >= 1 and microbatches >= 1. With equal passes F = I = W = 1 and microbatches >= 2 * devices - 1 the
-    bubble is 0 and every device stores 2 * devices stage activations. Fewer microbatches leave a bubble.
+    Any devices >= 1 and microbatches >= 1. Without `costs`, the order that the authors give: with equal passes F = I =
+    W = 1 and microbatches >= 2 * devices - 1 the bubble is 0 and every device stores 2 * devices stage activations;
+    fewer microbatches leave a bubble. With `costs` (per stage, and with hops between devices) the shortest found of
+    that order, of building blocks that store no more, and of both laid out anew for these times.
     """
-    return v_order(devices, microbatches, [by_hand(devices, device, microbatches) for device in range(devices)])
+    by_authors = ByHand(devices)
+    if costs is None:
+        return v_order(devices, microbatches, by_authors.rows(microbatches))
+    limits = (2 * devices,) * devices
+    bases: list[Base] = [by_authors, *blocks_within(devices, limits)]
+    return v_order(devices, microbatches, shortest(bases, microbatches, limits, StepTimes.of(devices, costs)))
+
+
+@dataclass(frozen=True, slots=True)
+class ByHand:
+    """The authors' order."""
+
+    devices: int
+
+    def rows(self, microbatches: int) -> Rows:
+        """Rows of every device."""
+        return [by_hand(self.devices, device, microbatches) for device in range(self.devices)]
 
 
 def by_hand(devices: int, device: int, microbatches: int) -> list[Move]:

@@ -1,0 +1,100 @@
+"""V-schedules for any memory between V-Min and ZB-V: building blocks chosen by what they store (arXiv 2405.15362).
+
+A block lives the shorter the fewer slots a microbatch spends on each hop. The hops before a switch device get other
+gaps than those behind it, which gives blocks of every size; the gaps where a microbatch turns (on the last device, at
+the loss, and on the last device again) keep a block from colliding with its repetitions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from evenpipe.errors import InputError
+from evenpipe.schedule.check_limit import limits_per_device
+from evenpipe.schedule.costs import EQUAL_COSTS, Costs
+from evenpipe.schedule.order import Order
+
+from .v_shape import StepTimes, v_order
+from .v_shape_blocks import Block, block_of_gaps, collides, peaks
+from .v_shape_choice import BlockRows, shortest
+from .v_shape_fixed import min_peak
+
+FAMILIES = (((5, 1), (1, 1)), ((5, 1), (2, 1)), ((1, 1), (2, 2)))
+"""Slots of a hop away from device 0 and of one towards it: before the switch, and behind it. Found by search: with
+equal passes the first family alone is best, with other times any of them may be."""
+TURNS = tuple(product((1, 2), range(1, 6), (1, 2, 7)))
+"""Slots of the three turns. A turn that waits a whole period more stores one stage activation more: that makes odd
+peaks, as the hops alone make even ones."""
+
+
+def v_budget(
+    devices: int,
+    microbatches: int,
+    *,
+    memory_limit: float | Sequence[float] | None = None,
+    costs: Costs | None = None,
+) -> Order:
+    """The shortest V-schedule found that stores at most `memory_limit` stage activations on a device.
+
+    Any devices >= 1 and microbatches >= 1. `memory_limit` is one number or one per device: at least
+    2 * floor((devices + 4) / 3), as V-Min takes, by default 2 * devices, as ZB-V takes; more helps with unequal passes
+    only. Without `costs` it plans for equal passes F = I = W = 1. With them it also lays its candidates out anew for
+    these times, per stage and with hops between devices, and returns the one with the shortest span.
+
+    With equal passes and at least 2 * devices microbatches the bubble is max(0, 6 * devices - 3 * k - 1) for limit k,
+    the lower bound for V-schedules of arXiv 2405.15362 (figure 13); only k = 2 * devices - 1 leaves 3 instead of 2:
+
+        memory limit            4   5   6   7   8   9  10  11  12  13  14  15  16
+        bubble on 4 devices    11   8   5   3   0
+        bubble on 8 devices                    23  20  17  14  11   8   5   3   0
+
+    Raises InputError when nothing fits into the limit.
+    """
+    limits = _whole_limits(devices, 2 * devices if memory_limit is None else memory_limit)
+    times = StepTimes.of(devices, EQUAL_COSTS if costs is None else costs)
+    bases = blocks_within(devices, limits)
+    if not bases:
+        raise InputError(
+            f"memory_limit is {memory_limit}, but a V-schedule on {devices} device{'s' if devices > 1 else ''} needs "
+            f"{min_peak(devices)} stage activations on each"
+        )
+    enough, least = None, min(limits)
+    if costs is None and microbatches >= 2 * devices:
+        enough = max(0, 6 * devices - 3 * least - 1) + (least == 2 * devices - 1)
+    return v_order(devices, microbatches, shortest(bases, microbatches, limits, times, enough))
+
+
+def blocks_within(devices: int, limits: Sequence[int]) -> list[BlockRows]:
+    """The squeezed blocks that fit into the limits and nearly fill them."""
+    limits = tuple(limits)
+    return [BlockRows(block, limits, late) for block in _fitting(devices, limits) for late in (True, False)]
+
+
+def _fitting(devices: int, limits: Sequence[int]) -> list[Block]:
+    stored: dict[Block, int] = {}
+    for block in _blocks(devices):
+        if not collides(block):
+            most = peaks(block)
+            if all(peak <= limit for peak, limit in zip(most, limits, strict=True)):
+                stored[block] = sum(most)
+    enough = max(stored.values(), default=0) - devices
+    return sorted((block for block, total in stored.items() if total >= enough), key=lambda block: -stored[block])
+
+
+def _blocks(devices: int) -> Iterator[Block]:
+    seen = set()
+    for before, behind in FAMILIES:
+        for switch in range(devices):
+            hops = [before if hop < switch else behind for hop in range(devices - 1)]
+            away, back = [gap for gap, _ in hops], [gap for _, gap in reversed(hops)]
+            for last, loss, last_again in TURNS:
+                block = block_of_gaps([*away, last, *back, loss, *away, last_again, *back])
+                if block not in seen:
+                    seen.add(block)
+                    yield block
+
+
+def _whole_limits(devices: int, memory_limit: float | Sequence[float]) -> tuple[int, ...]:
+    return tuple(math.floor(limit) for limit in limits_per_device(memory_limit, devices))

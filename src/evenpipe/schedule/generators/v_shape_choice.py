@@ -1,0 +1,111 @@
+"""The shortest of several V-schedules, as they are and laid out anew for given pass times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .v_shape import Rows, StepTimes, device_of_step, spans_and_makespan
+from .v_shape_blocks import Block, squeezed
+from .v_shape_list import list_schedule
+
+LAID_OUT_ANEW = 16
+"""Candidates, the shortest as they are, that are also laid out anew."""
+FINALISTS = 4
+"""Candidates that are compared with all microbatches, when there are many."""
+
+
+class Base(Protocol):
+    """A V-schedule of any number of microbatches."""
+
+    def rows(self, microbatches: int) -> Rows: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRows:
+    """A building block, repeated and squeezed."""
+
+    block: Block
+    limits: tuple[int, ...]
+    late: bool
+
+    def rows(self, microbatches: int) -> Rows:
+        """Rows within the limits."""
+        return squeezed(self.block, microbatches, self.limits, self.late)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a base is laid out anew; the fields are those of `list_schedule`.
+
+    With `share`, each device may spend that share of the time by which its span is shorter than the longest one.
+    """
+
+    patience: float = 1.0
+    strict: bool = True
+    share: float | None = None
+
+    def rows(self, base: Rows, limits: Sequence[int], times: StepTimes) -> Rows:
+        """The moves of `base`, laid out."""
+        spare = None
+        if self.share is not None:
+            spans, _ = spans_and_makespan(base, times)
+            spare = [self.share * (max(spans) - span) for span in spans]
+        return list_schedule(base, limits, times, patience=self.patience, spare=spare, strict=self.strict)
+
+
+LAYOUTS = (
+    *(Layout(patience, strict) for patience in (0.0, 0.5, 1.0) for strict in (True, False)),
+    *(Layout(share=share) for share in (0.5, 0.75, 1.0)),
+)
+
+
+def shortest(
+    bases: Sequence[Base], microbatches: int, limits: Sequence[int], times: StepTimes, enough: float | None = None
+) -> Rows:
+    """Rows with the shortest span, then the shortest makespan, of all bases and their layouts within `limits`.
+
+    With `enough`, bases are taken as they are, and the first one with no more bubble than that ends the search. A first
+    comparison takes few microbatches; the best of it and the first base are compared with all of them.
+    """
+    few = min(microbatches, 3 * len(limits))
+    seen: set[tuple[tuple[tuple[int, int], ...], ...]] = set()
+    found: list[tuple[tuple[float, float], Base, Layout | None, Rows]] = []
+    for base in bases:
+        rows = base.rows(few)
+        key = tuple(map(tuple, rows))
+        if key in seen:
+            continue
+        seen.add(key)
+        found.append((_length(rows, times), base, None, rows))
+        if enough is not None and found[-1][0][0] <= few * _work(times, len(limits)) + enough:
+            return base.rows(microbatches)
+    found.sort(key=lambda entry: entry[0])
+    if enough is None:
+        for _, base, _, rows in found[:LAID_OUT_ANEW]:
+            for layout in LAYOUTS:
+                anew = layout.rows(rows, limits, times)
+                found.append((_length(anew, times), base, layout, anew))
+        found.sort(key=lambda entry: entry[0])
+    if few == microbatches:
+        return found[0][3]
+    finalists: list[tuple[Base, Layout | None]] = [(base, layout) for _, base, layout, _ in found[:FINALISTS]]
+    finals = []
+    for base, how in [*finalists, (bases[0], None)]:
+        rows = base.rows(microbatches)
+        finals.append(rows if how is None else how.rows(rows, limits, times))
+    return min(finals, key=lambda rows: _length(rows, times))
+
+
+def _length(rows: Rows, times: StepTimes) -> tuple[float, float]:
+    spans, makespan = spans_and_makespan(rows, times)
+    return max(spans), makespan
+
+
+def _work(times: StepTimes, devices: int) -> float:
+    """What the busiest device does per microbatch."""
+    per_device = [0.0] * devices
+    for step, time in enumerate(times.steps):
+        per_device[device_of_step(devices, step)] += time
+    return max(per_device)

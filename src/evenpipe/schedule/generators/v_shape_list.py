@@ -1,0 +1,148 @@
+"""A V-schedule laid out anew for other pass times: weight gradients fill the waits that these times leave.
+
+Each device keeps its forwards in the order of a base schedule. When it is free it takes what is ready; a W runs when
+the wait for the next pass is long enough, or when a forward needs its memory.
+
+This always completes, whatever the times: of the moves not yet made, take the one that the base makes first. What it
+waits for came before it in the base, so that is done. If it is an I or a W, it can run. If it is a forward, it is the
+next of its device, which has made no forward that the base makes later, and every W that the base makes earlier is done
+or can run; so it fits into the memory as it does in the base.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from .v_shape import Move, Rows, StepTimes, device_of_step
+
+
+def list_schedule(
+    base: Rows,
+    limits: Sequence[int],
+    times: StepTimes,
+    *,
+    patience: float = 1.0,
+    spare: Sequence[float] | None = None,
+    strict: bool = True,
+) -> Rows:
+    """Rows with the moves of `base`, in an order for `times`.
+
+    limits: stage activations per device, no less than `base` needs. patience: a W starts in a wait that is at least so
+    much of its own time; 0 starts it in any. spare: how long each device may idle in shorter waits, after which it
+    starts W's in them too; None is for ever. strict: I's keep their place among the forwards too, otherwise a device
+    takes whichever is ready and stands first in `base`.
+    """
+    return _Plan(base, limits, times, patience=patience, spare=spare, strict=strict).run()
+
+
+class _Plan:
+    """One run of the event loop, with what it knows of every device."""
+
+    def __init__(
+        self,
+        base: Rows,
+        limits: Sequence[int],
+        times: StepTimes,
+        *,
+        patience: float,
+        spare: Sequence[float] | None,
+        strict: bool,
+    ) -> None:
+        devices = len(base)
+        self.forwards, self.chain = 2 * devices, 4 * devices  # steps below are F, or F and I
+        self.queued = self.chain if strict else self.forwards  # steps below keep their order
+        self.limits, self.steps, self.hop, self.patience, self.strict = limits, times.steps, times.hop, patience, strict
+        self.there = [device_of_step(devices, step) for step in range(6 * devices)]
+        self.base = base
+        self.place = [{move: at for at, move in enumerate(row) if move[0] < self.chain} for row in base]
+        self.queue = [[move for move in row if move[0] < self.queued] for row in base]
+        self.head = [0] * devices  # next of `queue`
+        self.arrival: dict[Move, float] = {move: 0.0 for move in self.queue[0] if move[0] == 0}
+        self.coming: list[list[tuple[float, Move]]] = [[] for _ in base]  # I's outside `queue`, by arrival
+        self.ready: list[list[tuple[int, Move]]] = [[] for _ in base]  # those that have arrived, by place
+        self.weights: list[deque[Move]] = [deque() for _ in base]
+        self.held, self.free = [0] * devices, [0.0] * devices
+        self.spare = [float("inf")] * devices if spare is None else list(spare)
+        self.idling = [False] * devices
+        self.rows: Rows = [[] for _ in base]
+        self.events = [(0.0, device) for device in range(devices)]
+
+    def run(self) -> Rows:
+        """Let time pass until nothing is left to do."""
+        while self.events:
+            now, device = heappop(self.events)
+            if self.free[device] <= now:
+                move = self.choose(device, now)
+                if move is not None:
+                    self.start(device, move, now)
+        assert all(len(row) == len(old) for row, old in zip(self.rows, self.base, strict=True)), (
+            "base does not complete"
+        )
+        return self.rows
+
+    def choose(self, device: int, now: float) -> Move | None:
+        """What the device starts now, if anything; a W leaves `weights`, the rest stays where it is."""
+        coming, ready, weights = self.coming[device], self.ready[device], self.weights[device]
+        while coming and coming[0][0] <= now:
+            _, move = heappop(coming)
+            heappush(ready, (self.place[device][move], move))
+        queue, head = self.queue[device], self.head[device]
+        following = queue[head] if head < len(queue) else None
+        arrival = None if following is None else self.arrival.get(following)
+        arrived = arrival is not None and arrival <= now
+        full = following is not None and following[0] < self.forwards and self.held[device] >= self.limits[device]
+        if ready and (following is None or not arrived or ready[0][0] < self.place[device][following]):
+            return ready[0][1]
+        if arrived and not full:
+            return following
+        if ready and not weights:
+            return ready[0][1]
+        if not weights:
+            return None
+        if following is not None and not full:
+            gap = self.gap(device, following, arrival, now)
+            if gap < self.patience * self.steps[weights[0][0]] and gap <= self.spare[device]:
+                self.idling[device] = True
+                return None
+        return weights.popleft()
+
+    def gap(self, device: int, following: Move, arrival: float | None, now: float) -> float:
+        """How long the device has to wait at least, as far as it can know."""
+        known = [self.coming[device][0][0]] if self.coming[device] else []
+        if arrival is not None:
+            known.append(arrival)
+        elif self.strict:  # its predecessor has not even started
+            known.append(now + self.steps[following[0] - 1])
+        return min(known) - now if known else float("inf")
+
+    def start(self, device: int, move: Move, now: float) -> None:
+        """Run `move`, and let those know that wait for it."""
+        step, i = move
+        if self.idling[device]:
+            self.spare[device] -= now - self.free[device]
+            self.idling[device] = False
+        end = self.free[device] = now + self.steps[step]
+        self.rows[device].append(move)
+        heappush(self.events, (end, device))
+        if step >= self.chain:
+            self.held[device] -= 1
+            return
+        if step < self.queued:
+            self.head[device] += 1
+        else:
+            heappop(self.ready[device])
+        if step < self.forwards:
+            self.held[device] += 1
+        else:
+            self.weights[device].append((step + self.forwards, i))
+        if step == self.chain - 1:
+            return
+        other = self.there[step + 1]
+        arrival = end + (self.hop if other != device else 0.0)
+        if step + 1 < self.queued:
+            self.arrival[step + 1, i] = arrival
+        else:
+            heappush(self.coming[other], (arrival, (step + 1, i)))
+        heappush(self.events, (arrival, other))
