@@ -7,6 +7,7 @@ model times it.
 from __future__ import annotations
 
 from .check import check_order, check_program
+from .check_limit import Limits
 from .costs import EQUAL_COSTS, CopyEngine, Costs, Link
 from .deadlock import DeadlockError
 from .dependencies import Dependencies, Route
@@ -35,6 +36,7 @@ __all__ = [
     "Fault",
     "Item",
     "Kind",
+    "Limits",
     "Link",
     "Order",
     "Pass",
