@@ -78,7 +78,7 @@ def test_needs_that_a_row_does_not_meet(row: str, expected: list[tuple[int, str,
 def test_numbers_of_an_order() -> None:
     """Passes by device and row; transfers by route and microbatch: 0F -> 1F, then 1B -> 0B."""
     graph = Graph.of(Order.from_csv("0F0,,0F1,0B0,0B1\n1F0,1B0,1F1,1B1"))
-    assert list(map(str, graph.items)) == "0F0 0F1 0B0 0B1 1F0 1B0 1F1 1B1".split()
+    assert list(map(str, graph.items)) == ["0F0", "0F1", "0B0", "0B1", "1F0", "1B0", "1F1", "1B1"]
     assert (graph.first, graph.stop, graph.size) == ([0, 4, 8], [4, 8], 12)
     waits = [[t + graph.offset[n] for t in graph.waits[graph.site[n]]] for n in range(8)]
     feeds = [[t + graph.offset[n] for t in graph.feeds[graph.site[n]]] for n in range(8)]
