@@ -69,6 +69,12 @@ def test_times_in_whole_numbers(costs: Costs, times: tuple[int, int], unit: floa
         assert scaled * whole.unit <= time * (1 + 1e-12)
 
 
+def test_the_unit_fits_the_kinds_that_are_used() -> None:
+    costs = Costs(F=2, I=4, W=6, S=0.4, T=0.4, E=0.1, G=0.1, collectives={"reduce": 0.3})
+    assert WholeCosts.of(costs, "FIW").unit == 2
+    assert WholeCosts.of(costs).unit == pytest.approx(0.1)
+
+
 def test_transfers_over_links_take_as_long_in_whole_numbers() -> None:
     costs = Costs(F=1, B=2, links={"p2p": {"latency": 0.5, "bandwidth": 4, "bytes": 2}}, collectives={"reduce": 3})
     whole = WholeCosts.of(costs)

@@ -108,7 +108,10 @@ def solve(
     count = sum(map(len, rows))
     if count > LARGEST:
         raise InputError(f"search is for small cases: this one has {count} passes, expected at most {LARGEST}")
-    whole = WholeCosts.of(problem.costs)
+    kinds = {item.kind.value for row in rows for item in row}
+    if problem.costs.B is None:
+        kinds |= {"I", "W"}  # of which B is the sum
+    whole = WholeCosts.of(problem.costs, "".join(kinds))
     model = _Model(cp_model, problem, rows, PassTimes(whole.costs, problem.placement), whole)
     model.limit_memory()
     # A bound of the true times, rounded away from them by less than one unit per pass, stays one.

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 from evenpipe.schedule.costs import Cost, Costs
 from evenpipe.schedule.passes import TransferKind
@@ -37,10 +38,16 @@ class WholeCosts:
     exact: bool
 
     @classmethod
-    def of(cls, costs: Costs) -> WholeCosts:
-        """Those nearest to `costs` from below."""
-        collectives = {name: costs.transfer_time(kind) for name, kind in _CARRIES.items()}
-        costs = replace(costs, p2p=costs.transfer_time(TransferKind.SEND_F), collectives=collectives, links={})
+    def of(cls, costs: Costs, used: str = "FBIWSCTEG") -> WholeCosts:
+        """Those nearest to `costs` from below, of the kinds of pass `used`; the unit need not fit the others.
+
+        Collectives belong to the vocabulary kinds.
+        """
+        collectives = {name: costs.transfer_time(kind) for name, kind in _CARRIES.items() if "S" in used}
+        unused: dict[str, Any] = dict.fromkeys(set(KINDS) - set(used))
+        costs = replace(
+            costs, **unused, p2p=costs.transfer_time(TransferKind.SEND_F), collectives=collectives, links={}
+        )
         # The digits that a person writes, not those of the binary number: 0.4 is 2/5.
         times = [Fraction(repr(time)) for time in _times(costs) if time > 0]
         if not times:
