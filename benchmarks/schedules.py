@@ -3,7 +3,8 @@
     python benchmarks/schedules.py            every size; writes benchmarks/results/schedules.json
     python benchmarks/schedules.py --quick    a few small ones; writes nothing
 
-Each size runs in a process of its own, so that its peak memory is its own. Times are CPU seconds of one thread.
+Each size runs in a process of its own, so that its peak memory is its own, the smaller ones three times, of which the
+best counts. Times are CPU seconds of one thread.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def measure(size: Size) -> dict[str, Any]:
 
 
 def best(size: Size, times: int) -> dict[str, Any]:
-    """The least CPU time of each step over so many fresh processes, and the least peak."""
+    """The least CPU time of each step over so many fresh processes, and the least peak and time by the clock."""
     runs = []
     for _ in range(times):
         command = [sys.executable, __file__, "--one", *map(str, size)]
@@ -149,7 +150,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a short ladder, once each")
+    parser.add_argument("--quick", action="store_true", help="a few small sizes")
     parser.add_argument(
         "--one", nargs=4, metavar=("SCHEDULE", "P", "M", "V"), help="one size, in this process, as JSON"
     )
@@ -159,7 +160,7 @@ def main() -> None:
         devices, microbatches, stages = map(int, numbers)
         print(json.dumps(measure((name, devices, microbatches, stages))))
         return
-    rows = [best(size, 1 if arguments.quick else 3) for size in (QUICK if arguments.quick else LADDER)]
+    rows = [best(size, 1 if size[1] * size[2] > 2**16 else 3) for size in (QUICK if arguments.quick else LADDER)]
     print(f"CPU seconds, vocab-2, equal costs\n{table(rows)}")
     for name, fit in fits(rows).items():
         print(

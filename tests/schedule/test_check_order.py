@@ -56,6 +56,11 @@ TABLE = [
         (1, None, "1B0 is missing"),
         (1, None, "1F1 is missing"),
     ]),
+    (("0F0,0B0,0F1,0B1", "1F0,1F1,1B0"), {}, [  # What is missing hides no standstill that it is not the cause of.
+        (1, None, "1B1 is missing"),
+        (0, 1, "the order cannot complete: device 0 stops at position 1, 0B0, awaiting 1B0 of device 1; "),
+    ]),
+    (("0F0,0B0,0F1,0B1", "1F0,1B0,1B1"), {}, [(1, None, "1F1 is missing")]),
 ]  # fmt: skip
 
 

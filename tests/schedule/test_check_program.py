@@ -89,6 +89,19 @@ def test_a_program_that_only_separate_queues_complete() -> None:
     assert not completes(damaged, lambda transfer: "")
 
 
+def test_what_is_missing_hides_no_standstill() -> None:
+    rows = [
+        "0F0,0SEND_F0,0F1,0RECV_B0,0SEND_F1,0B0,0B1",
+        "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1SEND_B1",
+    ]
+    faults = check_program(Program.from_csv("\n".join(rows))).faults
+    assert [fault.what[:33] for fault in faults] == [
+        "1B1 is missing, so its activation",
+        "0RECV_B1 is missing",
+        "with one queue per device the pro",
+    ]
+
+
 def test_a_program_that_no_queues_complete() -> None:
     """Device 1 offers X only behind the backward that the loss, and with it X, comes before."""
     _, program = plan_program("1f1b", 2, 1, "vocab-2")

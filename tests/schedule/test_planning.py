@@ -10,9 +10,11 @@ from evenpipe.schedule import (
     SCHEDULES,
     Costs,
     Order,
+    Placement,
     add_vocabulary,
     check_order,
     check_program,
+    evaluation_program,
     generate,
     interlace,
     plan_order,
@@ -109,6 +111,13 @@ def test_options_of_a_schedule() -> None:
             registered("grouped", 2, 2, groups=2)
     finally:
         del SCHEDULES["grouped"]
+
+
+def test_options_reach_the_generator() -> None:
+    for mode in MODES:
+        order, program = plan_program("interleaved", 2, 4, mode, stages_per_device=3)
+        assert order.placement == program.placement == Placement.looped(2, 3)
+        assert evaluation_program(order).placement == order.placement
 
 
 def test_programs_are_checked_for_both_ways_of_queueing() -> None:
