@@ -12,6 +12,8 @@ from .v_shape_list import list_schedule
 
 LAID_OUT_ANEW = 16
 """Candidates, the shortest as they are, that are also laid out anew."""
+EFFORT = 600_000
+"""Moves that may be laid out anew: where candidates are long, fewer of them are."""
 FINALISTS = 4
 """Candidates that are compared with all microbatches, when there are many."""
 
@@ -37,28 +39,38 @@ class BlockRows:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a base is laid out anew; the fields are those of `list_schedule`.
+    """How a base is laid out anew; patience and strict are those of `list_schedule`.
 
-    With `share`, each device may spend that share of the time by which its span is shorter than the longest one.
+    With `share`, each device may spend that share of the time by which its span is shorter than the longest one; in
+    further rounds, of what the round before has left.
     """
 
     patience: float = 1.0
     strict: bool = True
     share: float | None = None
+    rounds: int = 1
 
     def rows(self, base: Rows, limits: Sequence[int], times: StepTimes) -> Rows:
         """The moves of `base`, laid out."""
-        spare = None
-        if self.share is not None:
-            spans, _ = spans_and_makespan(base, times)
-            spare = [self.share * (max(spans) - span) for span in spans]
-        return list_schedule(base, limits, times, patience=self.patience, spare=spare, strict=self.strict)
+        rows, spare = base, None
+        for _ in range(self.rounds):
+            if self.share is not None:
+                spans, _ = spans_and_makespan(rows, times)
+                spare = [self.share * (max(spans) - span) for span in spans]
+            rows = list_schedule(base, limits, times, patience=self.patience, spare=spare, strict=self.strict)
+        return rows
 
 
 LAYOUTS = (
-    *(Layout(patience, strict) for patience in (0.0, 0.5, 1.0) for strict in (True, False)),
-    *(Layout(share=share) for share in (0.5, 0.75, 1.0)),
+    Layout(0.0, True),
+    Layout(0.0, False),
+    Layout(0.5, True),
+    Layout(0.5, False),
+    Layout(1.0, False),
+    *(Layout(share=share) for share in (0.5, 0.75, 1.0, 1.5)),
+    Layout(share=1.0, rounds=2),
 )
+"""Each is the best for some times; which one cannot be told beforehand."""
 
 
 def shortest(
@@ -83,7 +95,8 @@ def shortest(
             return base.rows(microbatches)
     found.sort(key=lambda entry: entry[0])
     if enough is None:
-        for _, base, _, rows in found[:LAID_OUT_ANEW]:
+        affordable = EFFORT // (6 * few * len(limits) * len(LAYOUTS))
+        for _, base, _, rows in found[: min(LAID_OUT_ANEW, max(FINALISTS, affordable))]:
             for layout in LAYOUTS:
                 anew = layout.rows(rows, limits, times)
                 found.append((_length(anew, times), base, layout, anew))

@@ -11,6 +11,7 @@ or can run; so it fits into the memory as it does in the base.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -64,7 +65,7 @@ class _Plan:
         self.ready: list[list[tuple[int, Move]]] = [[] for _ in base]  # those that have arrived, by place
         self.weights: list[deque[Move]] = [deque() for _ in base]
         self.held, self.free = [0] * devices, [0.0] * devices
-        self.spare = [float("inf")] * devices if spare is None else list(spare)
+        self.spare = [math.inf] * devices if spare is None else list(spare)
         self.idling = [False] * devices
         self.rows: Rows = [[] for _ in base]
         self.events = [(0.0, device) for device in range(devices)]
@@ -115,7 +116,7 @@ class _Plan:
             known.append(arrival)
         elif self.strict:  # its predecessor has not even started
             known.append(now + self.steps[following[0] - 1])
-        return min(known) - now if known else float("inf")
+        return min(known) - now if known else math.inf
 
     def start(self, device: int, move: Move, now: float) -> None:
         """Run `move`, and let those know that wait for it."""
