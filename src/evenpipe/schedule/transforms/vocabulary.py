@@ -56,12 +56,13 @@ Ranks = Mapping[Kind, int]
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """How passes stand by virtual time. ranks: by number of barriers, 0 for evaluation. backwards, weights: intervals
-    by which B and I, and W, stand later than the rules say; only without can the rows be run as they stand."""
+    """How passes stand by virtual time. ranks: by number of barriers, 0 for evaluation. backwards, weights, outputs:
+    intervals by which B and I, W, and T stand later than the rules say; rows that are run as they stand have none."""
 
     ranks: Mapping[int, Ranks]
     backwards: float = 0
     weights: float = 0
+    outputs: float = 0
 
 
 FIXED = Wishes(
@@ -79,9 +80,14 @@ _EAGER = {
     2: {Kind.E: 0, Kind.T: 0, Kind.S: 0, Kind.G: 4},
 }
 
-LISTS = (Wishes(_EAGER, backwards=-0.25, weights=0.75), Wishes(_EAGER))
-"""For list scheduling, in which nobody stands and waits: what others wait for comes first. The first of the two makes
-weight gradients fill what remains, and is the better one nearly always."""
+LISTS = {
+    1: (Wishes(_EAGER, backwards=-0.25, weights=0.75), Wishes(_EAGER), Wishes(_EAGER, weights=1, outputs=1)),
+    2: (Wishes(_EAGER, backwards=-0.25, weights=0.75), Wishes(_EAGER), Wishes(_EAGER, backwards=-1)),
+}
+"""For list scheduling, by number of barriers: nobody stands and waits, so what others wait for comes first. The first
+list is nearly always the best: weight gradients fill what the rest leaves. The others, in turn, are for steps that it
+leaves longer than they were by more than the vocabulary passes take; the third keeps more between S and T, or gives
+the second barrier no time of its own."""
 
 
 def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> Order:
@@ -107,11 +113,11 @@ def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> O
     best = _timed(times.sort(FIXED), costs)
     if not _keeps(best.order, limits):
         best = replace(best, span=inf)
-    for wishes in LISTS:
+    for wishes in LISTS[barriers]:
         listed = list_schedule(times.sort(wishes), order, limits, costs)
         if listed is not None and _shorter(listed, best):
             best = listed
-        if best.makespan <= times.makespan + _vocabulary_work(order, barriers, costs):
+        if best.makespan <= (times.makespan + _vocabulary_work(order, barriers, costs)) * (1 + 1e-9):
             break
     return best.order
 
@@ -209,8 +215,15 @@ class VirtualTimes:
         """Each device's passes by virtual time, then by rank; what is equal in both stands as it happened."""
         order, passes, at = self.order, self.passes, (1 << _INDEX_BITS) - 1
         rank = wishes.ranks[0 if order.forward_only else self.barriers]
-        vocabulary = sorted((time * _RANKS + rank[kind]) << _INDEX_BITS | at for time, kind, at in self.vocabulary)
-        later = [round(share * INTERVAL) * _RANKS << _INDEX_BITS for share in (wishes.backwards, wishes.weights)]
+        later = [
+            round(share * INTERVAL) * _RANKS << _INDEX_BITS
+            for share in (wishes.backwards, wishes.weights, wishes.outputs)
+        ]
+        offset = {kind: rank_of << _INDEX_BITS for kind, rank_of in rank.items()}
+        offset[Kind.T] = offset.get(Kind.T, 0) + later[2]
+        vocabulary = sorted(
+            (time * _RANKS << _INDEX_BITS | index) + offset[kind] for time, kind, index in self.vocabulary
+        )
         rows = []
         for forwards, backwards, weights in zip(self.forwards, self.backwards, self.weights, strict=True):
             places = forwards + [place + later[0] for place in backwards] + [place + later[1] for place in weights]
