@@ -90,7 +90,7 @@ def best(size: Size, times: int) -> dict[str, Any]:
     runs = []
     for _ in range(times):
         command = [sys.executable, __file__, "--one", *map(str, size)]
-        runs.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+        runs.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
     result = dict(runs[0])
     for field in ("wall_seconds", "peak_mib"):
         result[field] = min(run[field] for run in runs)

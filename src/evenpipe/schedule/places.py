@@ -42,39 +42,29 @@ class Places:
         """Those of a row whose positions are numbered from `first`; idle slots have numbers and no place."""
         places = cls()
         at, room = places.at, ROOM * len(row) + 1024
+
+        def open_list(item: Item) -> Numbers:
+            nonlocal room
+            listed = item.kind not in _UNLISTED and microbatches <= room
+            numbers = at[item.kind, item.stage] = [ABSENT] * microbatches if listed else []
+            room -= len(numbers)
+            return numbers
+
         for number, item in enumerate(row, first):
             if item is None:
                 continue
-            key, microbatch = (item.kind, item.stage), item.microbatch
-            numbers = at.get(key)
+            numbers = at.get((item.kind, item.stage))
             if numbers is None:
-                listed = item.kind not in _UNLISTED and microbatches <= room
-                numbers = at[key] = [ABSENT] * microbatches if listed else []
-                room -= len(numbers)
-            if (
-                numbers
-                and microbatch is not None
-                and -1 < microbatch < microbatches
-                and numbers[microbatch] == ABSENT
-                and not item.slice
-            ):
-                numbers[microbatch] = number
-            elif item.kind is Kind.OVERLAP_F_B:
-                places.joint.append(number)
-            else:
-                places.odd.append(number)
+                numbers = open_list(item)
+            if not _put(numbers, item, number):
+                (places.joint if item.kind is Kind.OVERLAP_F_B else places.odd).append(number)
         for number in places.joint:
             item = row[number - first]
-            assert isinstance(item, Pass)
-            for part in item.parts:
+            for part in item.parts if isinstance(item, Pass) else ():
                 numbers = at.get((part.kind, part.stage))
-                if numbers is None and microbatches <= room:
-                    numbers = at[part.kind, part.stage] = [ABSENT] * microbatches
-                    room -= microbatches
-                i = part.microbatch
-                if numbers and i is not None and -1 < i < microbatches and numbers[i] == ABSENT and not part.slice:
-                    numbers[i] = number
-                else:
+                if numbers is None:
+                    numbers = open_list(part)
+                if not _put(numbers, part, number):
                     places.odd.append(number)
         return places
 
@@ -89,6 +79,15 @@ class Places:
             return self.at.get((kind, stage))
         whole, split = self.at.get((Kind.B, stage)), self.at.get((Kind.I, stage))
         return None if whole and split else whole or split
+
+
+def _put(numbers: Numbers, item: Item, number: int) -> bool:
+    """Enter `number` where `item` has its place; False where it has none, or where another one is."""
+    microbatch = item.microbatch
+    if microbatch is None or item.slice or not -1 < microbatch < len(numbers) or numbers[microbatch] != ABSENT:
+        return False
+    numbers[microbatch] = number
+    return True
 
 
 def unmet_in_row(
