@@ -48,17 +48,12 @@ def measured(order: Order) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("microbatches", [32, 64])
-@pytest.mark.parametrize(("name", "options", "base", "one", "two"), GOLDENS)
+@pytest.mark.parametrize(("name", "options", "goldens"), [(name, options, rest) for name, options, *rest in GOLDENS])
 def test_bubble_and_peak(
-    name: str,
-    options: dict[str, Any],
-    base: tuple[float, int | None],
-    one: tuple[float, int | None],
-    two: tuple[float, int | None],
-    microbatches: int,
+    name: str, options: dict[str, Any], goldens: list[tuple[float, int | None]], microbatches: int
 ) -> None:
     order = generate(name, 8, microbatches, **options)
-    for barriers, (bubble, peak) in enumerate((base, one, two)):
+    for barriers, (bubble, peak) in enumerate(goldens):
         lowered = add_vocabulary(order, barriers) if barriers else order
         reached = measured(lowered)
         assert reached[0] == pytest.approx(bubble, abs=1e-6)
@@ -124,7 +119,7 @@ def test_interlaced_waits_for_whole_backwards_of_several_stages(microbatches: in
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv", "v-half"])
 def test_few_wait_between_the_halves(name: str) -> None:
-    """Between S and T a device keeps probabilities, between E and F rows: of few microbatches, however many there are."""
+    """Between S and T a device keeps probabilities, between E and F rows: of few microbatches, of however many."""
     order = add_vocabulary(generate(name, 8, 64), 1)
     for device in range(8):
         kept = {Kind.S: 0, Kind.E: 0}

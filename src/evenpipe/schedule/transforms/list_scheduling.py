@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from operator import lt
 
 from evenpipe.schedule.costs import Costs
 from evenpipe.schedule.dependencies import Dependencies
@@ -46,9 +47,9 @@ class Listed:
 def list_schedule(wishes: Order, base: Order, limits: Sequence[int], costs: Costs) -> Listed | None:
     """The passes of `wishes`, run by the rules above within `limits` per device.
 
-    `wishes` need not be sound; `base` has to be, has the same passes but for those of the vocabulary, and never holds
-    more than `limits`. Returns None where passes are missing, and where activations are offloaded or recomputed: what
-    of that runs early is for `wishes` to say.
+    `wishes` need not be sound; `base` has to be, has the same passes but for those of the vocabulary, the forwards of a
+    device in the same order, and never holds more than `limits`. Returns None where passes are missing, and where
+    activations are offloaded or recomputed: what of that runs early is for `wishes` to say.
     """
     graph = Graph.of(wishes)
     links = _Links.of(wishes, graph)
@@ -157,6 +158,9 @@ def _memory_plan(graph: Graph, base: Order, device: int, limit: int) -> MemoryPl
     at = graph.places[device].at
     parts = [part for item in base.passes(device) for part in parts_of(item) if part.kind in HOLDS]
     numbers = [at[part.kind, part.stage][part.microbatch or 0] for part in parts]
+    # So the first forward that is ready stands first in the plan too: no other one needs to be asked for.
+    forwards = [number for number, part in zip(numbers, parts, strict=True) if part.kind is Kind.F]
+    assert all(map(lt, forwards, forwards[1:])), "forwards stand in another order"
     return MemoryPlan(numbers, [HOLDS[part.kind] for part in parts], limit)
 
 
