@@ -59,7 +59,7 @@ def refused(error: InputError) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(**CASES)
 def test_is_sound_in_every_mode_or_refused(name: str, devices: int, microbatches: int, mode: str, seed: int) -> None:
     rng = random.Random(seed)
@@ -87,7 +87,7 @@ def test_is_sound_in_every_mode_or_refused(name: str, devices: int, microbatches
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(**CASES)
 def test_is_timed_as_the_second_opinion_times_it(
     name: str, devices: int, microbatches: int, mode: str, seed: int
