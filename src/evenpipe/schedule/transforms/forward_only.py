@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from evenpipe.schedule.costs import Costs
+from evenpipe.schedule.costs import EQUAL_COSTS, Costs
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, parts_of
 
+from .list_scheduling import Timed, list_schedule
 from .vocabulary import add_vocabulary
 
 
@@ -13,8 +14,9 @@ def forward_only(order: Order, costs: Costs | None = None) -> Order:
     """The forwards of `order` as they stood and, if it has vocabulary passes, E, S and C where they delay nobody.
 
     The vocabulary passes do not stay where training had them: without backwards in between, devices would wait. They
-    are added anew, with `costs` as for `add_vocabulary`. The result has one barrier, or none as before; an order that
-    only evaluates already is returned as it is.
+    are added anew, with `costs` as for `add_vocabulary`. Nor need a device with several stages take turns as in
+    training: where it is shorter, each runs the earliest forward that is ready. The result has one barrier, or none as
+    before; an order that only evaluates already is returned as it is.
     """
     if order.forward_only:
         return order
@@ -23,4 +25,8 @@ def forward_only(order: Order, costs: Costs | None = None) -> Order:
         for device in range(order.devices)
     )
     forwards = Order(order.placement, order.microbatches, rows, forward_only=True)
-    return add_vocabulary(forwards, 1, costs) if order.barriers else forwards
+    if order.barriers:
+        return add_vocabulary(forwards, 1, costs)
+    costs = EQUAL_COSTS if costs is None else costs
+    listed = list_schedule(forwards, forwards, None, costs)
+    return listed.order if listed and listed.better_than(Timed.of(forwards, costs)) else forwards

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from operator import lt
+from operator import lt, sub
 
 from evenpipe.schedule.costs import Costs
 from evenpipe.schedule.dependencies import Dependencies
@@ -27,7 +27,7 @@ from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import ROLE, Kind, parts_of
 from evenpipe.schedule.places import ABSENT, Places
-from evenpipe.schedule.timing import durations
+from evenpipe.schedule.timing import durations, run
 
 from .memory_plan import MemoryPlan
 
@@ -36,15 +36,36 @@ HOLDS = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """What list scheduling comes to: an order, and its longest span and its makespan."""
+class Timed:
+    """An order, its longest span and its makespan."""
 
     order: Order
     span: float
     makespan: float
 
+    @classmethod
+    def of(cls, order: Order, costs: Costs) -> Timed:
+        """Those of `order` by the event model."""
+        graph = Graph.of(order)
+        times = run(order, graph, durations(order, graph, costs))
+        starts = [times.start[number] for number in graph.first[:-1]]
+        ends = [times.end[number - 1] for number in graph.first[1:]]
+        return cls.between(order, starts, ends)
 
-def list_schedule(wishes: Order, base: Order, limits: Sequence[int], costs: Costs) -> Listed | None:
+    @classmethod
+    def between(cls, order: Order, starts: list[float], ends: list[float]) -> Timed:
+        """The same from the times when each device starts and ends."""
+        return cls(order, max(map(sub, ends, starts)), max(ends) - min(starts))
+
+    def better_than(self, other: Timed) -> bool:
+        """Whether the span is shorter, or the same and the makespan is shorter."""
+        nothing = 1e-9 * self.makespan
+        if abs(self.span - other.span) > nothing:
+            return self.span < other.span
+        return self.makespan < other.makespan - nothing
+
+
+def list_schedule(wishes: Order, base: Order, limits: Sequence[int] | None, costs: Costs) -> Timed | None:
     """The passes of `wishes`, run by the rules above within `limits` per device.
 
     `wishes` need not be sound; `base` has to be, has the same passes but for those of the vocabulary, the forwards of a
@@ -55,7 +76,8 @@ def list_schedule(wishes: Order, base: Order, limits: Sequence[int], costs: Cost
     links = _Links.of(wishes, graph)
     if links is None:
         return None
-    plans = [_memory_plan(graph, base, device, limit) for device, limit in enumerate(limits)]
+    most: Sequence[int | None] = [None] * wishes.devices if limits is None else limits
+    plans = [_memory_plan(graph, base, device, limit) for device, limit in enumerate(most)]
     started, ended, rows = _run(graph, links, plans, durations(wishes, graph, costs))
     order = Order(
         wishes.placement,
@@ -64,8 +86,7 @@ def list_schedule(wishes: Order, base: Order, limits: Sequence[int], costs: Cost
         wishes.barriers,
         wishes.forward_only,
     )
-    spans = [end - start for start, end in zip(started, ended, strict=True)]
-    return Listed(order, max(spans), max(ended) - min(started))
+    return Timed.between(order, started, ended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +174,7 @@ def _embedding(order: Order, graph: Graph) -> tuple[list[list[int]], int]:
     return rows, ahead
 
 
-def _memory_plan(graph: Graph, base: Order, device: int, limit: int) -> MemoryPlan:
+def _memory_plan(graph: Graph, base: Order, device: int, limit: int | None) -> MemoryPlan:
     """The plan of one device: its row of `base`."""
     at = graph.places[device].at
     parts = [part for item in base.passes(device) for part in parts_of(item) if part.kind in HOLDS]
@@ -161,7 +182,7 @@ def _memory_plan(graph: Graph, base: Order, device: int, limit: int) -> MemoryPl
     # So the first forward that is ready stands first in the plan too: no other one needs to be asked for.
     forwards = [number for number, part in zip(numbers, parts, strict=True) if part.kind is Kind.F]
     assert all(map(lt, forwards, forwards[1:])), "forwards stand in another order"
-    return MemoryPlan(numbers, [HOLDS[part.kind] for part in parts], limit)
+    return MemoryPlan(numbers, [HOLDS[part.kind] for part in parts], limit, base.placement.stages)
 
 
 def _run(

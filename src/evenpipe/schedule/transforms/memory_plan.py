@@ -13,14 +13,18 @@ class MemoryPlan:
     Passes that release may run at any time, a forward when `allows` says so, and always in its turn.
     """
 
-    def __init__(self, plan: Sequence[int], holds: Sequence[int], limit: int) -> None:
-        """`plan` has numbers of passes and `holds` what each adds, 1 or -1; as they stand they stay within `limit`."""
-        assert max(accumulate(holds), default=0) <= limit
+    def __init__(self, plan: Sequence[int], holds: Sequence[int], limit: int | None, ahead: int = 0) -> None:
+        """`plan` has numbers of passes and `holds` what each adds, 1 or -1; as they stand they stay within `limit`.
+
+        A device that only evaluates keeps nothing and has no limit: its forwards run `ahead` of their turn by as many.
+        """
+        peak = max(accumulate(holds), default=0)
+        assert limit is None or peak <= limit
         self._turn = {number: turn for turn, number in enumerate(plan)}
         self._holds = holds
         self._ran = bytearray(len(plan))
         self._limit = limit
-        self._room = limit - max(accumulate(holds), default=0)
+        self._room = ahead if limit is None else limit - peak
         self._next = 0  # the first turn that has not come
         self._held = 0
         self._early = 0  # forwards that ran before their turn, which has not come yet
@@ -28,8 +32,10 @@ class MemoryPlan:
     def allows(self, forward: int) -> bool:
         """Whether the promise still holds if `forward` runs now."""
         # At any turn of the rest the device holds what it would in the plan, and the early forwards at most.
-        if self._early < self._room:
+        if self._early < self._room or self._turn[forward] == self._next:
             return True
+        if self._limit is None:
+            return False
         held = self._held + 1
         if held > self._limit:
             return False

@@ -18,7 +18,7 @@ earliest pass that is ready, within that peak. The better of the two is the resu
 the one with the shorter span, then with the shorter step.
 
 An order for evaluation gets E, S and C, and C(i) an interval after S(i): nobody waits for it, and the statistics have
-all the time until then. It is sorted, as it holds nothing and every device has all its work as soon as it comes.
+all the time until then. Its lists have no peak to keep.
 
 E and G put every device to work from the first moment of the step to the last: the span of a schedule whose devices
 start and end at different times (zb-h1, zb-h2, zbv) grows to its makespan.
@@ -42,7 +42,7 @@ from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS, Kind, Pas
 from evenpipe.schedule.timeline import peak_activations
 from evenpipe.schedule.timing import Run, durations, run
 
-from .list_scheduling import Listed, list_schedule
+from .list_scheduling import Timed, list_schedule
 
 MOVED = frozenset({Kind.B, Kind.I, Kind.W, Kind.R, Kind.L})
 """Passes that follow from the backward of the last stage, or prepare for what does."""
@@ -76,18 +76,20 @@ FIXED = Wishes(
 The others come behind it: first what the backward of the last stage waits for, then S, then what nobody waits for."""
 
 _EAGER = {
+    0: {Kind.E: 0, Kind.S: 0, Kind.C: 3},
     1: {Kind.E: 0, Kind.C: 0, Kind.S: 0, Kind.T: 4, Kind.G: 5},
     2: {Kind.E: 0, Kind.T: 0, Kind.S: 0, Kind.G: 4},
 }
 
 LISTS = {
+    0: (Wishes(_EAGER),),
     1: (Wishes(_EAGER, backwards=-0.25, weights=0.75), Wishes(_EAGER), Wishes(_EAGER, weights=1, outputs=1)),
     2: (Wishes(_EAGER, backwards=-0.25, weights=0.75), Wishes(_EAGER), Wishes(_EAGER, backwards=-1)),
 }
-"""For list scheduling, by number of barriers: nobody stands and waits, so what others wait for comes first. The first
-list is nearly always the best: weight gradients fill what the rest leaves. The others, in turn, are for steps that it
-leaves longer than they were by more than the vocabulary passes take; the third keeps more between S and T, or gives
-the second barrier no time of its own."""
+"""For list scheduling, by number of barriers, 0 for evaluation. Nobody stands and waits, so what others wait for comes
+first. The first list is nearly always the best: weight gradients fill what the rest leaves. The others, in turn, are
+for steps that it leaves longer than the base order's by more than the vocabulary passes take; the third keeps more
+between S and T, or gives the second barrier no time of its own."""
 
 
 def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> Order:
@@ -95,8 +97,8 @@ def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> O
 
     An order that only evaluates gets E, S and C; its barrier is one.
     `costs` (equal stages by default) decide where passes stand; vocabulary passes without a time there take none.
-    No device holds more stage activations than `order` has it hold, and one per barrier and stage of the device;
-    unless `order` offloads or recomputes: such orders are sorted in any case.
+    No device holds more stage activations than `peak_limits`, unless `order` offloads or recomputes: such orders are
+    sorted in any case.
     Raises InputError when the order already has vocabulary passes or has torch's sharding passes, when it takes no
     time, and for another number of barriers.
     """
@@ -107,15 +109,13 @@ def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> O
     missing: dict[str, Any] = {kind.value: 0 for kind in VOCABULARY_KINDS if getattr(costs, kind.value) is None}
     costs = replace(costs, **missing)
     times = VirtualTimes.of(order, barriers, costs)
-    if order.forward_only:
-        return times.sort(FIXED)
-    limits = peak_limits(order, barriers)
-    best = _timed(times.sort(FIXED), costs)
-    if not _keeps(best.order, limits):
+    best = Timed.of(times.sort(FIXED), costs)
+    limits = None if order.forward_only else peak_limits(order, barriers)
+    if limits and any(peak_activations(best.order.passes(device)) > most for device, most in enumerate(limits)):
         best = replace(best, span=inf)
-    for wishes in LISTS[barriers]:
+    for wishes in LISTS[0 if order.forward_only else barriers]:
         listed = list_schedule(times.sort(wishes), order, limits, costs)
-        if listed is not None and _shorter(listed, best):
+        if listed is not None and listed.better_than(best):
             best = listed
         if best.makespan <= (times.makespan + _vocabulary_work(order, barriers, costs)) * (1 + 1e-9):
             break
@@ -126,28 +126,6 @@ def peak_limits(order: Order, barriers: int) -> list[int]:
     """Per device, the stage activations it may hold: those of `order`, and one per barrier and stage of the device."""
     stages = map(order.placement.stages_of, range(order.devices))
     return [int(peak_activations(order.passes(device))) + barriers * len(held) for device, held in enumerate(stages)]
-
-
-def _keeps(order: Order, limits: list[int]) -> bool:
-    return all(peak_activations(order.passes(device)) <= limit for device, limit in enumerate(limits))
-
-
-def _timed(order: Order, costs: Costs) -> Listed:
-    """Span and makespan of an order by the event model."""
-    graph = Graph.of(order)
-    times = run(order, graph, durations(order, graph, costs))
-    starts = [times.start[number] for number in graph.first[:-1]]
-    ends = [times.end[number - 1] for number in graph.first[1:]]
-    span = max(end - start for start, end in zip(starts, ends, strict=True))
-    return Listed(order, span, max(ends) - min(starts))
-
-
-def _shorter(one: Listed, other: Listed) -> bool:
-    """Whether `one` has a shorter span than `other`, or the same and a shorter makespan."""
-    nothing = 1e-9 * one.makespan
-    if abs(one.span - other.span) > nothing:
-        return one.span < other.span
-    return one.makespan < other.makespan - nothing
 
 
 def _vocabulary_work(order: Order, barriers: int, costs: Costs) -> float:
