@@ -16,7 +16,8 @@ def forward_only(order: Order, costs: Costs | None = None) -> Order:
     The vocabulary passes do not stay where training had them: without backwards in between, devices would wait. They
     are added anew, with `costs` as for `add_vocabulary`. Nor need a device with several stages take turns as in
     training: where it is shorter, each runs the earliest forward that is ready. The result has one barrier, or none as
-    before; an order that only evaluates already is returned as it is.
+    before; an order that only evaluates already is returned as it is. Raises DeadlockError where the forwards cannot
+    complete.
     """
     if order.forward_only:
         return order
@@ -28,5 +29,5 @@ def forward_only(order: Order, costs: Costs | None = None) -> Order:
     if order.barriers:
         return add_vocabulary(forwards, 1, costs)
     costs = EQUAL_COSTS if costs is None else costs
-    listed = list_schedule(forwards, forwards, None, costs)
-    return listed.order if listed and listed.better_than(Timed.of(forwards, costs)) else forwards
+    in_turn, listed = Timed.of(forwards, costs), list_schedule(forwards, forwards, None, costs)
+    return listed.order if listed and listed.better_than(in_turn) else forwards

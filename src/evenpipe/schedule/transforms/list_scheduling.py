@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import pairwise
 from operator import lt, sub
 
 from evenpipe.schedule.costs import Costs
@@ -48,14 +49,13 @@ class Timed:
         """Those of `order` by the event model."""
         graph = Graph.of(order)
         times = run(order, graph, durations(order, graph, costs))
-        starts = [times.start[number] for number in graph.first[:-1]]
-        ends = [times.end[number - 1] for number in graph.first[1:]]
-        return cls.between(order, starts, ends)
+        rows = [(first, end) for first, end in pairwise(graph.first) if first < end]
+        return cls.between(order, [times.start[first] for first, _ in rows], [times.end[end - 1] for _, end in rows])
 
     @classmethod
     def between(cls, order: Order, starts: list[float], ends: list[float]) -> Timed:
         """The same from the times when each device starts and ends."""
-        return cls(order, max(map(sub, ends, starts)), max(ends) - min(starts))
+        return cls(order, max(map(sub, ends, starts), default=0.0), max(ends, default=0.0) - min(starts, default=0.0))
 
     def better_than(self, other: Timed) -> bool:
         """Whether the span is shorter, or the same and the makespan is shorter."""
@@ -107,7 +107,7 @@ class _Links:
     @classmethod
     def of(cls, order: Order, graph: Graph) -> _Links | None:
         """Those of an order in which every pass stands once and nothing is offloaded or recomputed; None for others."""
-        if not graph.microbatches or any(here.joint or here.odd for here in graph.places):
+        if not graph.microbatches or any(not here.at or here.joint or here.odd for here in graph.places):
             return None
         dependencies = Dependencies.of(order)
         needs = bytearray(len(graph.items))
