@@ -16,9 +16,9 @@ min(m, d + ceil(d / 2) + 1) activations, and the bubble is (p - 1) * (F + B), as
 
 Other orders are kept `at_instants`: S(i) and T(i) are inserted when the last stage's F(i) ends, whatever is under way.
 Every order can be interlaced so, and holds no more than it did. With equal F, I and W and split backwards nothing is
-under way at that instant, and nobody waits (zb-h1, v-half, gis, ...). Where whole backwards of several stages take turns
-some device is always in the middle of one: interleaved 1F1B on 8 devices waits for 1 unit of time, of 6.8, in every
-microbatch. And no layout helps where stages take different times: synchronous passes wait for the slowest.
+under way at that instant, and nobody waits (zb-h1, v-half, gis, ...). Where several stages take turns with whole
+backwards some device is always in the middle of one: interleaved 1F1B on 8 devices waits for 1 unit of time, of 6.8, in
+every microbatch. And no layout helps where stages take different times: synchronous passes wait for the slowest.
 """
 
 from __future__ import annotations
