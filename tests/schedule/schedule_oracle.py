@@ -130,8 +130,11 @@ def order_is_sound(order: Order) -> bool:
         moving = False
         for device, row in enumerate(rows):
             while row:
-                own = {(device, part) for part in parts_of(row[0])}
-                if not all(need in done or need in own for part in own for need in direct[part]):
+                own: set[Placed] = set()
+                for part in parts_of(row[0]):
+                    if all(need in done or need in own for need in direct[device, part]):
+                        own.add((device, part))
+                if len(own) < len(parts_of(row[0])):
                     break
                 done |= own
                 row.pop(0)

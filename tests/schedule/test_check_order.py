@@ -50,6 +50,13 @@ TABLE = [
         {},
         [(0, 3, "T0 stands before C0 at position 4"), (0, 3, "the order cannot complete")],
     ),
+    (("(0F0;0B0)OVERLAP_F_B",), {}, []),
+    (("0F0,(0F1;0F1)OVERLAP_F_B,0B0,0B1",), {}, [(0, 1, "0F1 stands at position 1 already")]),
+    (
+        ("0F0,(0W0;0I0)OVERLAP_F_B",),
+        {},
+        [(0, 1, "0W0 stands before the part of (0W0;0I0)OVERLAP_F_B that it needs"), (0, 1, "the order cannot")],
+    ),
     (("0F0,0B0,0F1", "1F0,1F0,1B1"), {}, [
         (0, None, "0B1 is missing"),
         (1, 1, "1F0 stands at position 0 already"),

@@ -27,8 +27,10 @@ from evenpipe.schedule import (
     check_order,
     check_program,
     evaluation_program,
+    parts_of,
     plan_program,
 )
+from evenpipe.schedule.passes import JOINT_KINDS
 
 Rows = list[list[Item]]
 
@@ -104,6 +106,20 @@ def exchange_rows(rng: random.Random, rows: Rows) -> None:
     rows[one], rows[other] = rows[other], rows[one]
 
 
+def join_neighbours(rng: random.Random, rows: Rows) -> None:
+    row, one = somewhere(rng, rows)
+    pair = tuple(part for item in row[one : one + 2] if isinstance(item, Pass) for part in parts_of(item))
+    assume(len(pair) > 1 and {part.kind for part in pair} <= JOINT_KINDS)
+    row[one : one + 2] = [Pass(Kind.OVERLAP_F_B, parts=tuple(rng.sample(pair, len(pair))))]
+
+
+def repeat_within_a_joint_pass(rng: random.Random, rows: Rows) -> None:
+    row, one = somewhere(rng, rows)
+    item = row[one]
+    assume(isinstance(item, Pass) and {part.kind for part in parts_of(item)} <= JOINT_KINDS)
+    row[one] = Pass(Kind.OVERLAP_F_B, parts=(*parts_of(item), rng.choice(parts_of(item))))
+
+
 def cut_off(rng: random.Random, rows: Rows) -> None:
     row, position = somewhere(rng, rows)
     del row[position:]
@@ -156,6 +172,7 @@ def change_communicator(rng: random.Random, rows: Rows) -> None:
 
 TO_BOTH = [
     *(drop, repeat, swap, swap_neighbours, move, move_to_another_device, exchange_rows, cut_off),
+    *(join_neighbours, repeat_within_a_joint_pass),
     *(change_microbatch, change_stage, change_slice, change_kind),
 ]
 TO_PROGRAMS = [*TO_BOTH, swap_neighbours, move, change_members, change_root, change_communicator]

@@ -10,6 +10,9 @@ from evenpipe.errors import InputError
 from evenpipe.schedule import Kind, Pass, Transfer, TransferKind
 from evenpipe.schedule.passes import parse_item, parts_of
 
+F1, B0 = Pass(Kind.F, 2, 1), Pass(Kind.B, 2, 0)
+JOINT = Pass(Kind.OVERLAP_F_B, parts=(F1, B0))
+
 WORDS = [
     ("2F0", Pass(Kind.F, 2, 0)),
     ("0B13", Pass(Kind.B, 0, 13)),
@@ -28,7 +31,7 @@ WORDS = [
     ("2UNSHARD", Pass(Kind.UNSHARD, 2)),
     ("2RESHARD", Pass(Kind.RESHARD, 2)),
     ("2REDUCE_GRAD", Pass(Kind.REDUCE_GRAD, 2)),
-    ("(2F1;2B0)OVERLAP_F_B", Pass(Kind.OVERLAP_F_B, parts=(Pass(Kind.F, 2, 1), Pass(Kind.B, 2, 0)))),
+    ("(2F1;2B0)OVERLAP_F_B", JOINT),
     ("2SEND_F0", Transfer(TransferKind.SEND_F, 2, 0)),
     ("3RECV_F0", Transfer(TransferKind.RECV_F, 3, 0)),
     ("3SEND_B0", Transfer(TransferKind.SEND_B, 3, 0)),
@@ -88,6 +91,21 @@ def test_parts() -> None:
     both = Pass.parse("(2F1;2B0)OVERLAP_F_B")
     assert list(map(str, parts_of(both))) == ["2F1", "2B0"]
     assert parts_of(both.parts[0]) == (both.parts[0],)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "parts"),
+    [
+        (Kind.OVERLAP_F_B, None, (F1,)),
+        (Kind.OVERLAP_F_B, None, (F1, Pass(Kind.UNSHARD, 2))),
+        (Kind.OVERLAP_F_B, None, (F1, JOINT)),
+        (Kind.OVERLAP_F_B, 2, (F1, B0)),
+        (Kind.F, None, (F1, B0)),
+    ],
+)
+def test_parts_that_cannot_run_as_one(kind: Kind, stage: int | None, parts: tuple[Pass, ...]) -> None:
+    with pytest.raises(InputError, match="OVERLAP_F_B"):
+        Pass(kind, stage, parts=parts)
 
 
 def test_bytes_are_no_part_of_a_transfers_identity() -> None:

@@ -26,12 +26,12 @@ def curve(text: str, **costs: object) -> tuple[tuple[float, float], ...]:
         ("0F0,0R0,0B0", {"F": 1, "B": 2, "memory": {"F": 1, "R": 7, "B": -8}}, ((0, 1), (1, 8), (4, 0))),
         ("0F0,0F1,0B0,0B1", {"F": 1, "B": 1, "bytes": 8}, ((0, 8), (1, 16), (3, 8), (4, 0))),
         ("(0F0;0B0)OVERLAP_F_B", {"F": 1, "B": 2, "bytes": 8}, ((0, 8), (3, 0))),
+        ("0F0,(0F1;0B0)OVERLAP_F_B,0B1", {"F": 1, "B": 2, "bytes": 8}, ((0, 8), (1, 16), (4, 8), (6, 0))),
+        # What takes no time is stored before it is released, too.
+        ("0F0,1F0,1B0,0B0", {"F": [1, 0], "B": [1, 0], "bytes": 8}, ((0, 8), (1, 8), (2, 0))),
     ],
 )  # fmt: skip
 def test_deltas(text: str, costs: dict[str, object], wanted: tuple[tuple[float, float], ...]) -> None:
-    if "OVERLAP" in text:  # runs as one, though nothing stands before its B but its own F
-        text = "0F0,(0F1;0B0)OVERLAP_F_B,0B1"
-        wanted = ((0, 8), (1, 16), (4, 8), (6, 0))
     assert curve(text, **costs) == wanted
 
 

@@ -32,6 +32,8 @@ def check_own_needs(order: Order, rows: Rows) -> Iterator[Fault]:
         for position, part, there in unmet_in_row(places, row, 0, partial(dependencies.rule, device)):
             if there is not None:
                 what = f"{part} stands before {row[there]} at position {there}, which it needs"
+                if there == position:
+                    what = f"{part} stands before the part of {row[there]} that it needs"
                 yield Fault(device, position, what, neighbours(rows, device, position))
 
 
@@ -43,8 +45,9 @@ def _out_of_place(order: Order, device: int, rows: Rows, positions: dict[What, d
             what = _wrong(order, device, part, wanted)
             if not what and part.microbatch is not None:
                 seen = positions.setdefault((part.kind, part.stage), {})
-                earlier = seen.setdefault(part.microbatch, position)
-                what = "" if earlier == position else f"{part} stands at position {earlier} already"
+                if part.microbatch in seen:
+                    what = f"{part} stands at position {seen[part.microbatch]} already"
+                seen.setdefault(part.microbatch, position)
             if what:
                 yield Fault(device, position, what, neighbours(rows, device, position))
 
@@ -55,6 +58,8 @@ def _wrong(order: Order, device: int, item: Pass, wanted: frozenset[Kind]) -> st
         return f"{item} has no place in an order that only evaluates"
     if item.kind in VOCABULARY_KINDS and item.kind not in wanted:
         return f"{item} has no place in an order with {order.barriers} barriers"
+    if item.kind is Kind.OVERLAP_F_B:
+        return f"{item} is no pass: it has no parts"
     if (item.stage is not None, item.microbatch is not None) != SHAPES[item.kind]:
         return f"{item} is no pass: {item.kind} has {'a' if SHAPES[item.kind][0] else 'no'} stage and " + (
             f"{'a' if SHAPES[item.kind][1] else 'no'} microbatch"

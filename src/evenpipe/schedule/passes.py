@@ -87,6 +87,8 @@ ROLE: dict[Kind, Kind] = {**{kind: kind for kind in Kind}, Kind.I: Kind.B}
 """What a kind is to other stages: I takes and gives the same as B, where a backward is split."""
 SHARDING_KINDS = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
 """Kinds that belong to a stage alone. They may stand anywhere, any number of times."""
+JOINT_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+"""Kinds that may stand inside OVERLAP_F_B."""
 HOP_KINDS = frozenset({TransferKind.SEND_F, TransferKind.RECV_F, TransferKind.SEND_B, TransferKind.RECV_B})
 """Kinds of transfer between two devices. All others are collectives."""
 
@@ -97,7 +99,7 @@ class Pass:
 
     `stage` is None for the vocabulary passes (E, G, S, C, T), `microbatch` is None for torch's sharding passes.
     `slice` numbers the part of the sequence when sequences are cut. `parts` holds the passes of an OVERLAP_F_B, in the
-    order in which they start, and is empty otherwise.
+    order in which they start, and is empty otherwise. Raises InputError for parts that cannot run as one.
     """
 
     kind: Kind
@@ -105,6 +107,10 @@ class Pass:
     microbatch: int | None = None
     slice: int = 0
     parts: tuple[Pass, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.parts:
+            _check_parts(self)
 
     def __str__(self) -> str:
         if self.parts:
@@ -189,9 +195,14 @@ def _parse_overlap(text: str) -> Pass:
         parts = tuple(Pass.parse(word) for word in words)
     except InputError as error:
         raise InputError(f"'{text}' is not a pass: {error}") from None
-    if any(part.kind not in {Kind.F, Kind.B, Kind.I, Kind.W} for part in parts):
-        raise InputError(f"'{text}' is not a pass; only F, B, I and W may stand inside OVERLAP_F_B")
     return Pass(Kind.OVERLAP_F_B, parts=parts)
+
+
+def _check_parts(item: Pass) -> None:
+    if item.kind is not Kind.OVERLAP_F_B or item.stage is not None or item.microbatch is not None:
+        raise InputError(f"only an OVERLAP_F_B without stage and microbatch of its own has parts, not {item.kind}")
+    if len(item.parts) < 2 or not {part.kind for part in item.parts} <= JOINT_KINDS:
+        raise InputError(f"'{item}' is not a pass; two or more of F, B, I and W may stand inside OVERLAP_F_B")
 
 
 def _text(name: str, stage: int | None, microbatch: int | None, slice_: int) -> str:

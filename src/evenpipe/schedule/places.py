@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import gt
+from operator import ge
 
 from .dependencies import Rule
 from .passes import ROLE, SHARDING_KINDS, Item, Kind, Pass, TransferKind, parts_of
@@ -60,7 +60,10 @@ class Places:
                 (places.joint if item.kind is Kind.OVERLAP_F_B else places.odd).append(number)
         for number in places.joint:
             item = row[number - first]
-            for part in item.parts if isinstance(item, Pass) else ():
+            assert isinstance(item, Pass)
+            if not item.parts:
+                places.odd.append(number)
+            for part in item.parts:
                 numbers = at.get((part.kind, part.stage))
                 if numbers is None:
                     numbers = open_list(part)
@@ -95,7 +98,7 @@ def unmet_in_row(
 ) -> Iterator[tuple[int, Pass, int | None]]:
     """Needs of passes that their own row does not meet: (number, pass, number of what it needs, None if nowhere).
 
-    A joint pass comes by the part that has the need. `row` is numbered from `first`, as `places` are; `rule` gives that
+    A joint pass comes by the part that has the need, which an earlier part may meet. `row` is numbered from `first`, as `places` are; `rule` gives that
     of a kind and stage on this device.
     """
     if not places.odd and all(
@@ -105,33 +108,34 @@ def unmet_in_row(
     ):
         return
     where = {
-        (ROLE[part.kind], part.stage, part.microbatch, part.slice): number
+        (ROLE[part.kind], part.stage, part.microbatch, part.slice): (number, turn)
         for number, item in enumerate(row, first)
         if isinstance(item, Pass)
-        for part in parts_of(item)
+        for turn, part in enumerate(parts_of(item))
     }
     for number, item in enumerate(row, first):
-        for part in parts_of(item) if isinstance(item, Pass) else ():
+        for turn, part in enumerate(parts_of(item) if isinstance(item, Pass) else ()):
             needs = rule(part.kind, part.stage)
             for kind, stage in needs.after:
                 there = where.get((ROLE[kind], stage, part.microbatch, part.slice))
-                if there is None or there > number:
-                    yield number, part, there
+                if there is None or there > (number, turn):
+                    yield number, part, None if there is None else there[0]
             for kind, stage in needs.if_present:
                 there = where.get((kind, stage, part.microbatch, part.slice))
-                if there is not None and there > number:
-                    yield number, part, there
+                if there is not None and there > (number, turn):
+                    yield number, part, there[0]
 
 
 def _met(places: Places, numbers: Numbers, rule: Rule) -> bool:
-    """Whether all that `numbers` need stands before them; False also where it has to be looked at one by one."""
+    """Whether all that `numbers` need stands before them; False also where it has to be looked at one by one, as where
+    a part of a joint pass needs another one."""
     for kind, stage in rule.after:
         there = places.of_role(kind, stage)
-        if not there or ABSENT in there or any(map(gt, there, numbers)):
+        if not there or ABSENT in there or any(map(ge, there, numbers)):
             return False
     for kind, stage in rule.if_present:
         there = places.at.get((kind, stage))
-        if there and any(map(gt, there, numbers)):
+        if there and any(map(ge, there, numbers)):
             return False
     return True
 

@@ -12,6 +12,9 @@ from .work import Work
 Curve = tuple[tuple[float, float], ...]
 """(time, bytes held from then on), by time."""
 
+Change = tuple[float, int, float]
+"""Time, turn at that time, and bytes more: what a pass released, the next one can take."""
+
 _HOPS = (TransferKind.SEND_F, TransferKind.SEND_B)
 ROUNDING = 1e-9
 """Of the peak: what sums of bytes may be off by."""
@@ -29,7 +32,7 @@ def memory_curves(program: Program, costs: Costs, work: Work, loop: Loop) -> tup
     deltas = costs.memory_deltas(program.placement)
     if deltas is None:
         return None
-    changes: list[list[tuple[float, float]]] = [[] for _ in work.rows]
+    changes: list[list[Change]] = [[] for _ in work.rows]
     for n, (item, device) in enumerate(zip(work.items, work.device_of, strict=True)):
         begin, end = loop.issued.get(n, loop.start[n]), loop.end[n]
         for part in () if program.forward_only else parts_of(item):
@@ -40,21 +43,23 @@ def memory_curves(program: Program, costs: Costs, work: Work, loop: Loop) -> tup
             assert index is not None
             delta = values[index]
             if delta:
-                changes[device].append((begin if delta > 0 else end, delta))
+                changes[device].append((begin, 2 * n, delta) if delta > 0 else (end, 2 * n + 1, delta))
     if costs.receive_bytes:
         for k, route in enumerate(work.route_of):
             if route.kind in _HOPS:
-                last = max(loop.end[n] for n in work.feeds[k])
-                changes[route.members[1]] += [(loop.posted[k], costs.receive_bytes), (last, -costs.receive_bytes)]
+                user = max(work.feeds[k], key=loop.end.__getitem__)
+                changes[route.members[1]] += [
+                    (loop.posted[k], 2 * user, costs.receive_bytes),
+                    (loop.end[user], 2 * user + 1, -costs.receive_bytes),
+                ]
     return tuple(_curve(device, row) for device, row in enumerate(changes))
 
 
-def _curve(device: int, changes: list[tuple[float, float]]) -> Curve:
-    """Of changes at one moment, releases come first: what a pass released, the next one can take."""
+def _curve(device: int, changes: list[Change]) -> Curve:
     changes.sort()
     curve: list[tuple[float, float]] = []
     held = peak = low = 0.0
-    for time, delta in changes:
+    for time, _, delta in changes:
         held += delta
         peak, low = max(peak, held), min(low, held)
         if curve and curve[-1][0] == time:
