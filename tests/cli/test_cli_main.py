@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -52,6 +53,7 @@ ENDINGS = [
     (lambda arguments: 1, 1, ""),
     (raising(InputError("the field is wrong")), 2, "evenpipe: the field is wrong\n"),
     (raising(RunError("the disk is full")), 3, "evenpipe: the disk is full\n"),
+    (raising(OSError(errno.ENOSPC, "No space left on device")), 3, "evenpipe: the output cannot be written: No space "),
     (raising(KeyboardInterrupt()), 130, ""),
     (raising(SystemExit(143)), 143, ""),
     (terminated, 143, ""),
@@ -61,7 +63,9 @@ ENDINGS = [
 @pytest.mark.parametrize(("function", "exit_code", "shown"), ENDINGS)
 def test_how_a_command_ends(command, capsys, function, exit_code, shown):
     assert command(function) == exit_code
-    assert capsys.readouterr().err == shown
+    error = capsys.readouterr().err
+    assert error.startswith(shown)
+    assert len(error.splitlines()) == bool(shown)
 
 
 def test_what_nobody_expected_shows_its_traceback_and_is_a_failed_run(command, capsys):
@@ -75,13 +79,33 @@ def test_arguments_reach_the_command(command):
     assert command(lambda arguments: arguments.number, "--number", "1") == 1
 
 
-WRONG = [[], ["trian"], ["generate"], ["generate", "--number", "x"], ["--unknown"]]
+WRONG = [[], ["trian"], ["generate"], ["generate", "folder", "--seed", "x"], ["--unknown"]]
 
 
 @pytest.mark.parametrize("arguments", WRONG, ids=str)
 def test_wrong_arguments_are_wrong_input(arguments, capsys):
     assert cli.main(arguments) == 2
     assert "usage: evenpipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argument", "near"),
+    [("--numbre", ", did you mean --number?"), ("--number-of=3", ", did you mean --number?"), ("more", ";")],
+)
+def test_unknown_arguments_name_the_nearest(command, capsys, argument, near):
+    assert command(lambda arguments: 0, argument) == 2
+    assert capsys.readouterr().err == (
+        f"evenpipe: generate has no argument {argument}{near} evenpipe generate --help lists what it has\n"
+    )
+
+
+def test_a_terminal_without_a_character_shows_a_question_mark():
+    arguments = ["draw", "--schedule", "1f1b", "--devices", "1", "--microbatches", "1", "--unit-seconds", "1e-6"]
+    command = [sys.executable, "-m", "evenpipe.cli.main", *arguments]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "makespan 3 ?s" in result.stdout
 
 
 def test_version_and_help(capsys):

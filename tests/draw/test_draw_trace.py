@@ -46,6 +46,15 @@ def test_every_event_has_the_fields_of_its_phase(timelines: Any) -> None:
         assert event.get("dur", 0) >= 0
     times = [event["ts"] for event in found if event["ph"] != "M"]
     assert times == sorted(times)
+    # Perfetto takes process 0 for the kernel's, and reads an id that is text as a hexadecimal number or not at all.
+    assert all(
+        isinstance(event[name], int) and event[name] > 0
+        for event in found
+        for name in ("pid", "tid", "id")
+        if name in event
+    )
+    arrows = of_phase(found, "s")
+    assert len({event["id"] for event in arrows}) == len(arrows) == len(of_phase(found, "f"))
     named = {(event["pid"], event["tid"]) for event in found if event["name"] == "thread_name"}
     assert {(event["pid"], event["tid"]) for event in of_phase(found, "X")} <= named
 
@@ -65,20 +74,29 @@ def test_slices_of_a_thread_do_not_overlap() -> None:
 def test_a_device_is_a_process_with_its_threads() -> None:
     found = events({"run": two_devices()})
     names = {event["pid"]: event["args"]["name"] for event in found if event["name"] == "process_name"}
-    assert names == {0: "run: device 0", 1: "run: device 1"}
+    assert names == {1: "run: device 0", 2: "run: device 1"}
     threads = [event["args"]["name"] for event in found if event["name"] == "thread_name"]
     assert threads == ["compute", "communication"] * 2
 
 
 def test_several_timelines_are_processes_below_each_other() -> None:
     found = events({"a": two_devices(), "b": two_devices()})
-    assert [event["pid"] for event in found if event["name"] == "process_name"] == [0, 1, 2, 3]
+    assert [event["pid"] for event in found if event["name"] == "process_name"] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("unit", "microseconds"), [(None, 1e3), (1.0, 1e6), (1e-6, 1.0)])
 def test_times_are_microseconds_from_the_first_event(unit: float | None, microseconds: float) -> None:
     (slice_,) = of_phase(events(timeline("0F0 5 7"), unit_seconds=unit), "X")
     assert (slice_["ts"], slice_["dur"]) == (0.0, 2 * microseconds)
+
+
+def test_slices_that_follow_each_other_do_not_overlap_in_whole_nanoseconds() -> None:
+    """Thirds of a microsecond: start and duration, each rounded down to nanoseconds as Perfetto does, still fit."""
+    row = ", ".join(f"0F{k} {k / 3} {(k + 1) / 3}" for k in range(50))
+    found = of_phase(events(timeline(row), unit_seconds=1e-6), "X")
+    in_nanoseconds = [(round(1e3 * event["ts"], 6), round(1e3 * event["dur"], 6)) for event in found]
+    assert all(number == int(number) for pair in in_nanoseconds for number in pair)
+    assert all(a[0] + a[1] == b[0] for a, b in pairwise(in_nanoseconds))
 
 
 def test_arguments_say_what_was_waited_for() -> None:
@@ -93,14 +111,14 @@ def test_arrows_lead_to_the_pass_that_takes_the_result() -> None:
     arrows = [
         (event["pid"], event["ts"], ends[event["id"]]["pid"], ends[event["id"]]["ts"]) for event in of_phase(found, "s")
     ]
-    assert arrows == [(0, 1.0, 1, 3.0), (1, 6.5, 0, 9.0)]  # from the middle of a slice to the start of another
+    assert arrows == [(1, 1.0, 2, 3.0), (2, 6.5, 1, 9.0)]  # from the middle of a slice to the start of another
 
 
 def test_memory_is_a_counter() -> None:
     counters = of_phase(events(two_devices(), unit_seconds=1e-6), "C")
-    assert [(event["pid"], event["ts"], event["args"]) for event in counters if event["pid"] == 1] == [
-        (1, 3.0, {"bytes": 2048.0}),
-        (1, 8.0, {"bytes": 0.0}),
+    assert [(event["pid"], event["ts"], event["args"]) for event in counters if event["pid"] == 2] == [
+        (2, 3.0, {"bytes": 2048.0}),
+        (2, 8.0, {"bytes": 0.0}),
     ]
     (first, *_) = of_phase(events(timeline("0F0 0 1, 0B0 1 2")), "C")
     assert first["args"] == {"stage activations": 1.0}

@@ -7,7 +7,10 @@ Only the file of the command that was asked for is imported, and each imports to
 from __future__ import annotations
 
 import argparse
+import difflib
+import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -34,9 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. `arguments` defaults to those of the process."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     command = _command(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without, say, µ shows a question mark for it
     try:
-        parsed = _parser(command).parse_args(arguments)
+        parser, of_command = _parser(command)
+        parsed, unknown = parser.parse_known_args(arguments)
         assert command is not None, "the parser ends without a command"
+        if unknown:
+            raise InputError(f"{command} has no argument {unknown[0]}{_nearest(unknown[0], of_command)}")
         signal.signal(signal.SIGTERM, _terminated)
         exit_code: int = _module(command).run(parsed)
         return exit_code
@@ -50,14 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone; it has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            print(f"evenpipe: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
+            return RunError.exit_code
         traceback.print_exc()
         print("evenpipe: the run failed with the error above", file=sys.stderr)
         return RunError.exit_code
 
 
-def _parser(command: str | None) -> argparse.ArgumentParser:
-    """The parser; only `command` knows its arguments."""
+def _parser(command: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """The parser, and that of `command`, which alone knows its arguments."""
     parser = argparse.ArgumentParser(
         prog="evenpipe",
         description="Pipeline-parallel training for Hugging Face language models, with nothing out of balance.",
@@ -65,13 +76,22 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"evenpipe {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    of_command = parser
     for name, line in COMMANDS.items():
         subparser = subparsers.add_parser(
             name, help=line, description=line, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         if name == command:
             _module(name).add_arguments(subparser)
-    return parser
+            of_command = subparser
+    return parser, of_command
+
+
+def _nearest(argument: str, parser: argparse.ArgumentParser) -> str:
+    """The end of a sentence about an unknown argument: the nearest option there is, and where all of them stand."""
+    options = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    near = difflib.get_close_matches(argument.partition("=")[0], options, n=1, cutoff=0.6)
+    return (f", did you mean {near[0]}?" if near else ";") + f" {parser.prog} --help lists what it has"
 
 
 def _command(arguments: Sequence[str]) -> str | None:

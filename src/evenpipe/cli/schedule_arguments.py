@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenpipe.errors import InputError
@@ -20,6 +22,9 @@ work with the same bytes: with twice as many stages per device each has half. A 
 not cut: give it for the schedule with the most stages. Where modes are compared that shard the vocabulary layers and
 that do not, the first and last stage of the latter do their work: S + T of all devices in three equal parts with F, I
 and W of the last stage, E with the first F, G with the first W."""
+
+LARGEST = 10_000_000
+"""Devices x microbatches x stages per device: some thirty million passes, an hour of simulation."""
 
 
 def schedules_help() -> str:
@@ -93,14 +98,44 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
             names.append(name.strip())
     if not names:
         raise InputError("no schedule is given; expected --schedule NAME, --schedule FILE.csv or --compare NAME,NAME")
+    for name in names:
+        _refuse_strange(name, SCHEDULES)
+    refuse_too_large(arguments)
+    modes = [mode.strip() for mode in (arguments.vocabulary or "").split(",") if mode.strip()]
+    if arguments.vocabulary is not None and not modes:
+        raise InputError(f"--vocabulary is '{arguments.vocabulary}', expected one or several modes such as vocab-2")
     return plan_cases(
         list(dict.fromkeys(names)),
         devices=arguments.devices,
         microbatches=arguments.microbatches,
-        vocabularies=[mode.strip() for mode in (arguments.vocabulary or "").split(",") if mode.strip()],
+        vocabularies=modes,
         costs=None if arguments.costs is None else read_costs(arguments.costs),
         options=given,
     )
+
+
+def refuse_too_large(arguments: argparse.Namespace) -> None:
+    """Raise InputError for a size that no one has time to wait for, as a mistyped number gives."""
+    size = 1
+    for name in ("devices", "microbatches", "stages_per_device"):
+        size *= max(1, getattr(arguments, name) or 1)
+    if size > LARGEST:
+        raise InputError(
+            f"devices x microbatches x stages per device is {size}, too many to simulate; accepted: {LARGEST}"
+        )
+
+
+def _refuse_strange(name: str, schedules: Mapping[str, Any]) -> None:
+    """Raise InputError for what is neither the name of a schedule nor that of a CSV file, and say how to write it."""
+    from evenpipe.schedule.registry import options_of
+
+    if name in schedules or name.endswith(".csv"):
+        return
+    if "," in name:
+        raise InputError(f"--schedule is '{name}', but takes one schedule; --compare {name} takes several")
+    if Path(name).suffix or Path(name).is_file():
+        raise InputError(f"'{name}' is not the name of a schedule, and the name of a file must end in .csv")
+    options_of(name)  # which raises, with the nearest name
 
 
 def options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -6,7 +6,15 @@ import argparse
 import json
 from pathlib import Path
 
-from evenpipe.cli.schedule_arguments import add_costs, add_json, add_memory_limit, add_size, numbers
+from evenpipe.cli.schedule_arguments import (
+    add_costs,
+    add_json,
+    add_memory_limit,
+    add_size,
+    numbers,
+    refuse_too_large,
+)
+from evenpipe.errors import InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
     from evenpipe.plan.search import problem_of, search
     from evenpipe.schedule.files import read_costs, write_schedule
 
+    if arguments.output is not None:
+        _check_output(arguments.output)
+    refuse_too_large(arguments)
     problem = problem_of(
         devices=arguments.devices,
         microbatches=arguments.microbatches,
@@ -68,3 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
         write_schedule(result.order, arguments.output)
     print(json.dumps({"possible": True, **result.to_dict()}) if arguments.json else result.text(), flush=True)
     return 0
+
+
+def _check_output(path: Path) -> None:
+    """Raise InputError, before any time is spent, where the order could not be written or not be found again."""
+    if path.suffix != ".csv":
+        raise InputError(f"--output is '{path}', but the name of a schedule's file must end in .csv")
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"'{path}' cannot be written: there is no folder '{path.parent}'")

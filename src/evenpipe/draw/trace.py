@@ -1,8 +1,10 @@
 """Timelines in the Trace Event format of Chrome, which Perfetto (ui.perfetto.dev) opens.
 
-A device is a process; its threads are compute, communication and copies to and from the host, with as many threads of
-the last two as run at the same time. Memory is a counter. An arrow leads from each pass to the pass of another device
-that takes its result.
+A device is a process, counted from 1, as Perfetto takes 0 for the kernel's. Its threads are compute, communication and
+copies to and from the host, with as many threads of the last two as run at the same time. Memory is a counter. An arrow
+leads from each pass to the pass of another device that takes its result.
+
+Times are whole nanoseconds, which is what Perfetto counts in, so that slices that follow each other do not overlap.
 
 Format: "Trace Event Format", Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from itertools import count
 from typing import Any
 
 from evenpipe.schedule import Event, Kind, Pass, parts_of
@@ -19,7 +22,7 @@ from .panel import Panel, Timelines, lanes, panels_of
 
 _MICROSECONDS = 1e6
 _DEFAULT_UNIT_SECONDS = 1e-3
-_THREADS_OF_COMMUNICATION, _THREADS_OF_COPIES = 100, 200  # numbers of threads: compute is 0
+_COMPUTE, _THREADS_OF_COMMUNICATION, _THREADS_OF_COPIES = 1, 100, 200  # numbers of threads
 _BACKWARD = (Kind.I, Kind.B)
 
 
@@ -32,9 +35,10 @@ def trace(timelines: Timelines, *, unit_seconds: float | None = None) -> str:
     unit = (unit_seconds or _DEFAULT_UNIT_SECONDS) * _MICROSECONDS
     names: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
-    first = 0
+    first = 1
+    numbers = count(1)
     for panel in panels:
-        writer = _Writer(panel, first, unit)
+        writer = _Writer(panel, first, numbers, unit)
         names += writer.names()
         events += writer.events()
         first += panel.devices
@@ -44,11 +48,11 @@ def trace(timelines: Timelines, *, unit_seconds: float | None = None) -> str:
 
 
 class _Writer:
-    """Writes one panel. first: number of the process of its device 0."""
+    """Writes one panel. first: number of the process of its device 0. numbers: for arrows, of all panels."""
 
-    def __init__(self, panel: Panel, first: int, unit: float) -> None:
-        self.panel, self.first, self.unit = panel, first, unit
-        self.threads = {(device, 0): "compute" for device in range(panel.devices)}
+    def __init__(self, panel: Panel, first: int, numbers: Iterator[int], unit: float) -> None:
+        self.panel, self.first, self.numbers, self.unit = panel, first, numbers, unit
+        self.threads = {(device, _COMPUTE): "compute" for device in range(panel.devices)}
         self.beside = list(self._beside())
 
     def names(self) -> Iterator[dict[str, Any]]:
@@ -65,7 +69,7 @@ class _Writer:
         """Slices, counters and arrows."""
         for row in self.panel.rows:
             for event in row:
-                yield self._slice(event, 0, "compute")
+                yield self._slice(event, _COMPUTE, "compute")
         for event, thread, category in self.beside:
             yield self._slice(event, thread, category)
         for device in range(self.panel.devices):
@@ -78,8 +82,8 @@ class _Writer:
                     "ts": self._at(time),
                     "args": {field: value},
                 }
-        for number, (source, target) in enumerate(_hops(self.panel)):
-            yield from self._arrow(f"{self.first}.{number}", source, target)
+        for source, target in _hops(self.panel):
+            yield from self._arrow(next(self.numbers), source, target)
 
     def _beside(self) -> Iterator[tuple[Event, int, str]]:
         """What runs beside compute, with its thread; names the threads."""
@@ -102,19 +106,20 @@ class _Writer:
                 args["waited for"] += f": {event.cause.item}"
             if event.cause.device is not None:
                 args["waited for"] += f" on device {event.cause.device}"
+        start = self._at(event.start)
         return {
             "ph": "X",
             "name": str(event.item),
             "cat": f"{category},{event.item.kind.value}",
             "pid": self.first + event.device,
             "tid": thread,
-            "ts": self._at(event.start),
-            "dur": round((event.end - event.start) * self.unit, 6),
+            "ts": start,
+            "dur": round(self._at(event.end) - start, 3),
             "args": args,
         }
 
-    def _arrow(self, number: str, source: Event, target: Event) -> Iterator[dict[str, Any]]:
-        common = {"name": "hop", "cat": "hop", "id": number, "tid": 0}
+    def _arrow(self, number: int, source: Event, target: Event) -> Iterator[dict[str, Any]]:
+        common = {"name": "hop", "cat": "hop", "id": number, "tid": _COMPUTE}
         middle = (source.start + source.end) / 2  # inside the slice, so that the arrow begins at this one
         yield {"ph": "s", **common, "pid": self.first + source.device, "ts": self._at(middle)}
         yield {"ph": "f", "bp": "e", **common, "pid": self.first + target.device, "ts": self._at(target.start)}
@@ -124,7 +129,7 @@ class _Writer:
 
     def _at(self, time: float) -> float:
         """Microseconds from the first event on."""
-        return round((time - self.panel.origin) * self.unit, 6)
+        return round((time - self.panel.origin) * self.unit, 3)
 
 
 def _is_copy(event: Event) -> bool:

@@ -47,6 +47,11 @@ function amountText(panel, value) {
   return panel.bytes ? bytesText(value) : `${fourDigits(value)} in flight`;
 }
 
+// Beside the curve of a device, where there is little room.
+function peakText(panel, value) {
+  return panel.bytes ? bytesText(value) : `peak ${fourDigits(value)}`;
+}
+
 // The next of 1, 2, 5, 10, ... from `step` on.
 function roundStep(step) {
   const power = 10 ** Math.floor(Math.log10(step));

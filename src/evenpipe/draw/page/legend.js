@@ -6,8 +6,9 @@ function fillLegend(holder, scene, changed) {
     const node = element("button");
     node.type = "button";
     node.dataset.kind = scene.shared.kinds[kind][0];
-    node.title = "Click: hide or show. Alt and click: only this one, or all again.";
-    node.append(sample(scene.theme, looks), element("strong", scene.shared.kinds[kind][0]), scene.shared.kinds[kind][1]);
+    const [letters, words] = scene.shared.kinds[kind];
+    node.title = `${words}. Click: hide or show. Alt and click: only this one, or all again.`;
+    node.append(sample(scene.theme, looks), element("strong", letters), element("span", words));
     node.setAttribute("aria-pressed", String(!scene.hidden.has(kind)));
     node.addEventListener("click", (event) => {
       toggle(scene.hidden, kinds.map((entry) => entry.kind), kind, event.altKey);

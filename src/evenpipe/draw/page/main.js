@@ -200,7 +200,8 @@ class Page {
     options.transfers = panels.some((panel) => panel.rows.some((row) => row.shows !== COMPUTE));
     get("transfers").hidden = !options.transfers;
     const rows = panels.reduce((sum, panel) => sum + panel.rows.length, 0);
-    if (options.transfers && rows > 60) this.toggle("transfers", false);
+    const timed = panels.some((panel) => panel.rows.some((row) => row.shows !== COMPUTE && panel.timedIn(row)));
+    if (options.transfers && (rows > 60 || !timed)) this.toggle("transfers", false);
   }
 
   toggle(name, arrange = true) {

@@ -70,6 +70,11 @@ class Painter {
       if (middle < AXIS - 20 || middle > this.height + 20) continue;
       this.text(`device ${label.device}`, box.left - 9, middle + 4, theme.faint, "right", "12px");
     }
+    for (const lane of lanesBetween(box, scene.scroll, scene.scroll + this.height - AXIS)) {
+      if (lane.row) continue;
+      const { peaks } = box.panel.curves, bottom = lane.top + lane.height + AXIS - scene.scroll;
+      this.text(peakText(box.panel, peaks[lane.device]), box.left - 9, bottom, theme.faint, "right", "10px");
+    }
   }
 
   // As many figures as have room.
@@ -142,7 +147,8 @@ class Painter {
     if (width < 11 || height < 11) return;
     const left = Math.max(x, box.left), right = Math.min(x + width, box.left + box.width);
     panel.parts(i).forEach(([label, short], k) => {
-      const text = [label, short].find((words) => words.length * 7 + 4 <= right - left);
+      const more = panel.digits - short.length; // a row has numbers in all passes of one width, or in none
+      const text = [label, short].find((words) => words && (words.length + more) * 7 + 4 <= right - left);
       const middle = y + (k + 0.5) * part + 4;
       if (text && part >= 11) texts.push([text, (left + right) / 2, middle, scene.ink(panel, i, k)]);
     });

@@ -13,6 +13,7 @@ class Panel {
     summed(panel.microbatch);
     panel.rows = rowsOf(data);
     await panel.readCurves(data.curves);
+    panel.digits = String(panel.microbatch.reduce((most, number) => Math.max(most, number), 0)).length;
     panel.timed = countsOfTimed(panel.durations);
     panel.shortest = shortest(panel.durations) * data.step;
     return panel;
@@ -67,6 +68,9 @@ class Panel {
     if (first < row.last && this.end(first) < start) first++;
     return [first, this.before(row, end) + 1];
   }
+
+  // How many events of a row take time.
+  timedIn(row) { return this.timed[row.last] - this.timed[row.first]; }
 
   // What an event waited for: the number of another event, or -1.
   cause(i) {

@@ -3,6 +3,7 @@
 const AWAITED = {
   start: "nothing",
   device: "its device, busy with",
+  pass: "the end of", // what a transfer or a copy carries is ready then
   transfer: "the arrival of",
   communicator: "its communicator, busy with",
   link: "the link, busy with",
@@ -21,9 +22,10 @@ function awaitedText(panel, i) {
   const cause = panel.cause(i);
   const name = panel.shared.resources[panel.resource[i]];
   if (cause >= 0) {
-    const there = panel.rowOf(cause).device, here = panel.rowOf(i).device;
-    const what = AWAITED[name] ?? (name || AWAITED.device);
-    return `${what} ${panel.label(cause)}${there === here ? "" : ` on device ${there}`}`;
+    const there = panel.rowOf(cause).device, here = panel.rowOf(i);
+    const ready = name === "device" && here.shows !== COMPUTE;
+    const what = ready ? AWAITED.pass : AWAITED[name] ?? (name || AWAITED.device);
+    return `${what} ${panel.label(cause)}${there === here.device ? "" : ` on device ${there}`}`;
   }
   if (panel.unknown[i]) return `${AWAITED[name] ?? name} ${panel.unknown[i]}`;
   return name ? AWAITED[name] ?? name : null;
