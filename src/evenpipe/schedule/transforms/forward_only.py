@@ -11,11 +11,11 @@ from .vocabulary import add_vocabulary
 
 
 def forward_only(order: Order, costs: Costs | None = None) -> Order:
-    """The forwards of `order` as they stood and, if it has vocabulary passes, E, S and C where they delay nobody.
+    """The forwards of `order` and, if it has vocabulary passes, E, S and C where they delay nobody.
 
-    The vocabulary passes do not stay where training had them: without backwards in between, devices would wait. They
-    are added anew, with `costs` as for `add_vocabulary`. Nor need a device with several stages take turns as in
-    training: where it is shorter, each runs the earliest forward that is ready. The result has one barrier, or none as
+    A device with several stages need not take turns as in training: where it is shorter, each runs the earliest forward
+    that is ready. Nor do the vocabulary passes stay where training had them: without backwards in between, devices
+    would wait. They are added anew, with `costs` as for `add_vocabulary`. The result has one barrier, or none as
     before; an order that only evaluates already is returned as it is. Raises DeadlockError where the forwards cannot
     complete.
     """
@@ -26,8 +26,8 @@ def forward_only(order: Order, costs: Costs | None = None) -> Order:
         for device in range(order.devices)
     )
     forwards = Order(order.placement, order.microbatches, rows, forward_only=True)
-    if order.barriers:
-        return add_vocabulary(forwards, 1, costs)
     costs = EQUAL_COSTS if costs is None else costs
     in_turn, listed = Timed.of(forwards, costs), list_schedule(forwards, forwards, None, costs)
-    return listed.order if listed and listed.better_than(in_turn) else forwards
+    if listed and Timed.of(listed, costs).better_than(in_turn):
+        forwards = listed
+    return add_vocabulary(forwards, 1, costs) if order.barriers else forwards

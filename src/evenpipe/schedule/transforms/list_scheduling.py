@@ -26,7 +26,7 @@ from evenpipe.schedule.costs import Costs
 from evenpipe.schedule.dependencies import Dependencies
 from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import ROLE, Kind, parts_of
+from evenpipe.schedule.passes import HOP_KINDS, ROLE, Kind, parts_of
 from evenpipe.schedule.places import ABSENT, Places
 from evenpipe.schedule.timing import durations, run
 
@@ -50,11 +50,7 @@ class Timed:
         graph = Graph.of(order)
         times = run(order, graph, durations(order, graph, costs))
         rows = [(first, end) for first, end in pairwise(graph.first) if first < end]
-        return cls.between(order, [times.start[first] for first, _ in rows], [times.end[end - 1] for _, end in rows])
-
-    @classmethod
-    def between(cls, order: Order, starts: list[float], ends: list[float]) -> Timed:
-        """The same from the times when each device starts and ends."""
+        starts, ends = [times.start[first] for first, _ in rows], [times.end[end - 1] for _, end in rows]
         return cls(order, max(map(sub, ends, starts), default=0.0), max(ends, default=0.0) - min(starts, default=0.0))
 
     def better_than(self, other: Timed) -> bool:
@@ -65,12 +61,17 @@ class Timed:
         return self.makespan < other.makespan - nothing
 
 
-def list_schedule(wishes: Order, base: Order, limits: Sequence[int] | None, costs: Costs) -> Timed | None:
+def list_schedule(
+    wishes: Order, base: Order, limits: Sequence[int] | None, costs: Costs, reserve: float = 0.0
+) -> Order | None:
     """The passes of `wishes`, run by the rules above within `limits` per device.
 
-    `wishes` need not be sound; `base` has to be, has the same passes but for those of the vocabulary, the forwards of a
-    device in the same order, and never holds more than `limits`. Returns None where passes are missing, and where
-    activations are offloaded or recomputed: what of that runs early is for `wishes` to say.
+    Every collective is taken to last longer than in `costs` by `reserve`: an order in which nobody has a moment to
+    spare is short on paper only. `wishes` need not be sound; `base` has to be, has the same passes but for those of the
+    vocabulary, the forwards of a device in the same order, and never holds more than `limits`.
+    Orders that only evaluate have no limits: a device runs at most as many forwards early as there are stages.
+    Returns None where passes are missing, and where activations are offloaded or recomputed: what of that runs early is
+    for `wishes` to say.
     """
     graph = Graph.of(wishes)
     links = _Links.of(wishes, graph)
@@ -78,15 +79,12 @@ def list_schedule(wishes: Order, base: Order, limits: Sequence[int] | None, cost
         return None
     most: Sequence[int | None] = [None] * wishes.devices if limits is None else limits
     plans = [_memory_plan(graph, base, device, limit) for device, limit in enumerate(most)]
-    started, ended, rows = _run(graph, links, plans, durations(wishes, graph, costs))
-    order = Order(
-        wishes.placement,
-        wishes.microbatches,
-        tuple(tuple(map(graph.items.__getitem__, row)) for row in rows),
-        wishes.barriers,
-        wishes.forward_only,
-    )
-    return Timed.between(order, started, ended)
+    takes = durations(wishes, graph, costs)
+    for route, numbers in graph.by_route():
+        if reserve and route.kind not in HOP_KINDS:
+            takes[numbers.start : numbers.stop] = [takes[numbers.start] + reserve] * len(numbers)
+    rows = tuple(tuple(map(graph.items.__getitem__, row)) for row in _run(graph, links, plans, takes))
+    return Order(wishes.placement, wishes.microbatches, rows, wishes.barriers, wishes.forward_only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +183,8 @@ def _memory_plan(graph: Graph, base: Order, device: int, limit: int | None) -> M
     return MemoryPlan(numbers, [HOLDS[part.kind] for part in parts], limit, base.placement.stages)
 
 
-def _run(
-    graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequence[float]
-) -> tuple[list[float], list[float], list[list[int]]]:
-    """Per device, when its first pass started, when its last one ended, and its passes as they ran."""
+def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequence[float]) -> list[list[int]]:
+    """The passes of each device as they ran."""
     passes, microbatches, devices = len(graph.items), graph.microbatches, len(graph.first) - 1
     site, offset, device_of, feeds = graph.site, graph.offset, graph.device_of, graph.feeds
     needs, followers, consumers, missing = links.needs, links.followers, links.consumers, graph.producers()
@@ -204,7 +200,6 @@ def _run(
             entrance[at] = kind is Kind.F and stage == 0
     held_back = iter(links.embedding[links.ahead :])
     rows: list[list[int]] = [[] for _ in range(devices)]
-    started, ended = [0.0] * devices, [0.0] * devices
     free = [True] * devices
     asked = list(range(devices))  # free devices that may have something new to start
     events: list[tuple[float, int]] = []  # ends of passes and arrivals of transfers
@@ -247,10 +242,7 @@ def _run(
         return ready
 
     def start(device: int, number: int) -> None:
-        if not rows[device]:
-            started[device] = now
         rows[device].append(number)
-        ended[device] = now + takes[number]
         here = site[number]
         if stored[here]:
             plans[device].run(number)
@@ -283,7 +275,7 @@ def _run(
                     number = heappop(heap)
                     start(device, number)
                     free[device] = False
-                    heappush(events, (ended[device], number))
+                    heappush(events, (now + takes[number], number))
         if not events:
             break
         until = events[0][0] + moment
@@ -297,7 +289,7 @@ def _run(
             else:
                 arrive(number)
     assert sum(map(len, rows)) == passes, "list scheduling has come to its end"
-    return started, ended, rows
+    return rows
 
 
 _COPIES = {Kind.R, Kind.O, Kind.L}

@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
+from operator import sub
 from typing import Any
 
 from evenpipe.errors import InputError
@@ -57,12 +58,14 @@ Ranks = Mapping[Kind, int]
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """How passes stand by virtual time. ranks: by number of barriers, 0 for evaluation. backwards, weights, outputs:
-    intervals by which B and I, W, and T stand later than the rules say; rows that are run as they stand have none."""
+    intervals by which B and I, W, and T stand later than the rules say; rows that are run as they stand have none.
+    reserve: for list scheduling, what is added to every collective, in the mean work of a stage per microbatch."""
 
     ranks: Mapping[int, Ranks]
     backwards: float = 0
     weights: float = 0
     outputs: float = 0
+    reserve: float = 0
 
 
 FIXED = Wishes(
@@ -81,15 +84,18 @@ _EAGER = {
     2: {Kind.E: 0, Kind.T: 0, Kind.S: 0, Kind.G: 4},
 }
 
+_FILLING = Wishes(_EAGER, backwards=-0.25, weights=0.75, reserve=0.1)
+
 LISTS = {
     0: (Wishes(_EAGER),),
-    1: (Wishes(_EAGER, backwards=-0.25, weights=0.75), Wishes(_EAGER), Wishes(_EAGER, weights=1, outputs=1)),
-    2: (Wishes(_EAGER, backwards=-0.25, weights=0.75), Wishes(_EAGER), Wishes(_EAGER, backwards=-1)),
+    1: (_FILLING, Wishes(_EAGER), Wishes(_EAGER, weights=1, outputs=1)),
+    2: (_FILLING, Wishes(_EAGER), Wishes(_EAGER, backwards=-1)),
 }
 """For list scheduling, by number of barriers, 0 for evaluation. Nobody stands and waits, so what others wait for comes
-first. The first list is nearly always the best: weight gradients fill what the rest leaves. The others, in turn, are
-for steps that it leaves longer than the base order's by more than the vocabulary passes take; the third keeps more
-between S and T, or gives the second barrier no time of its own."""
+first. The first list is nearly always the best: weight gradients fill what the rest leaves, and collectives may take
+longer than foreseen (by 0.3 F) before anybody waits. The others, in turn, are for steps that it leaves longer than the
+base order's and the vocabulary passes, by more than a thousandth; the third keeps more between S and T, or gives the
+second barrier no time of its own."""
 
 
 def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> Order:
@@ -114,10 +120,11 @@ def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> O
     if limits and any(peak_activations(best.order.passes(device)) > most for device, most in enumerate(limits)):
         best = replace(best, span=inf)
     for wishes in LISTS[0 if order.forward_only else barriers]:
-        listed = list_schedule(times.sort(wishes), order, limits, costs)
-        if listed is not None and listed.better_than(best):
-            best = listed
-        if best.makespan <= (times.makespan + _vocabulary_work(order, barriers, costs)) * (1 + 1e-9):
+        listed = list_schedule(times.sort(wishes), order, limits, costs, wishes.reserve * times.stage_work)
+        if listed is not None:
+            timed = Timed.of(listed, costs)
+            best = timed if timed.better_than(best) else best
+        if best.makespan <= (times.makespan + _vocabulary_work(order, barriers, costs)) * 1.001:
             break
     return best.order
 
@@ -142,7 +149,8 @@ class VirtualTimes:
     passes: every pass once: those of the base order as the event model ran them, then one per kind and microbatch of
     the vocabulary passes, which all devices share. A place is one whole number, of time, rank and index in `passes`;
     places sort as passes should stand. forwards, backwards, weights: per device, the places of F and O, of what follows
-    from a backward, and of W. vocabulary: (time, kind, index). makespan: of the base order, in the unit of the costs.
+    from a backward, and of W. vocabulary: (time, kind, index). makespan: of the base order. stage_work: what a stage
+    does per microbatch, on average.
     """
 
     order: Order
@@ -153,6 +161,7 @@ class VirtualTimes:
     weights: list[list[int]]
     vocabulary: list[tuple[int, Kind, int]]
     makespan: float
+    stage_work: float
 
     @classmethod
     def of(cls, order: Order, barriers: int, costs: Costs) -> VirtualTimes:
@@ -186,8 +195,12 @@ class VirtualTimes:
                 passes.append(part)
         vocabulary = [(time, item.kind, index) for index, (time, item) in enumerate(companions, len(passes))]
         passes += [item for _, item in companions]
-        makespan = max(times.end[: len(graph.items)]) - min(times.start[: len(graph.items)])
-        return cls(order, barriers, passes, forwards, backwards, weights, vocabulary, makespan)
+        count = len(graph.items)
+        makespan = max(times.end[:count]) - min(times.start[:count])
+        stage_work = sum(map(sub, times.end[:count], times.start[:count])) / (
+            order.microbatches * order.placement.stages
+        )
+        return cls(order, barriers, passes, forwards, backwards, weights, vocabulary, makespan, stage_work)
 
     def sort(self, wishes: Wishes) -> Order:
         """Each device's passes by virtual time, then by rank; what is equal in both stands as it happened."""
