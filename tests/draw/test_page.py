@@ -14,6 +14,7 @@ from headless_browser import Browser, find_browser
 
 from evenpipe.draw import draw
 from evenpipe.schedule import EQUAL_COSTS, Timeline, plan_order, time_order
+from evenpipe.simulate import simulate
 
 PROGRAM = find_browser()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no chromium in the path; on Debian: apt-get install chromium")
@@ -125,7 +126,8 @@ def test_pointing_says_what_a_pass_is_and_what_it_waited_for(shown: Shown) -> No
     assert "1F0 on device 1" not in shown.tip
     tip = shown.point("0RECV_B0")
     assert "receive of a backward" in tip
-    assert "1B0 on device 1" in tip
+    assert "waited for\tthe end of 1B0 on device 1" in tip
+    assert "the arrival of 0RECV_B0, from 1B0 on device 1" in shown.point("0B0")
     shown.browser.mouse("mouseMoved", 5, 5)
     assert shown.tip == ""
 
@@ -217,6 +219,32 @@ def test_clicking_walks_back_the_chain(shown: Shown) -> None:
     assert shown.kept == "1RECV_F0"
     shown.press("critical")
     assert shown.kept == "0B0"
+
+
+def test_what_is_not_shown_is_passed_over_on_the_way_back(shown: Shown) -> None:
+    shown.open(two_devices())
+    shown.press("transfers")
+    shown.click("0B0")
+    assert "waited for the arrival of 0RECV_B0" in shown.text("chosen")
+    for kept in ("1B0", "1F0", "0F0"):
+        shown.browser.key("w")
+        assert shown.kept == kept
+
+
+def test_transfers_that_take_no_time_are_shown_on_request(shown: Shown) -> None:
+    shown.open(simulate(plan_order("1f1b", 2, 2, "first-last"), EQUAL_COSTS).timeline)
+    lanes = "evenpipe.scene.boxes[0].lanes.length"
+    assert shown.browser.evaluate(lanes) == 4  # compute and memory of two devices
+    assert "the arrival of 1RECV_F0, from 0F0 on device 0" in shown.point("1F0")
+    shown.press("transfers")
+    assert shown.browser.evaluate(lanes) > 4
+
+
+def test_numbers_are_in_all_passes_of_one_width_or_in_none(shown: Shown) -> None:
+    for microbatches, texts in ((10, 10), (11, 0)):
+        row = ", ".join(f"0F{k} {k} {k + 1}" for k in range(microbatches))
+        shown.open(timeline(row + ", 0B0 75 76"))  # a pass has 15 pixels: enough for one digit
+        assert shown.drawn("texts") == (texts + 1 if texts else 0)
 
 
 def test_clicking_lights_up_a_microbatch(shown: Shown) -> None:
@@ -348,6 +376,17 @@ def test_passes_of_no_length_have_marks_that_can_be_pointed_at(shown: Shown) -> 
     assert "4 to 4" in shown.tip
     shown.browser.mouse("mouseMoved", x - 20, y)
     assert "0F0" in shown.tip
+
+
+def test_marks_give_way_where_a_row_is_crowded(shown: Shown) -> None:
+    row = ", ".join(f"0F{k} {4 * k} {4 * k + 4}, S{k} {4 * k + 2} {4 * k + 2}" for k in range(60))
+    shown.open(timeline(row))
+    assert "0F7" in shown.point("S7")
+    far = shown.drawn("rectangles")
+    for _ in range(3):
+        shown.browser.key("+")
+    assert "S30" in shown.point("S30")
+    assert shown.drawn("rectangles") > far / 2
 
 
 def test_passes_that_run_as_one_show_both(shown: Shown) -> None:

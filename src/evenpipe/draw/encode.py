@@ -19,7 +19,7 @@ from typing import Any
 
 from evenpipe.schedule import Event, Item, Kind
 
-from .figures import Scale, figures, peaks
+from .figures import Scale, figures
 from .kinds import number_of
 from .panel import Panel, lanes
 
@@ -180,8 +180,7 @@ def _curves(panel: Panel, step: float) -> tuple[dict[str, Any], float]:
         values.extend(round(value / unit) for _, value in curve)
         firsts.append(len(times))
     columns = pack([_differences(times), _differences(values)])
-    shown = [float(value) for value in peaks(panel)]
-    return {"firsts": firsts, "unit": unit, "columns": columns, "peaks": shown}, peak
+    return {"firsts": firsts, "unit": unit, "columns": columns, "peaks": panel.peaks}, peak
 
 
 def _differences(column: array[int]) -> array[int]:

@@ -62,16 +62,9 @@ def busy_share(panel: Panel, device: int) -> float:
     return panel.timeline.busy[device] / panel.timeline.makespan if panel.timeline.makespan else 0.0
 
 
-def peaks(panel: Panel) -> list[float]:
-    """Per device, the most bytes where they are known, else the most stage activations in flight."""
-    if panel.knows_bytes:
-        return [max((value for _, value in panel.curve(device)), default=0.0) for device in range(panel.devices)]
-    return [float(peak) for peak in panel.timeline.peak_in_flight]
-
-
 def peak_text(panel: Panel) -> str:
-    """The highest of `peaks`, with its unit."""
-    return amount_text(panel, max(peaks(panel), default=0.0))
+    """The highest of the panel's `peaks`, with its unit."""
+    return amount_text(panel, max(panel.peaks, default=0.0))
 
 
 def amount_text(panel: Panel, amount: float) -> str:

@@ -17,7 +17,7 @@ from importlib.resources import files
 from typing import Any
 
 from .encode import Looks, encode
-from .figures import Scale, amount_text, busy_share, figures, peaks, share_text
+from .figures import Scale, amount_text, busy_share, figures, share_text
 from .kinds import LOOKS, for_dark, ink_on
 from .panel import Panel, Timelines, panels_of
 
@@ -99,7 +99,6 @@ def _devices(panel: Panel) -> str:
     """Per device: how busy, its peak, and the time of each kind as a share of the makespan."""
     kinds = panel.kinds
     head = "".join(f'<th scope="col" title="{escape(LOOKS[kind].words)}">{kind.value}</th>' for kind in kinds)
-    held = peaks(panel)
     whole = panel.timeline.makespan
     lines = []
     for device in range(panel.devices):
@@ -107,7 +106,7 @@ def _devices(panel: Panel) -> str:
         cells = "".join(f"<td>{share_text(times.get(kind, 0.0) / whole) if whole else ''}</td>" for kind in kinds)
         lines.append(
             f'<tr><th scope="row">{device}</th><td>{share_text(busy_share(panel, device))}</td>'
-            f"<td>{escape(amount_text(panel, held[device]))}</td>{cells}</tr>"
+            f"<td>{escape(amount_text(panel, panel.peaks[device]))}</td>{cells}</tr>"
         )
     return (
         f"<table><caption>{escape(panel.name or 'timeline')}</caption><thead>"

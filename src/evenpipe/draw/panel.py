@@ -87,6 +87,13 @@ class Panel:
         """Whether `curve` is in bytes."""
         return self.timeline.memory is not None
 
+    @cached_property
+    def peaks(self) -> tuple[float, ...]:
+        """Per device, the most bytes where they are known, else the most stage activations in flight."""
+        if self.knows_bytes:
+            return tuple(max((value for _, value in self.curve(device)), default=0.0) for device in range(self.devices))
+        return tuple(float(peak) for peak in self.timeline.peak_in_flight)
+
     def curve(self, device: int) -> Curve:
         """Memory of a device over time: bytes where they are known, else stage activations in flight.
 

@@ -12,7 +12,7 @@ from evenpipe.schedule import Event
 
 from .axis import ticks
 from .columns import cut, mean_colour
-from .figures import Scale, amount_text, figures, number_text, peaks
+from .figures import Scale, amount_text, figures, number_text
 from .kinds import IDLE, LOOKS, ink_on
 from .panel import Panel, Timelines, kinds_in, panels_of
 
@@ -118,7 +118,7 @@ class _Page:
         if self.memory and panel.devices:
             self._text(self.width - 6, top - 6, "peak", 10, fill=_FAINT, anchor="end")
         every = max(1, -(-11 // max(1, int(self.rows.pitch))))  # names of rows lower than a line of text are left out
-        highest = max(peaks(panel), default=0.0)
+        highest = max(panel.peaks, default=0.0)
         for device in range(panel.devices):
             y = top + device * self.rows.pitch
             if device % every == 0:
@@ -201,7 +201,7 @@ class _Page:
         self._text(self.width - 6, base, self._peak(panel, device), 10, fill=_FAINT, anchor="end")
 
     def _peak(self, panel: Panel, device: int) -> str:
-        amount = peaks(panel)[device]
+        amount = panel.peaks[device]
         return amount_text(panel, amount) if panel.knows_bytes else number_text(amount)
 
     def _axis(self, top: float, bottom: float) -> float:

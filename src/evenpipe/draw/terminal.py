@@ -17,7 +17,7 @@ from evenpipe.schedule import Kind, TransferKind
 from .ansi import DEPTHS, Painter
 from .axis import ticks
 from .columns import Piece, cut, mean_colour
-from .figures import Scale, amount_text, busy_share, figures, number_text, peaks
+from .figures import Scale, amount_text, busy_share, figures, number_text
 from .kinds import LOOKS, ink_on, mix
 from .panel import Panel, Timelines, kinds_in, panels_of
 
@@ -71,7 +71,9 @@ class _Page:
         self.panels, self.painter, self.width, self.scale = panels, painter, width, scale
         most = max(panel.devices for panel in panels)
         self.left = len(f"device {max(most - 1, 0)}") + 1
-        self.right = max([6, *(1 + len(self._peak(panel, device)) for panel in panels for device in _some(panel))])
+        self.right = max(
+            [6, *(1 + len(self._peak(panel, device)) for panel in panels for device in range(panel.devices))]
+        )
         self.columns = width - self.left - self.right
         self.length = max(panel.length for panel in panels)
 
@@ -79,7 +81,7 @@ class _Page:
         lines: list[str] = []
         for panel in self.panels:
             lines += self._heading(panel)
-            highest = max(peaks(panel), default=0.0)
+            highest = max(panel.peaks, default=0.0)
             for device in range(panel.devices):
                 cells = cut(panel.rows[device], panel.origin, self._step, self.columns)
                 body = self._coloured(panel, cells) if self.painter.colourful else _lettered(panel, cells, self._step)
@@ -136,7 +138,7 @@ class _Page:
         return (" " * self.left + self.painter.faint(text + peak)).rstrip()
 
     def _peak(self, panel: Panel, device: int) -> str:
-        amount = peaks(panel)[device]
+        amount = panel.peaks[device]
         return amount_text(panel, amount) if panel.knows_bytes else number_text(amount)
 
     def _axis(self) -> list[str]:
@@ -162,11 +164,6 @@ class _Page:
 
 def _has_pairs(panel: Panel) -> bool:
     return any(event.item.kind is Kind.OVERLAP_F_B for row in panel.rows for event in row)
-
-
-def _some(panel: Panel) -> range:
-    """Devices whose peak decides the width of a column; few are enough, as their texts have one length."""
-    return range(min(panel.devices, 64))
 
 
 def _labels(cells: list[list[Piece]], step: float) -> dict[int, str]:

@@ -96,7 +96,7 @@ class Page {
 
   follow() {
     const { kept, history } = this.scene;
-    const cause = kept ? kept.panel.cause(kept.i) : -1;
+    const cause = kept ? this.scene.shownCause(kept.panel, kept.i) : -1;
     if (cause < 0) return;
     this.keep(kept.panel, cause, [...history, kept]);
     this.show(kept.panel, cause);

@@ -120,13 +120,14 @@ class Painter {
 
   events(scene, box, { lane, y, first, last, texts }) {
     const { panel } = box;
+    const marks = scene.marks(box, lane.row);
     let edge = -1; // the last pixel with a mark of a pass of no length
     for (let i = first; i < last; i++) {
       if (scene.hides(panel, i)) continue;
       const x = scene.x(box, panel.start(i));
       if (panel.durations[i] > 0) {
         this.pass(scene, box, i, { x, y, width: scene.x(box, panel.end(i)) - x, height: lane.height }, texts);
-      } else if (x > edge + 1) {
+      } else if (marks && x > edge + 1) {
         this.context.fillStyle = scene.colours(panel, i)[0];
         this.rectangle(x - 1, y, 2, lane.height * 0.45);
         edge = x;
@@ -206,7 +207,7 @@ class Painter {
   }
 
   awaited(scene, box, i) {
-    const cause = box.panel.cause(i);
+    const cause = scene.shownCause(box.panel, i);
     if (cause < 0) return;
     const from = scene.place(box, cause), to = scene.place(box, i);
     if (!from || !to) return;

@@ -86,7 +86,7 @@ class Pointer {
     const hit = scene.at(...this.placeOf(event));
     if (!hit || hit.i < 0) return page.release();
     const again = scene.kept && scene.kept.panel === hit.panel && scene.kept.i === hit.i;
-    if (again && hit.panel.cause(hit.i) >= 0) return page.follow();
+    if (again && scene.shownCause(hit.panel, hit.i) >= 0) return page.follow();
     scene.found = [];
     return page.keep(hit.panel, hit.i);
   }

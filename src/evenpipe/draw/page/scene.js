@@ -64,6 +64,15 @@ class Scene {
     return { x, y: lane.top + AXIS - this.scroll, width: this.x(box, box.panel.end(i)) - x, height: lane.height };
   }
 
+  // What an event waited for, among what is shown: a transfer that is not leads on to what it waited for itself.
+  shownCause(panel, i) {
+    const box = this.boxes.find((entry) => entry.panel === panel);
+    const hidden = (k) => k >= 0 && !box.laneOf.has(panel.rowOf(k));
+    let cause = panel.cause(i);
+    for (let steps = 0; steps < 16 && hidden(cause); steps++) cause = panel.cause(cause);
+    return cause;
+  }
+
   // What is at a place of the picture: a panel, an event of it (or -1), a lane and a time; null beside all panels.
   at(x, y) {
     const box = this.boxAt(x, y);
@@ -78,7 +87,7 @@ class Scene {
   eventAt(box, row, time) {
     const { panel } = box, pixel = this.view.span / box.width;
     const on = this.passAt(panel, row, time);
-    const near = on < 0 || panel.duration(on) > 10 * pixel ? this.markAt(panel, row, time, 3 * pixel) : -1;
+    const near = !this.marks(box, row) ? -1 : on < 0 || panel.duration(on) > 10 * pixel ? this.markAt(panel, row, time, 3 * pixel) : -1;
     if (near >= 0) return near;
     if (on >= 0) return on;
     return this.passAt(panel, row, time + pixel); // passes narrower than a pixel
@@ -89,6 +98,12 @@ class Scene {
     let i = panel.before(row, time);
     while (i >= row.first && !panel.durations[i]) i--;
     return i >= row.first && time <= panel.end(i) && !this.hides(panel, i) ? i : -1;
+  }
+
+  // Whether passes of no length are marked: not in a row so crowded that marks would hide what takes time.
+  marks(box, row) {
+    const [first, last] = box.panel.visible(row, this.view.start, this.view.end);
+    return row.shows !== COMPUTE || (last - first) * 12 <= box.width;
   }
 
   // The event of no length nearest to `time`, or -1.

@@ -23,12 +23,19 @@ function awaitedText(panel, i) {
   const name = panel.shared.resources[panel.resource[i]];
   if (cause >= 0) {
     const there = panel.rowOf(cause).device, here = panel.rowOf(i);
-    const ready = name === "device" && here.shows !== COMPUTE;
+    const ready = here.shows !== COMPUTE && panel.rowOf(cause).shows === COMPUTE;
     const what = ready ? AWAITED.pass : AWAITED[name] ?? (name || AWAITED.device);
-    return `${what} ${panel.label(cause)}${there === here.device ? "" : ` on device ${there}`}`;
+    return `${what} ${panel.label(cause)}${there === here.device ? "" : ` on device ${there}`}${sourceText(panel, cause)}`;
   }
   if (panel.unknown[i]) return `${AWAITED[name] ?? name} ${panel.unknown[i]}`;
   return name ? AWAITED[name] ?? name : null;
+}
+
+// Where a transfer comes from, if it left as soon as that was ready; nothing for a pass.
+function sourceText(panel, i) {
+  const source = panel.cause(i);
+  if (panel.rowOf(i).shows !== TRANSFERS || source < 0 || panel.rowOf(source).shows !== COMPUTE) return "";
+  return `, from ${panel.label(source)} on device ${panel.rowOf(source).device}`;
 }
 
 function partsOf(panel, i) {
@@ -92,7 +99,7 @@ function fillChosen(line, scene, actions) {
   const title = element("strong", panel.label(i));
   const facts = `${panel.words(i)}, ${partsOf(panel, i)}, ${scene.format.time(panel.start(i))} to ${scene.format.time(panel.end(i))}`;
   line.append(title, ` ${facts}${awaited ? `; waited for ${awaited}` : ""}`);
-  const cause = panel.cause(i);
+  const cause = scene.shownCause(panel, i);
   if (cause >= 0) line.append(button(`Go to ${panel.label(cause)} (w)`, actions.follow));
   if (scene.history.length) line.append(button("Back (b)", actions.back));
   line.append(button("Let go (Esc)", actions.release), chainText(panel, scene));
