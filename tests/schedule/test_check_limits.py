@@ -92,9 +92,9 @@ def test_evaluation_stores_nothing() -> None:
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"activations": 0}, "must be a number above 0, in stage activations, not 0"),
+        ({"activations": 0}, "must be a finite number above 0, in stage activations, not 0"),
         ({"activations": [1, 2, 3]}, "has 3 numbers for 2 devices"),
-        ({"bytes": -1, "costs": Costs(F=1, B=2, bytes=1)}, "must be a number above 0, in bytes, not -1"),
+        ({"bytes": -1, "costs": Costs(F=1, B=2, bytes=1)}, "must be a finite number above 0, in bytes, not -1"),
         ({"bytes": 5}, "a limit in bytes needs costs that say what passes store: bytes, or memory"),
         ({"bytes": 5, "costs": Costs(F=1, B=2)}, "a limit in bytes needs costs"),
         ({"bytes": 5, "costs": Costs(F=1, B=2, bytes=[1, 2, 3])}, "bytes has 3 numbers for 2 stages"),

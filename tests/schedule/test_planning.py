@@ -39,6 +39,12 @@ def test_the_schedules_themselves() -> None:
     assert generate("1f1b", 3, 1).to_csv() == "0F0,0B0\n1F0,1B0\n2F0,2B0\n"
 
 
+def test_an_option_that_is_none_is_left_at_its_default() -> None:
+    assert generate("interleaved", 3, 4, stages_per_device=None, group_size=None) == generate("interleaved", 3, 4)
+    assert generate("zb-auto", 3, 4, memory_limit=None, weight_share=None) == generate("zb-auto", 3, 4)
+    assert generate("1f1b", 3, 4, stages_per_device=None) == generate("1f1b", 3, 4)
+
+
 def test_each_mode_is_its_transform() -> None:
     base = generate("1f1b", 3, 4)
     costs = Costs(F=[1, 2, 1], B=[2, 3, 3], S=1, T=1, E=0, G=0)

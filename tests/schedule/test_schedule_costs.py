@@ -49,6 +49,10 @@ def test_what_the_full_simulator_reads() -> None:
     assert costs.engine.shared == ((0, 1),)
 
 
+def test_what_floating_point_cannot_add_up_is_nothing() -> None:
+    assert Costs(F=[1e-99, 1e-101], p2p=5e-324) == Costs(F=[1e-99, 0])
+
+
 def test_the_whole_backward_is_its_halves_by_default() -> None:
     order = generate("1f1b", 2, 1)
     assert time_order(order, Costs.from_dict({"F": 1, "I": [1, 2], "W": 3})).busy == (5.0, 6.0)
@@ -68,6 +72,7 @@ def test_the_whole_backward_is_its_halves_by_default() -> None:
         ({"F": math.nan, "B": 2}, "F must be a finite number of at least 0, not nan"),
         ({"F": math.inf, "B": 2}, "F must be a finite number of at least 0, not inf"),
         ({"F": 10**400, "B": 2}, "F must be a finite number of at least 0, not 1000"),
+        ({"F": 1e101, "B": 2}, "F must be at most 1e+100, in whichever unit, not 1e+101"),
         ({"F": {}, "B": 2}, "F must be a finite number of at least 0, not {}"),
         ({"F": "1", "B": 2}, "F must be a finite number of at least 0, not '1'"),
         ({"F": True, "B": 2}, "F must be a finite number of at least 0, not True"),

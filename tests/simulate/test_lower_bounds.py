@@ -133,7 +133,7 @@ def test_copies_to_the_host_lift_the_limit() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"memory_limit": 0}, "memory_limit must be at least 1 stage activation, not 0"),
+        ({"memory_limit": 0}, "memory_limit must be a finite number of at least 1, in stage activations, not 0"),
         ({"memory_limit": [1, 2]}, "memory_limit has 2 numbers for 3 devices"),
         ({"of": "time"}, "of must be 'span' or 'makespan', not 'time'"),
         ({"barriers": 1, "costs": Costs(F=1, B=1)}, "is missing, but a lower bound needs it"),

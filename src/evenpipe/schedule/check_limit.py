@@ -70,13 +70,16 @@ def _exceeded(
 
 
 def limits_per_device(
-    limit: float | Sequence[float], devices: int, unit: str = "stage activations"
+    limit: float | Sequence[float], devices: int, unit: str = "stage activations", *, least: float = 0
 ) -> tuple[float, ...]:
-    """One limit per device. Raises InputError unless these are finite numbers above 0, one or as many as devices."""
+    """One limit per device. Raises InputError unless these are finite numbers above 0 and of at least `least`, one or
+    as many as devices."""
     limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * devices
     if len(limits) != devices:
         raise InputError(f"memory_limit has {len(limits)} numbers for {devices} devices; give one number, or {devices}")
+    wanted = f"a finite number of at least {least:g}" if least else "a finite number above 0"
     for value in limits:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise InputError(f"memory_limit must be a number above 0, in {unit}, not {value!r}")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf or value < least:
+            raise InputError(f"memory_limit must be {wanted}, in {unit}, not {value!r}")
     return limits

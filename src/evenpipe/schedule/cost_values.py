@@ -9,6 +9,9 @@ from typing import Any
 
 from evenpipe.errors import InputError
 
+SMALLEST, LARGEST = 1e-100, 1e100
+"""Between these, sums, products and quotients of costs stay far from the ends of floating point."""
+
 Cost = float | tuple[float, ...]
 """One number for all stages (or devices), or one for each."""
 
@@ -30,14 +33,16 @@ def table(name: str, value: Any, known: Sequence[str]) -> Mapping[str, Any]:
 
 
 def number(name: str, value: Any, *, signed: bool = False) -> float:
-    """`value` as a finite number of at least 0, or of any sign with `signed`."""
+    """`value` as a number of at least 0, or of any sign with `signed`; what is smaller than `SMALLEST` is 0."""
     try:
         result = math.nan if isinstance(value, (bool, str)) else float(value)
     except (TypeError, ValueError, OverflowError):
         result = math.nan
     if not (math.isfinite(result) and (signed or result >= 0)):
         raise InputError(f"costs: {name} must be a finite number{'' if signed else ' of at least 0'}, not {value!r}")
-    return result
+    if abs(result) > LARGEST:
+        raise InputError(f"costs: {name} must be at most {LARGEST:g}, in whichever unit, not {value!r}")
+    return result if abs(result) >= SMALLEST else 0.0
 
 
 def cost(name: str, value: Any, *, signed: bool = False) -> Cost:

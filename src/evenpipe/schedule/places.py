@@ -98,8 +98,8 @@ def unmet_in_row(
 ) -> Iterator[tuple[int, Pass, int | None]]:
     """Needs of passes that their own row does not meet: (number, pass, number of what it needs, None if nowhere).
 
-    A joint pass comes by the part that has the need, which an earlier part may meet. `row` is numbered from `first`, as `places` are; `rule` gives that
-    of a kind and stage on this device.
+    A joint pass comes by the part that has the need, which an earlier part may meet. `row` is numbered from `first`, as
+    `places` are; `rule` gives that of a kind and stage on this device.
     """
     if not places.odd and all(
         _met(places, numbers, rule(kind, stage))

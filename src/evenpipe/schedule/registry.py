@@ -54,12 +54,14 @@ SCHEDULES: dict[str, Callable[..., Order]] = {
 def generate(name: str, devices: int, microbatches: int, *, costs: Costs | None = None, **options: Any) -> Order:
     """The order of a schedule by its name in `SCHEDULES`, or of a CSV file, whose name ends in .csv.
 
-    `costs` go to generators that plan by them. `stages_per_device` may also be given to a schedule that leaves no
-    choice, as what it has. Raises InputError for an unknown name or option, where the schedule needs other numbers of
-    devices, microbatches or stages, and where the file is of another size or not sound.
+    `costs` go to generators that plan by them. An option that is None is left at its default. `stages_per_device` may
+    also be given to a schedule that leaves no choice, as what it has. Raises InputError for an unknown name or option,
+    where the schedule needs other numbers of devices, microbatches or stages, and where the file is of another size or
+    not sound.
     """
     for field, value in (("devices", devices), ("microbatches", microbatches)):
         _whole(field, value)
+    options = {option: value for option, value in options.items() if value is not None}
     _refuse_wrong(options, devices)
     from_file = name.endswith(".csv")
     known = () if from_file else options_of(name)
@@ -131,9 +133,9 @@ def _from_file(name: str, devices: int, microbatches: int) -> Order:
 def _refuse_wrong(options: dict[str, Any], devices: int) -> None:
     """Options that no schedule can take, whatever they mean to it."""
     for name in ("stages_per_device", "group_size"):
-        if options.get(name) is not None:
+        if name in options:
             _whole(name, options[name])
-    if options.get("memory_limit") is not None:
+    if "memory_limit" in options:
         limits_per_device(options["memory_limit"], devices)
 
 

@@ -31,6 +31,7 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import Costs, Kind, Pass, Placement, Program, parts_of
+from evenpipe.schedule.check_limit import limits_per_device
 
 from .microbatch import UNREACHED, Microbatch
 
@@ -72,7 +73,7 @@ def best_bound(
     if of not in ("span", "makespan"):
         raise InputError(f"of must be 'span' or 'makespan', not {of!r}")
     graph = Microbatch.of(placement, costs, split=split, barriers=barriers, forward_only=forward_only)
-    limits = _limits(placement, memory_limit)
+    limits = () if memory_limit is None else limits_per_device(memory_limit, placement.devices, least=1)
     found = list(_free(placement, microbatches, graph, of))
     if limits and not forward_only:
         found += _rounds(placement, microbatches, graph, limits, of)
@@ -114,20 +115,6 @@ def _either_backward(costs: Costs, program: Program) -> Costs:
     least = [min(i, b) for i, b in zip(inputs, whole, strict=True)]
     rest = [min(w, b - i) for w, b, i in zip(weights, whole, least, strict=True)]
     return replace(costs, I=tuple(least), W=tuple(rest))
-
-
-def _limits(placement: Placement, limit: float | Sequence[float] | None) -> tuple[float, ...]:
-    if limit is None:
-        return ()
-    limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * placement.devices
-    if len(limits) != placement.devices:
-        raise InputError(
-            f"memory_limit has {len(limits)} numbers for {placement.devices} devices; give one, or as many"
-        )
-    for value in limits:
-        if not value >= 1:
-            raise InputError(f"memory_limit must be at least 1 stage activation, not {value!r}")
-    return limits
 
 
 def _free(placement: Placement, microbatches: int, graph: Microbatch, of: str) -> Iterator[Bound]:

@@ -8,7 +8,7 @@ import pytest
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import EQUAL_COSTS, Costs, Order, Placement, check_order, generate, time_order
-from evenpipe.schedule.generators.grouped import smallest_group
+from evenpipe.schedule.generators.grouped import gis, smallest_group
 
 # All with F + I + W >= 2 max(F, I), so that half the devices are a large enough group, and W <= F + I.
 TIMES = [(1, 1, 1), (3, 4, 2), (2, 3, 1), (4, 2, 3), (1, 1, 0), (10.4, 10.2, 7.7), (1, 2, 3), (5, 1, 4)]
@@ -133,6 +133,10 @@ def test_groups_of_one_are_spread_by_costs() -> None:
     costs = Costs(F=3, I=1, W=0.5)
     few, many = (time_order(generate("gis", 8, m, group_size=1, costs=costs), costs).bubble for m in (32, 64))
     assert few == pytest.approx(many)
+
+
+def test_a_group_of_more_than_all_microbatches_keeps_the_order_of_one_that_none_fill() -> None:
+    assert gis(4, 6, group_size=10**12) == gis(4, 6, group_size=100)
 
 
 @pytest.mark.parametrize(

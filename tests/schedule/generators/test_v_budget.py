@@ -98,7 +98,7 @@ def test_without_a_limit_it_takes_what_zbv_takes():
         (7, "memory_limit is 7, but a V-schedule on 8 devices needs 8 stage activations on each"),
         ([8] * 7 + [3], "needs 8 stage activations on each"),
         ([10, 10], "memory_limit has 2 numbers for 8 devices"),
-        (-1, "memory_limit must be a number above 0"),
+        (-1, "memory_limit must be a finite number above 0"),
     ],
 )
 def test_limits_that_cannot_be_met(limit, message):

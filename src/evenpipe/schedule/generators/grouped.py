@@ -54,9 +54,8 @@ def gis(
     Raises InputError for a group or a number of stages below 1.
     """
     group = devices if group_size is None else group_size
-    for name, value in (("stages_per_device", stages_per_device), ("group_size", group)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")
+    if group < 1:
+        raise InputError(f"group_size must be a whole number of at least 1, not {group}")
     placement = Placement.looped(devices, stages_per_device)
     half = ceil(devices / 2)
     spread = 1 if group >= half else ceil(smallest_group(placement, costs) / group)
@@ -74,8 +73,6 @@ def gis_h(devices: int, microbatches: int, *, stages_per_device: int = 2, costs:
     Everything as for `gis` with `group_size = ceil(devices / 2)`. With `costs` the group is as much larger, up to
     `devices`, as it takes to keep the bubble from growing with every group.
     """
-    if isinstance(stages_per_device, bool) or not isinstance(stages_per_device, int) or stages_per_device < 1:
-        raise InputError(f"stages_per_device must be a whole number of at least 1, not {stages_per_device!r}")
     group = smallest_group(Placement.looped(devices, stages_per_device), costs)
     return gis(devices, microbatches, stages_per_device=stages_per_device, group_size=group)
 
@@ -88,9 +85,9 @@ def smallest_group(placement: Placement, costs: Costs | None) -> int:
     """
     devices = placement.devices
     half = ceil(devices / 2)
-    times = None if costs is None else costs.stage_times(placement)
-    if costs is None or times is None:
+    if costs is None:
         return half
+    times = costs.stage_times(placement)
     forward, inputs, weights = times[Kind.F], times[Kind.I], times[Kind.W]
     if forward is None or inputs is None or weights is None:
         return half
@@ -127,7 +124,7 @@ def _turns(chunks: int, microbatches: int, group: int, spread: int) -> tuple[Tur
 def _row(stages: tuple[int, ...], forwards: Turns, backwards: Turns, lag: int) -> tuple[Pass, ...]:
     """One device's passes; `stages` by chunk."""
     row = []
-    for turn in range(max(backwards) + lag + 1):
+    for turn in sorted(forwards.keys() | {turn + lag for turn in backwards}):
         if turn in forwards:
             chunk, microbatch = forwards[turn]
             row.append(Pass(Kind.F, stages[chunk], microbatch))

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import product
 
 from evenpipe.errors import InputError
+from evenpipe.schedule.check_limit import limits_per_device
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, Pass
@@ -42,7 +43,8 @@ def zb_auto(
     (`zero_bubble_ready`), and zb-h1 and zb-h2 where they fit, so it is never longer than these; in time linear in
     the number of passes.
     """
-    problem = _problem(devices, microbatches, costs or EQUAL_COSTS, _limits(memory_limit, devices), weight_share)
+    limits = limits_per_device(devices if memory_limit is None else memory_limit, devices, least=1)
+    problem = _problem(devices, microbatches, costs or EQUAL_COSTS, limits, weight_share)
     best = _best(problem)
     return Order(Placement.linear(devices), microbatches, tuple(map(tuple, best.rows)))
 
@@ -64,7 +66,7 @@ def _best(problem: Problem) -> Step:
 
 
 def _problem(devices: int, microbatches: int, costs: Costs, limits: tuple[float, ...], weight_share: float) -> Problem:
-    if not 0 <= weight_share <= 1:
+    if isinstance(weight_share, bool) or not isinstance(weight_share, (int, float)) or not 0 <= weight_share <= 1:
         raise InputError(f"weight_share must be a number from 0 to 1, not {weight_share!r}")
     given = costs.stage_times(Placement.linear(devices))
     times = []
@@ -82,18 +84,6 @@ def _problem(devices: int, microbatches: int, costs: Costs, limits: tuple[float,
     return Problem(
         microbatches, forward, inputs, weights, costs.p2p, tolerance, limits, weight_share=weight_share, passes=passes
     )
-
-
-def _limits(memory_limit: float | Sequence[float] | None, devices: int) -> tuple[float, ...]:
-    if memory_limit is None:
-        return (float(devices),) * devices
-    limits = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (memory_limit,) * devices
-    if len(limits) != devices:
-        raise InputError(f"memory_limit has {len(limits)} numbers for {devices} devices; give one number, or {devices}")
-    for limit in limits:
-        if not limit >= 1:
-            raise InputError(f"memory_limit must be at least 1, what one microbatch stores, not {limit!r}")
-    return limits
 
 
 _KINDS = (Kind.F, Kind.I, Kind.W)
