@@ -3,8 +3,8 @@
     python docs/page_picture.py
 
 1f1b above zbv, 8 devices, 16 microbatches, the vocabulary layers on all devices (vocab-2). The times are such that
-vocabulary passes can be seen: S + T is a quarter of the layers' time. Without Chromium
-it says so and leaves the picture. Fonts differ between machines, so no test compares the picture.
+vocabulary passes can be seen: S + T is a quarter of the layers' time. Without
+Chromium it says so and leaves the picture. Fonts differ between machines, so no test compares the picture.
 """
 
 from __future__ import annotations
