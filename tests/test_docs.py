@@ -32,19 +32,20 @@ def commands(program: str) -> list[list[str]]:
     return [shlex.split(line) for line in lines if line.startswith(program)]
 
 
-def run(arguments: list[str], folder: Path) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+def run(arguments: list[str], folder: Path) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "110"}
     done = subprocess.run(
         arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
 
 
 def test_the_commands_of_the_readme(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     evenpipe = [sys.executable, "-m", "evenpipe.cli.main"]
-    shown = commands("evenpipe ")
-    assert [words[1] for words in shown] == ["train", "generate", "export"]
+    shown = [words for words in commands("evenpipe ") if words[1] in {"train", "generate", "export"}]
+    assert len(shown) == 3
     run([*evenpipe, "train", "examples/quickstart.toml", *SMALL], tmp_path)  # what `make train` runs
     for words in shown:
         run([*evenpipe, *words[1:], *(SMALL if words[1] == "train" else ())], tmp_path)
@@ -53,6 +54,19 @@ def test_the_commands_of_the_readme(tmp_path: Path) -> None:
     folder = "output.folder=runs/torchrun"
     run([sys.executable, "-m", "torch.distributed.run", *words[1:], *SMALL, folder], tmp_path)
     assert (tmp_path / "runs" / "torchrun" / "model" / "config.json").is_file()
+
+
+def test_the_schedule_commands_of_the_readme(tmp_path: Path) -> None:
+    pytest.importorskip("ortools")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    shown = {words[1]: words[1:] for words in commands("evenpipe ")}
+    evenpipe = [sys.executable, "-m", "evenpipe.cli.main"]
+    table = run([*evenpipe, *shown["simulate"]], tmp_path).splitlines()
+    assert "\n".join(line for line in table if line.split()[:1] == ["schedule"] or "vocab-2" in line) in README
+    for command in ("draw", "check", "search"):
+        run([*evenpipe, *shown[command]], tmp_path)
+    assert (tmp_path / "page.html").is_file()
+    run([*evenpipe, "check", "best.csv"], tmp_path)
 
 
 def test_what_the_page_on_schedules_shows_is_what_its_commands_print(tmp_path: Path) -> None:
