@@ -155,7 +155,7 @@ def test_every_schedule_is_started_or_refused_in_one_sentence(name, started, cap
 ORDERS = [
     # rows of a CSV file, words of the sentence
     ("0F0,0F1,0I0,0W0,0B1\n1F0,1B0,1F1,1B1\n", ["device 0 has the pass 0I0", "so far"]),
-    ("0F0,0B0\n1F0,1B0\n", ["for 2 devices and 1 microbatches, not 2 and 2"]),
+    ("0F0,0B0\n1F0,1B0\n", ["for 2 devices and 1 microbatch, not 2 and 2"]),
     ("0F0,0F1\n1F0,1F1\n", ["only evaluates"]),
     ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n", ["1 fault"]),
     ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1Q1\n", ["row 2, column 4", "'1Q1' is not a pass"]),

@@ -158,7 +158,21 @@ def test_without_anything_named_in_the_placement_the_solver_starts_from_nothing(
     assert "no named schedule" in result.text()
 
 
+def test_when_nothing_takes_time_the_first_order_is_best() -> None:
+    result = search(problem_of(devices=2, microbatches=2, costs=Costs(F=0, B=0)))
+    assert result is not None
+    assert (result.value, result.gap, result.proved) == (0, 0, True)
+    assert "span 0: no order is shorter" in result.text()
+
+
+def test_the_size_of_a_problem_is_the_number_of_its_passes() -> None:
+    for split, mode in product((False, True), ("first-last", "vocab-1", "vocab-2")):
+        problem = problem_of(devices=3, microbatches=5, placement="v", split_backward=split, vocabulary=mode)
+        assert problem.size == sum(map(len, problem.passes()))
+
+
 WRONG = [
+    ({"microbatches": 10**9}, "this one has 4000000000 passes, expected at most 4000"),
     ({"costs": Costs(F=1)}, "B is missing"),
     ({"costs": Costs(F=1, B=(1, 1, 1))}, "B has 3 numbers for 2 stages"),
     ({"vocabulary": "interlaced"}, "not interlaced"),
@@ -170,7 +184,7 @@ WRONG = [
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=str)
 def test_what_cannot_be_searched(arguments: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        search(problem_of(devices=2, microbatches=2, **arguments))
+        search(problem_of(**{"devices": 2, "microbatches": 2, **arguments}))
 
 
 def test_stage_passes_take_time() -> None:

@@ -86,6 +86,7 @@ def test_barriers_and_direction_follow_from_the_kinds(text: str, barriers: int, 
         ("0F0,0F999999999", "microbatch 999999999 appears, but 2 passes"),
         ("999999999F0", "stage 0 appears in no row"),
         ("0F0,1F0\nS0,S1", "device 1 holds no stage"),
+        ("0F0,0B0\n0F0,0B0", "row 2 runs only stages of other rows, such as stage 0, which belongs to row 1"),
     ],
 )
 def test_errors_name_row_and_column(text: str, message: str) -> None:

@@ -63,7 +63,8 @@ NOT_WORDS = [
 def test_what_is_not_exactly_a_word_is_refused(text: str) -> None:
     with pytest.raises(InputError) as error:
         parse_item(text)
-    assert f"'{text}' is not a pass" in str(error.value)
+    shown = text if len(text) < 60 else text[:57] + "..."
+    assert str(error.value).startswith(f"'{shown}' is not a pass")
 
 
 @given(st.text("0123FBSEXROW_.;()UNDHAL ", max_size=12))

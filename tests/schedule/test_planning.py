@@ -39,6 +39,18 @@ def test_the_schedules_themselves() -> None:
     assert generate("1f1b", 3, 1).to_csv() == "0F0,0B0\n1F0,1B0\n2F0,2B0\n"
 
 
+@pytest.mark.parametrize(("devices", "microbatches", "options"), [
+    (4, 10**20, {}),
+    (10**12, 1, {}),
+    (100, 10**5, {"stages_per_device": 1000}),
+])  # fmt: skip
+def test_an_order_that_does_not_fit_into_memory_is_refused(
+    devices: int, microbatches: int, options: dict[str, int]
+) -> None:
+    with pytest.raises(InputError, match="forwards does not fit into memory; take at most 20000000"):
+        generate("interleaved", devices, microbatches, **options)
+
+
 def test_an_option_that_is_none_is_left_at_its_default() -> None:
     assert generate("interleaved", 3, 4, stages_per_device=None, group_size=None) == generate("interleaved", 3, 4)
     assert generate("zb-auto", 3, 4, memory_limit=None, weight_share=None) == generate("zb-auto", 3, 4)

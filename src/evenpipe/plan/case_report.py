@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from evenpipe.schedule.words import count
+
 from .cases import WHOLE, Case
 
 EQUAL = "equal (F = I = W = 1 per stage, B = 2; S = T = 0.4 per device; no transfer takes time)"
@@ -14,9 +16,8 @@ def summary(case: Case, costs: str | None) -> str:
     """Everything of one case. `costs`: the file that they come from, None for equal ones."""
     simulation, timeline = case.simulation, case.simulation.timeline
     schedule = case.schedule
-    stages = schedule.placement.stages
     lines = [
-        f"{labels([case])[0]}: {schedule.devices} devices, {schedule.microbatches} microbatches, {stages} stages",
+        f"{labels([case])[0]}: {_size(case)}, {count(schedule.placement.stages, 'stage')}",
         f"costs      {EQUAL if costs is None else costs}",
         f"span       {_number(simulation.span)}{_bound(case, 'span')}",
         f"makespan   {_number(simulation.makespan)}{_bound(case, 'makespan')}",
@@ -63,7 +64,6 @@ def table(cases: Sequence[Case], costs: str | None) -> str:
         if with_bytes:
             row.append(_number(max(timeline.peak_bytes)) if timeline.peak_bytes else "-")
         rows.append(row)
-    size = f"{first.schedule.devices} devices, {first.schedule.microbatches} microbatches"
     notes = []
     if len({case.schedule.placement.stages for case in cases}) > 1:
         notes.append(f"a stage of {first.name} has these costs; in the others a device does the same work")
@@ -71,7 +71,7 @@ def table(cases: Sequence[Case], costs: str | None) -> str:
         notes.append("where the vocabulary is not sharded, the first and last stage do that work too")
     return "\n".join(
         [
-            size,
+            _size(first),
             f"costs: {EQUAL if costs is None else costs}",
             *notes,
             "in flight: most stage activations on a device; microbatches: the same, in layers of a whole device",
@@ -98,6 +98,10 @@ def labels(cases: Sequence[Case]) -> list[str]:
 QUEUES = ("communicator", "link", "engine")
 
 
+def _size(case: Case) -> str:
+    return f"{count(case.schedule.devices, 'device')}, {count(case.schedule.microbatches, 'microbatch')}"
+
+
 def _bound(case: Case, what: str) -> str:
     bound = case.simulation.bounds[what]
     above = _share(getattr(case.simulation, what) - bound.value, bound.value)
@@ -111,7 +115,7 @@ def _critical_path(case: Case) -> list[str]:
     kinds = ", ".join(f"{kind} {_number(time)}" for kind, time in path.by_kind.items() if time)
     queues = {what: time for what, time in path.by_resource.items() if time and what in QUEUES}
     behind = ", ".join(f"{what} {_number(time)}" for what, time in queues.items())
-    lines = [f"critical path: {len(path.steps)} steps, {kinds or 'nothing takes time'}"]
+    lines = [f"critical path: {count(len(path.steps), 'step')}, {kinds or 'nothing takes time'}"]
     if behind:
         lines.append(f"of which in a queue for a {behind}")
     return lines

@@ -8,7 +8,8 @@ in its first and last stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from evenpipe.schedule.order import Order
 from evenpipe.schedule.planning import plan_order, vocabulary_mode
 from evenpipe.schedule.program import Program
 from evenpipe.schedule.registry import generate, options_of
+from evenpipe.schedule.words import count
 from evenpipe.simulate import Simulation, simulate
 
 from .stage_costs import costs_for_stages, with_whole_vocabulary
@@ -92,28 +94,41 @@ def plan_cases(
     stages = None
     cases = []
     for name in names:
-        base = files.get(name)
-        if base is None and (mixed or len(names) > 1):
-            base = generate(name, devices, microbatches, **taken[name])
-        own_costs = costs
-        if base is not None:
-            _refuse_other_size(name, base, devices, microbatches)
-            stages = base.placement.stages if stages is None else stages
-            own_costs = costs_for_stages(costs, stages, base.placement.stages, f"schedule '{name}'")
-        own_modes: list[str | None] = [*modes] or [None if name in files else "first-last"]
-        for mode in own_modes:
-            used = own_costs
-            if mixed and mode in WHOLE and base is not None:
-                used = with_whole_vocabulary(own_costs, base.placement)
-            if mode is None:
-                schedule = files[name]
-            elif isinstance(file := files.get(name), Program):
-                schedule = _program_in_mode(name, file, mode, used)
-            else:
-                schedule = plan_order(name if file is None else file, devices, microbatches, mode, used, **taken[name])
-            simulation = simulate(schedule, used)
-            cases.append(Case(name=name, mode=mode, schedule=schedule, costs=used, simulation=simulation))
+        with _errors_of(name, among=names):
+            base = files.get(name)
+            if base is None and (mixed or len(names) > 1):
+                base = generate(name, devices, microbatches, **taken[name])
+            own_costs = costs
+            if base is not None:
+                _refuse_other_size(name, base, devices, microbatches)
+                stages = base.placement.stages if stages is None else stages
+                own_costs = costs_for_stages(costs, stages, base.placement.stages, f"schedule '{name}'")
+            own_modes: list[str | None] = [*modes] or [None if name in files else "first-last"]
+            for mode in own_modes:
+                used = own_costs
+                if mixed and mode in WHOLE and base is not None:
+                    used = with_whole_vocabulary(own_costs, base.placement)
+                if mode is None:
+                    schedule = files[name]
+                elif isinstance(file := files.get(name), Program):
+                    schedule = _program_in_mode(name, file, mode, used)
+                else:
+                    source = name if file is None else file
+                    schedule = plan_order(source, devices, microbatches, mode, used, **taken[name])
+                simulation = simulate(schedule, used)
+                cases.append(Case(name=name, mode=mode, schedule=schedule, costs=used, simulation=simulation))
     return cases
+
+
+@contextmanager
+def _errors_of(name: str, *, among: Sequence[str]) -> Iterator[None]:
+    """Where there are several schedules, errors say which one they are of."""
+    try:
+        yield
+    except InputError as error:
+        if len(among) == 1 or f"'{name}'" in str(error):
+            raise
+        raise InputError(f"schedule '{name}': {error}") from None
 
 
 def _sound(path: str) -> Order | Program:
@@ -151,6 +166,7 @@ def _refuse_unused(given: Mapping[str, Any], taken: Iterable[Mapping[str, Any]],
 def _refuse_other_size(name: str, schedule: Order | Program, devices: int, microbatches: int) -> None:
     if (schedule.devices, schedule.microbatches) != (devices, microbatches):
         raise InputError(
-            f"schedule '{name}' is for {schedule.devices} devices and {schedule.microbatches} microbatches, "
+            f"schedule '{name}' is for {count(schedule.devices, 'device')} and "
+            f"{count(schedule.microbatches, 'microbatch')}, "
             f"not {devices} and {microbatches}"
         )

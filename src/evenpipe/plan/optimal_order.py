@@ -69,9 +69,21 @@ class Problem:
             rows.append([Pass(kind, stage, i) for kind, stage in whats for i in range(self.microbatches)])
         return rows
 
+    @property
+    def size(self) -> int:
+        """How many passes these are."""
+        shared = len(vocabulary_kinds(self.barriers, False)) * self.placement.devices
+        return self.microbatches * ((3 if self.split_backward else 2) * self.placement.stages + shared)
+
     def value(self, timeline: Timeline) -> float:
         """What is to be as small as possible."""
         return timeline.span if self.objective == "span" else timeline.makespan
+
+
+def refuse_large(passes: int) -> None:
+    """Raise InputError for a case of more passes than are tried."""
+    if passes > LARGEST:
+        raise InputError(f"search is for small cases: this one has {passes} passes, expected at most {LARGEST}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +116,8 @@ def solve(
     Raises InputError when OR-tools is not installed, when the case is too large, and for stage passes without duration.
     """
     cp_model = _solver_module()
+    refuse_large(problem.size)
     rows = problem.passes()
-    count = sum(map(len, rows))
-    if count > LARGEST:
-        raise InputError(f"search is for small cases: this one has {count} passes, expected at most {LARGEST}")
     kinds = {item.kind.value for row in rows for item in row}
     if problem.costs.B is None:
         kinds |= {"I", "W"}  # of which B is the sum

@@ -22,7 +22,7 @@ from evenpipe.schedule.timing import time_order
 from evenpipe.simulate import best_bound
 
 from .named_orders import NamedOrder, named_orders
-from .optimal_order import Problem, Solution, solve
+from .optimal_order import Problem, Solution, refuse_large, solve
 
 BARRIERS = {"first-last": 0, "redistribute": 0, "vocab-1": 2, "vocab-2": 1}
 """Modes that can be searched; in the interlaced one S and T leave no choice."""
@@ -51,7 +51,7 @@ class SearchResult:
     @property
     def gap(self) -> float:
         """How far above the bound, relative to it."""
-        return self.value / self.bound - 1 if self.bound else 0.0
+        return above(self.value, self.bound)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -88,10 +88,7 @@ class SearchResult:
         who = "found by search" if self.source == "search" else f"'{self.source}' as it is; nothing shorter was found"
         lines = [verdict, f"order: {who}"]
         if self.named:
-            best, *others = self.named
-            ranks = [
-                f"{one.name} {one.value:g} (+{100 * (one.value / self.value - 1):.1f} %)" for one in [best, *others]
-            ]
+            ranks = [f"{one.name} {one.value:g} (+{100 * above(one.value, self.value):.1f} %)" for one in self.named]
             lines.append("named schedules with these passes: " + ", ".join(ranks))
         else:
             lines.append("no named schedule has these passes in this placement and memory")
@@ -100,6 +97,11 @@ class SearchResult:
             f"most stage activations in flight, per device: {' '.join(map(str, self.timeline.peak_in_flight))}"
         )
         return "\n".join(lines)
+
+
+def above(value: float, other: float) -> float:
+    """How far `value` is above `other`, relative to that; 0 where nothing takes time."""
+    return value / other - 1 if other else 0.0
 
 
 def search(problem: Problem, *, seconds: float = 30.0, workers: int = 1, seed: int = 0) -> SearchResult | None:
@@ -112,6 +114,7 @@ def search(problem: Problem, *, seconds: float = 30.0, workers: int = 1, seed: i
         raise InputError(f"seconds must be a number above 0, not {seconds:g}")
     if workers < 1:
         raise InputError(f"workers must be a whole number of at least 1, not {workers}")
+    refuse_large(problem.size)
     named = named_orders(problem)
     best = named[0] if named else None
     bound = lower_bound(problem)
@@ -138,23 +141,17 @@ def search(problem: Problem, *, seconds: float = 30.0, workers: int = 1, seed: i
 
 
 def lower_bound(problem: Problem) -> float:
-    """What no order of `problem` is below, without a search.
-
-    The bound for V schedules of arXiv 2405.15362 has no proof that we know of, so a proof here does not rest on it.
-    """
-    bounds = [
-        best_bound(
-            problem.placement,
-            problem.microbatches,
-            problem.costs,
-            of=problem.objective,
-            split=problem.split_backward,
-            barriers=problem.barriers,
-            memory_limit=limit,
-        )
-        for limit in (None, problem.memory_limit)
-    ]
-    return max(bound.value for bound in bounds if bound.name != "V")
+    """What no order of `problem` is below, without a search."""
+    return best_bound(
+        problem.placement,
+        problem.microbatches,
+        problem.costs,
+        of=problem.objective,
+        split=problem.split_backward,
+        barriers=problem.barriers,
+        memory_limit=problem.memory_limit,
+        proved=True,
+    ).value
 
 
 def _result(
@@ -196,6 +193,7 @@ def problem_of(
     ):
         if value < 1:
             raise InputError(f"{name} must be a whole number of at least 1, not {value}")
+    refuse_large(2 * devices * microbatches * (stages_per_device or 1))
     mode = vocabulary_mode(vocabulary)
     if mode not in BARRIERS:
         raise InputError(f"search knows the vocabulary modes {', '.join(BARRIERS)}, not {mode}")

@@ -16,6 +16,7 @@ from .order import Order
 from .passes import Pass, parts_of
 from .program import Program
 from .timeline import peak_activations
+from .words import count
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +53,17 @@ class FileReport:
     def text(self) -> str:
         """For people: the faults, each with the rows around it, or what the schedule is."""
         if not self.sound:
-            count = len(self.faults)
-            return "\n".join([f"{count} fault{'s' if count > 1 else ''}", *map(str, self.faults)])
+            return "\n".join([count(len(self.faults), "fault"), *map(str, self.faults)])
         what = "a program with transfers" if isinstance(self.schedule, Program) else "an order"
-        stages = " ".join(map(str, self.schedule.placement.stage_device))
+        if self.schedule.forward_only:
+            what += ", for evaluation,"
+        placement = self.schedule.placement
+        devices = " ".join(map(str, placement.stage_device))
         lines = [
-            f"sound: {what} of {self.schedule.devices} devices and {self.schedule.microbatches} microbatches",
-            f"devices of stages 0 to {self.schedule.placement.stages - 1}: {stages}",
+            f"sound: {what} of {count(placement.devices, 'device')} and "
+            f"{count(self.schedule.microbatches, 'microbatch')}",
+            f"{'device of stage 0' if placement.stages == 1 else f'devices of stages 0 to {placement.stages - 1}'}: "
+            f"{devices}",
             f"most stage activations in flight, per device: {' '.join(map(str, self.in_flight))}",
         ]
         if self.schedule.barriers:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from evenpipe.errors import InputError
 
 from .dependencies import Dependencies
-from .excerpt import excerpt, join
+from .excerpt import excerpt
 from .faults import Fault
 from .graph import Key
 from .order import Order
 from .passes import ROLE, Item, Pass, parts_of
+from .words import join
 
 SHOWN = 8
 """Devices that a message shows in full."""

@@ -33,12 +33,6 @@ def neighbours(rows: Sequence[Sequence[Item | None]], device: int, position: int
     return excerpt(rows, {near: position for near in (device - 1, device, device + 1) if 0 <= near < len(rows)})
 
 
-def join(words: Sequence[str], most: int = 8) -> str:
-    """An enumeration, "a, b and c"; beyond `most` entries the rest is counted."""
-    shown = list(words) if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]
-    return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)
-
-
 def _word(item: Item | None, marked: bool) -> str:
     text = "." if item is None else str(item)
     return f"[{text}]" if marked else text

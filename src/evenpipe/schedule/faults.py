@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from evenpipe.errors import InputError
 
+from .words import count
+
 SHOWN = 20
 """Faults that the message of an error shows; a report has all."""
 
@@ -43,8 +45,8 @@ class Report:
         """Raise InputError that lists the faults, if there are any."""
         if self.ok:
             return
-        count = len(self.faults)
-        lines = [str(fault) for fault in self.faults[:SHOWN]]
-        if count > SHOWN:
-            lines.append(f"and {count - SHOWN} more")
-        raise InputError(f"the schedule has {count} fault{'s' if count > 1 else ''}\n" + "\n".join(lines))
+        lines = [f"the schedule has {count(len(self.faults), 'fault')}"]
+        lines += [str(fault) for fault in self.faults[:SHOWN]]
+        if len(self.faults) > SHOWN:
+            lines.append(f"and {len(self.faults) - SHOWN} more")
+        raise InputError("\n".join(lines))

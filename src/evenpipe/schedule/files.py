@@ -66,6 +66,8 @@ def read_costs(path: str | Path) -> Costs:
 
 
 def _read(path: str | Path) -> str:
+    if not str(path):
+        raise InputError("the name of a file is empty")
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:

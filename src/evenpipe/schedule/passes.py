@@ -18,6 +18,8 @@ from itertools import product
 
 from evenpipe.errors import InputError
 
+from .words import quoted
+
 
 class Kind(StrEnum):
     """What a pass does. Its text is the letter in an order."""
@@ -122,7 +124,7 @@ class Pass:
         """The pass that `text` spells, exactly; raises InputError for anything else."""
         item = parse_item(text)
         if isinstance(item, Transfer):
-            raise InputError(f"'{text}' is a transfer, where a pass such as 2F0 or S0 is expected")
+            raise InputError(f"{quoted(text)} is a transfer, where a pass such as 2F0 or S0 is expected")
         return item
 
 
@@ -171,7 +173,9 @@ def parse_item(text: str) -> Item:
         return _parse_overlap(text)
     match = _WORD.fullmatch(text)
     if match is None:
-        raise InputError(f"'{text}' is not a pass or transfer; they are written as in 2F0, S0, 2F0.1, 2SEND_F0 or X0")
+        raise InputError(
+            f"{quoted(text)} is not a pass or transfer; they are written as in 2F0, S0, 2F0.1, 2SEND_F0 or X0"
+        )
     stage_text, name, microbatch_text, slice_text = match.groups()
     stage = int(stage_text) if stage_text else None
     microbatch = int(microbatch_text) if microbatch_text else None
@@ -179,7 +183,7 @@ def parse_item(text: str) -> Item:
     has_stage, has_microbatch = stage is not None, microbatch is not None
     if (has_stage, has_microbatch) != _SHAPES[name]:
         wanted = _text(name, 2 if _SHAPES[name][0] else None, 0 if _SHAPES[name][1] else None, 0)
-        raise InputError(f"'{text}' is not a pass or transfer; {name} is written as in {wanted}")
+        raise InputError(f"{quoted(text)} is not a pass or transfer; {name} is written as in {wanted}")
     if name in _TRANSFERS:
         assert microbatch is not None
         return Transfer(_TRANSFERS[name], stage, microbatch, slice_)
@@ -190,11 +194,11 @@ def _parse_overlap(text: str) -> Pass:
     body, bracket, name = text[1:].rpartition(")")
     words = body.split(";")
     if not bracket or name != Kind.OVERLAP_F_B.value or len(words) < 2:
-        raise InputError(f"'{text}' is not a pass; passes run as one are written as in (2F1;2B0)OVERLAP_F_B")
+        raise InputError(f"{quoted(text)} is not a pass; passes run as one are written as in (2F1;2B0)OVERLAP_F_B")
     try:
         parts = tuple(Pass.parse(word) for word in words)
     except InputError as error:
-        raise InputError(f"'{text}' is not a pass: {error}") from None
+        raise InputError(f"{quoted(text)} is not a pass: {error}") from None
     return Pass(Kind.OVERLAP_F_B, parts=parts)
 
 
@@ -202,7 +206,9 @@ def _check_parts(item: Pass) -> None:
     if item.kind is not Kind.OVERLAP_F_B or item.stage is not None or item.microbatch is not None:
         raise InputError(f"only an OVERLAP_F_B without stage and microbatch of its own has parts, not {item.kind}")
     if len(item.parts) < 2 or not {part.kind for part in item.parts} <= JOINT_KINDS:
-        raise InputError(f"'{item}' is not a pass; two or more of F, B, I and W may stand inside OVERLAP_F_B")
+        raise InputError(
+            f"{quoted(str(item))} is not a pass; two or more of F, B, I and W may stand inside OVERLAP_F_B"
+        )
 
 
 def _text(name: str, stage: int | None, microbatch: int | None, slice_: int) -> str:

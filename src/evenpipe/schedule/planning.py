@@ -16,6 +16,7 @@ from .transforms.communication import add_communication
 from .transforms.forward_only import forward_only
 from .transforms.interlaced import interlace
 from .transforms.vocabulary import add_vocabulary
+from .words import count
 
 Schedule = str | Order | Callable[[int, int], Order]
 """A name in `SCHEDULES`, an order, or a function of devices and microbatches that returns one."""
@@ -61,7 +62,7 @@ def plan_order(
         check_order(order).raise_if_faulty()
     if (order.devices, order.microbatches) != (devices, microbatches):
         raise InputError(
-            f"the order is for {order.devices} devices and {order.microbatches} microbatches, "
+            f"the order is for {count(order.devices, 'device')} and {count(order.microbatches, 'microbatch')}, "
             f"not {devices} and {microbatches}"
         )
     if order.barriers:

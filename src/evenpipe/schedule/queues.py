@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from .dependencies import Route
-from .excerpt import excerpt, join
+from .excerpt import excerpt
 from .faults import Fault
 from .graph import Graph
 from .passes import Pass
 from .program import Program
+from .words import join
 
 QUEUE_MODELS: dict[str, Callable[[Route], str]] = {
     "one queue per communicator": lambda route: route.communicator,

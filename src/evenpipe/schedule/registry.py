@@ -31,6 +31,7 @@ from .generators import (
     zbv,
 )
 from .order import Order
+from .words import count
 
 SCHEDULES: dict[str, Callable[..., Order]] = {
     "gpipe": gpipe,
@@ -51,6 +52,10 @@ SCHEDULES: dict[str, Callable[..., Order]] = {
 """Generators by name. Each takes devices and microbatches, and by keyword what its own docstring says."""
 
 
+LARGEST = 20_000_000
+"""Forwards of the largest order that is tried: it and its program take some 10 GB."""
+
+
 def generate(name: str, devices: int, microbatches: int, *, costs: Costs | None = None, **options: Any) -> Order:
     """The order of a schedule by its name in `SCHEDULES`, or of a CSV file, whose name ends in .csv.
 
@@ -63,6 +68,9 @@ def generate(name: str, devices: int, microbatches: int, *, costs: Costs | None 
         _whole(field, value)
     options = {option: value for option, value in options.items() if value is not None}
     _refuse_wrong(options, devices)
+    forwards = devices * microbatches * options.get("stages_per_device", 1)
+    if forwards > LARGEST:
+        raise InputError(f"an order of {forwards} forwards does not fit into memory; take at most {LARGEST}")
     from_file = name.endswith(".csv")
     known = () if from_file else options_of(name)
     stages_per_device = None if "stages_per_device" in known else options.pop("stages_per_device", None)
@@ -82,8 +90,7 @@ def generate(name: str, devices: int, microbatches: int, *, costs: Costs | None 
     if stages_per_device is not None and order.placement.stages != stages_per_device * devices:
         has = f"{order.placement.stages} stages on {devices} devices"
         if order.placement.stages % devices == 0:
-            count = order.placement.stages // devices
-            has = f"{count} stage{'s' if count > 1 else ''} per device"
+            has = f"{count(order.placement.stages // devices, 'stage')} per device"
         raise InputError(f"schedule '{name}' has {has}, not {stages_per_device}")
     return order
 
@@ -118,7 +125,7 @@ def _from_file(name: str, devices: int, microbatches: int) -> Order:
     order = read_order(Path(name))
     if (order.devices, order.microbatches) != (devices, microbatches):
         raise InputError(
-            f"schedule '{name}' is for {order.devices} devices and {order.microbatches} microbatches, "
+            f"schedule '{name}' is for {count(order.devices, 'device')} and {count(order.microbatches, 'microbatch')}, "
             f"not {devices} and {microbatches}"
         )
     if order.forward_only:

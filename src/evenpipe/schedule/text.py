@@ -31,7 +31,9 @@ def rows_from_csv(text: str) -> tuple[tuple[Item | None, ...], ...]:
 
 def _cells(line: str, row: int) -> Iterator[Item | None]:
     if not line.strip(", \t"):
-        raise InputError(f"row {row} is blank, but every device runs at least one pass")
+        raise InputError(
+            f"row {row} is blank; delete it: each line is a device, and every device runs at least one pass"
+        )
     for column, cell in enumerate(line.split(","), start=1):
         word = cell.strip(" \t")
         try:
@@ -84,7 +86,14 @@ def _placement(parts: list[tuple[int, Pass]], devices: int) -> Placement:
     for stage in range(len(runs)):
         if stage not in runs:
             raise InputError(f"stage {stage} appears in no row, though stage {max(runs)} does")
-    return Placement(devices, tuple(runs[stage].most_common(1)[0][0] for stage in range(len(runs))))
+    stage_device = tuple(runs[stage].most_common(1)[0][0] for stage in range(len(runs)))
+    for stage, counts in sorted(runs.items()):
+        for device in counts.keys() - set(stage_device):
+            raise InputError(
+                f"row {device + 1} runs only stages of other rows, such as stage {stage}, which belongs to row "
+                f"{stage_device[stage] + 1}; every device has stages of its own"
+            )
+    return Placement(devices, stage_device)
 
 
 def _microbatches(parts: list[tuple[int, Pass]]) -> int:

@@ -62,11 +62,12 @@ def best_bound(
     barriers: int = 0,
     forward_only: bool = False,
     memory_limit: float | Sequence[float] | None = None,
+    proved: bool = False,
 ) -> Bound:
     """The largest lower bound known on the span or makespan (`of`) of any such order.
 
     split: whether backwards are I and W, or B. barriers, forward_only: as in `Order`. memory_limit: the most stage
-    activations that a device may hold from F to B or W, one number or one per device.
+    activations that a device may hold from F to B or W, one number or one per device. proved: without the V bound.
 
     Raises InputError when a kind has no time, and for a limit below 1.
     """
@@ -78,7 +79,8 @@ def best_bound(
     if limits and not forward_only:
         found += _rounds(placement, microbatches, graph, limits, of)
         found += _area(placement, microbatches, graph, limits)
-        found += _v_shape(placement, microbatches, graph, limits, split)
+        if not proved:
+            found += _v_shape(placement, microbatches, graph, limits, split)
     return max(found, key=lambda bound: bound.value)
 
 

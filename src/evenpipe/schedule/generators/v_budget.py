@@ -15,6 +15,7 @@ from evenpipe.errors import InputError
 from evenpipe.schedule.check_limit import limits_per_device
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
 from evenpipe.schedule.order import Order
+from evenpipe.schedule.words import count
 
 from .v_shape import StepTimes, v_order
 from .v_shape_blocks import Block, block_of_gaps, collides, peaks
@@ -56,9 +57,10 @@ def v_budget(
     times = StepTimes.of(devices, EQUAL_COSTS if costs is None else costs)
     bases = blocks_within(devices, limits)
     if not bases:
+        given = f"{memory_limit:g}" if isinstance(memory_limit, (int, float)) else memory_limit
         raise InputError(
-            f"memory_limit is {memory_limit}, but a V-schedule on {devices} device{'s' if devices > 1 else ''} needs "
-            f"{min_peak(devices)} stage activations on each"
+            f"memory_limit is {given}, but a V-schedule on {count(devices, 'device')} needs {min_peak(devices)} stage "
+            "activations on each"
         )
     enough, least = None, min(limits)
     if costs is None and microbatches >= 2 * devices:

@@ -1,0 +1,25 @@
+"""Numbers, enumerations and quotations in messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+QUOTED = 60
+"""Characters of a quotation."""
+
+
+def count(number: int, noun: str) -> str:
+    """How many of a thing: "1 device", "2 devices", "3 microbatches"."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending}"
+
+
+def join(words: Sequence[str], most: int = 8) -> str:
+    """An enumeration, "a, b and c"; beyond `most` entries the rest is counted."""
+    shown = list(words) if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]
+    return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)
+
+
+def quoted(text: str) -> str:
+    """`text` in quotation marks; a long one is cut short."""
+    return f"'{text}'" if len(text) <= QUOTED else f"'{text[: QUOTED - 3]}...'"
