@@ -46,6 +46,12 @@ def test_streams(costs: dict[str, object], wanted: dict[str, tuple[float, float]
     assert when(run(ALONE, **costs)).items() >= wanted.items()
 
 
+def test_a_stream_that_has_emptied_goes_on_with_what_is_issued_later() -> None:
+    # 0O1 ends at 6, before 0L1 is issued: the stream of loads has run 0L0 and has nothing to do.
+    simulation = run("0F0,0O0,0L0,0B0,0F1,0O1,0F2,0F3,0L1,0B1,0B2,0B3", O=1, L=1, engine={"streams": 2})
+    assert when(simulation).items() >= {"0L0": (2, 3), "0O1": (5, 6), "0L1": (7, 8), "0B1": (8, 9)}.items()
+
+
 def test_copies_take_no_compute_time() -> None:
     simulation = run(ALONE, O=2, L=2)
     assert [str(event.item) for event in simulation.timeline.events[0]] == ["0F0", "0F1", "0B0", "0B1"]

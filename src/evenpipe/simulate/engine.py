@@ -43,7 +43,8 @@ class Engines:
 
     def unblocked(self, number: int, now: float) -> None:
         """What L `number` loads has been copied to the host."""
-        if self.streams.get(self._stream(number), (None,))[0] == number:
+        line = self.streams.get(self._stream(number))
+        if line and line[0] == number:
             self._first(number, now)
 
     def done(self, number: int, now: float) -> None:
