@@ -106,18 +106,24 @@ def exchange_rows(rng: random.Random, rows: Rows) -> None:
     rows[one], rows[other] = rows[other], rows[one]
 
 
+def joinable(items: list[Item]) -> list[Pass]:
+    """The passes and parts of these items, if all may stand in a joint pass."""
+    parts = [part for item in items if isinstance(item, Pass) for part in parts_of(item)]
+    return parts if all(isinstance(item, Pass) for item in items) and {p.kind for p in parts} <= JOINT_KINDS else []
+
+
 def join_neighbours(rng: random.Random, rows: Rows) -> None:
-    row, one = somewhere(rng, rows)
-    pair = tuple(part for item in row[one : one + 2] if isinstance(item, Pass) for part in parts_of(item))
-    assume(len(pair) > 1 and {part.kind for part in pair} <= JOINT_KINDS)
-    row[one : one + 2] = [Pass(Kind.OVERLAP_F_B, parts=tuple(rng.sample(pair, len(pair))))]
+    """In either turn; which is no damage where neither needs the other. Where nobody can be joined, nothing is done."""
+    places = [(row, at) for row in rows for at in range(len(row) - 1) if joinable(row[at : at + 2])]
+    for row, at in places and [rng.choice(places)]:
+        parts = joinable(row[at : at + 2])
+        row[at : at + 2] = [Pass(Kind.OVERLAP_F_B, parts=tuple(rng.sample(parts, len(parts))))]
 
 
 def repeat_within_a_joint_pass(rng: random.Random, rows: Rows) -> None:
-    row, one = somewhere(rng, rows)
-    item = row[one]
-    assume(isinstance(item, Pass) and {part.kind for part in parts_of(item)} <= JOINT_KINDS)
-    row[one] = Pass(Kind.OVERLAP_F_B, parts=(*parts_of(item), rng.choice(parts_of(item))))
+    row, at = rng.choice([(row, at) for row in rows for at in range(len(row)) if joinable(row[at : at + 1])])
+    parts = joinable(row[at : at + 1])
+    row[at] = Pass(Kind.OVERLAP_F_B, parts=(*parts, rng.choice(parts)))
 
 
 def cut_off(rng: random.Random, rows: Rows) -> None:
