@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +23,7 @@ from evenpipe.schedule import (
     check_program,
     forward_only,
     generate,
+    interlace,
     time_order,
 )
 from evenpipe.schedule.passes import VOCABULARY_KINDS
@@ -169,11 +172,24 @@ def test_any_sound_order_stays_sound(
     assert len({tuple(i for i in by_time.passes(d) if i.kind in VOCABULARY_KINDS) for d in range(devices)}) == 1
 
 
-def test_passes_run_as_one_are_taken_apart() -> None:
-    base = Order.from_csv("0F0,1F0,(0F1;1B0)OVERLAP_F_B,1F1,0B0,1B1,0B1")
-    order = add_vocabulary(base, 1)
-    assert check_order(order).ok
-    assert not any(item.parts for item in order.passes(0))
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0F0,1F0,(0F1;1B0)OVERLAP_F_B,1F1,0B0,1B1,0B1",
+        # The vocabulary passes go between the parts.
+        "(0F0;0B0)OVERLAP_F_B,(0F1;0I1)OVERLAP_F_B,0W1",
+        "0F0,0B0\n1F0,(2F0;2B0)OVERLAP_F_B,1B0",
+        "1F0,1B0\n0F0,0B0\n(2F0;2I0;2W0)OVERLAP_F_B",
+    ],
+)
+@pytest.mark.parametrize("costs", [EQUAL_COSTS, Costs(F=1, B=0, I=0, W=1, S=0, T=0, E=0, G=0, p2p=3)])
+def test_passes_run_as_one_are_taken_apart(text: str, costs: Costs) -> None:
+    base = Order.from_csv(text)
+    if costs is not EQUAL_COSTS:
+        costs = replace(costs, F=(2.0, 2.0, 0.0)[-base.placement.stages :])
+    for order in (add_vocabulary(base, 1, costs), add_vocabulary(base, 2, costs), interlace(base, costs)):
+        assert check_order(order).ok
+        assert not any(item.parts for device in range(order.devices) for item in order.passes(device))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from evenpipe.schedule.passes import SHARDING_KINDS, Kind, Pass, parts_of
 from evenpipe.schedule.placement import Placement
 from evenpipe.schedule.timing import durations, run
 
-from .vocabulary import INTERVAL, interval_of
+from .vocabulary import INTERVAL, apart_at_the_loss, interval_of
 
 
 def interlace(order: Order, costs: Costs | None = None) -> Order:
@@ -52,7 +52,7 @@ def interlace(order: Order, costs: Costs | None = None) -> Order:
         raise InputError("vocabulary passes cannot be added between UNSHARD, RESHARD and REDUCE_GRAD")
     if kinds <= {Kind.F, Kind.B} and order.placement.stages == order.devices:
         return alternating(order.placement, order.microbatches, costs)
-    return at_instants(order, costs)
+    return at_instants(apart_at_the_loss(order), costs)
 
 
 def at_instants(order: Order, costs: Costs) -> Order:

@@ -116,6 +116,7 @@ def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> O
     costs = EQUAL_COSTS if costs is None else costs
     missing: dict[str, Any] = {kind.value: 0 for kind in VOCABULARY_KINDS if getattr(costs, kind.value) is None}
     costs = replace(costs, **missing)
+    order = apart_at_the_loss(order)
     times = VirtualTimes.of(order, barriers, costs)
     best = Timed.of(times.sort(FIXED), costs)
     limits = None if order.forward_only else peak_limits(order, barriers)
@@ -129,6 +130,24 @@ def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> O
         if best.makespan <= (times.makespan + _vocabulary_work(order, barriers, costs)) * 1.001:
             break
     return best.order
+
+
+def apart_at_the_loss(order: Order) -> Order:
+    """`order`, with the parts of a joint pass one by one where it runs F and B of the last stage for one microbatch:
+    vocabulary passes come between these."""
+    last = order.placement.stages - 1
+
+    def splits(item: Pass) -> bool:
+        at_end = [part for part in item.parts if part.stage == last and part.kind is not Kind.W]
+        return len({part.microbatch for part in at_end}) < len(at_end)
+
+    if not any(splits(item) for device in range(order.devices) for item in order.passes(device) if item.parts):
+        return order
+    rows = tuple(
+        tuple(part for item in order.passes(device) for part in (item.parts if splits(item) else (item,)))
+        for device in range(order.devices)
+    )
+    return replace(order, rows=rows)
 
 
 def peak_limits(order: Order, barriers: int) -> list[int]:
