@@ -158,6 +158,13 @@ def test_without_anything_named_in_the_placement_the_solver_starts_from_nothing(
     assert "no named schedule" in result.text()
 
 
+def test_a_slow_link_of_one_hop_proves_nothing_about_orders_timed_without_it() -> None:
+    even = Costs(F=1, B=2, links={"p2p": {"latency": 1}})
+    uneven = Costs(F=1, B=2, links={"p2p": {"latency": 1}, "F:0>1": {"latency": 50}})
+    bounds = [lower_bound(problem_of(devices=2, microbatches=3, costs=costs)) for costs in (even, uneven)]
+    assert bounds[0] == bounds[1]
+
+
 def test_when_nothing_takes_time_the_first_order_is_best() -> None:
     result = search(problem_of(devices=2, microbatches=2, costs=Costs(F=0, B=0)))
     assert result is not None

@@ -18,7 +18,7 @@ from evenpipe.schedule.check import check_order, check_program
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
 from evenpipe.schedule.files import read_schedule
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.planning import plan_order, vocabulary_mode
+from evenpipe.schedule.planning import BARRIERS, MODES, plan_order, vocabulary_mode
 from evenpipe.schedule.program import Program
 from evenpipe.schedule.registry import generate, options_of
 from evenpipe.schedule.words import count
@@ -26,7 +26,7 @@ from evenpipe.simulate import Simulation, simulate
 
 from .stage_costs import costs_for_stages, with_whole_vocabulary
 
-WHOLE = ("first-last", "redistribute")
+WHOLE = tuple(mode for mode in MODES if not BARRIERS[mode])
 """Modes whose vocabulary layers are whole, on the first and last stage."""
 
 

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.schedule.check import check_order
 from evenpipe.schedule.check_limit import limits_per_device
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
+from evenpipe.schedule.links import LINKS
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.placement import Placement
-from evenpipe.schedule.planning import vocabulary_mode
+from evenpipe.schedule.planning import BARRIERS, MODES, vocabulary_mode
 from evenpipe.schedule.timeline import Timeline
 from evenpipe.schedule.timing import time_order
 from evenpipe.simulate import best_bound
@@ -24,7 +25,7 @@ from evenpipe.simulate import best_bound
 from .named_orders import NamedOrder, named_orders
 from .optimal_order import Problem, Solution, refuse_large, solve
 
-BARRIERS = {"first-last": 0, "redistribute": 0, "vocab-1": 2, "vocab-2": 1}
+SEARCHED = tuple(mode for mode in MODES if mode != "interlaced")
 """Modes that can be searched; in the interlaced one S and T leave no choice."""
 
 EXACT, ROUNDED = 1e-9, 1e-4
@@ -142,10 +143,11 @@ def search(problem: Problem, *, seconds: float = 30.0, workers: int = 1, seed: i
 
 def lower_bound(problem: Problem) -> float:
     """What no order of `problem` is below, without a search."""
+    links = {name: link for name, link in problem.costs.links.items() if name in LINKS}
     return best_bound(
         problem.placement,
         problem.microbatches,
-        problem.costs,
+        replace(problem.costs, links=links),  # The event model does not know the links of single hops.
         of=problem.objective,
         split=problem.split_backward,
         barriers=problem.barriers,
@@ -195,8 +197,8 @@ def problem_of(
             raise InputError(f"{name} must be a whole number of at least 1, not {value}")
     refuse_large(2 * devices * microbatches * (stages_per_device or 1))
     mode = vocabulary_mode(vocabulary)
-    if mode not in BARRIERS:
-        raise InputError(f"search knows the vocabulary modes {', '.join(BARRIERS)}, not {mode}")
+    if mode not in SEARCHED:
+        raise InputError(f"search knows the vocabulary modes {', '.join(SEARCHED)}, not {mode}")
     if placement is None:
         placement = "linear" if stages_per_device in (None, 1) else "looped"
     limits = None

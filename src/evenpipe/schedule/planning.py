@@ -25,7 +25,8 @@ MODES = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")
 """Vocabulary modes. The first two differ in how layers are cut only, and have the same orders."""
 
 _ALIASES = {"balanced": "vocab-2"}
-_BARRIERS = {"first-last": 0, "redistribute": 0, "interlaced": 2, "vocab-1": 2, "vocab-2": 1}
+BARRIERS = {"first-last": 0, "redistribute": 0, "interlaced": 2, "vocab-1": 2, "vocab-2": 1}
+"""What the backward of the last stage waits for, by mode; with 0, the vocabulary layers are whole."""
 
 
 def vocabulary_mode(name: str) -> str:
@@ -66,14 +67,14 @@ def plan_order(
             f"not {devices} and {microbatches}"
         )
     if order.barriers:
-        if order.barriers != _BARRIERS[mode]:
+        if order.barriers != BARRIERS[mode]:
             raise InputError(
-                f"the order has {order.barriers} barriers, but vocabulary mode {mode} has {_BARRIERS[mode]}"
+                f"the order has {order.barriers} barriers, but vocabulary mode {mode} has {BARRIERS[mode]}"
             )
         return order
     if mode == "interlaced":
         return interlace(order, costs)
-    return add_vocabulary(order, _BARRIERS[mode], costs) if _BARRIERS[mode] else order
+    return add_vocabulary(order, BARRIERS[mode], costs) if BARRIERS[mode] else order
 
 
 def plan_program(

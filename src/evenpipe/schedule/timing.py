@@ -19,8 +19,6 @@ from .graph import Graph
 from .order import Order
 from .timeline import Event, Timeline
 
-__all__ = ["Costs", "DeadlockError", "Event", "Run", "Timeline", "durations", "run", "time_order"]
-
 
 @dataclass(frozen=True, slots=True)
 class Run:

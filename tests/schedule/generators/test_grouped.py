@@ -124,6 +124,7 @@ def test_the_group_covers_hops_and_uneven_stages() -> None:
     placement = Placement.looped(4, 2)
     assert smallest_group(placement, Costs(F=1, I=1, W=1)) == 2
     assert smallest_group(placement, Costs(F=1, I=1, W=1, p2p=1)) == 3
+    assert smallest_group(placement, Costs(F=1, I=1, W=1, links={"p2p": {"latency": 1}})) == 3
     # The busiest device works 8 for each microbatch, 4 per chunk; the way through the second chunk takes 9.
     assert smallest_group(placement, Costs(F=[1, 1, 1, 1, 1, 1, 1, 6], I=0.5, W=0)) == 3
     assert smallest_group(placement, Costs(F=1, B=2)) == 2

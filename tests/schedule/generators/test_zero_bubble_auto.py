@@ -96,6 +96,12 @@ def test_times_without_length() -> None:
         assert check_order(generate("zb-auto", 3, 5, costs=costs)).faults == ()
 
 
+def test_a_hop_is_as_long_by_link_as_by_time() -> None:
+    times, links = Costs(F=1, I=1, W=1, p2p=0.5), Costs(F=1, I=1, W=1, links={"p2p": {"latency": 0.5}})
+    assert generate("zb-auto", 4, 12, costs=times) == generate("zb-auto", 4, 12, costs=links)
+    assert generate("zb-auto", 4, 12, costs=times) != generate("zb-auto", 4, 12)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -20,7 +20,7 @@ from math import ceil, gcd
 from evenpipe.errors import InputError
 from evenpipe.schedule.costs import Costs
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import Kind, Pass
+from evenpipe.schedule.passes import Kind, Pass, TransferKind
 from evenpipe.schedule.placement import Placement
 
 Turns = dict[int, tuple[int, int]]
@@ -99,7 +99,7 @@ def smallest_group(placement: Placement, costs: Costs | None) -> int:
     way = max(
         sum(kind[chunk * devices : (chunk + 1) * devices]) for kind in (forward, inputs) for chunk in range(chunks)
     )
-    way += devices * costs.p2p
+    way += devices * costs.transfer_time(TransferKind.SEND_F)
     fitting = (group for group in range(half, devices) if group * work / chunks >= way * (1 - 1e-9))
     return next(fitting, devices)
 

@@ -11,7 +11,7 @@ from evenpipe.errors import InputError
 from evenpipe.schedule.check_limit import limits_per_device
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import Kind, Pass
+from evenpipe.schedule.passes import Kind, Pass, TransferKind
 from evenpipe.schedule.placement import Placement
 
 from .split_step import Problem, Step
@@ -31,9 +31,9 @@ def zb_auto(
     """Zero bubble by search: the shortest span found for these times, within a memory limit (arXiv 2401.10241).
 
     Any devices >= 1 and microbatches >= 1, one stage per device. `costs` give F, I and W, each one number or one per
-    stage, and p2p; equal times by default. `memory_limit`, one number or one per device and at least 1, counts stage
-    activations, of which I leaves `weight_share` (0 to 1) until W; with weight_share=1 it limits what is in flight. By
-    default it is `devices`, the memory of 1f1b (the paper's ZB-1p); 2 * devices is ZB-2p.
+    stage, and how long a hop takes; equal times by default. `memory_limit`, one number or one per device and at least
+    1, counts stage activations, of which I leaves `weight_share` (0 to 1) until W; with weight_share=1 it limits what
+    is in flight. By default it is `devices`, the memory of 1f1b (the paper's ZB-1p); 2 * devices is ZB-2p.
 
     At equal times (F = I = W) the bubble is that of zb-h1 with the default limit, and that of zb-h2 from
     2 * devices - 1 on. For other times there is no closed form; with those of the paper's appendix D its Table 5 comes
@@ -81,8 +81,9 @@ def _problem(devices: int, microbatches: int, costs: Costs, limits: tuple[float,
     }
     forward, inputs, weights = times
     tolerance = 1e-9 * (sum(map(max, times)) or 1.0)
+    hop = costs.transfer_time(TransferKind.SEND_F)
     return Problem(
-        microbatches, forward, inputs, weights, costs.p2p, tolerance, limits, weight_share=weight_share, passes=passes
+        microbatches, forward, inputs, weights, hop, tolerance, limits, weight_share=weight_share, passes=passes
     )
 
 
