@@ -38,19 +38,8 @@ def photograph(program: str) -> None:
         draw(timelines, file, title="8 devices, 16 microbatches")
         with Browser(program, Path(folder) / "profile", width=WIDTH, height=HEIGHT) as browser:
             browser.open(file)
-            browser.mouse("mouseMoved", *browser.evaluate(_middle(PANEL, PASS)))
+            browser.mouse("mouseMoved", *browser.middle_of_pass(PASS, PANEL))
             browser.screenshot(FILE)
-
-
-def _middle(panel: int, text: str) -> str:
-    """JavaScript for the middle of a pass in the window."""
-    return f"""(() => {{
-        const {{ scene, canvas }} = evenpipe, panel = scene.panels[{panel}];
-        let i = 0;
-        while (panel.label(i) !== "{text}") i++;
-        const place = scene.place(scene.boxes[{panel}], i), {{ left, top }} = canvas.getBoundingClientRect();
-        return [left + place.x + place.width / 2, top + place.y + place.height / 2];
-    }})()"""
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 from evenpipe.cli.main import main
 from evenpipe.runtime.layout import runnable_order
 from evenpipe.schedule import EQUAL_COSTS, SCHEDULES, Costs, generate, plan_order, plan_program, time_order
-from evenpipe.schedule.registry import describe, needs
+from evenpipe.schedule.registry import describe
 
 ROOT = Path(__file__).parents[2]
 COSTS = ROOT / "examples" / "costs.toml"
@@ -73,10 +73,8 @@ def as_json(capsys, *arguments: str, code: int = 0) -> dict:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_simulate_gives_the_figures_of_every_schedule(name, capsys):
-    limit = {"memory_limit": 6.0} if "memory_limit" in needs(name) else {}
-    given = ["--memory-limit", "6"] if limit else []
-    figures = as_json(capsys, "simulate", "--schedule", name, *SIZE, *given)
-    timeline = time_order(generate(name, 4, 8, costs=EQUAL_COSTS, **limit), EQUAL_COSTS)
+    figures = as_json(capsys, "simulate", "--schedule", name, *SIZE)
+    timeline = time_order(generate(name, 4, 8, costs=EQUAL_COSTS), EQUAL_COSTS)
     assert figures["schedule"] == name
     assert (figures["span"], figures["makespan"], figures["skew"], figures["bubble_rate"]) == pytest.approx(
         (timeline.span, timeline.makespan, timeline.skew, timeline.bubble_rate)
@@ -161,7 +159,7 @@ def test_compare_prints_a_table(capsys):
     assert first.split()[2:] == third.split()[2:]
     assert "a stage of 1f1b has these costs; in the others a device does the same work" in text
     text = printed(capsys, "simulate", "--compare", "all", *SIZE)
-    everything = [name for name in SCHEDULES if not needs(name)]
+    everything = list(SCHEDULES)
     assert [line.split()[0] for line in text.splitlines()[-len(everything) :]] == everything
 
 

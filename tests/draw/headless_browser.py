@@ -147,6 +147,19 @@ class Browser:
         """Type into what has the focus."""
         self.command("Input.insertText", text=text)
 
+    def middle_of_pass(self, text: str, panel: int = 0) -> tuple[float, float]:
+        """Where in the window a page of timelines has the middle of a pass."""
+        x, y = self.evaluate(
+            f"""(() => {{
+                const {{ scene, canvas }} = evenpipe, panel = scene.panels[{panel}];
+                let i = 0;
+                while (panel.label(i) !== "{text}") i++;
+                const place = scene.place(scene.boxes[{panel}], i), {{ left, top }} = canvas.getBoundingClientRect();
+                return [left + place.x + place.width / 2, top + place.y + place.height / 2];
+            }})()"""
+        )
+        return x, y
+
     def screenshot(self, file: Path) -> None:
         """What the window shows, as PNG."""
         file.write_bytes(base64.b64decode(self.command("Page.captureScreenshot")["data"]))

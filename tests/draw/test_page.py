@@ -49,16 +49,7 @@ class Shown:
 
     def place(self, text: str, panel: int = 0) -> tuple[float, float]:
         """The middle of a pass in the window."""
-        found = self.browser.evaluate(
-            f"""(() => {{
-                const {{ scene, canvas }} = evenpipe, panel = scene.panels[{panel}];
-                let i = 0;
-                while (panel.label(i) !== "{text}") i++;
-                const place = scene.place(scene.boxes[{panel}], i), {{ left, top }} = canvas.getBoundingClientRect();
-                return [left + place.x + place.width / 2, top + place.y + place.height / 2];
-            }})()"""
-        )
-        return found[0], found[1]
+        return self.browser.middle_of_pass(text, panel)
 
     def point(self, text: str, panel: int = 0) -> str:
         """Point at a pass; returns the tooltip."""

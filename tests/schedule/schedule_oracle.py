@@ -11,6 +11,11 @@ from evenpipe.schedule import Costs, Item, Kind, Order, Pass, Placement, Program
 Placed = tuple[int, Pass]  # device, pass
 
 
+def words(order: Order, device: int) -> str:
+    """The row of a device as text."""
+    return " ".join(map(str, order.passes(device)))
+
+
 def needs(order: Order) -> dict[Placed, list[Placed]]:
     """For each pass of a sound order, the passes (of any device) that must have ended before it starts.
 

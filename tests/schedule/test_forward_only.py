@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from schedule_oracle import words
 
 from evenpipe.schedule import MODES, Costs, Order, check_order, forward_only, generate, plan_order, time_order
-
-
-def words(order: Order, device: int) -> str:
-    return " ".join(map(str, order.passes(device)))
 
 
 def test_without_vocabulary_passes_only_forwards_stay() -> None:

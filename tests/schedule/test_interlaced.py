@@ -7,7 +7,7 @@ from math import ceil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_oracle import random_costs, random_order
+from schedule_oracle import random_costs, random_order, words
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import (
@@ -24,10 +24,6 @@ from evenpipe.schedule import (
     interlace,
     time_order,
 )
-
-
-def words(order: Order, device: int) -> str:
-    return " ".join(map(str, order.passes(device)))
 
 
 def test_the_layout_alternates_along_the_pipeline() -> None:

@@ -8,7 +8,7 @@ from itertools import accumulate
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_oracle import random_costs, random_order
+from schedule_oracle import random_costs, random_order, words
 
 from evenpipe.schedule import (
     EQUAL_COSTS,
@@ -27,10 +27,6 @@ from evenpipe.schedule import (
 from evenpipe.schedule.transforms.list_scheduling import Timed, list_schedule
 from evenpipe.schedule.transforms.memory_plan import MemoryPlan
 from evenpipe.schedule.transforms.vocabulary import FIXED, LISTS, VirtualTimes, peak_limits
-
-
-def words(order: Order, device: int) -> str:
-    return " ".join(map(str, order.passes(device)))
 
 
 def test_a_device_runs_what_is_ready() -> None:

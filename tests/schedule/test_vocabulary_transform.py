@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_oracle import random_costs, random_order
+from schedule_oracle import random_costs, random_order, words
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import (
@@ -28,10 +28,6 @@ from evenpipe.schedule import (
 )
 from evenpipe.schedule.passes import VOCABULARY_KINDS
 from evenpipe.schedule.transforms.vocabulary import FIXED, VirtualTimes, peak_limits
-
-
-def words(order: Order, device: int) -> str:
-    return " ".join(map(str, order.passes(device)))
 
 
 def test_one_barrier_on_two_devices() -> None:

@@ -87,13 +87,12 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
     from evenpipe.plan.cases import plan_cases
     from evenpipe.schedule import SCHEDULES
     from evenpipe.schedule.files import read_costs
-    from evenpipe.schedule.registry import needs
 
     given = options(arguments)
     names = [] if arguments.schedule is None else [arguments.schedule]
     for name in (arguments.compare or "").split(","):
         if name.strip() == "all":
-            names += [name for name in SCHEDULES if given.keys() >= set(needs(name))]
+            names += SCHEDULES
         elif name.strip():
             names.append(name.strip())
     if not names:

@@ -56,7 +56,6 @@ class SearchResult:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        timeline = self.timeline
         return {
             "objective": self.problem.objective,
             "value": self.value,
@@ -65,16 +64,9 @@ class SearchResult:
             "proved": self.proved,
             "source": self.source,
             "named": [{"schedule": one.name, "value": one.value} for one in self.named],
-            "devices": timeline.devices,
             "microbatches": self.problem.microbatches,
             "stage_device": list(self.problem.placement.stage_device),
-            "span": timeline.span,
-            "makespan": timeline.makespan,
-            "skew": timeline.skew,
-            "bubble": timeline.bubble,
-            "bubble_rate": timeline.bubble_rate,
-            "busy": list(timeline.busy),
-            "peak_in_flight": list(timeline.peak_in_flight),
+            **self.timeline.to_dict(),
         }
 
     def text(self) -> str:

@@ -78,8 +78,6 @@ def generate(name: str, devices: int, microbatches: int, *, costs: Costs | None 
         if option not in known:
             accepted = ", ".join(known) if known else "none"
             raise InputError(f"schedule '{name}' has no option '{option}'; its options: {accepted}")
-    if not from_file and (missing := [option for option in needs(name) if option not in options]):
-        raise InputError(f"schedule '{name}' needs the option {missing[0]}")
     if from_file:
         order = _from_file(name, devices, microbatches)
     else:
@@ -100,12 +98,6 @@ def options_of(name: str) -> tuple[str, ...]:
     if name not in SCHEDULES:
         raise InputError(f"schedule '{name}' is unknown{nearest(name, SCHEDULES)}")
     return tuple(name for name in inspect.signature(SCHEDULES[name]).parameters if name not in _ALWAYS)
-
-
-def needs(name: str) -> tuple[str, ...]:
-    """The options of `options_of` that have no default."""
-    parameters = inspect.signature(SCHEDULES[name]).parameters
-    return tuple(option for option in options_of(name) if parameters[option].default is inspect.Parameter.empty)
 
 
 def describe(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from .passes import Item, Kind, Pass, parts_of
 
@@ -103,6 +104,19 @@ class Timeline:
     def bubble_rate(self) -> float:
         """`bubble` over `span`; 0 when nothing takes time."""
         return self.bubble / self.span if self.span else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """What can be said in a few numbers, for JSON. Lists are per device."""
+        return {
+            "devices": self.devices,
+            "span": self.span,
+            "makespan": self.makespan,
+            "skew": self.skew,
+            "bubble": self.bubble,
+            "bubble_rate": self.bubble_rate,
+            "busy": list(self.busy),
+            "peak_in_flight": list(self.peak_in_flight),
+        }
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from evenpipe.schedule import Costs, Order, Program, Timeline, add_communication, check_program
+from evenpipe.schedule.collection import collecting_nothing
 
 from .bounds import Bound, program_bounds
 from .critical_path import CriticalPath, critical_path
@@ -64,19 +62,12 @@ class Simulation:
         """Everything that can be said in numbers, for JSON. Lists are per device."""
         timeline = self.timeline
         return {
-            "devices": timeline.devices,
+            **timeline.to_dict(),
             "microbatches": self.program.microbatches,
             "stages": self.program.placement.stages,
-            "span": timeline.span,
-            "makespan": timeline.makespan,
-            "skew": timeline.skew,
-            "bubble": timeline.bubble,
-            "bubble_rate": timeline.bubble_rate,
-            "busy": list(timeline.busy),
             "busy_by_kind": [{kind.value: time for kind, time in row.items()} for row in timeline.busy_by_kind],
             "waiting": list(self.waiting),
             "slowed": list(self.slowed),
-            "peak_in_flight": list(timeline.peak_in_flight),
             "peak_bytes": None if timeline.peak_bytes is None else list(timeline.peak_bytes),
             "critical_path": self.critical_path.to_dict(timeline.devices),
             "bounds": {of: bound.to_dict() for of, bound in self.bounds.items()},
@@ -90,7 +81,7 @@ def simulate(schedule: Program | Order, costs: Costs) -> Simulation:
     Raises InputError when it cannot complete (with every fault found), and when `costs` lack what it needs.
     """
     program = add_communication(schedule, costs) if isinstance(schedule, Order) else schedule
-    with _collecting_nothing():
+    with collecting_nothing():
         return _simulate(program, costs)
 
 
@@ -105,19 +96,6 @@ def _simulate(program: Program, costs: Costs) -> Simulation:
     timeline = timeline_of(program, work, loop, costs.stage_bytes(program.placement), memory)
     waiting, slowed = _idle(work, loop, timeline.makespan)
     return Simulation(program, costs, timeline, critical_path(work, loop), waiting, slowed)
-
-
-@contextmanager
-def _collecting_nothing() -> Iterator[None]:
-    """Nothing that is built here is garbage. To look through all of it, again and again as it grows, would take as long
-    as the simulation."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _idle(work: Work, loop: Loop, makespan: float) -> tuple[tuple[dict[str, float], ...], tuple[float, ...]]:
