@@ -11,6 +11,7 @@ from evenpipe.model import Description, build_stage, fill_parameters, fill_rows
 from evenpipe.runtime.layout import Layout
 from evenpipe.runtime.parameters import Matrix, ParameterShard, StageParameters
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
+from evenpipe.runtime.weight_gradients import WeightGradients, split_layers
 from evenpipe.vocabulary import LossOptions, Shard
 
 
@@ -30,6 +31,10 @@ class HeldModel:
     """None where the whole embedding is on another device."""
     output: OutputShard | None = None
     """None where the whole output layer is on another device."""
+    weight_gradients: WeightGradients = field(default_factory=WeightGradients)
+    """The queue of all stages' linear layers."""
+    unsplit: list[str] = field(default_factory=list)
+    """Names of the matrices whose gradient is made in I, since no linear layer holds them."""
     tied_copy: Matrix | None = None
     """The matrix of a model with tied weights that another device holds whole as well."""
 
@@ -70,6 +75,7 @@ def build(
         fill_parameters(module, description, seed)
         held.stages[stage] = module
         held.parameters[stage] = StageParameters(module, compute_dtype)
+        held.unsplit += split_layers(module, held.weight_gradients)
         for name, parameter in held.parameters[stage]:
             held.shards[name] = ParameterShard(parameter, None, tuple(parameter.shape), saved_here=True)
 

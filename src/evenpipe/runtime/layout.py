@@ -22,7 +22,8 @@ from evenpipe.schedule.layers import even_split, split_by_cost
 from evenpipe.schedule.passes import VOCABULARY_KINDS
 from evenpipe.vocabulary import Shard, split
 
-RUNNABLE_KINDS = VOCABULARY_KINDS | {Kind.F, Kind.B}
+RUNNABLE_KINDS = frozenset(Kind) - {Kind.O, Kind.L}
+"""All but the copies to the host and back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +185,8 @@ def _flop_costs(model: ModelCosts, layers: Sequence[tuple[int, int]], devices: i
     return Costs(
         F=tuple(forward),
         B=tuple(backward),
+        I=tuple(forward),
+        W=tuple(forward),
         S=2 * share if one_barrier else share,
         T=share if one_barrier else 2 * share,
         E=0.0,

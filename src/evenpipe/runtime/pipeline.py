@@ -173,6 +173,7 @@ class Pipeline:
             hidden_size=self.description.hidden_size,
             hidden_dtype=self._compute_dtype,
             torch_device=self.torch_device,
+            weight_gradients=self._held.weight_gradients,
         )
 
     def _let_go_of_the_model(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from evenpipe.errors import InputError
 from evenpipe.runtime.communication import Handle
-from evenpipe.runtime.walker import StepRecord
+from evenpipe.runtime.recording import StepRecord
 
 
 class Shared:

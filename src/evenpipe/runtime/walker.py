@@ -12,8 +12,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,14 +21,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from evenpipe.runtime.batch import Batch, Microbatch
 from evenpipe.runtime.communication import Communicator, Communicators, Handle
+from evenpipe.runtime.random_state import RandomState
+from evenpipe.runtime.recording import Recording, StepRecord
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
-from evenpipe.schedule import Kind, Pass, Program, Transfer, TransferKind
+from evenpipe.runtime.weight_gradients import WeightGradients
+from evenpipe.schedule import Kind, Pass, Program, Transfer, TransferKind, parts_of
 
 SENDS_IN_FLIGHT = 2
 """Sends per communicator that may be unfinished before the oldest is waited for: bounds the outputs kept alive. Waiting
 for an earlier transfer at a later point of the program cannot deadlock, since all programs are cut from one order."""
 
 Key = tuple[str, int, int]
+"""What it is, of which stage (-1: of none), of which microbatch."""
 
 
 class StageModule(Protocol):
@@ -42,35 +46,32 @@ class StageModule(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class PassTime:
-    """When a pass ran on this device. Seconds on this process's clocks."""
-
-    item: Pass
-    start: float
-    end: float
-    processor: float
-    """Processor time of the walking thread inside the pass."""
-
-
-@dataclass(slots=True)
-class StepRecord:
-    """What a device did in one step."""
-
-    start: float = 0.0
-    end: float = 0.0
-    busy: float = 0.0
-    """Processor seconds of the walking thread inside passes; on a GPU the time to launch them, not to run them."""
-    passes: list[PassTime] = field(default_factory=list)
-    """Filled when the walker records."""
-
-
 @dataclass(slots=True)
 class _Forwarded:
-    """What F leaves for B of the same stage and microbatch."""
+    """What F leaves for the backward of the same stage and microbatch."""
 
     input: Tensor
-    output: GradientEdge
+    output: GradientEdge | None
+    """None until R has run."""
+    random_state: RandomState | None = None
+    """Before F, where R is to draw the same numbers again."""
+
+
+class _Row:
+    """What the row of a device says of its microbatches beforehand."""
+
+    def __init__(self, program: Program, device: int) -> None:
+        kinds: dict[Kind, set[tuple[int | None, int | None]]] = {Kind.I: set(), Kind.R: set()}
+        for item in program.rows[device]:
+            if isinstance(item, Pass):
+                for part in parts_of(item):
+                    if part.kind in kinds:
+                        kinds[part.kind].add((part.stage, part.microbatch))
+        self.program = program
+        self.split = kinds[Kind.I]
+        """Stage and microbatch of those whose backward is I and W."""
+        self.recomputed = kinds[Kind.R]
+        """Of those that have R."""
 
 
 class Walker:
@@ -86,6 +87,7 @@ class Walker:
         communicators: None for one device.
         ranks: global rank of each device's process.
         hidden_dtype: of the hidden states between stages.
+        weight_gradients: the queue of the stages' layers, for split backwards.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Walker:
         hidden_size: int,
         hidden_dtype: torch.dtype,
         torch_device: torch.device,
+        weight_gradients: WeightGradients | None = None,
     ) -> None:
         self._device = device
         self._stages = stages
@@ -113,14 +116,25 @@ class Walker:
         self._hidden_dtype = hidden_dtype
         self._torch_device = torch_device
         self.record_passes = False
+        self._recording: Recording | None = None
+        self._started: Any = None
 
         self._local: dict[Key, Tensor] = {}
         self._arriving: dict[Key, tuple[Tensor, Handle]] = {}
         self._forwarded: dict[tuple[int, int], _Forwarded] = {}
         self._sends: dict[str, deque[Handle]] = {}
+        self._weight_gradients = weight_gradients or WeightGradients()
+        self._row: _Row | None = None
         self._pass_handlers: dict[Kind, Callable[[Pass], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
+            Kind.I: self._input_gradient,
+            Kind.W: self._weight_gradient,
+            Kind.R: self._recompute,
+            Kind.OVERLAP_F_B: self._joint,
+            Kind.UNSHARD: self._nothing,
+            Kind.RESHARD: self._nothing,
+            Kind.REDUCE_GRAD: self._nothing,
             Kind.E: self._embed,
             Kind.G: self._embedding_gradient,
             Kind.S: self._output_forward,
@@ -145,6 +159,8 @@ class Walker:
         """Runs this device's row of the program over the batch."""
         self._batch = batch
         self._program = program
+        if self._row is None or self._row.program is not program:
+            self._row = _Row(program, self._device)
         self._gradients = not program.forward_only
         self._last_stage = program.placement.stages - 1
         if self._embedding is not None:
@@ -153,12 +169,16 @@ class Walker:
             self._output.begin()
         self._clear()
 
+        recording = self._recording = Recording(self._torch_device) if self.record_passes else None
         record = StepRecord(start=time.perf_counter())
         grad_mode = torch.enable_grad if self._gradients else torch.no_grad
         with grad_mode():
             for item in program.rows[self._device]:
                 if isinstance(item, Transfer):
+                    issued = None if recording is None else recording.stamp()
                     self._transfer_handlers[item.kind](item)
+                    if recording is not None:
+                        recording.transfers.append((item, issued, recording.stamp()))
                 elif item is not None:
                     self._pass_text = str(item)
                     self._pass_handlers[item.kind](item)
@@ -166,7 +186,10 @@ class Walker:
         for name in self._sends:
             self._wait_for_sends(name, 0)
         record.end = time.perf_counter()
-        assert not self._local and not self._arriving and not self._forwarded, "values of the step are left over"
+        if recording is not None:
+            recording.finish(record)
+        leftovers = (*self._local, *self._arriving, *self._forwarded)
+        assert not leftovers and not len(self._weight_gradients), f"values of the step are left over: {leftovers}"
         return record
 
     def _clear(self) -> None:
@@ -175,17 +198,30 @@ class Walker:
         self._arriving.clear()
         self._forwarded.clear()
         self._sends.clear()
+        self._weight_gradients.clear()
+        self._started = None
 
     def _begin(self) -> None:
-        """Called by each handler once its inputs are there: from here on the pass computes."""
-        self._started = time.perf_counter()
-        self._started_processor = time.thread_time()
+        """Called by each handler once its inputs are there: from here on the pass computes. Of several that run as
+        one the first counts."""
+        if self._started is None:
+            self._started = 0.0 if self._recording is None else self._recording.stamp()
+            self._started_processor = time.thread_time()
 
     def _finish_pass(self, item: Pass, record: StepRecord) -> None:
         processor = time.thread_time() - self._started_processor
         record.busy += processor
-        if self.record_passes:
-            record.passes.append(PassTime(item, self._started, time.perf_counter(), processor))
+        if self._recording is not None:
+            self._recording.passes.append((item, self._started, self._recording.stamp(), processor))
+        self._started = None
+
+    def _wait(self, handle: Handle, needed_by: str = "") -> None:
+        if self._recording is None:
+            handle.wait(needed_by)
+            return
+        started = self._recording.stamp()
+        handle.wait(needed_by)
+        self._recording.waits.append((handle.what, needed_by, started, self._recording.stamp()))
 
     # --- values ----------------------------------------------------------------------------------------------
 
@@ -194,7 +230,7 @@ class Walker:
         if key in self._local:
             return self._local.pop(key)
         tensor, handle = self._arriving.pop(key)
-        handle.wait(self._pass_text)
+        self._wait(handle, self._pass_text)
         return tensor
 
     def _keep_send(self, item: Transfer, handle: Handle) -> None:
@@ -204,7 +240,7 @@ class Walker:
     def _wait_for_sends(self, communicator: str, at_most: int) -> None:
         sends = self._sends[communicator]
         while len(sends) > at_most:
-            sends.popleft().wait()
+            self._wait(sends.popleft())
 
     def _microbatch(self, item: Pass | Transfer) -> tuple[int, Microbatch]:
         assert item.microbatch is not None
@@ -243,11 +279,17 @@ class Walker:
             assert self._embedding is not None
             rows = self._embedding.rows(index) if taken is None else taken
             hidden = self._embedding.place(rows, index).view(shape)
-        if self._gradients:
-            hidden = hidden.detach().requires_grad_()
-        output = self._stages[stage](hidden, microbatch.position_ids, microbatch.attention_mask)
-        if self._gradients:
-            self._forwarded[stage, index] = _Forwarded(hidden, get_gradient_edge(output))
+        hidden = hidden.detach()
+        key = (stage, index)
+        assert self._row is not None
+        if not self._gradients:
+            output = self._call(stage, hidden, microbatch)
+        elif key in self._row.recomputed:
+            self._forwarded[key] = _Forwarded(hidden, None, RandomState.of(self._torch_device))
+            with torch.no_grad():
+                output = self._call(stage, hidden, microbatch)
+        else:
+            output = self._forward_with_graph(_Forwarded(hidden, None), stage, index, microbatch)
         result = output.detach()
         if stage < self._last_stage:
             self._local["F", stage + 1, index] = result.contiguous()
@@ -262,7 +304,41 @@ class Walker:
         statistics = self._output.forward(hidden, microbatch, index, gradients=self._gradients)
         self._output.combine(statistics.unsqueeze(0), microbatch, index, gradients=self._gradients)
 
+    def _forward_with_graph(self, forwarded: _Forwarded, stage: int, index: int, microbatch: Microbatch) -> Tensor:
+        """The stage on `forwarded.input`, and its graph kept for the backward. Returns the output."""
+        assert self._row is not None
+        key = (stage, index)
+        forwarded.input.requires_grad_()
+        self._weight_gradients.under_way = key if key in self._row.split else None
+        output = self._call(stage, forwarded.input, microbatch)
+        self._weight_gradients.under_way = None
+        # The edge, not the output: the graph stays, the output itself goes as soon as it is sent.
+        forwarded.output = get_gradient_edge(output)
+        self._forwarded[key] = forwarded
+        return output
+
+    def _call(self, stage: int, hidden: Tensor, microbatch: Microbatch) -> Tensor:
+        return self._stages[stage](hidden, microbatch.position_ids, microbatch.attention_mask)
+
+    def _recompute(self, item: Pass) -> None:
+        """R: the graph that F did not keep, from the stage's input and with the same random numbers."""
+        assert item.stage is not None
+        index, microbatch = self._microbatch(item)
+        self._begin()
+        forwarded = self._forwarded[item.stage, index]
+        assert forwarded.random_state is not None
+        with forwarded.random_state.restored():
+            self._forward_with_graph(forwarded, item.stage, index, microbatch)
+        forwarded.random_state = None
+
     def _backward(self, item: Pass) -> None:
+        self._gradients_of_stage(item, split=False)
+
+    def _input_gradient(self, item: Pass) -> None:
+        self._gradients_of_stage(item, split=True)
+
+    def _gradients_of_stage(self, item: Pass, *, split: bool) -> None:
+        """B, or I, which leaves the weight gradients of linear layers and of a whole output layer to W."""
         assert item.stage is not None
         stage = item.stage
         index, microbatch = self._microbatch(item)
@@ -274,11 +350,15 @@ class Walker:
         self._begin()
         if gradient is None:
             assert self._output is not None
-            gradient = self._output.backward(index)
+            gradient = self._output.hidden_gradient(index) if split else self._output.backward(index)
             assert gradient is not None
         forwarded = self._forwarded.pop((stage, index))
+        assert forwarded.output is not None
         shape = (*microbatch.token_ids.shape, self._hidden_size)
+        if split:
+            self._weight_gradients.begin((stage, index))
         torch.autograd.backward((forwarded.output,), (gradient.to(self._hidden_dtype).view(shape),))
+        self._weight_gradients.under_way = None
         input_gradient = forwarded.input.grad
         assert input_gradient is not None
         forwarded.input.grad = None
@@ -292,6 +372,24 @@ class Walker:
             self._local["ROW_GRADIENTS", -1, index] = rows_gradient
         else:
             self._embedding.add_gradient(rows_gradient, index)
+
+    def _weight_gradient(self, item: Pass) -> None:
+        assert item.stage is not None
+        index, _ = self._microbatch(item)
+        self._begin()
+        if item.stage == self._last_stage and not self._vocabulary_passes:
+            assert self._output is not None
+            self._output.backward(index)
+        self._weight_gradients.compute((item.stage, index))
+
+    def _joint(self, item: Pass) -> None:
+        """Passes run as one, here one after the other: each waits for its own inputs only."""
+        for part in item.parts:
+            self._pass_handlers[part.kind](part)
+
+    def _nothing(self, item: Pass) -> None:
+        """Gathering and freeing of sharded parameters: nothing is sharded here."""
+        self._begin()
 
     # --- hops ------------------------------------------------------------------------------------------------
 

@@ -210,17 +210,37 @@ def _shift(state: OutputState, columns: slice, dtype: torch.dtype) -> Tensor | N
 
 @torch.no_grad()
 def hidden_gradient(state: OutputState, combined: Combined, weight: Tensor) -> Tensor:
-    """C, one barrier: this shard's part of the gradient with respect to `hidden`.
+    """C, one barrier: this shard's part of the gradient with respect to `hidden`, from the product that S made.
+
+    With two barriers it is the first half of T, for a backward that is split into I and W: `backward_shard` then only
+    adds the gradient of the shard and returns None.
 
     weight: as in `forward_shard`. Returns [tokens, hidden_size], fp32 (fp64 for fp64), zero at ignored tokens.
     """
-    assert state.one_barrier and state.hidden is not None, "C follows S with one_barrier and gradients, and precedes T"
+    assert state.hidden is not None, "the hidden gradient follows S with gradients, and precedes T"
+    if state.maximum is None:
+        state.one_barrier = True
+        return combined.losses.new_zeros(state.targets.tokens, weight.shape[1])
+    if not state.one_barrier:
+        _multiply_by_weight(state, weight[: state.shard.tokens])
     product, derivative_product = state.product, state.derivative_product
     state.product = state.derivative_product = None
-    if state.maximum is None:
-        return combined.losses.new_zeros(state.targets.tokens, weight.shape[1])
     assert product is not None, "C runs once for each S"
     return _finish_hidden_gradient(state, combined, weight, product, derivative_product)
+
+
+def _multiply_by_weight(state: OutputState, weight: Tensor) -> None:
+    """E W (and D W) by themselves, which S makes with one barrier. From here on the state is as with one."""
+    hidden, maximum = state.hidden, state.maximum
+    assert hidden is not None and maximum is not None
+    state.one_barrier = True
+    state.product = hidden.new_zeros(hidden.shape, dtype=maximum.dtype)
+    if state.needs_derivative:
+        state.derivative_product = torch.zeros_like(state.product)
+    for columns, exponentials, derivative in _exponentials(state, weight, hidden, maximum):
+        hidden_product(exponentials, weight[columns], state.product)
+        if derivative is not None and state.derivative_product is not None:
+            hidden_product(derivative, weight[columns], state.derivative_product)
 
 
 @torch.no_grad()

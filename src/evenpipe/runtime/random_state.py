@@ -1,0 +1,40 @@
+"""The state of torch's random numbers, for a recomputation that has to draw the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """Of the host's generator, and of the GPU's where one computes."""
+
+    host: Tensor
+    gpu: Tensor | None
+    torch_device: torch.device
+
+    @classmethod
+    def of(cls, torch_device: torch.device) -> RandomState:
+        """The state now."""
+        gpu = torch.cuda.get_rng_state(torch_device) if torch_device.type == "cuda" else None
+        return cls(torch.get_rng_state(), gpu, torch_device)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Numbers drawn inside are those drawn after this state; outside nothing changes."""
+        before = RandomState.of(self.torch_device)
+        self._set()
+        try:
+            yield
+        finally:
+            before._set()
+
+    def _set(self) -> None:
+        torch.set_rng_state(self.host)
+        if self.gpu is not None:
+            torch.cuda.set_rng_state(self.gpu, self.torch_device)
