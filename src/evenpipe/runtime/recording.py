@@ -1,7 +1,7 @@
 """What a device did in one step: when each pass computed, what it waited for, and when each transfer was issued.
 
-Times are those of this process's `time.perf_counter`; `clock` measures what lies between the clocks of processes, and
-`trace` brings the records of all devices together. On a GPU the times are those of its stream: events are put into it
+Times are those of this process's clock; `clock` measures what lies between the clocks of processes, and `trace` brings
+the records of all devices together. On a GPU the times are those of its stream: events are put into it
 while the step runs, and read when it is over.
 
 The walker asks for two time stamps per pass, per wait and per transfer; everything else is done after the step.
@@ -9,47 +9,15 @@ The walker asks for two time stamps per pass, per wait and per transfer; everyth
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from evenpipe.runtime import clock
 from evenpipe.schedule import Pass, Transfer
-
-
-@dataclass(frozen=True, slots=True)
-class PassTime:
-    """When a pass computed on this device. Seconds on this process's clocks."""
-
-    item: Pass
-    start: float
-    """Its inputs were there."""
-    end: float
-    processor: float
-    """Processor time of the walking thread inside the pass; on a GPU the time to launch it."""
-
-
-@dataclass(frozen=True, slots=True)
-class WaitTime:
-    """This device stood still until a transfer was complete, or found it complete already."""
-
-    transfer: str
-    """Text of the transfer as this device issued it."""
-    needed_by: str
-    """Text of the pass that uses it; empty where a send was waited for, so that its memory can be given back."""
-    start: float
-    end: float
-
-
-@dataclass(frozen=True, slots=True)
-class TransferTime:
-    """When this device issued a transfer: the call lasted from `issued` to `returned`."""
-
-    item: Transfer
-    issued: float
-    returned: float
+from evenpipe.schedule.trace import PassTime, TransferTime, WaitTime
 
 
 @dataclass(slots=True)
@@ -67,11 +35,13 @@ class StepRecord:
 
 
 class Recording:
-    """Collects raw stamps while a step runs.
+    """Collects raw stamps while a step runs, in the order in which things end.
 
     Attributes:
         stamp: takes a time stamp. What it returns has a meaning after `finish` only.
-        passes, waits, transfers: tuples in the order of the fields of `PassTime`, `WaitTime` and `TransferTime`.
+        passes: pass, start, end, processor seconds.
+        waits: text of the transfer, text of the pass that needs it or "", start, end.
+        transfers: transfer, when it was issued, when the call returned.
     """
 
     def __init__(self, torch_device: torch.device) -> None:
@@ -79,19 +49,32 @@ class Recording:
         self.waits: list[tuple[str, str, Any, Any]] = []
         self.transfers: list[tuple[Transfer, Any, Any]] = []
         self._torch_device = torch_device
-        self.stamp: Callable[[], Any] = time.perf_counter
+        self._clock = 0.0
+        self.stamp: Callable[[], Any] = clock.now
         if torch_device.type == "cuda":
             torch.cuda.synchronize(torch_device)
-            self._clock = time.perf_counter()
+            self._clock = clock.now()
             self.stamp = self._event
-            self._first = self._event()
+        self._first: Any = self.stamp()
 
     def finish(self, record: StepRecord) -> None:
         """Puts what was collected into `record`; on a GPU after all of it has run."""
+        last = self.stamp()
         seconds = self._seconds()
+        record.start, record.end = seconds(self._first), seconds(last)
         record.passes = [PassTime(item, seconds(a), seconds(b), used) for item, a, b, used in self.passes]
-        record.waits = [WaitTime(what, by, seconds(a), seconds(b)) for what, by, a, b in self.waits]
-        record.transfers = [TransferTime(item, seconds(a), seconds(b)) for item, a, b in self.transfers]
+        passes = {str(item): item for item, *_ in self.passes}
+        transfers = {str(item): item for item, *_ in self.transfers}
+        record.waits = [
+            WaitTime(transfers[what], passes.get(needed_by), seconds(a), seconds(b))
+            for what, needed_by, a, b in self.waits
+        ]
+        found: dict[str, float] = {}
+        for what, _, _, end in self.waits:
+            found.setdefault(what, seconds(end))
+        record.transfers = [
+            TransferTime(item, seconds(a), seconds(b), found.get(str(item))) for item, a, b in self.transfers
+        ]
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -102,5 +85,5 @@ class Recording:
         if self._torch_device.type != "cuda":
             return float
         torch.cuda.synchronize(self._torch_device)
-        first, clock = self._first, self._clock
-        return lambda event: clock + first.elapsed_time(event) / 1000  # elapsed_time: milliseconds
+        first, begun = self._first, self._clock
+        return lambda event: begun + first.elapsed_time(event) / 1000  # elapsed_time: milliseconds

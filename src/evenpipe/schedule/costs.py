@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from evenpipe.errors import InputError
@@ -129,6 +129,24 @@ class Costs:
         if costs.B is None and (costs.I is None or costs.W is None):
             raise InputError("costs: B is missing; give B, or I and W, as a number or a list of one number per stage")
         return costs
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `from_dict` takes, as JSON and TOML can hold it; without what is at its default."""
+        values: dict[str, Any] = {}
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if (
+                value is None
+                or (entry.default is not MISSING and value == entry.default)
+                or value in ({}, CopyEngine())
+            ):
+                continue
+            if isinstance(value, CopyEngine):
+                value = _said(value)
+            elif isinstance(value, Mapping):
+                value = {name: _said(one) if isinstance(one, Link) else _listed(one) for name, one in value.items()}
+            values[entry.name] = _listed(value)
+        return values
 
     def stage_times(self, placement: Placement) -> dict[Kind, tuple[float, ...] | None]:
         """Per kind, one time per stage; None where no time was given. Raises InputError when a list is not so long.
@@ -259,6 +277,16 @@ class PassTimes:
 
 
 _FIELDS = tuple(entry.name for entry in fields(Costs))
+
+
+def _said(value: Link | CopyEngine) -> dict[str, Any]:
+    """The fields of a link or an engine that are not at their defaults."""
+    entries = {entry.name: (getattr(value, entry.name), entry.default) for entry in fields(value)}
+    return {name: _listed(given) for name, (given, default) in entries.items() if given != default}
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(one) for one in value] if isinstance(value, tuple) else value
 
 
 EQUAL_COSTS = Costs(F=1, I=1, W=1, S=0.4, T=0.4, E=0, G=0)

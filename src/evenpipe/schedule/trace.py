@@ -1,0 +1,223 @@
+"""A measured step: what each device did and waited for, on one clock, and the timeline that follows from it.
+
+Trace -> timeline()     events with causes, transfers beside them: the type that the simulator makes
+      -> gaps()         what a device did between its passes: it waited, or it was busy issuing transfers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from .costs import Costs
+from .dependencies import Dependencies, Route
+from .passes import Pass, Transfer
+from .program import Program
+from .timeline import Cause, Event, Timeline
+
+WAITED_SECONDS = 20e-6
+"""A wait that ends sooner found its transfer complete: asking alone takes some microseconds."""
+
+END = "end"
+"""What a device waits for behind its last pass, until the last device is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassTime:
+    """When a pass computed. All times of a device are in seconds on one clock."""
+
+    item: Pass
+    start: float
+    """Its inputs were there."""
+    end: float
+    processor: float
+    """Processor time of the walking thread inside the pass; on a GPU the time to launch it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitTime:
+    """A device stood still until a transfer was complete, or found it complete already."""
+
+    transfer: Transfer
+    """As this device issued it."""
+    needed_by: Pass | None
+    """The pass that uses it; None where a send was waited for, so that its memory can be given back."""
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTime:
+    """When a device issued a transfer, and found it complete."""
+
+    item: Transfer
+    issued: float
+    returned: float
+    """The call that issues it lasted until here."""
+    complete: float | None
+    """The first wait for it ended: when it completed, or later where it had completed before. None: nobody waited."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """What lies between the clock of a device and that of the first device. It has been removed from all times.
+
+    offset: this clock less that of device 0 at the start of the step, seconds. drift: by how much more at its end.
+    uncertainty: half of the shortest round trip that both were measured by.
+    """
+
+    offset: float = 0.0
+    drift: float = 0.0
+    uncertainty: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTrace:
+    """What one device did in a step, from `start` to `end`; passes and transfers in the order of its row."""
+
+    start: float
+    end: float
+    passes: tuple[PassTime, ...]
+    waits: tuple[WaitTime, ...]
+    transfers: tuple[TransferTime, ...]
+    clock: Clock = Clock()
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """What a device did between a pass and the next one, or before its first.
+
+    before, after: the passes; None at the ends. waited: seconds in waits, by transfer. busy: the rest of the gap, in
+    which transfers were issued.
+    """
+
+    before: PassTime | None
+    after: PassTime
+    waited: tuple[WaitTime, ...]
+
+    @property
+    def waiting(self) -> float:
+        """Seconds in waits."""
+        return sum(wait.end - wait.start for wait in self.waited)
+
+    @property
+    def busy(self) -> float:
+        """Seconds that are neither pass nor wait; 0 before the first pass."""
+        return 0.0 if self.before is None else max(0.0, self.after.start - self.before.end - self.waiting)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One measured step of `program`. Seconds from the moment when the first device began.
+
+    costs: what the order was arranged by, in a unit of their own. about: what else is known, for readers: schedule,
+    vocabulary mode, number of the step, machine, versions.
+    """
+
+    program: Program
+    devices: tuple[DeviceTrace, ...]
+    costs: Costs | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def seconds(self) -> float:
+        """From the moment when the first device began to that when the last one was done."""
+        return max(device.end for device in self.devices) - min(device.start for device in self.devices)
+
+    @cached_property
+    def waiting(self) -> tuple[dict[str, float], ...]:
+        """Per device, idle time by the kind of transfer waited for, and "end" behind its last pass, as `Simulation`
+        has it. Before its first pass a device waits from the first start of any."""
+        rows = []
+        begin = min((row.passes[0].start for row in self.devices if row.passes), default=0.0)
+        finish = max((row.passes[-1].end for row in self.devices if row.passes), default=0.0)
+        for device, row in enumerate(self.devices):
+            waits: dict[str, float] = {}
+            for gap in self.gaps(device):
+                for wait in gap.waited:
+                    since = max(wait.start, begin)
+                    if wait.end > since:
+                        kind = wait.transfer.kind.value
+                        waits[kind] = waits.get(kind, 0.0) + wait.end - since
+            if row.passes and finish > row.passes[-1].end:
+                waits[END] = finish - row.passes[-1].end
+            rows.append(waits)
+        return tuple(rows)
+
+    def gaps(self, device: int) -> Iterator[Gap]:
+        """What lies before each pass of a device. Waits within a pass (of several that run as one) are in none."""
+        row = self.devices[device]
+        waits = iter(row.waits)
+        wait = next(waits, None)
+        before: PassTime | None = None
+        for item in row.passes:
+            waited = []
+            while wait is not None and wait.end <= item.start:
+                if before is None or wait.start >= before.end:
+                    waited.append(wait)
+                wait = next(waits, None)
+            yield Gap(before, item, tuple(waited))
+            before = item
+
+    def timeline(self) -> Timeline:
+        """Passes as they ran, and beside them the transfers: each from the moment when its last member had issued it
+        to the moment when this device found it complete."""
+        return _Drawing(self).timeline()
+
+
+class _Drawing:
+    """From a trace to a timeline."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.dependencies = Dependencies.of(trace.program)
+        self.issued: dict[tuple[int, int, int], tuple[float, int]] = {}
+        """By transfer: when its last member issued it, and which one that was."""
+        for device, row in enumerate(trace.devices):
+            for transfer in row.transfers:
+                key = self._key(transfer.item, device)
+                self.issued[key] = max(self.issued.get(key, (transfer.issued, device)), (transfer.issued, device))
+
+    def timeline(self) -> Timeline:
+        devices = range(len(self.trace.devices))
+        passes = tuple(tuple(self._passes(device)) for device in devices)
+        transfers = tuple(tuple(sorted(self._transfers(device), key=lambda event: event.start)) for device in devices)
+        return Timeline(passes, beside=transfers)
+
+    def _key(self, transfer: Transfer, device: int) -> tuple[int, int, int]:
+        route = self.dependencies.route_of(transfer, device)
+        assert isinstance(route, Route), f"{transfer} on device {device} has no route"
+        return route.number, transfer.microbatch, transfer.slice
+
+    def _passes(self, device: int) -> Iterator[Event]:
+        for gap in self.trace.gaps(device):
+            longest = max(gap.waited, key=lambda wait: wait.end - wait.start, default=None)
+            cause = _behind(gap.before, device)
+            if longest is not None and longest.end - longest.start > max(WAITED_SECONDS, gap.busy):
+                cause = Cause("transfer", longest.transfer, device)
+            yield Event(device, gap.after.item, gap.after.start, gap.after.end, cause)
+
+    def _transfers(self, device: int) -> Iterator[Event]:
+        for transfer in self.trace.devices[device].transfers:
+            start, issuer = self.issued[self._key(transfer.item, device)]
+            end = transfer.returned if transfer.complete is None else transfer.complete
+            last = _last_before(self.trace.devices[issuer].passes, start)
+            yield Event(device, transfer.item, start, max(start, end), _behind(last, issuer))
+
+
+def _behind(before: PassTime | None, device: int) -> Cause:
+    return Cause("start") if before is None else Cause("device", before.item, device)
+
+
+def _last_before(passes: tuple[PassTime, ...], time: float) -> PassTime | None:
+    """The last pass that had ended, of those in a row by time."""
+    low, high = 0, len(passes)
+    while low < high:
+        middle = (low + high) // 2
+        if passes[middle].end <= time:
+            low = middle + 1
+        else:
+            high = middle
+    return passes[low - 1] if low else None

@@ -1,0 +1,215 @@
+"""Traces as files: JSON, to be drawn, to be read by `evenpipe profile`, and by other programs.
+
+    {
+     "format": "evenpipe trace", "version": 1,
+     "about": {"schedule": "1f1b", "vocabulary": "vocab-2", "step": 12, "machine": "...", ...},
+     "placement": [0, 1],                     device of each stage
+     "microbatches": 8, "barriers": 1, "forward_only": false,
+     "costs": {"F": [1.0, 1.2], ...},         what the order was arranged by, as in a cost file; null where unknown
+     "devices": [
+      {
+       "row": "E0,ROWS0,0F0,...",             the device's row of the program
+       "start": 0.0, "end": 0.412,
+       "clock": {"offset": 3.1e-05, "drift": 0.0, "uncertainty": 1.2e-05},
+       "passes": [["E0", start, end, processor], ...],
+       "waits": [["X0", "S0", start, end], ...],                  the pass that uses it, or "" for a send
+       "transfers": [["ROWS0", issued, returned, complete], ...]  complete: null where nobody waited for it
+      },
+      ...
+     ]
+    }
+
+All times are seconds from the start of the device that began first; offsets between clocks have been removed
+("clock" says how large they were). Passes and transfers stand in the order of the row. Fields as in `schedule.trace`.
+A reader of version 1 refuses other versions; what a version adds, its number says.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+from evenpipe.errors import InputError
+
+from .costs import Costs
+from .passes import Pass, Transfer
+from .placement import Placement
+from .program import Program
+from .text import rows_to_csv
+from .trace import Clock, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
+
+FORMAT, VERSION = "evenpipe trace", 1
+_DIGITS = 9
+"""Of seconds: nanoseconds."""
+
+
+def trace_to_dict(trace: Trace) -> dict[str, Any]:
+    """A trace as JSON has it."""
+    program = trace.program
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "about": dict(trace.about),
+        "placement": list(program.placement.stage_device),
+        "microbatches": program.microbatches,
+        "barriers": program.barriers,
+        "forward_only": program.forward_only,
+        "costs": None if trace.costs is None else trace.costs.to_dict(),
+        "devices": [
+            {
+                "row": rows_to_csv([row]).rstrip("\n"),
+                "start": _rounded(device.start),
+                "end": _rounded(device.end),
+                "clock": dict(zip(_CLOCK, astuple(device.clock), strict=True)),
+                "passes": [
+                    [str(p.item), _rounded(p.start), _rounded(p.end), _rounded(p.processor)] for p in device.passes
+                ],
+                "waits": [
+                    [str(w.transfer), str(w.needed_by or ""), _rounded(w.start), _rounded(w.end)] for w in device.waits
+                ],
+                "transfers": [
+                    [str(t.item), _rounded(t.issued), _rounded(t.returned), _rounded(t.complete)]
+                    for t in device.transfers
+                ],
+            }
+            for row, device in zip(program.rows, trace.devices, strict=True)
+        ],
+    }
+
+
+def write_trace(trace: Trace, path: str | Path) -> None:
+    """Write a file that `read_trace` reads; it is never half written. Raises InputError where it cannot be written."""
+    text = json.dumps(trace_to_dict(trace), ensure_ascii=False, separators=(",", ":"))
+    for mark in ('"devices":[', '"row":', '"start":', '"passes":', '"waits":', '"transfers":'):
+        text = text.replace(mark, "\n" + mark)  # a few lines, not one: names can be read, and files compared
+    target = Path(path)
+    partial = target.with_name(target.name + ".part")
+    try:
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def read_trace(path: str | Path) -> Trace:
+    """The trace in a file. Raises InputError with one sentence that names the file and what is wrong with it."""
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not JSON: {error}") from None
+    try:
+        return trace_from_dict(values)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def trace_from_dict(values: Any) -> Trace:
+    """The trace that `trace_to_dict` wrote. Raises InputError naming what is missing or wrong."""
+    if not isinstance(values, Mapping) or values.get("format") != FORMAT:
+        raise InputError('not a trace of evenpipe; those begin with "format": "evenpipe trace"')
+    if values.get("version") != VERSION:
+        raise InputError(f"version {values.get('version')!r} of the format, but this evenpipe reads version {VERSION}")
+    rows = _field(values, "devices", list)
+    texts = [_field(_table(row, f"devices[{number}]"), "row", str) for number, row in enumerate(rows)]
+    stage_device = _field(values, "placement", list)
+    if not all(type(device) is int and 0 <= device < len(rows) for device in stage_device):
+        raise InputError(f"placement is {stage_device!r}, expected the device of each stage, 0 to {len(rows) - 1}")
+    program = Program.from_csv(
+        "".join(text + "\n" for text in texts),
+        placement=Placement(len(rows), tuple(stage_device)),
+        microbatches=_field(values, "microbatches", int),
+        barriers=_field(values, "barriers", int),
+        forward_only=_field(values, "forward_only", bool),
+    )
+    costs = values.get("costs")
+    devices = tuple(_device(row, program, number) for number, row in enumerate(rows))
+    about = _field(values, "about", Mapping)
+    return Trace(program, devices, None if costs is None else Costs.from_dict(costs), dict(about))
+
+
+def _device(values: Mapping[str, Any], program: Program, number: int) -> DeviceTrace:
+    where = f"devices[{number}]."
+    passes = {str(item): item for item in program.rows[number] if isinstance(item, Pass)}
+    transfers = {str(item): item for item in program.rows[number] if isinstance(item, Transfer)}
+
+    def entries(name: str, shape: int) -> list[list[Any]]:
+        listed: list[list[Any]] = _field(values, name, list, where)
+        for index, entry in enumerate(listed):
+            if not isinstance(entry, list) or len(entry) != shape or not isinstance(entry[0], str):
+                raise InputError(f"{where}{name}[{index}] is {entry!r}, expected a list of a text and {shape - 1} more")
+        return listed
+
+    def pass_of(text: Any, where: str) -> Pass:
+        if text not in passes:
+            raise InputError(f"{where} is {text!r}, which is no pass of the row")
+        return passes[text]
+
+    def transfer_of(text: Any, where: str) -> Transfer:
+        if text not in transfers:
+            raise InputError(f"{where} is {text!r}, which is no transfer of the row")
+        return transfers[text]
+
+    done, waits, sent = [], [], []
+    for index, (text, start, end, processor) in enumerate(entries("passes", 4)):
+        at = f"{where}passes[{index}]"
+        done.append(PassTime(pass_of(text, at), *_ordered(at, start, end), _seconds(at, processor)))
+    for index, (text, needed_by, start, end) in enumerate(entries("waits", 4)):
+        at = f"{where}waits[{index}]"
+        user = None if needed_by == "" else pass_of(needed_by, at)
+        waits.append(WaitTime(transfer_of(text, at), user, *_ordered(at, start, end)))
+    for index, (text, issued, returned, complete) in enumerate(entries("transfers", 4)):
+        at = f"{where}transfers[{index}]"
+        found = None if complete is None else _seconds(at, complete)
+        sent.append(TransferTime(transfer_of(text, at), *_ordered(at, issued, returned), found))
+    if [entry.item for entry in done] != [item for item in program.rows[number] if isinstance(item, Pass)]:
+        raise InputError(f"{where}passes are not those of {where}row in its order")
+    clock = _table(values.get("clock"), f"{where}clock")
+    return DeviceTrace(
+        *_ordered(where.rstrip("."), values.get("start"), values.get("end")),
+        tuple(done),
+        tuple(waits),
+        tuple(sent),
+        Clock(*(_seconds(f"{where}clock.{name}", clock.get(name)) for name in _CLOCK)),
+    )
+
+
+def _field(values: Mapping[str, Any], name: str, kind: type, where: str = "") -> Any:
+    value = values.get(name)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        words = {list: "a list", str: "a text", int: "a whole number", bool: "true or false"}.get(kind, "a table")
+        raise InputError(
+            f"{where}{name} is {value!r}, expected {words}" if name in values else f"{where}{name} is missing"
+        )
+    return value
+
+
+def _table(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InputError(f"{where} is {value!r}, expected a table")
+    return value
+
+
+def _seconds(where: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InputError(f"{where} has the time {value!r}, expected seconds")
+    return float(value)
+
+
+def _ordered(where: str, start: Any, end: Any) -> tuple[float, float]:
+    first, last = _seconds(where, start), _seconds(where, end)
+    if last < first:
+        raise InputError(f"{where} ends at {last} s, before its start at {first} s")
+    return first, last
+
+
+def _rounded(seconds: Any) -> Any:
+    return None if seconds is None else round(seconds, _DIGITS)
+
+
+_CLOCK = ("offset", "drift", "uncertainty")
