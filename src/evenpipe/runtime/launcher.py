@@ -2,20 +2,23 @@
 
     losses = launch(train, "config.toml", processes=4)
 
-By torch's elastic launcher with one attempt: the processes find the same environment as under torchrun. On a machine
-without GPUs they are forked from a server that has imported torch and transformers once (a second launch from the same
-program finds it ready); CUDA does not survive a fork, so with GPUs each process starts afresh.
+They find the same environment as under torchrun, with the store in this process, so that it outlives any of them. On a
+machine without GPUs they are forked from a server that has imported torch and transformers once (a second launch from
+the same program finds it ready); CUDA does not survive a fork, so with GPUs each process starts afresh.
 
-What a process returned, or how it failed, goes through a file of its own. When one fails the launcher ends the others;
-which of them was at fault is settled among them beforehand, by the watch.
+Not by torch's elastic launcher, though it would do: after a failure that gives a stopped process 30 s to end, and it
+waits for ever for one that is stopped or killed between its result and its end.
+
+What a process returned, or how it failed, goes through a file of its own. When one fails the launcher ends the others
+(`supervisor`); which of them was at fault is settled among them beforehand, by the watch.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import json
-import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -25,19 +28,26 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed import TCPStore
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.runtime.signs import Board, Cause, cause_of
+from evenpipe.runtime.supervisor import Ending, end, supervise
 from evenpipe.runtime.watch import EXIT_CODE, Watch
-from evenpipe.runtime.worker import SILENCE_SECONDS, TIMEOUT_SECONDS, finish_worker, initialise_worker, start_worker
+from evenpipe.runtime.worker import (
+    SILENCE_SECONDS,
+    START_SECONDS,
+    TIMEOUT_SECONDS,
+    finish_worker,
+    initialise_worker,
+    start_worker,
+)
 
 __all__ = ["initialise_worker", "launch", "prepare_launch"]
 
@@ -46,13 +56,10 @@ PRELOAD = ("torch.distributed", "transformers.modeling_utils", "evenpipe.runtime
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """The launcher handles these itself while it runs."""
 
-FROM_THE_AGENT = (
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
-    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
-    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_ERROR_FILE"),
-)
-"""Environment variables that each process gets from the launcher; the others are the caller's."""
+SHUTDOWN_SECONDS = 5.0
+"""After Ctrl-C, from SIGTERM to SIGKILL."""
+
+PR_SET_PDEATHSIG = 1
 
 
 def launch(
@@ -61,6 +68,7 @@ def launch(
     processes: int,
     timeout_seconds: float = TIMEOUT_SECONDS,
     silence_seconds: float = SILENCE_SECONDS,
+    start_seconds: float = START_SECONDS,
     torch_device: str | None = None,
     preload: Sequence[str] = (),
 ) -> list[Any]:
@@ -72,6 +80,7 @@ def launch(
     function: importable by name: at the top level of a module. It, its arguments and its results travel by pickle.
     timeout_seconds: limit of a wait among live processes.
     silence_seconds: a process without a sign of life for this long is given up.
+    start_seconds: how long processes may take to arrive.
     torch_device: "cpu" or "cuda"; default: a GPU where there is one.
     preload: as in `prepare_launch`, which may have been called before.
 
@@ -94,40 +103,45 @@ def launch(
             f"launch: the function and its arguments cannot be pickled ({error}), expected a function at the top level "
             "of a module and arguments of plain types"
         ) from error
-    limits = {"timeout_seconds": timeout_seconds, "silence_seconds": silence_seconds, "torch_device": torch_device}
-    with tempfile.TemporaryDirectory(prefix="evenpipe-launch-") as name, _elastic_as_a_guest():
+    limits = {
+        "timeout_seconds": timeout_seconds,
+        "silence_seconds": silence_seconds,
+        "start_seconds": start_seconds,
+        "torch_device": torch_device,
+    }
+    with tempfile.TemporaryDirectory(prefix="evenpipe-launch-") as name, _signals_as_exceptions():
         folder = Path(name)
         Board(folder / "board", processes)
         prepare_launch(*preload, torch_device=torch_device)
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=processes,
-            run_id="evenpipe",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            start_method=_start_method(torch_device),
-            logs_specs=DefaultLogsSpecs(log_dir=name),
-            shutdown_timeout=5,
-        )
+        # Not waiting for the processes, which would keep them from each other until all are here.
+        store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        method = _start_method(torch_device)
+        context = multiprocessing.get_context(method)
+        parent = _server_pid() if method == "forkserver" else os.getpid()
+        environments = [_environment(rank, processes, store.port) for rank in range(processes)]
+        # The type stubs know no common type of contexts that has Process.
+        children = [
+            context.Process(target=_process, args=(work, environment, folder, limits, parent))  # type: ignore[attr-defined]
+            for environment in environments
+        ]
         try:
-            elastic_launch(config, _process)(work, dict(os.environ), folder, limits)
-        except ChildFailedError as failed:
-            raise _first_cause(folder, processes, failed.failures) from None
-        except (SignalException, KeyboardInterrupt) as interrupted:
-            number = getattr(interrupted, "sigval", signal.SIGINT)
-            if not (folder / "started").exists() and (server := _server_pid()):
-                os.kill(server, signal.SIGKILL)  # it is in its imports, and would go on with them
-            if number == signal.SIGINT:
+            with _threads_of_new_processes():
+                for child in children:
+                    child.start()
+            first = supervise(children, silence_seconds=silence_seconds)
+        except _Interrupted as interrupted:
+            if any(child.pid is None for child in children):
+                _kill_server()  # in its imports, or about to fork one that we do not know of
+            if interrupted.number == signal.SIGINT:
                 raise KeyboardInterrupt from None
-            raise SystemExit(128 + number) from None
+            raise SystemExit(128 + interrupted.number) from None
         except (OSError, EOFError) as error:
             raise RunError(f"the processes could not be started: {error!r}") from error
+        finally:
+            with _signals_ignored():
+                end(children, SHUTDOWN_SECONDS)
+        if first is not None:
+            raise _first_cause(folder, processes, first)
         return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(processes)]
 
 
@@ -166,59 +180,103 @@ def _start_method(torch_device: str | None) -> str:
 
 def _server_pid() -> int | None:
     """The fork server of this program, if it has one. Python tells nobody."""
-    return getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
+    pid: int | None = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return pid
+
+
+def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
+    """What a process finds in its environment: the caller's, and what torchrun would set."""
+    defaults = {"OMP_NUM_THREADS": "1"}
+    if sys.platform == "linux":
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    return {
+        **defaults,
+        **os.environ,
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(processes)),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store lives in the parent: nobody else opens one
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def _kill_server() -> None:
+    if server := _server_pid():
+        os.kill(server, signal.SIGKILL)
+        multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]  # or it would be asked once more
 
 
 @contextlib.contextmanager
-def _elastic_as_a_guest() -> Iterator[None]:
-    """Undoes what the elastic launcher leaves behind in this process (signal handlers, environment), and keeps it
-    quiet: it logs the traceback of a failed process at length, and we say what happened in one sentence."""
-    environment = dict(os.environ)
-    handlers = _handlers()
-    loggers = [
-        logger
-        for name, logger in logging.root.manager.loggerDict.items()
-        if isinstance(logger, logging.Logger)
-        and name.startswith(("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"))
-        and not logger.disabled
-    ]
-    for logger in loggers:
-        logger.disabled = True
+def _threads_of_new_processes() -> Iterator[None]:
+    """torch reads the number of threads when it is loaded, which in a process that starts afresh is before our code."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         yield
     finally:
-        for logger in loggers:
-            logger.disabled = False
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for key in set(os.environ) - set(environment):
-            del os.environ[key]
-        os.environ.update(environment)
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
 
 
-def _handlers() -> dict[signal.Signals, Any]:
-    """The signal handlers to put back. Empty outside the main thread, where the launcher does not touch them either."""
+class _Interrupted(BaseException):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _signals_as_exceptions() -> Iterator[None]:
+    """Within, the first of SIGNALS raises _Interrupted. Without effect outside the main thread, where Python has no
+    signals."""
+    raised = False
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        nonlocal raised
+        if not raised:  # a second one would break off what the first one led to
+            raised = True
+            raise _Interrupted(number)
+
+    with _signal_handlers(interrupt):
+        yield
+
+
+def _signals_ignored() -> contextlib.AbstractContextManager[None]:
+    return _signal_handlers(lambda *_: None)
+
+
+@contextlib.contextmanager
+def _signal_handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
-        return {number: signal.signal(number, signal.getsignal(number) or signal.SIG_DFL) for number in SIGNALS}
-    except ValueError:
-        return {}
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
 
 
-def _first_cause(folder: Path, processes: int, failures: Mapping[int, ProcessFailure]) -> InputError | RunError:
+def _first_cause(folder: Path, processes: int, first: Ending) -> InputError | RunError:
     """The error to raise, from what the processes wrote down and from how the launcher saw the first of them end."""
     board = Board(folder / "board", processes)
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("failure-*.json"))]
     records.sort(key=lambda record: record["rank"] != record["origin"])  # the culprit's own words first
-    rank, failure = min(failures.items())
-    if records and (records[0]["kind"] != "dead" or failure.exitcode == EXIT_CODE):
+    culprit = records[0]["origin"] if records else first.rank
+    if records and (records[0]["kind"] != "dead" or first.exit_code == EXIT_CODE):
         text = records[0]["text"]
         if records[0]["kind"] == "input":
             return InputError(text)
-    elif failure.exitcode < 0:
-        text = f"process {rank} (pid {failure.pid}) was killed by signal {-failure.exitcode} ({failure.signal_name()})"
+    elif first.cause is not None:
+        text = first.cause.text
+    elif first.exit_code < 0:
+        name = signal.Signals(-first.exit_code).name
+        text = f"process {first.rank} (pid {first.pid}) was killed by signal {-first.exit_code} ({name})"
     else:
-        text = f"process {rank} (pid {failure.pid}) ended with exit code {failure.exitcode}"
-    culprit = records[0]["origin"] if records else rank
+        text = f"process {first.rank} (pid {first.pid}) ended with exit code {first.exit_code}"
     for other in range(processes):
         if other != culprit and (waiting := board.read(other)):
             text += f"; process {other} was awaiting {waiting}"
@@ -232,14 +290,13 @@ def _first_cause(folder: Path, processes: int, failures: Mapping[int, ProcessFai
 # -- a process --------------------------------------------------------------------------------------------------------
 
 
-def _process(work: bytes, environment: dict[str, str], folder: Path, limits: dict[str, Any]) -> None:
+def _process(work: bytes, environment: dict[str, str], folder: Path, limits: dict[str, Any], parent: int) -> None:
     """The whole life of one process. Returns when all is well, and leaves by os._exit when not."""
-    from_agent = {key: os.environ[key] for key in FROM_THE_AGENT if key in os.environ}
     os.environ.clear()  # a fork server has the environment of the time when it was started
-    os.environ.update(environment | from_agent)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threading.Thread(target=_end_with_the_parent, name="evenpipe-parent", daemon=True).start()
-    (folder / "started").touch()
+    os.environ.update(environment)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    _end_with(parent)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
     rank = int(os.environ["RANK"])
     watch: Watch | None = None
@@ -266,11 +323,23 @@ def _process(work: bytes, environment: dict[str, str], folder: Path, limits: dic
     atexit.register(os._exit, 0)  # the interpreter's own way out takes 1.5 s with torch loaded
 
 
-def _end_with_the_parent() -> None:
-    """Leaves no process behind when the caller is killed: a fork server would live on, and its processes with it."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
+def _end_with(parent: int) -> None:
+    """Leaves no process behind when the caller, or the fork server, is killed.
+
+    parent: pid of the process that started this one. The kernel ends this process with it, even when it is stopped. A
+    fork server lives as long as any of its processes, so the caller's own end is waited for too.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has gone already
+            os._exit(EXIT_CODE)
+    threading.Thread(target=_end_with_the_caller, name="evenpipe-parent", daemon=True).start()
+
+
+def _end_with_the_caller() -> None:
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    caller.join()
     os._exit(EXIT_CODE)
 
 

@@ -110,9 +110,19 @@ def machine() -> str:
 
 def started(pid: int) -> str | None:
     """When that process started, in the kernel's ticks; None if it is no more. With the pid it is unique."""
+    state, ticks = _state(pid)
+    return None if state in "ZX" else ticks
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether that process has been stopped by a signal. It hears none but SIGCONT and SIGKILL."""
+    return _state(pid)[0] == "T"
+
+
+def _state(pid: int) -> tuple[str, str]:
+    """The kernel's letter for what a process does, X if it is no more, and when it started."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
-    state, ticks = after_name[0], after_name[19]
-    return None if state in "ZX" else ticks
+        return "X", ""
+    return after_name[0], after_name[19]

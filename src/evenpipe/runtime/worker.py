@@ -60,6 +60,7 @@ def initialise_worker(
     *,
     timeout_seconds: float = TIMEOUT_SECONDS,
     silence_seconds: float = SILENCE_SECONDS,
+    start_seconds: float = START_SECONDS,
     torch_device: torch.device | str | None = None,
 ) -> Worker:
     """Makes this process ready to communicate, once; a second call returns what the first one made.
@@ -70,6 +71,7 @@ def initialise_worker(
 
     timeout_seconds: limit of a wait among live processes.
     silence_seconds: a process without a sign of life for this long is given up.
+    start_seconds: how long processes may take to arrive.
     torch_device: default: a GPU where there is one, else the CPU.
 
     Raises:
@@ -78,7 +80,12 @@ def initialise_worker(
     """
     if _this is not None:
         return _this
-    worker = start_worker(timeout_seconds, silence_seconds, torch_device)
+    worker = start_worker(
+        timeout_seconds=timeout_seconds,
+        silence_seconds=silence_seconds,
+        start_seconds=start_seconds,
+        torch_device=torch_device,
+    )
     if worker.world_size > 1:
         atexit.register(worker.watch.finish)
         before = sys.excepthook
@@ -105,8 +112,10 @@ def finish_worker() -> None:
 
 
 def start_worker(
+    *,
     timeout_seconds: float,
     silence_seconds: float,
+    start_seconds: float,
     torch_device: torch.device | str | None,
     on_cause: Callable[[Watch], None] | None = None,
     board: Board | None = None,
@@ -117,14 +126,14 @@ def start_worker(
     if dist.is_initialized():
         store, rank, world_size = distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     elif "RANK" in os.environ:
-        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=START_SECONDS)))
+        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=start_seconds)))
     else:
         _this = Worker(0, 1, _own_device(torch_device)[0], timeout_seconds, Watch(None))
         return _this
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler is deaf during a gloo wait
     store = PrefixStore(f"evenpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    meet(store, rank, world_size, START_SECONDS)
+    meet(store, rank, world_size, start_seconds)
     watch = Watch(store, rank, world_size, silence_seconds=silence_seconds, on_cause=on_cause, board=board)
     watch.start()
     device, identity = _own_device(torch_device)

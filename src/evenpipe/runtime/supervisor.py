@@ -1,0 +1,105 @@
+"""The parent's side of local processes: waits for them, notices one that fails or is stopped, and ends the others.
+
+The processes watch each other (`watch`) and settle who was at fault; what only the parent can do is here:
+
+- a stopped process (SIGSTOP) hears no SIGTERM, and none of its peers may be left to end it: it is killed as soon as
+  another has failed, and after the silence limit otherwise, even before its watch began or after its work was done;
+- after a failure the others have `FAREWELL_SECONDS` to end by themselves, then get SIGTERM, then SIGKILL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+
+from evenpipe.runtime.signs import Cause, is_stopped
+
+LOOK_SECONDS = 0.25
+FAREWELL_SECONDS = 1.0
+"""From the first failure to SIGTERM."""
+TERMINATION_SECONDS = 7.0
+"""From SIGTERM to SIGKILL: a process with a handler of its own, deaf in a wait, is ended by its watch within six."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the first process that failed ended."""
+
+    rank: int
+    pid: int
+    exit_code: int
+    """As in multiprocessing: -9 for SIGKILL."""
+    cause: Cause | None = None
+    """Set when it did not end by itself: it was stopped for too long."""
+
+
+def supervise(processes: Sequence[BaseProcess], *, silence_seconds: float) -> Ending | None:
+    """Returns when all processes have ended: None when all is well, else how the first that failed did.
+
+    processes: started, by rank.
+    silence_seconds: how long a process may be stopped. Only time during which the parent itself runs counts.
+    """
+    first: Ending | None = None
+    found: Cause | None = None
+    alive = dict(enumerate(processes))
+    stopped = dict.fromkeys(alive, 0.0)
+    last_time = time.monotonic()
+    terminate = kill = float("inf")
+    while alive:
+        wait([process.sentinel for process in alive.values()], LOOK_SECONDS)
+        now = time.monotonic()
+        elapsed, last_time = min(now - last_time, 2 * LOOK_SECONDS), now
+        ended = {rank: process for rank, process in alive.items() if process.exitcode is not None}
+        for rank in ended:
+            del alive[rank]
+        failed = [rank for rank, process in ended.items() if process.exitcode]
+        if first is None and failed:
+            # Of several at once, one that was killed or crashed says more than those that ended because of it.
+            rank = min(failed, key=lambda rank: (ended[rank].exitcode or 0) > 0)
+            first = _ending(rank, ended[rank], found)
+            terminate, kill = now + FAREWELL_SECONDS, now + FAREWELL_SECONDS + TERMINATION_SECONDS
+        for rank, process in alive.items():
+            assert process.pid is not None
+            stopped[rank] = stopped[rank] + elapsed if is_stopped(process.pid) else 0.0
+            if stopped[rank] and (first is not None or found is not None):
+                send(process, signal.SIGKILL)
+            elif stopped[rank] > silence_seconds + 4 * LOOK_SECONDS:  # its peers, if it has any, are a little quicker
+                text = f"process {rank} (pid {process.pid}) was stopped for {silence_seconds:g} s, and then killed"
+                found = Cause("silent", rank, text)
+                send(process, signal.SIGKILL)
+            elif now > terminate:
+                send(process, signal.SIGKILL if now > kill else signal.SIGTERM)
+        if now > terminate:
+            terminate = kill  # one SIGTERM each
+    return first
+
+
+def end(processes: Sequence[BaseProcess], seconds: float) -> None:
+    """Ends all processes that were started: SIGTERM, and SIGKILL after `seconds`; returns when they are gone."""
+    started = [process for process in processes if process.pid is not None]
+    deadline = time.monotonic() + seconds
+    for process in started:
+        send(process, signal.SIGKILL if is_stopped(process.pid or 0) else signal.SIGTERM)
+    for process in started:
+        process.join(max(0.0, deadline - time.monotonic()))
+        send(process, signal.SIGKILL)
+    for process in started:
+        process.join()
+
+
+def send(process: BaseProcess, number: signal.Signals) -> None:
+    """Sends a signal, unless the process has ended."""
+    if process.exitcode is None and process.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
+def _ending(rank: int, process: BaseProcess, found: Cause | None) -> Ending:
+    assert process.pid is not None and process.exitcode is not None
+    return Ending(rank, process.pid, process.exitcode, found if found is not None and found.origin == rank else None)
