@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from evenpipe.runtime import clock
+from evenpipe.runtime.clock import Conversion
 from evenpipe.schedule import Pass, Transfer
 from evenpipe.schedule.trace import PassTime, TransferTime, WaitTime
 
@@ -32,6 +33,8 @@ class StepRecord:
     """This and what follows is filled when the walker records. In the order in which things ended."""
     waits: list[WaitTime] = field(default_factory=list)
     transfers: list[TransferTime] = field(default_factory=list)
+    clock: Conversion | None = None
+    """From this process's clock to the first one's."""
 
 
 class Recording:

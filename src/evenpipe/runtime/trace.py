@@ -1,0 +1,139 @@
+"""The records of all devices brought together: a `Trace` of one step on the clock of the first process."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evenpipe import __version__
+from evenpipe.runtime.clock import Conversion
+from evenpipe.runtime.communication import Communicator
+from evenpipe.runtime.recording import StepRecord
+from evenpipe.schedule import Costs, Pass, Program
+from evenpipe.schedule.trace import Clock, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
+
+Times = dict[str, Any]
+"""Times of one device without their passes and transfers, which follow from its row: lists of numbers."""
+
+
+def gather_trace(
+    record: StepRecord,
+    program: Program,
+    communicator: Communicator | None,
+    torch_device: torch.device,
+    *,
+    costs: Costs | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> Trace | None:
+    """What all devices recorded in a step of `program`; on the first process, None on the others. Collective.
+
+    Every process sends its times, as text, to the first one over the communicator of the whole pipeline.
+
+    costs, about: as in `Trace`; of the first process.
+    """
+    own = _times(record)
+    if communicator is None:
+        gathered = [own]
+    else:
+        text = json.dumps(own).encode("ascii")
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch_device)
+        sizes = torch.empty(len(communicator.members), 1, dtype=torch.int64, device=torch_device)
+        communicator.all_gather(sizes, torch.tensor([len(text)], device=torch_device), "sizes of traces").wait(
+            "a trace"
+        )
+        counts = sizes.flatten().tolist()
+        root = communicator.members[0]
+        rows = data
+        if communicator.rank == root:
+            rows = torch.empty(sum(counts), dtype=torch.uint8, device=torch_device)
+            rows[communicator.own_rows(counts)] = data
+        communicator.gather_rows(rows, counts, root, "traces").wait("a trace")
+        if communicator.rank != root:
+            return None
+        parts = rows.cpu().split(counts)
+        gathered = [json.loads(part.numpy().tobytes()) for part in parts]
+    begin = min(times["start"] for times in gathered)
+    devices = tuple(_device(times, program, device, begin) for device, times in enumerate(gathered))
+    return Trace(program, devices, costs, {**(about or {}), **machine(torch_device)})
+
+
+def machine(torch_device: torch.device) -> dict[str, Any]:
+    """What a measurement depends on besides the program: hardware and versions, for readers."""
+    cuda = torch_device.type == "cuda"
+    return {
+        "machine": torch.cuda.get_device_name(torch_device) if cuda else _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "evenpipe": __version__,
+    }
+
+
+def _processor() -> str:
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _times(record: StepRecord) -> Times:
+    """The times of this process, on the first one's clock."""
+    convert = record.clock
+    assert isinstance(convert, Conversion), "the step was not recorded"
+    return {
+        "start": convert(record.start),
+        "end": convert(record.end),
+        "clock": [convert.before.offset, convert.drift, convert.uncertainty],
+        "passes": [(convert(entry.start), convert(entry.end), entry.processor) for entry in record.passes],
+        "waits": [
+            (
+                str(entry.transfer),
+                "" if entry.needed_by is None else str(entry.needed_by),
+                convert(entry.start),
+                convert(entry.end),
+            )
+            for entry in record.waits
+        ],
+        "transfers": [
+            (
+                str(entry.item),
+                convert(entry.issued),
+                convert(entry.returned),
+                None if entry.complete is None else convert(entry.complete),
+            )
+            for entry in record.transfers
+        ],
+    }
+
+
+def _device(times: Times, program: Program, device: int, begin: float) -> DeviceTrace:
+    """One device's times with the passes and transfers of its row, in seconds from `begin`."""
+    row = program.rows[device]
+    items: dict[str, Any] = {str(item): item for item in row if item is not None}
+    passes = [item for item in row if isinstance(item, Pass)]
+    return DeviceTrace(
+        times["start"] - begin,
+        times["end"] - begin,
+        tuple(
+            PassTime(item, start - begin, end - begin, processor)
+            for item, (start, end, processor) in zip(passes, times["passes"], strict=True)
+        ),
+        tuple(
+            WaitTime(items[what], items[user] if user else None, start - begin, end - begin)
+            for what, user, start, end in times["waits"]
+        ),
+        tuple(
+            TransferTime(items[what], issued - begin, returned - begin, None if found is None else found - begin)
+            for what, issued, returned, found in times["transfers"]
+        ),
+        Clock(*times["clock"]),
+    )
