@@ -30,16 +30,19 @@ from evenpipe.model import (
 )
 from evenpipe.parallel import clip_gradients, pipeline_group, total_norm
 from evenpipe.runtime.batch import IGNORE_INDEX, Batch, Inputs, cut, distribute
+from evenpipe.runtime.clock import Conversion, read_clocks
 from evenpipe.runtime.communication import Communicator, Communicators
 from evenpipe.runtime.device import build
 from evenpipe.runtime.gathering import Held, stream_whole
 from evenpipe.runtime.layout import Layout, ModelCosts, build_layout, flop_costs, without_vocabulary
 from evenpipe.runtime.parameters import ParameterShard
 from evenpipe.runtime.result import Shared, StepResult
+from evenpipe.runtime.trace import gather_trace
 from evenpipe.runtime.walker import Walker
 from evenpipe.runtime.worker import initialise_worker
 from evenpipe.schedule import Costs, Order, Schedule, Timeline, time_order, vocabulary_mode
 from evenpipe.schedule.files import read_order
+from evenpipe.schedule.trace import Trace
 from evenpipe.vocabulary import LossOptions
 
 COST_SEQUENCE_LENGTH = 2048
@@ -248,7 +251,7 @@ class Pipeline:
             position_ids: the same shape; default 0, 1, 2, ...
             attention_mask: the same shape, 1 for tokens and 0 for padding, which must stand on the right.
             token_weights: the same shape, weight of each label in the mean; default 1.
-            record_passes: keep the times of every pass in the result.
+            record_passes: keep the times of every pass, wait and transfer in the result, for `trace`.
         """
         inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights)
         return self._run(inputs, training=True, record_passes=record_passes)
@@ -286,11 +289,14 @@ class Pipeline:
         batch = cut(inputs, microbatches=self.microbatches, dtype=weights_dtype, torch_device=self.torch_device)
         self._held.refresh()
         self._walker.record_passes = record_passes
+        before = read_clocks(self._control, self.torch_device) if record_passes else None
         if training:
             with self._tied_gradients():
                 record = self._walker.walk(self.layout.program, batch)
         else:
             record = self._walker.walk(self.layout.evaluation, batch)
+        if before is not None:
+            record.clock = Conversion(before, read_clocks(self._control, self.torch_device))
         own = None if self._held.output is None else self._held.output.loss
         loss = self._share(own, weights_dtype, ())
         log_probabilities = [] if training else self._log_probabilities(batch, weights_dtype)
@@ -404,6 +410,23 @@ class Pipeline:
         table = own.new_empty((self.devices, len(numbers)))
         self._control.all_gather(table, own, "figures of all devices").wait("the caller")
         return table.tolist()
+
+    def trace(self, result: StepResult, **about: Any) -> Trace | None:
+        """The trace of a step with `record_passes`: on the first process of the pipeline, None on the others.
+
+        about: what a reader of the trace is to know. Collective.
+        """
+        if result.record.clock is None:
+            raise InputError("trace: the step was not recorded, expected the result of step(..., record_passes=True)")
+        layout = self.layout
+        return gather_trace(
+            result.record,
+            layout.program,
+            self._control,
+            self.torch_device,
+            costs=layout.costs,
+            about={"vocabulary": layout.mode, **about},
+        )
 
     def predict(self, vocabulary: str | None = None) -> Timeline:
         """The simulated step of this pipeline, or of it in another vocabulary mode. Times in FLOPs per token."""
