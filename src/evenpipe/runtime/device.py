@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from evenpipe.model import Description, build_stage, fill_parameters, fill_rows
 from evenpipe.runtime.layout import Layout
@@ -37,6 +37,20 @@ class HeldModel:
     """Names of the matrices whose gradient is made in I, since no linear layer holds them."""
     tied_copy: Matrix | None = None
     """The matrix of a model with tied weights that another device holds whole as well."""
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """All that is held between steps, by what it is for."""
+        modules = [module for stage in self.stages.values() for module in stage.modules()]
+        parameters: list[Tensor] = [shard.parameter for shard in self.shards.values()]
+        copies: list[Tensor] = [matrix.weight for matrix in self.matrices]
+        copies += [parameter for stage in self.stages.values() for parameter in stage.parameters()]
+        buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
+        return {
+            "parameters": parameters,
+            "copies": copies,
+            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+            "buffers": buffers + ([] if self.output is None else self.output.room),
+        }
 
     def refresh(self) -> None:
         """Brings what products read up to the masters that the optimizer has changed."""

@@ -29,6 +29,7 @@ from evenpipe.model import (
     write_folder_metadata,
 )
 from evenpipe.parallel import clip_gradients, pipeline_group, total_norm
+from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.batch import IGNORE_INDEX, Batch, Inputs, cut, distribute
 from evenpipe.runtime.clock import Conversion, read_clocks
 from evenpipe.runtime.communication import Communicator, Communicators
@@ -362,6 +363,18 @@ class Pipeline:
     def parameter_shards(self) -> dict[str, ParameterShard]:
         """By Hugging Face name: what this process holds of each parameter, and whether it is the one to save it."""
         return dict(self._held.shards)
+
+    def count_bytes(self) -> ByteCounter:
+        """A context that counts the bytes of all tensors of this process, pass by pass of the steps within it.
+
+        What the pipeline holds is counted from the start: "parameters", their "copies" in another dtype, "gradients"
+        and "buffers". State of an optimizer is counted where it is made within.
+        """
+
+        def follow(counter: ByteCounter | None) -> None:
+            self._walker.counter = counter
+
+        return ByteCounter(self._held.tensors(), follow)
 
     def zero_grad(self) -> None:
         """Drops all gradients."""

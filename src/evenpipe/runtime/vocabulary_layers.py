@@ -98,6 +98,11 @@ class OutputShard:
         self.log_probabilities: dict[int, Tensor] = {}
         """Evaluation only: [n] per microbatch, of each position's target."""
 
+    @property
+    def room(self) -> list[Tensor]:
+        """Memory of the last step that the next one uses again."""
+        return self._buffers.free
+
     def begin(self) -> None:
         self._targets.clear()
         self._states.clear()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.batch import Batch, Microbatch
 from evenpipe.runtime.communication import Communicator, Communicators, Handle
 from evenpipe.runtime.random_state import RandomState
@@ -116,6 +117,7 @@ class Walker:
         self._hidden_dtype = hidden_dtype
         self._torch_device = torch_device
         self.record_passes = False
+        self.counter: ByteCounter | None = None
         self._recording: Recording | None = None
         self._started: Any = None
 
@@ -123,7 +125,7 @@ class Walker:
         self._arriving: dict[Key, tuple[Tensor, Handle]] = {}
         self._forwarded: dict[tuple[int, int], _Forwarded] = {}
         self._sends: dict[str, deque[Handle]] = {}
-        self._weight_gradients = weight_gradients or WeightGradients()
+        self._weight_gradients = WeightGradients() if weight_gradients is None else weight_gradients
         self._row: _Row | None = None
         self._pass_handlers: dict[Kind, Callable[[Pass], None]] = {
             Kind.F: self._forward,
@@ -171,9 +173,12 @@ class Walker:
 
         recording = self._recording = Recording(self._torch_device) if self.record_passes else None
         record = StepRecord(start=time.perf_counter())
+        counter = self.counter
         grad_mode = torch.enable_grad if self._gradients else torch.no_grad
         with grad_mode():
             for item in program.rows[self._device]:
+                if counter is not None:
+                    counter.at(item)
                 if isinstance(item, Transfer):
                     issued = None if recording is None else recording.stamp()
                     self._transfer_handlers[item.kind](item)
@@ -183,6 +188,8 @@ class Walker:
                     self._pass_text = str(item)
                     self._pass_handlers[item.kind](item)
                     self._finish_pass(item, record)
+        if counter is not None:
+            counter.at(None)
         for name in self._sends:
             self._wait_for_sends(name, 0)
         record.end = time.perf_counter()
