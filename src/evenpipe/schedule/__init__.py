@@ -21,7 +21,7 @@ from .program import Program
 from .registry import SCHEDULES, generate
 from .timeline import Cause, Event, Timeline
 from .timing import time_order
-from .transforms import add_communication, add_vocabulary, forward_only, interlace
+from .transforms import add_communication, add_recompute, add_vocabulary, forward_only, interlace
 
 __all__ = [
     "EQUAL_COSTS",
@@ -49,6 +49,7 @@ __all__ = [
     "Transfer",
     "TransferKind",
     "add_communication",
+    "add_recompute",
     "add_vocabulary",
     "check_order",
     "check_program",

@@ -1,4 +1,5 @@
-"""Transforms of orders, in the order of use: vocabulary or interlaced, forward_only for evaluation, communication.
+"""Transforms of orders, in the order of use: vocabulary or interlaced, recompute, forward_only for evaluation,
+communication.
 
 All are pure functions from an order to another order, the last one to a program.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 from .communication import add_communication
 from .forward_only import forward_only
 from .interlaced import interlace
+from .recompute import add_recompute
 from .vocabulary import add_vocabulary
 
-__all__ = ["add_communication", "add_vocabulary", "forward_only", "interlace"]
+__all__ = ["add_communication", "add_recompute", "add_vocabulary", "forward_only", "interlace"]

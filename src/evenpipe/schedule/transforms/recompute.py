@@ -1,0 +1,41 @@
+"""The recompute transform: forwards of chosen stages keep their input only, and run again right before their backward.
+
+    2F0 ... 2B0         ->  2F0 ... 2R0 2B0
+    2F0 ... 2I0 ... 2W0 ->  2F0 ... 2R0 2I0 ... 2W0
+    (1F3;2B0)OVERLAP_F_B    ->  2R0 (1F3;2B0)OVERLAP_F_B
+
+R needs nothing from other devices: it runs while the gradient that its backward waits for is still on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from evenpipe.errors import InputError
+from evenpipe.schedule.order import Order
+from evenpipe.schedule.passes import ROLE, Kind, Pass, parts_of
+
+
+def add_recompute(order: Order, stages: Iterable[int] | None = None) -> Order:
+    """`order` with an R before each backward of `stages` (all by default) that has none.
+
+    An order that only evaluates is returned as it is. Raises InputError for a stage that there is not.
+    """
+    chosen = set(range(order.placement.stages) if stages is None else stages)
+    for stage in sorted(chosen):
+        if not 0 <= stage < order.placement.stages:
+            raise InputError(f"recompute: stage {stage}, expected 0 to {order.placement.stages - 1}")
+    return replace(order, rows=tuple(_row(row, chosen) for row in order.rows))
+
+
+def _row(row: tuple[Pass | None, ...], stages: set[int]) -> tuple[Pass | None, ...]:
+    there = {item for item in row if item is not None and item.kind is Kind.R}
+    result: list[Pass | None] = []
+    for item in row:
+        for part in parts_of(item) if item is not None else ():
+            again = Pass(Kind.R, part.stage, part.microbatch, part.slice)
+            if ROLE[part.kind] is Kind.B and part.stage in stages and again not in there:
+                result.append(again)
+        result.append(item)
+    return tuple(result)
