@@ -76,7 +76,7 @@ def test_a_device_is_a_process_with_its_threads() -> None:
     names = {event["pid"]: event["args"]["name"] for event in found if event["name"] == "process_name"}
     assert names == {1: "run: device 0", 2: "run: device 1"}
     threads = [event["args"]["name"] for event in found if event["name"] == "thread_name"]
-    assert threads == ["compute", "communication"] * 2
+    assert threads == ["compute", "waits", "communication"] * 2
 
 
 def test_several_timelines_are_processes_below_each_other() -> None:

@@ -22,18 +22,19 @@ def draw(
     *,
     title: str = "",
     memory: bool = False,
+    waits: bool = False,
     unit_seconds: float | None = None,
 ) -> None:
     """Draw into `file`; its suffix is one of `EXTENSIONS`. An existing file is replaced.
 
     title: heading of the page and the picture. memory: a curve per device in the picture; the page has a switch for
-    it. unit_seconds: what one unit of time lasts, where known. Raises InputError as `check_file` does, and when the
-    file cannot be written.
+    it. waits: in the picture, what idle devices wait for; the page and the trace always have it. unit_seconds: what one
+    unit of time lasts, where known. Raises InputError as `check_file` does, and when the file cannot be written.
     """
     write: dict[str, Callable[[], str]] = {
         ".html": lambda: page(timelines, title=title, unit_seconds=unit_seconds),
         ".json": lambda: trace(timelines, unit_seconds=unit_seconds),
-        ".svg": lambda: svg(timelines, title=title, memory=memory, unit_seconds=unit_seconds),
+        ".svg": lambda: svg(timelines, title=title, memory=memory, waits=waits, unit_seconds=unit_seconds),
     }
     path = check_file(file)
     text = write[path.suffix.lower()]()

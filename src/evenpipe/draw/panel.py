@@ -8,15 +8,27 @@ from functools import cached_property
 from itertools import pairwise
 
 from evenpipe.errors import InputError
-from evenpipe.schedule import Event, Kind, Pass, Timeline, parts_of
+from evenpipe.schedule import Event, Item, Kind, Pass, Timeline, TransferKind, parts_of
 
 from .kinds import LOOKS, colours_of
 
 Timelines = Timeline | Mapping[str, Timeline]
 """What every output takes: one timeline, or several by name, drawn in this order on one axis of time."""
 
+TRANSFER = "transfer"
+"""The resource of a cause that says: this had to arrive."""
+
 Curve = list[tuple[float, float]]
 """A step function: (time, value from then on), by time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A device stood idle until `item`, a transfer or a copy, was complete."""
+
+    item: Item
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,23 @@ class Panel:
         """What ran beside compute, per device, by start."""
         rows = tuple(_by_start(row) for row in self.timeline.beside)
         return rows + ((),) * (self.devices - len(rows))
+
+    def waits(self, device: int) -> list[Wait]:
+        """The idle times of a device that ended with what its next pass waited for, where causes are known."""
+        found = []
+        clock = self.origin
+        for event in self.rows[device]:
+            cause = event.cause
+            if event.start > clock and cause is not None and cause.resource == TRANSFER and cause.item is not None:
+                found.append(Wait(cause.item, clock, event.start))
+            clock = max(clock, event.end)
+        return found
+
+    @cached_property
+    def awaited(self) -> tuple[Kind | TransferKind, ...]:
+        """Kinds of transfer and copy that any device waits for, in the order of legends."""
+        found = {wait.item.kind for device in range(self.devices) for wait in self.waits(device)}
+        return tuple(kind for kind in LOOKS if kind in found)
 
     @property
     def devices(self) -> int:

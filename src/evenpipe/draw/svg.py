@@ -18,6 +18,8 @@ from .panel import Panel, Timelines, kinds_in, panels_of
 
 _TEXT, _FAINT, _GRID, _MEMORY = "#1c2026", "#5c6570", "#d5dae0", "#8d97a5"
 _RIGHT, _HEADING, _AXIS, _LEGEND = 14, 34, 30, 22
+_WAIT = 0.3
+"""Height of the bar of a wait, in a row's."""
 _FONT = "Helvetica Neue, Helvetica, Arial, Liberation Sans, sans-serif"
 
 
@@ -27,14 +29,17 @@ def svg(
     title: str = "",
     width: int = 1000,
     memory: bool = False,
+    waits: bool = False,
     unit_seconds: float | None = None,
 ) -> str:
     """Timelines as an SVG document, above each other on one axis of time.
 
-    width: in pixels, at least 300. memory: a curve per device under its row. unit_seconds: what one unit of time
-    lasts, where known. The same timelines always give the same text.
+    width: in pixels, at least 300. memory: a curve per device under its row. waits: a bar in each idle time, in the
+    colour of the transfer that ended it. unit_seconds: what one unit of time lasts, where known. The same timelines
+    always give the same text.
     """
-    return _Page(panels_of(timelines), title, max(300, width), memory, Scale(unit_seconds)).draw()
+    scale = Scale(unit_seconds)
+    return _Page(panels_of(timelines), title, max(300, width), scale, memory=memory, waits=waits).draw()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +70,11 @@ class _Box:
 
 
 class _Page:
-    def __init__(self, panels: tuple[Panel, ...], title: str, width: int, memory: bool, scale: Scale) -> None:
+    def __init__(
+        self, panels: tuple[Panel, ...], title: str, width: int, scale: Scale, *, memory: bool, waits: bool
+    ) -> None:
         self.panels, self.title, self.width, self.memory, self.scale = panels, title, width, memory, scale
+        self.waits = waits
         self.length = max(panel.length for panel in panels)
         most = max(panel.devices for panel in panels)
         self.rows = _Rows.of(most, memory)
@@ -139,6 +147,8 @@ class _Page:
         if len(long) > columns / 1.5:  # most are narrower than a pixel or two
             self._mean(panel, device, y, columns)
             return
+        if self.waits:
+            self._waits(panel, device, y)
         for event in long:
             self._box(panel, event, y)
 
@@ -168,6 +178,13 @@ class _Page:
         if size >= 8:
             x, y = box.x + box.width / 2, box.y + box.height / 2 + size * 0.36
             self._text(x, y, text, size, fill=ink_on(colour), anchor="middle")
+
+    def _waits(self, panel: Panel, device: int, y: float) -> None:
+        """A slim bar from where a device fell idle to where what it waited for had arrived."""
+        height = self.rows.height
+        for wait in panel.waits(device):
+            x, width = self._x(panel, wait.start), (wait.end - wait.start) * self.pixels_per_unit
+            self._rect(x, y + height * (1 - _WAIT) / 2, width, height * _WAIT, LOOKS[wait.item.kind].colour)
 
     def _mean(self, panel: Panel, device: int, y: float, columns: int) -> None:
         """One rectangle per run of pixels of one colour: what the row would look like from far away."""
@@ -223,6 +240,10 @@ class _Page:
     def _legend(self, top: float) -> float:
         entries = [(LOOKS[kind].colour, f"{kind.value}  {LOOKS[kind].words}") for kind in kinds_in(self.panels)]
         entries.append((IDLE, "idle"))
+        if self.waits:
+            awaited = {kind for panel in self.panels for kind in panel.awaited}
+            kinds = [kind for kind in LOOKS if kind in awaited]
+            entries += [(LOOKS[kind].colour, f"waits for {kind.value}  {LOOKS[kind].words}") for kind in kinds]
         x = self.left
         for colour, text in entries:
             size = 20 + _text_width(text, 12)

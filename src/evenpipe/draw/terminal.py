@@ -39,12 +39,14 @@ def terminal(
     width: int | None = None,
     colour: str | None = None,
     memory: bool = False,
+    waits: bool = False,
     unit_seconds: float | None = None,
 ) -> str:
     """Timelines as text that ends with a newline, several above each other on one axis of time.
 
     width: characters per line, that of the terminal by default, at least 40. colour: "none", "256" or "truecolor"; by
-    default what the standard output can show. memory: a second line per device with its memory over time.
+    default what the standard output can show. memory: a second line per device with its memory over time. waits: a
+    line per device that says how long it waited for what, and in colour dots in the colour of what is waited for.
     unit_seconds: what one unit of time lasts, where known. Raises InputError for an unknown `colour`.
     """
     panels = panels_of(timelines)
@@ -52,7 +54,7 @@ def terminal(
     if colour not in DEPTHS:
         raise InputError(f"colour must be one of {', '.join(DEPTHS)}, not {colour!r}")
     width = max(SMALLEST_WIDTH, shutil.get_terminal_size().columns if width is None else width)
-    return "\n".join(_Page(panels, Painter(colour), width, Scale(unit_seconds)).lines(memory)) + "\n"
+    return "\n".join(_Page(panels, Painter(colour), width, Scale(unit_seconds), waits).lines(memory)) + "\n"
 
 
 def depth_of_output() -> str:
@@ -67,8 +69,8 @@ def depth_of_output() -> str:
 class _Page:
     """All panels in one width: a column for names, one for the timeline, one for how busy each device is."""
 
-    def __init__(self, panels: tuple[Panel, ...], painter: Painter, width: int, scale: Scale) -> None:
-        self.panels, self.painter, self.width, self.scale = panels, painter, width, scale
+    def __init__(self, panels: tuple[Panel, ...], painter: Painter, width: int, scale: Scale, waits: bool) -> None:
+        self.panels, self.painter, self.width, self.scale, self.waits = panels, painter, width, scale, waits
         most = max(panel.devices for panel in panels)
         self.left = len(f"device {max(most - 1, 0)}") + 1
         self.right = max(
@@ -84,12 +86,15 @@ class _Page:
             highest = max(panel.peaks, default=0.0)
             for device in range(panel.devices):
                 cells = cut(panel.rows[device], panel.origin, self._step, self.columns)
-                body = self._coloured(panel, cells) if self.painter.colourful else _lettered(panel, cells, self._step)
+                dots = self._dots(panel, device) if self.waits else {}
+                body = self._coloured(panel, cells, dots) if self.painter.colourful else _lettered(cells, self._step)
                 busy = f"{100 * busy_share(panel, device):.0f} %".rjust(self.right)
                 name = f"device {device}".ljust(self.left)
                 lines.append((self.painter.faint(name) + body + self.painter.faint(busy)).rstrip())
                 if memory:
                     lines.append(self._memory(panel, device, highest))
+            if self.waits:
+                lines += self._waited(panel)
             lines.append("")
         return [*lines[:-1], *self._axis(), *self._legend()]
 
@@ -102,17 +107,38 @@ class _Page:
         lines = _wrapped(words, ", ", self.width)
         return [self.painter.bold(panel.name), *lines] if panel.name else lines
 
-    def _coloured(self, panel: Panel, cells: list[list[Piece]]) -> str:
+    def _dots(self, panel: Panel, device: int) -> dict[int, str]:
+        """Per column, the colour of what a device waits for in it."""
+        if not self._step:
+            return {}
+        colours = {}
+        for wait in panel.waits(device):
+            first, last = ((time - panel.origin) / self._step for time in (wait.start, wait.end))
+            colours.update(dict.fromkeys(range(int(first), int(last) + 1), LOOKS[wait.item.kind].colour))
+        return colours
+
+    def _waited(self, panel: Panel) -> list[str]:
+        """Per device, how long it waited for what, the longest first."""
+        lines = []
+        for device in range(panel.devices):
+            sums: dict[str, float] = {}
+            for wait in panel.waits(device):
+                sums[wait.item.kind.value] = sums.get(wait.item.kind.value, 0.0) + wait.end - wait.start
+            words = [f"{name} {self.scale.text(time)}" for name, time in sorted(sums.items(), key=lambda e: -e[1])]
+            lines += _wrapped([f"device {device} waited for", *(words or ["nothing"])], "  ", self.width)
+        return lines
+
+    def _coloured(self, panel: Panel, cells: list[list[Piece]], dots: dict[int, str]) -> str:
         labels = _labels(cells, self._step)
         body = []
         for column, pieces in enumerate(cells):
-            body.append(self._cell(panel, pieces, labels.get(column, "")))
+            body.append(self._cell(panel, pieces, labels.get(column, ""), dots.get(column, _IDLE)))
         return "".join(body) + self.painter.reset
 
-    def _cell(self, panel: Panel, pieces: list[Piece], label: str) -> str:
+    def _cell(self, panel: Panel, pieces: list[Piece], label: str, dot: str) -> str:
         paint = self.painter.cell
         if not pieces:
-            return paint("·", _IDLE, None)
+            return paint("·", dot, None)
         first, last = pieces[0], pieces[-1]
         if len(pieces) == 1 and first.end - first.start > 0.94:
             colours = _striped(panel, first)
@@ -128,7 +154,7 @@ class _Page:
         if len(pieces) == 2 and last.start - first.end < 0.06 and first.start < 0.06 and last.end > 0.94:
             return paint(_eighth(first.end), _striped(panel, first)[0], _striped(panel, last)[0])
         left, right = (mean_colour(panel, pieces, None, low, low + 0.5) for low in (0.0, 0.5))
-        return paint("▌" if left or right else "·", left if left or right else _IDLE, right)
+        return paint("▌" if left or right else "·", left if left or right else dot, right)
 
     def _memory(self, panel: Panel, device: int, highest: float) -> str:
         values = _highest_per_column(panel, device, self._step, self.columns)
@@ -202,7 +228,7 @@ def _eighth(place: float) -> str:
     return _EIGHTHS[min(8, max(0, round(8 * place)))]
 
 
-def _lettered(panel: Panel, cells: list[list[Piece]], step: float) -> str:
+def _lettered(cells: list[list[Piece]], step: float) -> str:
     """One character per column: the event with the largest part, or a dot where most of the column is idle."""
     text = []
     previous, run = None, ""

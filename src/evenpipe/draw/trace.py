@@ -1,8 +1,9 @@
 """Timelines in the Trace Event format of Chrome, which Perfetto (ui.perfetto.dev) opens.
 
-A device is a process, counted from 1, as Perfetto takes 0 for the kernel's. Its threads are compute, communication and
-copies to and from the host, with as many threads of the last two as run at the same time. Memory is a counter. An arrow
-leads from each pass to the pass of another device that takes its result.
+A device is a process, counted from 1, as Perfetto takes 0 for the kernel's. Its threads are compute, waits (idle times,
+by the transfer that ended them), communication and copies to and from the host, with as many threads of the last two as
+run at the same time. Memory is a counter. An arrow leads from each pass to the pass of another device that takes its
+result.
 
 Times are whole nanoseconds, which is what Perfetto counts in, so that slices that follow each other do not overlap.
 
@@ -22,7 +23,7 @@ from .panel import Panel, Timelines, lanes, panels_of
 
 _MICROSECONDS = 1e6
 _DEFAULT_UNIT_SECONDS = 1e-3
-_COMPUTE, _THREADS_OF_COMMUNICATION, _THREADS_OF_COPIES = 1, 100, 200  # numbers of threads
+_COMPUTE, _WAITS, _THREADS_OF_COMMUNICATION, _THREADS_OF_COPIES = 1, 2, 100, 200  # numbers of threads
 _BACKWARD = (Kind.I, Kind.B)
 
 
@@ -53,6 +54,7 @@ class _Writer:
     def __init__(self, panel: Panel, first: int, numbers: Iterator[int], unit: float) -> None:
         self.panel, self.first, self.numbers, self.unit = panel, first, numbers, unit
         self.threads = {(device, _COMPUTE): "compute" for device in range(panel.devices)}
+        self.threads |= {(device, _WAITS): "waits" for device in range(panel.devices) if panel.waits(device)}
         self.beside = list(self._beside())
 
     def names(self) -> Iterator[dict[str, Any]]:
@@ -72,6 +74,9 @@ class _Writer:
                 yield self._slice(event, _COMPUTE, "compute")
         for event, thread, category in self.beside:
             yield self._slice(event, thread, category)
+        for device in range(self.panel.devices):
+            for wait in self.panel.waits(device):
+                yield self._slice(Event(device, wait.item, wait.start, wait.end), _WAITS, "waits")
         for device in range(self.panel.devices):
             name, field = ("memory", "bytes") if self.panel.knows_bytes else ("in flight", "stage activations")
             for time, value in self.panel.curve(device):

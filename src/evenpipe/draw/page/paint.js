@@ -123,6 +123,7 @@ class Painter {
     const marks = scene.marks(box, lane.row);
     let edge = -1; // the last pixel with a mark of a pass of no length
     for (let i = first; i < last; i++) {
+      if (lane.row.shows === COMPUTE) this.wait(scene, box, i, y, lane.height);
       if (scene.hides(panel, i)) continue;
       const x = scene.x(box, panel.start(i));
       if (panel.durations[i] > 0) {
@@ -133,6 +134,16 @@ class Painter {
         edge = x;
       }
     }
+  }
+
+  // A slim bar in the idle time before a pass, in the colour of the transfer that it waited for.
+  wait(scene, box, i, y, height) {
+    const { panel } = box;
+    const cause = panel.cause(i), idle = panel.idleBefore(i);
+    if (cause < 0 || idle <= panel.step || panel.rowOf(cause).shows === COMPUTE) return;
+    const x = scene.x(box, panel.start(i) - idle);
+    this.context.fillStyle = scene.colours(panel, cause)[0];
+    this.rectangle(x, y + height * 0.35, scene.x(box, panel.start(i)) - x, height * 0.3);
   }
 
   // One pass: a rectangle, or one per part of passes that run as one, and its text where there is room.
