@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.model import Description, build_stage, fill_parameters, fill_rows
+from evenpipe.runtime.checkpointing import Switch, checkpoint_layer
 from evenpipe.runtime.layout import Layout
 from evenpipe.runtime.parameters import Matrix, ParameterShard, StageParameters
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
@@ -33,6 +34,8 @@ class HeldModel:
     """None where the whole output layer is on another device."""
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     """The queue of all stages' linear layers."""
+    checkpointing: Switch = field(default_factory=Switch)
+    """Of all checkpointed layers."""
     unsplit: list[str] = field(default_factory=list)
     """Names of the matrices whose gradient is made in I, since no linear layer holds them."""
     tied_copy: Matrix | None = None
@@ -70,6 +73,7 @@ def build(
     compute_dtype: torch.dtype,
     torch_device: torch.device,
     seed: int,
+    checkpointing: tuple[str, ...],
 ) -> HeldModel:
     """Builds what `device` holds and nothing else, and fills it from where the description says."""
     held = HeldModel()
@@ -90,6 +94,9 @@ def build(
         held.stages[stage] = module
         held.parameters[stage] = StageParameters(module, compute_dtype)
         held.unsplit += split_layers(module, held.weight_gradients)
+        for index in range(first, last):
+            layer = module.get_submodule(f"{description.structure.layers_name}.{index}")
+            checkpoint_layer(layer, checkpointing[index], held.checkpointing, torch_device)
         for name, parameter in held.parameters[stage]:
             held.shards[name] = ParameterShard(parameter, None, tuple(parameter.shape), saved_here=True)
 

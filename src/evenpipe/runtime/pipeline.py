@@ -31,6 +31,7 @@ from evenpipe.model import (
 from evenpipe.parallel import clip_gradients, pipeline_group, total_norm
 from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.batch import IGNORE_INDEX, Batch, Inputs, cut, distribute
+from evenpipe.runtime.checkpointing import checkpointing_of_layers
 from evenpipe.runtime.clock import Conversion, read_clocks
 from evenpipe.runtime.communication import Communicator, Communicators
 from evenpipe.runtime.device import build
@@ -70,6 +71,9 @@ class Pipeline:
         compute_dtype: of activations and products; default bf16 on a GPU, else `parameter_dtype`.
         seed: of fresh weights.
         layers_per_stage: layers of each stage, first to last; default: an even split, by cost for "redistribute".
+        checkpointing: what a layer keeps for its backward: "none" (all of it is kept), "full" (only the layer's input; its
+            forward runs a second time), "selective" (the results of products and of attention too), or one of these
+            per layer. The backward of a microbatch with R in the order finds everything.
         costs: measured pass times that the schedule is arranged by; default: FLOPs.
         torch_device: where this process computes; default: its own GPU where there is one, else the CPU.
         self_check: first compare a cut and a whole copy of the architecture, shrunken, on the first process.
@@ -93,6 +97,7 @@ class Pipeline:
         compute_dtype: torch.dtype | None = None,
         seed: int = 0,
         layers_per_stage: Sequence[int] | None = None,
+        checkpointing: str | Sequence[str] = "none",
         costs: Costs | None = None,
         torch_device: torch.device | str | None = None,
         self_check: bool = True,
@@ -110,6 +115,7 @@ class Pipeline:
             model if isinstance(model, Description) else describe(model, trust_remote_code=trust_remote_code)
         )
         options = _loss_options(loss or LossOptions(), self.description)
+        self._checkpointing = checkpointing_of_layers(checkpointing, self.description.layers)
         self._model_costs = _model_costs(self.description)
         self.layout: Layout = build_layout(
             devices=self.devices,
@@ -165,6 +171,7 @@ class Pipeline:
             compute_dtype=self._compute_dtype,
             torch_device=self.torch_device,
             seed=seed,
+            checkpointing=self._checkpointing,
         )
         self._walker = Walker(
             self.device,
@@ -178,6 +185,7 @@ class Pipeline:
             hidden_dtype=self._compute_dtype,
             torch_device=self.torch_device,
             weight_gradients=self._held.weight_gradients,
+            checkpointing=self._held.checkpointing,
         )
 
     def _let_go_of_the_model(self) -> None:

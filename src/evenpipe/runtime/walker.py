@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.batch import Batch, Microbatch
+from evenpipe.runtime.checkpointing import Switch
 from evenpipe.runtime.communication import Communicator, Communicators, Handle
 from evenpipe.runtime.random_state import RandomState
 from evenpipe.runtime.recording import Recording, StepRecord
@@ -89,6 +90,7 @@ class Walker:
         ranks: global rank of each device's process.
         hidden_dtype: of the hidden states between stages.
         weight_gradients: the queue of the stages' layers, for split backwards.
+        checkpointing: the switch of the stages' layers: microbatches with R keep all of the graph that R makes.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Walker:
         hidden_dtype: torch.dtype,
         torch_device: torch.device,
         weight_gradients: WeightGradients | None = None,
+        checkpointing: Switch | None = None,
     ) -> None:
         self._device = device
         self._stages = stages
@@ -126,6 +129,7 @@ class Walker:
         self._forwarded: dict[tuple[int, int], _Forwarded] = {}
         self._sends: dict[str, deque[Handle]] = {}
         self._weight_gradients = WeightGradients() if weight_gradients is None else weight_gradients
+        self._checkpointing = Switch() if checkpointing is None else checkpointing
         self._row: _Row | None = None
         self._pass_handlers: dict[Kind, Callable[[Pass], None]] = {
             Kind.F: self._forward,
@@ -206,6 +210,7 @@ class Walker:
         self._forwarded.clear()
         self._sends.clear()
         self._weight_gradients.clear()
+        self._checkpointing.off = False
         self._started = None
 
     def _begin(self) -> None:
@@ -317,7 +322,9 @@ class Walker:
         key = (stage, index)
         forwarded.input.requires_grad_()
         self._weight_gradients.under_way = key if key in self._row.split else None
+        self._checkpointing.off = key in self._row.recomputed
         output = self._call(stage, forwarded.input, microbatch)
+        self._checkpointing.off = False
         self._weight_gradients.under_way = None
         # The edge, not the output: the graph stays, the output itself goes as soon as it is sent.
         forwarded.output = get_gradient_edge(output)

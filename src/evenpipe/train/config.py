@@ -138,6 +138,9 @@ class PipelineConfig(Section):
     """Sequences per microbatch. A step trains on microbatches * microbatch_size sequences."""
     layers_per_stage: tuple[int, ...] | None = None
     """Transformer layers of each stage, first to last; none: split evenly, and by cost with "redistribute"."""
+    checkpointing: tuple[str, ...] = ("none",)
+    """What layers keep for their backward: "none" (everything is kept), "full" (only the layer's input; its forward runs
+    a second time), "selective" (the results of matrix products and of attention too), or a list with one per layer."""
     timeout_seconds: float = 600.0
     """After so many seconds without progress the run ends with an error that names the pass and the peer awaited."""
 
@@ -151,6 +154,8 @@ class PipelineConfig(Section):
             self.require(
                 "layers_per_stage", len(split) == devices and min(split, default=0) >= 0 and sum(split) > 0, accepted
             )
+        if not self.checkpointing or not set(self.checkpointing) <= {"none", "full", "selective"}:
+            self.require("checkpointing", False, "none, full, selective, or a list with one of these per layer")
         self._check_names()
 
     def _check_names(self) -> None:

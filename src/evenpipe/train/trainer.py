@@ -83,6 +83,7 @@ class _Run:
             vocabulary=config.pipeline.vocabulary,
             microbatches=config.pipeline.microbatches_per_step,
             layers_per_stage=config.pipeline.layers_per_stage,
+            checkpointing=_one_or_per_layer(config.pipeline.checkpointing),
             loss=LossOptions(
                 label_smoothing=config.loss.label_smoothing, z_loss=config.loss.z_loss, keep=config.loss.keep
             ),
@@ -353,6 +354,10 @@ def _seed(seed: int, step: int, device: int) -> int:
     """Of what is random in a step: the same for a resumed run, another one on every device."""
     digest = hashlib.sha256(f"{seed} {step} {device}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _one_or_per_layer(choices: tuple[str, ...]) -> str | tuple[str, ...]:
+    return choices[0] if len(choices) == 1 else choices
 
 
 def _compute_dtype(config: Config) -> torch.dtype | None:

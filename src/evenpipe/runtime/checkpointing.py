@@ -1,0 +1,214 @@
+"""Activation checkpointing of single layers: what a layer computed is computed again when its backward asks for it.
+
+    "none"        everything that autograd saves stays from F to B (or I)
+    "full"        only the layer's input stays; its forward runs a second time in B (or I), never in W
+    "selective"   the results of products and of attention stay too; only what lies between them runs again
+
+"full" is ours, "selective" is `torch.utils.checkpoint` with its standard policy. Both replace what autograd saves in one
+graph ("non-reentrant"): gradients are summed in the order of the plain backward, and hooks of parameters run once. The
+backward of a microbatch that has R in its order finds everything, so layers keep all of it there: see `Switch`.
+
+Why "full" is not torch's: host time. Beside the forward that runs again, a Llama layer costs torch's version about five
+times what it costs this one (`benchmarks/layer_host_time.py`), which makes no promise for changing graphs, nested
+backwards or other devices' generators. The input is saved through autograd, so that a change in place is noticed
+and hooks on saved tensors around the layer see that one tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from evenpipe.errors import InputError
+from evenpipe.runtime.random_state import RandomState
+
+CHOICES = ("none", "full", "selective")
+
+Forward = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class Switch:
+    """Shared by all layers of a device."""
+
+    off: bool = False
+    """While True, checkpointed layers keep everything, as plain ones do: the microbatch under way has R."""
+
+
+def checkpointing_of_layers(given: str | Sequence[str], layers: int) -> tuple[str, ...]:
+    """One choice for each layer of the model.
+
+    Raises:
+        InputError: an unknown choice, or not as many as the model has layers.
+    """
+    accepted = ", ".join(f'"{choice}"' for choice in CHOICES)
+    choices = (given,) * layers if isinstance(given, str) else tuple(given)
+    for choice in choices:
+        if choice not in CHOICES:
+            raise InputError(f"checkpointing: {choice!r}, expected one of {accepted}, or one of these per layer")
+    if len(choices) != layers:
+        raise InputError(f"checkpointing: {len(choices)} choices, expected one for each of the model's {layers} layers")
+    return choices
+
+
+def checkpoint_layer(layer: nn.Module, choice: str, switch: Switch, torch_device: torch.device) -> None:
+    """Puts the choice around a layer's forward; hooks of the layer stay outside and run once.
+
+    A layer of transformers has a mechanism of its own, which is switched off.
+    """
+    if choice == "none":
+        return
+    if hasattr(layer, "gradient_checkpointing"):
+        layer.gradient_checkpointing = False  # type: ignore[assignment]
+    layer.forward = checkpointed(layer.forward, choice, switch, torch_device)
+
+
+def checkpointed(forward: Forward, choice: str, switch: Switch, torch_device: torch.device) -> Forward:
+    """`forward` with the same arguments and results, checkpointed where a graph is made and the switch is not off."""
+    run = functools.partial(_fully, torch_device=torch_device) if choice == "full" else _selectively
+
+    @functools.wraps(forward)
+    def with_checkpointing(*args: Any, **kwargs: Any) -> Any:
+        if switch.off or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return run(forward, args, kwargs)
+
+    return with_checkpointing
+
+
+# --- selective ---------------------------------------------------------------------------------------------------
+
+_aten = torch.ops.aten
+PRODUCTS = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten._grouped_mm.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_fused_attention_overrideable.default,
+    _aten._scaled_dot_product_attention_math.default,
+    torch._higher_order_ops.flex_attention,
+]
+"""What "selective" keeps: these cost far more time than the bytes of their results are worth."""
+
+
+def _selectively(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    contexts = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+# --- full --------------------------------------------------------------------------------------------------------
+
+
+def _fully(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], torch_device: torch.device) -> Any:
+    call = _Call(forward, args, kwargs, torch_device)
+    with saved_tensors_hooks(call.forget, call.recall):
+        return forward(*args, **kwargs)
+
+
+class _Saved:
+    """Stands in the graph for one tensor that autograd wanted to save; owned by the graph alone."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
+
+
+class _AllComputed(BaseException):
+    """Ends a forward that runs again as soon as it has everything that the backward needs of it."""
+
+
+class _Call:
+    """One call of a layer: how to repeat it, and what the graph will want of it."""
+
+    def __init__(
+        self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], torch_device: torch.device
+    ) -> None:
+        self._forward: Forward | None = forward
+        self._random_state: RandomState | None = RandomState.of(torch_device)
+        self._saved: list[ReferenceType[_Saved]] = []
+        self._found = 0
+        # Inputs with a gradient (the hidden states) are saved by a node of the graph, everything else is kept as it is.
+        self._args, self._kwargs, self._differentiable = list(args), dict(kwargs), []
+        inputs: list[Tensor] = []
+        for container, key, value in (
+            *((self._args, index, value) for index, value in enumerate(args)),
+            *((self._kwargs, name, value) for name, value in kwargs.items()),
+        ):
+            if isinstance(value, Tensor) and value.requires_grad:
+                container[key] = None  # type: ignore[index]
+                self._differentiable.append((container, key))
+                inputs.append(value)
+        self._inputs = _Inputs.apply(*inputs).grad_fn if inputs else None
+
+    def forget(self, tensor: Tensor) -> _Saved:
+        """In place of a tensor of the first run."""
+        saved = _Saved()
+        self._saved.append(ref(saved))
+        return saved
+
+    def recall(self, saved: _Saved) -> Tensor:
+        """That tensor, from the second run; the backward's first question starts it."""
+        if self._forward is not None:
+            self._run_again()
+        assert saved.tensor is not None
+        return saved.tensor
+
+    def _run_again(self) -> None:
+        forward, random_state = self._forward, self._random_state
+        assert forward is not None and random_state is not None
+        if self._inputs is not None:
+            for (container, key), value in zip(self._differentiable, self._inputs.saved_tensors, strict=True):
+                container[key] = value.detach().requires_grad_()
+        args, kwargs = self._args, self._kwargs
+        self._forward = self._random_state = self._inputs = None
+        self._args, self._kwargs, self._differentiable = [], {}, []
+        self._found = 0
+        with random_state.restored(), torch.enable_grad(), saved_tensors_hooks(self._found_again, _never):
+            try:
+                forward(*args, **kwargs)
+            except _AllComputed:
+                pass
+        if self._found != len(self._saved):
+            raise RuntimeError(
+                f"a checkpointed layer saved {len(self._saved)} tensors for its backward, and {self._found} when it ran"
+                " again: its forward depends on something else than its arguments"
+            )
+
+    def _found_again(self, tensor: Tensor) -> None:
+        saved = self._saved[self._found]()
+        if saved is not None:
+            saved.tensor = tensor.detach()  # with its graph it would keep all of the second run alive
+        self._found += 1
+        if self._found == len(self._saved):
+            raise _AllComputed
+
+
+def _never(packed: None) -> Tensor:
+    raise AssertionError("the graph of a forward that ran again is never run backwards")
+
+
+class _Inputs(torch.autograd.Function):
+    """Saves tensors and does nothing else; no gradient ever comes here."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return inputs[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError("nothing depends on the output")
