@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         assert command is not None, "the parser ends without a command"
         if unknown:
             raise InputError(f"{command} has no argument {unknown[0]}{_nearest(unknown[0], of_command)}")
-        signal.signal(signal.SIGTERM, _terminated)
+        if "RANK" not in os.environ:  # under torchrun that signal ends a victim; the watch then says whose
+            signal.signal(signal.SIGTERM, _terminated)
         exit_code: int = _module(command).run(parsed)
         return exit_code
     except SystemExit as ending:  # from argparse (0 help, 2 wrong arguments) and from SIGTERM

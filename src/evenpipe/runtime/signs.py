@@ -17,9 +17,10 @@ class Cause:
     """Why the run ended, as the first process to notice wrote it."""
 
     kind: str
-    """One of "input" (the user's mistake), "exception", "dead", "silent", "stuck" (all live, but a wait timed out)."""
+    """One of "input" (the user's mistake), "exception", "dead", "silent", "left" (ended without an error while needed),
+    "stuck" (all live, but a wait timed out)."""
     origin: int
-    """The process at fault."""
+    """The process at fault; -1 for who started them."""
     text: str
     """One sentence; for "input" the text of the InputError itself."""
 

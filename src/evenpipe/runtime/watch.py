@@ -11,6 +11,11 @@ writes the cause;
 A ring is enough, since of any set of dead processes one stands behind a live one; so the cost does not grow with their
 number. Beats are compared by change of value against the reader's own clock, and only time during which the reader
 itself ran counts: machines' clocks differ, and a whole job may be suspended and continued.
+
+Under torchrun three more things end a process. Its agent sends SIGTERM to all as soon as it has seen one fail, which is
+often before the others know who it was: so the watch hears that signal, looks for the cause, says it, and ends. A
+process that ends without an error while others need it (`sys.exit` too) is named by them. And when the agent itself is
+no more, nobody is left to end the processes.
 """
 
 from __future__ import annotations
@@ -22,21 +27,37 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from evenpipe.errors import RunError
+from evenpipe.runtime.bell import Bell
+from evenpipe.runtime.peers import Peers
 from evenpipe.runtime.signs import Beat, Board, Cause, Waiting, cause_of, machine, processes, started
 
 BEAT_SECONDS = 0.25
 GRACE_SECONDS = 1.0
 """How long the main thread has to notice a cause; once it has, five times as long to end in its own way."""
 
+FAREWELL_SECONDS = 1.5
+"""How long after SIGTERM a process looks for the cause before it calls that signal the cause."""
+
 EXIT_CODE = 3
+
+LAUNCHER = -1
+"""In place of a rank: the origin of a cause is who started the processes."""
 
 BROKEN = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Application timeout caused")
 """What gloo says when a peer is gone or a wait took too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceWait:
+    waiting: Waiting
+    is_done: Callable[[], bool]
+    limit_seconds: float
 
 
 class Watch:
@@ -51,6 +72,7 @@ class Watch:
         silence_seconds: float = 30.0,
         on_cause: Callable[[Watch], None] | None = None,
         board: Board | None = None,
+        launcher: int | None = None,
     ) -> None:
         """A watch that does nothing until `start()`.
 
@@ -60,11 +82,15 @@ class Watch:
         on_cause: called once, on any thread, as soon as `cause` is known. Default: the message goes to stderr if the
             main thread is stuck and the watch has to end the process.
         board: where to show what this process waits for to whoever started it.
+        launcher: pid of who started this process, if the run is to end with it.
         """
         self.rank, self.world_size, self.silence_seconds = rank, world_size, silence_seconds
         self.cause: Cause | None = None
-        self.waiting: Waiting | None = None
         self._store: Any = store
+        self._peers: Peers | None = None
+        self._waiting: Waiting | None = None
+        self._on_device: deque[_DeviceWait] = deque()
+        self._launcher = launcher
         self._beat_seconds = BEAT_SECONDS * max(1.0, world_size / 256)  # all beats end in one store
         self._on_cause = on_cause
         self._board = board
@@ -73,17 +99,25 @@ class Watch:
         self._learning = threading.Lock()
         self._main_knows = False
         self._stop = threading.Event()
+        self._bell: Bell | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Begins to beat. All processes start at about the same time."""
+    def start(self, *, hear_sigterm: bool = False) -> None:
+        """Begins to beat. All processes start at about the same time.
+
+        hear_sigterm: look for the cause on SIGTERM, and end with it; unless the program handles that signal itself.
+        """
         if self._store is None or self.world_size == 1:
             return
         self._store = self._store.clone()  # one client serves one request at a time, and others may block in theirs
         self._store.set(f"beat/{self.rank}", self._beat.dump())
-        self._thread = threading.Thread(
-            target=self._run, args=(self._store.clone(),), name="evenpipe-watch", daemon=True
-        )
+        self._peers = Peers(self._store, self._beat, self.rank)
+        self._bell = Bell()
+        if hear_sigterm:
+            self._bell.hear_sigterm()
+        store = self._store.clone()
+        peers = Peers(store, self._beat, self.rank, is_known=True)
+        self._thread = threading.Thread(target=self._run, args=(store, peers), name="evenpipe-watch", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
@@ -91,7 +125,10 @@ class Watch:
         if self._thread is None or os.getpid() != self._beat.pid:  # a forked child has no thread, and not its sockets
             return
         self._stop.set()
+        assert self._bell is not None
+        self._bell.ring()
         self._thread.join()
+        self._bell.close()
         self._thread = None
         if self.cause is None:
             with contextlib.suppress(RuntimeError):  # the store may have gone with the process that held it
@@ -105,17 +142,32 @@ class Watch:
         Raises:
             RunError: the run is known to have failed already.
         """
-        self.waiting = Waiting(what, needed_by, communicator, peers)
+        self._waiting = Waiting(what, needed_by, communicator, peers)
         if self._board is not None:
-            self._board.show(self.rank, self.waiting)
+            self._board.show(self.rank, self._waiting)
         if self._cause_known.is_set():
             raise self._error()
 
     def arrived(self) -> None:
         """The wait is over."""
-        self.waiting = None
+        self._waiting = None
         if self._board is not None:
             self._board.clear(self.rank)
+
+    def arrives_when(self, is_done: Callable[[], bool], limit_seconds: float) -> None:
+        """The main thread goes on and a GPU waits, at most so long: no library raises there. That wait is over when
+        `is_done()`; the watch's thread asks."""
+        if self._waiting is not None and self._thread is not None:
+            self._on_device.append(_DeviceWait(self._waiting, is_done, limit_seconds))
+        self._waiting = None  # the board keeps showing it until the watch knows better
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """What the main thread waits for, or else the GPU: of what it has been given, the first that is not there."""
+        waiting = self._waiting
+        with contextlib.suppress(IndexError):  # the other thread may take the last one
+            waiting = waiting or self._on_device[0].waiting
+        return waiting
 
     @contextlib.contextmanager
     def during(self, what: str, communicator: str, peers: tuple[int, ...]) -> Iterator[None]:
@@ -137,20 +189,25 @@ class Watch:
         waiting = self.waiting
         if self._thread is None:
             return RunError(f"process {self.rank}, awaiting {waiting}: {error}")
+        assert self._peers is not None
         if "timed out" in str(error).lower() and not self._cause_known.is_set():
-            self._settle(self._stuck(waiting))
-        peers = () if waiting is None else waiting.peers
+            self._settle(self._peers.stuck(waiting))
+        ranks = () if waiting is None else waiting.peers
         deadline = time.monotonic() + self.silence_seconds + 1
         while not self._cause_known.wait(0.05):
+            now = time.monotonic()
             try:
-                dead = [cause for peer in peers if (cause := self._death_of(peer, self._store))]
+                found = self._peers.first_death(ranks)
+                # Of several, one may have done all that it had to.
+                if found is None and (len(ranks) == 1 or now > deadline):
+                    found = self._peers.departure(ranks)
             except RuntimeError as lost:
-                dead = [_store_lost(lost)]
-            if dead:
-                self._settle(dead[0])
-            elif time.monotonic() > deadline:
-                origin = peers[0] if peers else self.rank
-                text = f"{processes(peers)} broke the connection" if peers else f"process {origin} lost a connection"
+                found = self._lost(lost)
+            if found is not None:
+                self._settle(found)
+            elif now > deadline:
+                origin = ranks[0] if ranks else self.rank
+                text = f"{processes(ranks)} broke the connection" if ranks else f"process {origin} lost a connection"
                 self._settle(Cause("dead", origin, f"{text} ({error})"))
         return self._error()
 
@@ -166,41 +223,72 @@ class Watch:
 
     # -- the thread --------------------------------------------------------------------------------
 
-    def _run(self, store: Any) -> None:
+    def _run(self, store: Any, peers: Peers) -> None:
         neighbour, last_value, silent_seconds, lost_seconds = self._after(self.rank), "", 0.0, 0.0
-        last_time = time.monotonic()
-        while not self._stop.wait(self._beat_seconds):
+        on_device: _DeviceWait | None = None
+        waited_seconds = 0.0
+        last_time, farewell = time.monotonic(), float("inf")
+        assert self._bell is not None
+        while not self._cause_known.is_set():
+            terminated = signal.SIGTERM in self._bell.wait(self._beat_seconds if farewell == float("inf") else 0.05)
+            if self._stop.is_set() and not self._cause_known.is_set():
+                return
             now = time.monotonic()
             elapsed = min(now - last_time, 2 * self._beat_seconds)  # a longer gap: this process was stopped itself
             last_time = now
+            if terminated:
+                farewell = min(farewell, now + FAREWELL_SECONDS)
+            before, on_device = on_device, self._first_on_device()
+            waited_seconds = waited_seconds + elapsed if on_device is before else 0.0
             try:
                 self._beat = replace(self._beat, count=self._beat.count + 1, waiting=self.waiting)
                 store.set(f"beat/{self.rank}", self._beat.dump())
                 if store.check(["cause"]):
                     self._learn(Cause(**json.loads(store.get("cause"))))
                     break
+                if farewell != float("inf"):
+                    if (found := peers.first_death(peers.here())) or (
+                        now > farewell and (found := self._sigterm(peers))
+                    ):
+                        self._settle(found, store)
+                    continue
+                if self._is_orphan():
+                    self._settle(_launcher_died(), store)
+                if on_device is not None and waited_seconds > on_device.limit_seconds:
+                    self._settle(peers.stuck(on_device.waiting), store)
                 if neighbour == self.rank:
                     continue
-                value = self._value(neighbour, store)
+                value, beat = peers.beat(neighbour)
                 silent_seconds = 0.0 if value != last_value else silent_seconds + elapsed
                 last_value, lost_seconds = value, 0.0
-                if value and Beat.load(value).done:
+                if beat is not None and beat.done:
                     neighbour, last_value, silent_seconds = self._after(neighbour), "", 0.0
-                elif death := self._death_of(neighbour, store):
+                elif death := peers.death_of(neighbour):
                     self._settle(death, store)
                 elif silent_seconds > self.silence_seconds:
-                    self._settle(self._silence_of(neighbour, value), store)
-                    self._kill(value)
+                    self._settle(peers.silence_of(neighbour, self.silence_seconds), store)
+                    peers.kill(neighbour)
             except RuntimeError as error:
                 # The store went with its host. A process that computes may well come to its end; one that waits will
-                # not.
+                # not, and neither should one whose launcher is no more.
                 lost_seconds = lost_seconds + elapsed if self.waiting is not None else 0.0
-                if lost_seconds > self.silence_seconds:
-                    self._learn(_store_lost(error))
-                    break
-        else:
-            return
+                if self._is_orphan() or farewell != float("inf") or lost_seconds > self.silence_seconds:
+                    self._learn(self._lost(error))
+        with contextlib.suppress(RuntimeError):
+            peers.kill_stopped()
         self._end()
+
+    def _first_on_device(self) -> _DeviceWait | None:
+        """What the GPU waits for, of all that it has been given to wait for."""
+        while self._on_device:
+            first = self._on_device[0]
+            with contextlib.suppress(RuntimeError):  # the GPU has failed; whoever uses it will say so
+                if not first.is_done():
+                    return first
+            self._on_device.popleft()
+            if self._board is not None and self._waiting is None and not self._on_device:
+                self._board.clear(self.rank)
+        return None
 
     def _after(self, rank: int) -> int:
         return (rank + 1) % self.world_size
@@ -231,6 +319,8 @@ class Watch:
             if self._on_cause is not None:
                 self._on_cause(self)
             self._cause_known.set()
+        if self._bell is not None:
+            self._bell.ring()
 
     def _error(self) -> RunError:
         assert self.cause is not None
@@ -239,64 +329,23 @@ class Watch:
             return RunError(self.cause.text)
         return RunError(f"{self.cause.text}; process {self.rank} was awaiting {self.waiting}")
 
-    def _value(self, rank: int, store: Any) -> str:
-        """The beat of a process as it stands in the store; empty before its first one. Never blocks."""
-        key = f"beat/{rank}"
-        return store.get(key).decode() if store.check([key]) else ""
+    def _sigterm(self, peers: Peers) -> Cause:
+        """The cause of a SIGTERM for which none was found."""
+        text = f"process {self.rank} (pid {self._beat.pid}) was ended by signal 15 (SIGTERM)"
+        return peers.departure(peers.here()) or Cause("dead", self.rank, text)
 
-    def _death_of(self, rank: int, store: Any) -> Cause | None:
-        """A cause, if that process ran on this machine and is no more. Elsewhere only silence tells."""
-        value = self._value(rank, store)
-        if not value:
-            return None
-        beat = Beat.load(value)
-        if beat.machine != self._beat.machine or started(beat.pid) == beat.started:
-            return None
-        if Beat.load(self._value(rank, store)).done:  # read again after the look: "done" is written before the end
-            return None
-        return Cause("dead", rank, f"process {rank} (pid {beat.pid}) has died: killed, out of memory or crashed")
+    def _is_orphan(self) -> bool:
+        return self._launcher is not None and os.getppid() != self._launcher
 
-    def _silence_of(self, rank: int, value: str) -> Cause:
-        what = f"process {rank} gave no sign of life for {self.silence_seconds:g} s"
-        if not value:
-            return Cause("silent", rank, what)
-        beat = Beat.load(value)
-        doing = f"awaited {beat.waiting}" if beat.waiting else "was not waiting for any process"
-        return Cause("silent", rank, f"{what} (pid {beat.pid}; it {doing})")
-
-    def _kill(self, value: str) -> None:
-        """Ends a stopped process of this machine, which would outlive the run and hold up whoever started it."""
-        beat = Beat.load(value) if value else None
-        if beat and beat.machine == self._beat.machine and started(beat.pid) == beat.started:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(beat.pid, signal.SIGKILL)
-
-    def _stuck(self, waiting: Waiting | None) -> Cause:
-        """A wait timed out, nobody died: follows who waits for whom to the one that does not, or round the circle."""
-        text, origin, seen = f"process {self.rank} timed out awaiting {waiting}", self.rank, {self.rank}
-        while waiting is not None:
-            # In a collective all wait for the same; of interest is who does something else.
-            states = {peer: self._value(peer, self._store) for peer in waiting.peers}
-            beats = {peer: Beat.load(value) for peer, value in states.items() if value}
-            others = [peer for peer, beat in beats.items() if not _same(beat.waiting, waiting)]
-            if not others:
-                break
-            origin = others[0]
-            if origin in seen:
-                text += f", a circle back to process {origin}"
-                break
-            seen.add(origin)
-            waiting = beats[origin].waiting
-            state = "has finished" if beats[origin].done else f"awaits {waiting}" if waiting else "does not wait"
-            text += f"; process {origin} {state}"
-        return Cause("stuck", origin, text)
+    def _lost(self, error: RuntimeError) -> Cause:
+        """The cause when the store does not answer."""
+        if self._is_orphan():
+            return _launcher_died()
+        lines = str(error).strip().splitlines()
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        text = f"and with it the store of the run ({lines[0] if lines else error!r})"
+        return Cause("dead", LAUNCHER if agent else 0, f"{'the launcher' if agent else 'process 0'} has died, {text}")
 
 
-def _store_lost(error: Exception) -> Cause:
-    lines = str(error).strip().splitlines()
-    holder = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "process 0"
-    return Cause("dead", 0, f"{holder} has died, and with it the store of the run ({lines[0] if lines else error!r})")
-
-
-def _same(one: Waiting | None, other: Waiting) -> bool:
-    return one is not None and (one.what, one.communicator) == (other.what, other.communicator)
+def _launcher_died() -> Cause:
+    return Cause("dead", LAUNCHER, "the launcher of this process has died: killed, out of memory or crashed")

@@ -134,8 +134,17 @@ def start_worker(
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler is deaf during a gloo wait
     store = PrefixStore(f"evenpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     meet(store, rank, world_size, start_seconds)
-    watch = Watch(store, rank, world_size, silence_seconds=silence_seconds, on_cause=on_cause, board=board)
-    watch.start()
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    watch = Watch(
+        store,
+        rank,
+        world_size,
+        silence_seconds=silence_seconds,
+        on_cause=on_cause,
+        board=board,
+        launcher=os.getppid() if under_torchrun else None,
+    )
+    watch.start(hear_sigterm=under_torchrun)
     device, identity = _own_device(torch_device)
     if not dist.is_initialized():
         nccl = device.type == "cuda" and _each_its_own(identity, store, rank, world_size)

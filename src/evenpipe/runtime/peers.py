@@ -1,0 +1,107 @@
+"""What a process can find out about the others: from their beats in the store, and about those of its own machine from
+the kernel. Each finding is a `Cause`; which of them holds is decided in `watch`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterable
+from typing import Any
+
+from evenpipe.runtime.signs import Beat, Cause, Waiting, is_stopped, started
+
+
+class Peers:
+    """The other processes, as seen from one."""
+
+    def __init__(self, store: Any, own: Beat, rank: int, *, is_known: bool = False) -> None:
+        """Tells the others of this machine of this process, unless that is known.
+
+        store: a client that no other thread blocks in.
+        """
+        self._store = store
+        self._own = own
+        self._rank = rank
+        self._key = f"on {own.machine}"
+        if not is_known:
+            store.append(self._key, f" {rank}")
+
+    def beat(self, rank: int) -> tuple[str, Beat | None]:
+        """The beat of a process as text, and what it says; nothing before its first one. Never blocks."""
+        key = f"beat/{rank}"
+        value = self._store.get(key).decode() if self._store.check([key]) else ""
+        return value, Beat.load(value) if value else None
+
+    def here(self) -> list[int]:
+        """The other processes of this machine."""
+        return [rank for rank in map(int, self._store.get(self._key).split()) if rank != self._rank]
+
+    def death_of(self, rank: int) -> Cause | None:
+        """A cause, if that process ran on this machine and is no more. Elsewhere only silence tells."""
+        beat = self.beat(rank)[1]
+        if beat is None or beat.machine != self._own.machine or started(beat.pid) == beat.started:
+            return None
+        again = self.beat(rank)[1]
+        if again is None or again.done:  # read again after the look: "done" is written before the end
+            return None
+        return Cause("dead", rank, f"process {rank} (pid {beat.pid}) has died: killed, out of memory or crashed")
+
+    def first_death(self, ranks: Iterable[int]) -> Cause | None:
+        """The cause that one of these processes is, if any."""
+        return next((cause for rank in ranks if (cause := self.death_of(rank)) is not None), None)
+
+    def departure(self, ranks: Iterable[int]) -> Cause | None:
+        """A cause, if one of these has ended its part without an error, though others still need it."""
+        for rank in ranks:
+            beat = self.beat(rank)[1]
+            if beat is not None and beat.done:
+                return Cause("left", rank, f"process {rank} (pid {beat.pid}) has ended while others still needed it")
+        return None
+
+    def silence_of(self, rank: int, seconds: float) -> Cause:
+        """The cause that a process is which has not beaten for so long."""
+        what = f"process {rank} gave no sign of life for {seconds:g} s"
+        beat = self.beat(rank)[1]
+        if beat is None:
+            return Cause("silent", rank, what)
+        doing = f"awaited {beat.waiting}" if beat.waiting else "was not waiting for any process"
+        return Cause("silent", rank, f"{what} (pid {beat.pid}; it {doing})")
+
+    def stuck(self, waiting: Waiting | None) -> Cause:
+        """A wait timed out, nobody died: follows who waits for whom to the one that does not, or round the circle."""
+        text, origin, seen = f"process {self._rank} timed out awaiting {waiting}", self._rank, {self._rank}
+        while waiting is not None:
+            # In a collective all wait for the same; of interest is who does something else.
+            beats = {peer: beat for peer in waiting.peers if (beat := self.beat(peer)[1]) is not None}
+            others = [peer for peer, beat in beats.items() if not _same(beat.waiting, waiting)]
+            if not others:
+                break
+            origin = others[0]
+            if origin in seen:
+                text += f", a circle back to process {origin}"
+                break
+            seen.add(origin)
+            waiting = beats[origin].waiting
+            state = "has finished" if beats[origin].done else f"awaits {waiting}" if waiting else "does not wait"
+            text += f"; process {origin} {state}"
+        return Cause("stuck", origin, text)
+
+    def kill(self, rank: int, *, only_stopped: bool = False) -> None:
+        """Ends a process of this machine that hears nothing else, and would outlive the run and hold up whoever started
+        it: a silent one, or one that has been stopped."""
+        beat = self.beat(rank)[1]
+        if beat is None or beat.machine != self._own.machine or started(beat.pid) != beat.started:
+            return
+        if is_stopped(beat.pid) or not only_stopped:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(beat.pid, signal.SIGKILL)
+
+    def kill_stopped(self) -> None:
+        """Ends all processes of this machine that have been stopped."""
+        for rank in self.here():
+            self.kill(rank, only_stopped=True)
+
+
+def _same(one: Waiting | None, other: Waiting) -> bool:
+    return one is not None and (one.what, one.communicator) == (other.what, other.communicator)
