@@ -1,16 +1,28 @@
-"""`evenpipe draw --schedule NAME|FILE.csv ... [-o FILE.{html,svg,json}]`."""
+"""`evenpipe draw --schedule NAME|FILE.csv ... | TRACE.json [-o FILE.{html,svg,json}]`."""
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from evenpipe.cli.schedule_arguments import COSTS, add_cases, cases, schedules_help
 from evenpipe.errors import InputError
 
+if TYPE_CHECKING:
+    from evenpipe.schedule import Timeline
+
+TRACES = """
+A trace (evenpipe train --trace): the measured step is drawn above the step that is predicted for the same program, on
+one axis of time in seconds. The prediction takes the medians of that trace, or the costs of --costs, whose unit is the
+second (or --unit-seconds)."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to draw, and where."""
+    parser.add_argument("trace", metavar="TRACE.json", nargs="?", help="a measured step, instead of a schedule")
     add_cases(parser)
     parser.add_argument(
         "-o",
@@ -23,9 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory", action="store_true", help="what each device holds, under its passes (.html: always)"
     )
     parser.add_argument(
+        "--waits",
+        action="store_true",
+        help="what idle devices wait for (.html, .json and traces: always)",
+    )
+    parser.add_argument(
         "--unit-seconds", metavar="X", type=float, help="length of the costs' unit of time, for axes in seconds"
     )
-    parser.epilog = f"{schedules_help()}\n{COSTS}"
+    parser.epilog = f"{schedules_help()}\n{TRACES}\n{COSTS}"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,21 +54,41 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--unit-seconds is {unit:g}, expected a number above 0")
     if arguments.output is not None:
         check_file(arguments.output)
-    planned = cases(arguments)
-
-    from evenpipe.plan.case_report import labels
-
-    timelines = dict(zip(labels(planned), (case.simulation.timeline for case in planned), strict=True))
+    if arguments.trace is None:
+        timelines, title, waits = *_simulated(arguments), arguments.waits
+    else:
+        timelines, title, waits = *_measured(arguments), True
+        unit = 1.0
     if arguments.output is None:
-        print(terminal(timelines, memory=arguments.memory, unit_seconds=unit), end="", flush=True)
+        print(terminal(timelines, memory=arguments.memory, waits=waits, unit_seconds=unit), end="", flush=True)
         return 0
-    size = planned[0].schedule
-    draw(
-        timelines,
-        arguments.output,
-        title=f"{size.devices} devices, {size.microbatches} microbatches",
-        memory=arguments.memory,
-        unit_seconds=unit,
-    )
+    draw(timelines, arguments.output, title=title, memory=arguments.memory, waits=waits, unit_seconds=unit)
     print(f"wrote {arguments.output}", flush=True)
     return 0
+
+
+def _simulated(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], str]:
+    from evenpipe.plan.case_report import labels
+
+    planned = cases(arguments)
+    timelines = dict(zip(labels(planned), (case.simulation.timeline for case in planned), strict=True))
+    size = planned[0].schedule
+    return timelines, f"{size.devices} devices, {size.microbatches} microbatches"
+
+
+def _measured(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], str]:
+    from evenpipe.plan.measured import compare
+    from evenpipe.schedule.files import read_costs
+    from evenpipe.schedule.trace_file import read_trace
+
+    others = ("schedule", "compare", "devices", "microbatches", "stages_per_device", "group_size", "memory_limit")
+    for name in (*others, "vocabulary"):
+        if getattr(arguments, name) is not None:
+            option = name.replace("_", "-")
+            raise InputError(
+                f"--{option} is given, but the trace {arguments.trace} says what ran; leave one of them out"
+            )
+    trace = read_trace(arguments.trace)
+    costs = None if arguments.costs is None else read_costs(arguments.costs)
+    comparison = compare(trace, costs, unit_seconds=arguments.unit_seconds or 1.0)
+    return comparison.timelines, comparison.title or Path(arguments.trace).stem

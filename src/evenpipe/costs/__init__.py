@@ -1,0 +1,13 @@
+"""Costs from measurements: traces of real steps become the times that the simulator predicts from.
+
+`costs_of` takes the medians of traces, `write_costs` makes a cost file of them, `with_backward` gives orders with every
+kind of pass to measure.
+"""
+
+from __future__ import annotations
+
+from .backwards import BACKWARDS, with_backward
+from .cost_file import write_costs
+from .fit import costs_of
+
+__all__ = ["BACKWARDS", "costs_of", "with_backward", "write_costs"]

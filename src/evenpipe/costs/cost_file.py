@@ -1,0 +1,44 @@
+"""Cost files as TOML, for `--costs` of every command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from evenpipe.errors import InputError
+from evenpipe.schedule import Costs
+
+
+def write_costs(costs: Costs, path: str | Path, notes: Iterable[str] = ()) -> None:
+    """Write a file that `read_costs` reads, with `notes` as comments on top. Raises InputError where it cannot be."""
+    try:
+        Path(path).write_text(costs_to_toml(costs, notes), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def costs_to_toml(costs: Costs, notes: Iterable[str] = ()) -> str:
+    """Costs as TOML: times first, tables below them."""
+    lines = [f"# {line}".rstrip() for note in notes for line in note.splitlines() or [""]]
+    tables: list[tuple[str, Mapping[str, Any]]] = []
+    for name, value in costs.to_dict().items():
+        if not isinstance(value, Mapping):
+            lines.append(f"{name} = {_number(value)}")
+        elif name == "links":
+            tables += [(f"links.{_key(link)}", said) for link, said in value.items()]
+        else:
+            tables.append((name, value))
+    for name, said in tables:
+        lines += ["", f"[{name}]", *(f"{key} = {_number(value)}" for key, value in said.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_number, value))}]"
+    return str(value) if isinstance(value, int) else f"{value:.6g}" if value else "0.0"
+
+
+def _key(name: str) -> str:
+    return name if name.isidentifier() else f'"{name}"'

@@ -1,0 +1,84 @@
+"""A measured step beside the step that is predicted for the same program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from evenpipe.costs import costs_of
+from evenpipe.schedule import Costs, Event, Timeline
+from evenpipe.schedule.trace import Trace
+from evenpipe.schedule.words import count
+from evenpipe.simulate import Simulation, simulate
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A trace and the simulation of its program. Times of both in seconds."""
+
+    trace: Trace
+    simulation: Simulation
+    unit_seconds: float
+    """Of the costs that it was simulated with."""
+
+    @property
+    def timelines(self) -> Mapping[str, Timeline]:
+        """Both by name, the measured one first."""
+        return {"measured": self.measured, "predicted": self.predicted}
+
+    @property
+    def measured(self) -> Timeline:
+        """What ran."""
+        return self.trace.timeline()
+
+    @property
+    def predicted(self) -> Timeline:
+        """What was to be expected, in seconds."""
+        timeline, unit = self.simulation.timeline, self.unit_seconds
+        return timeline if unit == 1 else scaled(timeline, unit)
+
+    @property
+    def title(self) -> str:
+        """The schedule, its vocabulary mode and its size, as far as the trace says them."""
+        about, program = self.trace.about, self.trace.program
+        names = [str(about[key]) for key in ("schedule", "vocabulary") if about.get(key)]
+        step = [f"step {about['step']}"] if "step" in about else []
+        size = [count(program.devices, "device"), count(program.microbatches, "microbatch")]
+        return ", ".join([" + ".join(names), *size, *step] if names else [*size, *step])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Step and idle time of both, in seconds, lists per device."""
+        measured, predicted = self.measured, self.predicted
+        return {
+            "measured": measured.makespan,
+            "predicted": predicted.makespan,
+            "measured_waiting": [sum(row.values()) for row in self.trace.waiting],
+            "predicted_waiting": [predicted.makespan - busy for busy in predicted.busy],
+        }
+
+
+def compare(trace: Trace, costs: Costs | None = None, *, unit_seconds: float = 1.0) -> Comparison:
+    """Simulate the program of `trace`.
+
+    costs: by default the medians of the trace itself. unit_seconds: of `costs`. Raises InputError when they lack a kind
+    of pass that the program has.
+    """
+    own = costs is None
+    used = costs_of([trace]) if costs is None else costs
+    return Comparison(trace, simulate(trace.program, used), 1.0 if own else unit_seconds)
+
+
+def scaled(timeline: Timeline, factor: float) -> Timeline:
+    """`timeline` in another unit of time."""
+
+    def row(events: tuple[Event, ...]) -> tuple[Event, ...]:
+        return tuple(replace(event, start=event.start * factor, end=event.end * factor) for event in events)
+
+    memory = timeline.memory
+    return Timeline(
+        tuple(row(events) for events in timeline.events),
+        timeline.stage_bytes,
+        tuple(row(events) for events in timeline.beside),
+        None if memory is None else tuple(tuple((time * factor, size) for time, size in curve) for curve in memory),
+    )
