@@ -71,14 +71,64 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "olmo3": ("Olmo3Config", {**GROUPED, **MIXED}),
 }
 NAMED = list(FAMILIES)[:13]
+
+# Mixtures of experts. The first four are promised; the others came for free.
+EXPERTS: dict[str, tuple[str, dict]] = {
+    "mixtral": ("MixtralConfig", {**GROUPED, **WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {**GROUPED, "head_dim": 24, "attention_bias": True, "num_experts": 5, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "olmoe": ("OlmoeConfig", {**GROUPED, "num_experts": 6, "num_experts_per_tok": 3, "attention_bias": True}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {**GROUPED, **MIXED, "head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "swiglu_limit": 0.3},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+        | {"shared_expert_intermediate_size": 48},
+    ),
+    "phimoe": (
+        "PhimoeConfig",
+        {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True}
+        | {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    ),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 2.5}
+        | {"logits_scaling": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {**GROUPED, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 2}
+        | {"topk_group": 1, "moe_intermediate_size": 40, "first_k_dense_replace": 1, "q_lora_rank": 24}
+        | {"kv_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {**GROUPED, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 40, "moe_layer_start_index": 1}
+        | {"moe_layer_end_index": 3, "moe_num_shared_experts": 1},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {**GROUPED, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "flex_olmo": ("FlexOlmoConfig", {**GROUPED, "num_experts": 5, "num_experts_per_tok": 2}),
+}
+PROMISED_EXPERTS = list(EXPERTS)[:4]
 ROUNDING = 1e-12
 """Where transformers divides logits by a number and we multiply by its inverse; elsewhere the error is 0.0."""
 
 
 def tiny_config(name: str, *, tied: bool = False, **changes) -> transformers.PreTrainedConfig:
-    class_name, settings = FAMILIES[name]
+    class_name, settings = (FAMILIES | EXPERTS)[name]
     config_class = getattr(transformers, class_name)
-    return config_class(**(settings | {"tie_word_embeddings": tied} | changes))
+    config = config_class(**(settings | {"tie_word_embeddings": tied} | changes))
+    config._experts_implementation = "eager"  # the grouped product of experts takes no fp64
+    return config
 
 
 def whole_model(config, dtype: torch.dtype = torch.float64, seed: int = 0) -> transformers.PreTrainedModel:
@@ -105,7 +155,9 @@ def loss_and_gradients(model, tokens, labels, **arguments) -> tuple[float, dict[
     logits = model(input_ids=tokens, use_cache=False, **arguments).logits
     loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     loss.backward()
-    return loss.item(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return loss.item(), {
+        name: None if parameter.grad is None else parameter.grad.clone() for name, parameter in model.named_parameters()
+    }
 
 
 def build_stages(description, cuts, dtype=torch.float64):

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 import transformers
-from families import FAMILIES, GROUPED, build_stages, tiny_config, tokens_and_labels, whole_model
+from families import EXPERTS, FAMILIES, build_stages, tiny_config, tokens_and_labels, whole_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -16,11 +16,12 @@ from evenpipe.errors import InputError
 from evenpipe.model import (
     build_stage,
     describe,
-    disk_names,
+    disk_tensors,
     fill_parameters,
     fill_rows,
     load_parameters,
     load_rows,
+    persistent_buffers,
     save_tensors,
     write_folder_metadata,
 )
@@ -40,7 +41,7 @@ def saved(tmp_path):
     return save
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *EXPERTS])
 @pytest.mark.parametrize("tied", [False, True])
 def test_from_folder_to_stages_to_folder(name, tied, saved, tmp_path) -> None:
     model, given = saved(name, tied, max_shard_size="40KB")
@@ -48,24 +49,27 @@ def test_from_folder_to_stages_to_folder(name, tied, saved, tmp_path) -> None:
     tensors = {}
     for stage in build_stages(description, (1, 3), dtype=torch.float32):
         fill_parameters(stage, description)
-        tensors |= dict(stage.named_parameters())
+        tensors |= dict(stage.named_parameters()) | dict(persistent_buffers(stage))
     for key in description.vocabulary_names:
         tensors[key] = torch.cat([fill_rows(description, key, 0, 300), fill_rows(description, key, 300, 503)])
-    whole = dict(model.named_parameters())
-    assert tensors.keys() == whole.keys()
+    whole = dict(model.named_parameters()) | dict(persistent_buffers(model))
+    assert tensors.keys() == whole.keys() == description.shapes.keys()
     assert all(torch.equal(tensors[key], whole[key]) for key in whole)
 
     written = tmp_path / "written"
-    names = disk_names(description, tensors)
     write_folder_metadata(description, written, torch.float32)
-    save_tensors(written, ((names[key], tensor) for key, tensor in tensors.items()), max_shard_size=40_000)
+    save_tensors(written, disk_tensors(description, tensors.items()), max_shard_size=40_000)
     read, report = transformers.AutoModelForCausalLM.from_pretrained(written, output_loading_info=True)
     assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokens, _ = tokens_and_labels()
+    read.config._experts_implementation = model.config._experts_implementation
     assert torch.equal(read.eval()(tokens).logits, model.eval()(tokens).logits)
-    ours = {key for file in written.glob("*.safetensors") for key in load_file(file)}
-    theirs = {key for file in given.glob("*.safetensors") for key in load_file(file)}
-    assert ours == theirs, "names on disk are those that transformers writes"
+    ours, theirs = (
+        {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
+        for folder in (written, given)
+    )
+    assert ours.keys() == theirs.keys(), "names on disk are those that transformers writes"
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     assert {json.loads((written / "config.json").read_text())[key] for key in ("dtype", "model_type")} == {
         "float32",
         model.config.model_type,
@@ -76,10 +80,10 @@ def test_names_differ_on_disk_for_gpt_neox(saved) -> None:
     _, folder = saved("gpt_neox")
     description = describe(folder)
     assert description.head_name == "lm_head.weight"
-    assert disk_names(description, ["lm_head.weight", "gpt_neox.final_layer_norm.bias"]) == {
-        "lm_head.weight": "embed_out.weight",
-        "gpt_neox.final_layer_norm.bias": "gpt_neox.final_layer_norm.bias",
-    }
+    one = torch.ones(())
+    names = ("lm_head.weight", "gpt_neox.final_layer_norm.bias")
+    written = disk_tensors(description, [(name, one) for name in names])
+    assert [name for name, _ in written] == ["embed_out.weight", "gpt_neox.final_layer_norm.bias"]
 
 
 def test_a_single_file_and_shards_hold_the_same(tmp_path) -> None:
@@ -212,15 +216,50 @@ def test_damaged_folders_are_refused(saved, damage, text) -> None:
     assert all(parameter.isnan().all() for parameter in stage.parameters()), "nothing was half loaded"
 
 
-def test_experts_that_are_stored_one_by_one_are_refused_by_name(tmp_path) -> None:
-    config = transformers.MixtralConfig(**GROUPED, num_local_experts=4)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+EXPERT = "model.layers.1.block_sparse_moe.experts.2"
+
+
+def take_an_expert_away(tensors) -> None:
+    del tensors[f"{EXPERT}.w2.weight"]
+
+
+def take_one_matrix_of_all_experts_away(tensors) -> None:
+    for name in [name for name in tensors if name.endswith("w3.weight")]:
+        del tensors[name]
+
+
+def give_an_expert_another_shape(tensors) -> None:
+    tensors[f"{EXPERT}.w1.weight"] = torch.zeros(95, 64)
+
+
+EXPERT_DAMAGE = [
+    (take_an_expert_away, r"down_proj has the shape \(3, 64, 96\), and the config asks for \(4, 64, 96\)"),
+    (take_one_matrix_of_all_experts_away, r"gate_up_proj (cannot be put together from|has the shape)"),
+    (give_an_expert_another_shape, r"model\.layers\.1\.mlp\.experts\.gate_up_proj cannot be put together from"),
+]
+
+
+@pytest.mark.parametrize(("damage", "text"), EXPERT_DAMAGE, ids=[damage.__name__ for damage, _ in EXPERT_DAMAGE])
+def test_experts_that_do_not_fit_together_are_refused(saved, damage, text) -> None:
+    _, folder = saved("mixtral")
+    tensors = load_file(folder / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    description = describe(folder)
+    stage = build_stage(description, 1, 2, is_first=False, is_last=False)
+    with pytest.raises(InputError, match=text) as caught:
+        fill_parameters(stage, description)
+    assert "\n" not in str(caught.value)
+    assert all(parameter.isnan().all() for parameter in stage.parameters()), "nothing was half loaded"
+
+
+def test_more_than_ten_experts_keep_their_order(tmp_path) -> None:
+    model = whole_model(tiny_config("mixtral", num_local_experts=12), dtype=torch.float32)
+    model.save_pretrained(tmp_path)
     description = describe(tmp_path)
     stage = build_stage(description, 1, 2, is_first=False, is_last=False)
-    with pytest.raises(InputError, match=r"has no tensor for model\.layers\.1\.mlp\.experts"):
-        fill_parameters(stage, description)
-    with pytest.raises(InputError, match=r"cannot be written: transformers merges or splits"):
-        disk_names(description, description.shapes)
+    fill_parameters(stage, description)
+    assert all(torch.equal(parameter, model.get_parameter(name)) for name, parameter in stage.named_parameters())
 
 
 def test_generation_settings_travel(tmp_path, saved) -> None:

@@ -9,8 +9,10 @@ import pytest
 import torch
 import transformers
 from families import (
+    EXPERTS,
     FAMILIES,
     NAMED,
+    PROMISED_EXPERTS,
     ROUNDING,
     build_stages,
     loss_and_gradients,
@@ -25,10 +27,10 @@ from torch.overrides import TorchFunctionMode
 from evenpipe.errors import InputError
 from evenpipe.model import build_stage, copy_parameters, describe, gradient_errors, initialize
 
-SCALED = {"granite"}  # logits divided by 3, which no factor gives to the last bit
+SCALED = {"granite", "granitemoe"}  # logits divided by 3, which no factor gives to the last bit
 
 # name, where three stages begin, arguments of the forward
-CUTS = [(name, tied, (1, 3)) for name in FAMILIES for tied in (False, True)]
+CUTS = [(name, tied, (1, 3)) for name in [*FAMILIES, *EXPERTS] for tied in (False, True)]
 EDGES = [
     ("no layer at the end", (2, 4)),
     ("no layer at the start", (0, 2)),
@@ -64,7 +66,7 @@ def test_stages_without_layers_and_single_stages(name, what, cuts) -> None:
     assert_equal_to_whole(name, False, cuts)
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", [*NAMED, *EXPERTS])
 def test_padding_on_the_right_and_a_hole(name) -> None:
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[1, -4:] = mask[0, 2:5] = 0
@@ -213,7 +215,7 @@ def in_bfloat16(description, first, last, compute_dtype=torch.bfloat16, **ends):
 PLACES = [(0, 2, True, False), (1, 3, False, False), (2, 2, False, False), (2, 4, False, True), (4, 4, False, True)]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *PROMISED_EXPERTS])
 def test_what_stands_in_computes_in_the_dtype_of_the_hidden_states(name) -> None:
     """GPT-NeoX, StarCoder2, Phi and GPT-2 end in a layer norm, which accelerators refuse to compute in two dtypes."""
     description = describe(whole_model(tiny_config(name)))

@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 import transformers
-from families import COMMON, FAMILIES, GROUPED, PADDING, VOCABULARY, tiny_config, whole_model
+from families import COMMON, EXPERTS, FAMILIES, GROUPED, PADDING, VOCABULARY, tiny_config, whole_model
 from torch import nn
 
 from evenpipe.errors import InputError
-from evenpipe.model import build_stage, describe, head_flops, layer_flops
+from evenpipe.model import build_stage, describe, head_flops, layer_flops, persistent_buffers
 from evenpipe.model.logits import probe_logits
 
 # family -> what happens to its logits: (scale, soft-cap)
@@ -32,7 +32,7 @@ def test_what_happens_to_logits_is_measured(name) -> None:
     assert (description.logit_scale, description.soft_cap) == LOGITS[name]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *EXPERTS])
 @pytest.mark.parametrize("tied", [False, True])
 def test_facts(name, tied) -> None:
     config = tiny_config(name, tied=tied)
@@ -48,7 +48,8 @@ def test_facts(name, tied) -> None:
     assert (description.head_bias_name is not None) == (head.bias is not None)
     assert description.padding_index == embedding.padding_idx
     assert description.maximum_length == 128
-    assert description.shapes == {key: parameter.shape for key, parameter in whole.named_parameters()}
+    saved = (*whole.named_parameters(), *persistent_buffers(whole))
+    assert description.shapes == {key: tensor.shape for key, tensor in saved}
     assert {parameter.device.type for parameter in description.skeleton.parameters()} == {"meta"}
 
 

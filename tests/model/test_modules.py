@@ -12,7 +12,7 @@ from evenpipe.errors import InputError
 from evenpipe.model import (
     build_stage,
     describe_modules,
-    disk_names,
+    disk_tensors,
     fill_parameters,
     fill_rows,
     gradient_errors,
@@ -76,7 +76,8 @@ def test_names_and_facts() -> None:
     assert (description.takes_position_ids, description.takes_attention_mask) == (False, False)
     assert description.position_rows is None
     assert layer_flops(description, 100) == [2 * 8 * 8] * 4 and head_flops(description) == 2 * 8 * 31
-    assert disk_names(description, names) == {name: name for name in names}
+    tensors = [(name, torch.ones(())) for name in names]
+    assert list(disk_tensors(description, tensors)) == tensors
     assert self_check(description) is None
 
 

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import transformers
-from families import FAMILIES, tiny_config
+from families import EXPERTS, FAMILIES, tiny_config
 from torch import nn
 
 import evenpipe.model.stage as stage_file
@@ -30,6 +30,9 @@ FULL_SIZE = {
     "gpt2": {},
     "deepseek_v3": {},
     "mixtral": {},
+    "qwen3_moe": {},
+    "olmoe": {},
+    "gpt_oss": {},
 }
 
 
@@ -44,7 +47,7 @@ def test_families_of_full_size_pass(name) -> None:
     assert torch.equal(torch.get_rng_state(), state) and torch.get_default_dtype() == torch.float32
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *EXPERTS])
 def test_tiny_configs_pass(name) -> None:
     self_check(describe(tiny_config(name, tied=True)))
 

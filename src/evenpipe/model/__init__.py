@@ -13,8 +13,9 @@ from evenpipe.model.flops import head_flops, layer_flops
 from evenpipe.model.initialization import initial_rows, initialize
 from evenpipe.model.loading import copy_parameters, fill_parameters, fill_rows, load_parameters, load_rows
 from evenpipe.model.modules import ModuleStage, describe_modules
-from evenpipe.model.names import disk_names
+from evenpipe.model.names import disk_tensors
 from evenpipe.model.stage import Stage, build_stage
+from evenpipe.model.structure import persistent_buffers
 
 __all__ = [
     "Description",
@@ -24,7 +25,7 @@ __all__ = [
     "copy_parameters",
     "describe",
     "describe_modules",
-    "disk_names",
+    "disk_tensors",
     "fill_parameters",
     "fill_rows",
     "gradient_errors",
@@ -34,6 +35,7 @@ __all__ = [
     "layer_flops",
     "load_parameters",
     "load_rows",
+    "persistent_buffers",
     "save_tensors",
     "self_check",
     "write_folder_metadata",

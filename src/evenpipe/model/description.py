@@ -22,6 +22,7 @@ from evenpipe.model.structure import (
     first_line,
     layers_of,
     module_name,
+    persistent_buffers,
     probe,
     replace_head,
     uncuttable,
@@ -81,8 +82,9 @@ class Description:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Name -> shape of every parameter of the whole model; a tied head is not listed."""
-        return {name: parameter.shape for name, parameter in self.skeleton.named_parameters()}
+        """Name -> shape of every parameter and every buffer that is saved; a tied head is not listed."""
+        tensors = (*self.skeleton.named_parameters(), *persistent_buffers(self.skeleton))
+        return {name: tensor.shape for name, tensor in tensors}
 
 
 def describe(source: str | Path | PreTrainedConfig | nn.Module, *, trust_remote_code: bool = False) -> Description:

@@ -7,7 +7,7 @@ safetensors are read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -19,9 +19,9 @@ from evenpipe.errors import InputError
 from evenpipe.model.description import Description
 from evenpipe.model.initialization import initial_rows, initialize
 from evenpipe.model.modules import ModuleStage
-from evenpipe.model.names import memory_names
+from evenpipe.model.names import Stored, put_together, stored_tensors
 from evenpipe.model.stage import Stage
-from evenpipe.model.structure import first_line
+from evenpipe.model.structure import first_line, persistent_buffers
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -88,51 +88,63 @@ def load_rows(description: Description, folder: str | Path, name: str, start: in
     if description.tied and name in (description.embedding_name, description.head_name):
         # Usually under the embedding's name; folders written by older programs may have it under the head's only.
         names = (description.embedding_name, description.head_name)
-        name = next((known for known in names if known in checkpoint.disk_name), description.embedding_name)
+        name = next((known for known in names if known in checkpoint.stored), description.embedding_name)
     checkpoint.require([name])
     is_bias = name == description.head_bias_name
     checkpoint.require_shape(name, description.head_weight_shape[:1] if is_bias else description.head_weight_shape)
-    return checkpoint.slice(name)[start:stop].clone()  # a slice would keep the storage of the whole matrix
+    return checkpoint.rows(name, start, stop)
 
 
 def _stored(stage: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of what a checkpoint holds for a stage: parameters and persistent buffers."""
     yield from stage.named_parameters()
-    for prefix, module in stage.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{key}" if prefix else key, buffer
+    yield from persistent_buffers(stage)
 
 
 class _Checkpoint:
     """The tensors of a folder under their names in memory."""
 
     def __init__(self, description: Description, folder: str | Path):
+        self._description = description
         self._folder = str(folder)
         self._open_files: dict[str, safe_open] = {}
         self._file_of = self._read_index()
-        self.disk_name: dict[str, str] = {}
-        for disk, name in memory_names(description, self._file_of).items():
-            self.disk_name.setdefault(name, disk)
+        self.stored: dict[str, Stored] = stored_tensors(description, self._file_of)
 
     def require(self, names: Iterable[str]) -> None:
-        missing = [name for name in names if name not in self.disk_name]
+        missing = [name for name in names if name not in self.stored]
         if missing:
             more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
             raise InputError(f"{self._folder} has no tensor for {', '.join(missing[:8])}{more}.")
 
     def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        found = tuple(self.slice(name).get_shape())
+        found = tuple(self._put_together(name, self._without_storage).shape)
         if found != shape:
             raise InputError(f"{self._folder}: {name} has the shape {found}, and the config asks for {shape}.")
 
-    def slice(self, name: str):
-        """A lazy view of a tensor: `[a:b]` reads only those rows."""
-        disk = self.disk_name[name]
-        return self._open(self._file_of[disk]).get_slice(disk)
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows of a tensor, read without the others where it is stored as it is held."""
+        disk = self.stored[name].disk_name
+        rows = self.tensor(name) if disk is None else self._lazy(disk)
+        return rows[start:stop].clone()  # a slice would keep the storage of the whole
 
     def tensor(self, name: str) -> torch.Tensor:
-        disk = self.disk_name[name]
+        return self._put_together(name, self._read)
+
+    def _put_together(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        try:
+            return put_together(self._description, name, self.stored[name], read)
+        except InputError as error:
+            raise InputError(f"{self._folder}: {error}") from error
+
+    def _lazy(self, disk: str):
+        """A view of a tensor: `[a:b]` reads only those rows."""
+        return self._open(self._file_of[disk]).get_slice(disk)
+
+    def _without_storage(self, disk: str) -> torch.Tensor:
+        return torch.empty(self._lazy(disk).get_shape(), device="meta")
+
+    def _read(self, disk: str) -> torch.Tensor:
         return self._open(self._file_of[disk]).get_tensor(disk)
 
     def _read_index(self) -> dict[str, str]:

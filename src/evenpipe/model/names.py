@@ -1,52 +1,185 @@
-"""Names on disk and names in memory.
+"""Tensors on disk and tensors in memory.
 
-transformers converts checkpoints while it loads and saves them: some names differ (GPT-NeoX's head is
-`embed_out.weight` on disk and `lm_head.weight` in memory), and experts are stored one by one and held fused. Renaming
-goes through transformers' own tables; what needs tensors to be merged or split is refused with the names.
+transformers converts checkpoints while it loads and saves them. Some names differ (GPT-NeoX's head is
+`embed_out.weight` on disk and `lm_head.weight` in memory), and some tensors have another form: the experts of a layer
+are stored one by one and held in one tensor [experts, ...]. Both follow transformers' own tables, for one tensor in
+memory at a time, so that nobody has to hold a whole model.
+
+        disk                                                        memory
+    ...experts.0.w1.weight, ...experts.7.w3.weight   <- converter -> ...experts.gate_up_proj
+    embed_out.weight                                 <- renaming  -> lm_head.weight
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
+import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
+from evenpipe.model.structure import first_line
 
 
-def memory_names(description: Description, disk: Iterable[str]) -> dict[str, str]:
-    """Name on disk -> name in memory, for the tensors that are stored as they are held; others are left out."""
+@dataclass(slots=True)
+class Stored:
+    """How a tensor in memory is stored: under one name as it is, or in parts that a converter puts together."""
+
+    parts: list[tuple[str, str]] = field(default_factory=list)
+    """(name on disk, pattern of the converter that it fits), in the order in which the converter wants them."""
+    first_name: str = ""
+    """Name in memory that the converter goes by: of several tensors that it makes, the first."""
+    converter: WeightConverter | None = None
+
+    @property
+    def disk_name(self) -> str | None:
+        """Of a tensor that is stored as it is held; None for others."""
+        return self.parts[0][0] if self.converter is None else None
+
+
+def stored_tensors(description: Description, disk: Iterable[str]) -> dict[str, Stored]:
+    """Name in memory -> how that tensor is stored.
+
+    Args:
+        disk: all names on disk. Those that belong to no tensor of the model are left out.
+    """
     conversions = get_model_conversion_mapping(description.skeleton)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    held = description.skeleton.state_dict()
-    found = {}
-    for name in disk:
-        renamed, pattern = rename_source_key(name, renamings, converters, description.skeleton.base_model_prefix, held)
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix, held = description.skeleton.base_model_prefix, description.skeleton.state_dict()
+    found: dict[str, Stored] = {}
+    for name in sorted(disk, key=_natural):
+        renamed, pattern = rename_source_key(name, renamings, converters, prefix, held)
+        if renamed not in held and name in held:  # nothing was to be renamed
+            renamed, pattern = name, None
         if pattern is None:
-            found[name] = renamed
+            found.setdefault(renamed, Stored([(name, name)], renamed))
+            continue
+        converter = by_pattern[pattern]
+        stored = found.setdefault(renamed, Stored([], renamed, converter))
+        if stored.converter is not converter:
+            continue  # stored in both forms: the first one counts
+        stored.parts.append((name, pattern))
+        for other in converter.target_patterns[1:]:  # one tensor on disk that is several in memory
+            found.setdefault(renamed.replace(converter.target_patterns[0], other), stored)
     return found
 
 
-def disk_names(description: Description, names: Iterable[str]) -> dict[str, str]:
-    """Name in memory -> name on disk, as `save_pretrained` of transformers would write it.
+def put_together(
+    description: Description, name: str, stored: Stored, read: Callable[[str], torch.Tensor]
+) -> torch.Tensor:
+    """The tensor in memory from its parts on disk.
+
+    Args:
+        read: gives the tensor of a name on disk; one without storage will do to find out shapes.
 
     Raises:
-        InputError: for tensors that transformers stores merged or split (experts).
+        InputError: the parts do not fit together.
     """
-    if description.config is None:
-        return {name: name for name in names}
+    if stored.converter is None:
+        return read(stored.parts[0][0])
+    converter = copy.deepcopy(stored.converter)
+    for disk, pattern in stored.parts:
+        converter.add_tensor(stored.first_name, disk, pattern, read(disk))  # type: ignore[arg-type]
+    try:
+        made = _converted(converter, stored.first_name, description)
+    except Exception as error:  # whatever transformers raises when parts are missing or of different shapes
+        raise InputError(
+            f"{name} cannot be put together from {stored.parts[0][0]} and the {len(stored.parts) - 1} other tensors of "
+            f"it ({first_line(error)})."
+        ) from error
+    if name not in made:
+        raise InputError(f"{name} cannot be put together: {stored.parts[0][0]} makes {', '.join(sorted(made))}.")
+    return made[name]
+
+
+def disk_tensors(
+    description: Description, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name on disk, tensor) as `save_pretrained` of transformers would write them, drawn one by one.
+
+    Args:
+        tensors: (name in memory, tensor) of the whole model, in any order. What is stored merged (several tensors in
+            memory, one on disk) is held back until its last part comes.
+
+    Raises:
+        InputError: a tensor that is stored merged with one that did not come.
+    """
+    return iter(tensors) if description.config is None else _to_disk(description, tensors)
+
+
+def _to_disk(
+    description: Description, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
     conversions = get_model_conversion_mapping(description.skeleton, add_legacy=False)
     reverse = [entry.reverse_transform() for entry in reversed(conversions) if not isinstance(entry, PrefixChange)]
     renamings = [entry for entry in reverse if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
-    found = {}
-    for name in names:
-        renamed, pattern = rename_source_key(name, renamings, converters, reverse=True)
+    groups = _groups(description.skeleton.state_dict(), converters)
+    waiting: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
+    for name, tensor in tensors:
+        first_name, pattern, converter = _converter_of(name, converters)
+        if converter is None:
+            yield _renamed(name, renamings), tensor
+            continue
+        parts = waiting.setdefault(first_name, {})
+        parts[name] = (pattern, tensor)
+        if len(parts) < len(groups[first_name]):
+            continue
+        del waiting[first_name]
+        used = copy.deepcopy(converter)
+        for member in groups[first_name]:
+            used.add_tensor(first_name, member, *parts[member])  # type: ignore[arg-type]
+        parts.clear()
+        for disk, part in _converted(used, first_name, description).items():
+            yield _renamed(disk, renamings), part
+    if waiting:
+        missing = sorted({member for first in waiting for member in groups[first]} - {*_members(waiting)})
+        raise InputError(f"{missing[0]} of {description.architecture} is missing: it is stored with others in one.")
+
+
+def _converted(converter: WeightConverter, first_name: str, description: Description) -> dict[str, torch.Tensor]:
+    """What a converter that was given its tensors makes of them."""
+    model = description.skeleton
+    made = converter.convert(first_name, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _converter_of(name: str, converters: list[WeightConverter]) -> tuple[str, str, WeightConverter | None]:
+    """(name that the converter goes by, its pattern, the converter); None where the tensor is stored as it is held."""
+    for converter in converters:
+        renamed, pattern = converter.rename_source_key(name)
         if pattern is not None:
-            form = "merges or splits it on disk, which is not supported"
-            raise InputError(f"{name} of {description.architecture} cannot be written: transformers {form}.")
-        found[name] = renamed
-    return found
+            return renamed, pattern, converter
+    return name, name, None
+
+
+def _groups(names: Mapping[str, torch.Tensor], converters: list[WeightConverter]) -> dict[str, list[str]]:
+    """Name that a converter goes by -> all tensors in memory that it takes, in the order in which it wants them."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names, key=_natural):
+        first_name, _, converter = _converter_of(name, converters)
+        if converter is not None:
+            groups.setdefault(first_name, []).append(name)
+    return groups
+
+
+def _members(waiting: Mapping[str, Mapping[str, object]]) -> Iterator[str]:
+    for parts in waiting.values():
+        yield from parts
+
+
+def _renamed(name: str, renamings: list[WeightRenaming]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Sorts `experts.10` behind `experts.9`."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

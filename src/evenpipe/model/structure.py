@@ -128,6 +128,14 @@ def stand_in(shape: torch.Size, dtype: torch.dtype, torch_device: str | torch.de
     return torch.zeros((), dtype=dtype, device=torch_device).expand(shape)
 
 
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, buffer) of those that belong into a checkpoint, such as the bias that corrects a router's scores."""
+    for prefix, part in module.named_modules():
+        for key, buffer in part._buffers.items():
+            if buffer is not None and key not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{key}" if prefix else key, buffer
+
+
 def strip(module: nn.Module) -> None:
     """Takes all parameters and buffers out of a module; plain attributes such as `attention_type` stay readable."""
     for child in module.modules():

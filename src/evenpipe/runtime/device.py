@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from evenpipe.model import Description, build_stage, fill_parameters, fill_rows
+from evenpipe.model import Description, build_stage, fill_parameters, fill_rows, persistent_buffers
 from evenpipe.runtime.checkpointing import Switch, checkpoint_layer
 from evenpipe.runtime.layout import Layout
 from evenpipe.runtime.parameters import Matrix, ParameterShard, StageParameters
@@ -28,6 +28,8 @@ class HeldModel:
     """Its rows of the vocabulary matrices; tied ones once."""
     shards: dict[str, ParameterShard] = field(default_factory=dict)
     """All parameters, by Hugging Face name."""
+    buffers: dict[str, ParameterShard] = field(default_factory=dict)
+    """What a model saves beside its parameters, seen as parameters that are not trained."""
     embedding: EmbeddingShard | None = None
     """None where the whole embedding is on another device."""
     output: OutputShard | None = None
@@ -99,6 +101,12 @@ def build(
             checkpoint_layer(layer, checkpointing[index], held.checkpointing, torch_device)
         for name, parameter in held.parameters[stage]:
             held.shards[name] = ParameterShard(parameter, None, tuple(parameter.shape), saved_here=True)
+        for name, buffer in persistent_buffers(module):
+            shared = nn.Parameter(buffer, requires_grad=False)
+            layers_own = name.startswith(f"{description.structure.layers_name}.")  # all stages have the others
+            held.buffers[name] = ParameterShard(
+                shared, None, tuple(buffer.shape), saved_here=layers_own or stage == placement.stages - 1
+            )
 
     def matrix(name: str, shard: Shard, *, saved_here: bool = True) -> Matrix | None:
         """The rows of a vocabulary matrix that this device holds; None where the whole one lives elsewhere."""

@@ -21,7 +21,7 @@ from evenpipe.model import (
     Description,
     describe,
     describe_modules,
-    disk_names,
+    disk_tensors,
     head_flops,
     layer_flops,
     save_tensors,
@@ -369,8 +369,11 @@ class Pipeline:
         return (parameter for _, parameter in self.named_parameters())
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
-        """By Hugging Face name: what this process holds of each parameter, and whether it is the one to save it."""
-        return dict(self._held.shards)
+        """By Hugging Face name: what this process holds of each parameter, and whether it is the one to save it.
+
+        Buffers that a model saves (the bias that corrects a router's scores) are among them, as frozen parameters.
+        """
+        return self._held.shards | self._held.buffers
 
     def count_bytes(self) -> ByteCounter:
         """A context that counts the bytes of all tensors of this process, pass by pass of the steps within it.
@@ -480,10 +483,11 @@ class Pipeline:
         return stream_whole(held, self._control, self.torch_device)
 
     def stream_state(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole parameter on the CPU), one after the other, on the first process; all must exhaust it."""
+        """(name, whole parameter or saved buffer on the CPU), one after the other, on the first process; all must
+        exhaust it."""
         held = {
             name: Held(shard.parameter, shard.start_row, shard.shape)
-            for name, shard in self._held.shards.items()
+            for name, shard in self.parameter_shards().items()
             if shard.saved_here
         }
         return stream_whole(held, self._control, self.torch_device)
@@ -493,7 +497,10 @@ class Pipeline:
         return dict(self.stream_gradients())
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Every parameter, whole, by Hugging Face name, on the first process; empty on the others. Collective."""
+        """Every parameter and saved buffer, whole, by Hugging Face name, on the first process; empty on the others.
+
+        Collective.
+        """
         return dict(self.stream_state())
 
     def save_pretrained(self, path: str | Path) -> None:
@@ -502,16 +509,15 @@ class Pipeline:
         The first process writes, one whole tensor at a time. Collective: every process calls it.
 
         Raises:
-            InputError: a model of plain modules, or one whose tensors transformers stores in another form.
+            InputError: a model of plain modules.
             RunError: the folder cannot be written; on every process.
         """
         fault: str | None = None
-        names = disk_names(self.description, self.description.shapes)
-        tensors = ((names[name], tensor) for name, tensor in self.stream_state())
+        tensors = self.stream_state()
         try:
             if self.device == 0:
                 write_folder_metadata(self.description, path, next(self.parameters()).dtype)
-                save_tensors(path, tensors)
+                save_tensors(path, disk_tensors(self.description, tensors))
         except Exception as error:  # disk, safetensors, validators of transformers: all processes are to know
             fault = f"the model was not written to {str(path)!r}: {getattr(error, 'strerror', None) or error}"
         for _ in tensors:  # the other processes send; the first one, after a failure, still has to receive
