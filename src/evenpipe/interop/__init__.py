@@ -1,11 +1,21 @@
-"""Schedules of others: CSV files of torch.distributed.pipelining, both ways, and Megatron's pipeline layouts, in.
+"""Schedules of others: those of torch.distributed.pipelining, as files both ways and as objects in, and Megatron's
+pipeline layouts, in.
 
-Text in, text out: nothing here imports torch or Megatron.
+Nothing here imports torch or Megatron.
 """
 
 from __future__ import annotations
 
 from .megatron_layout import Layout, StageLayout, from_megatron
 from .torch_csv import from_torch, to_torch
+from .torch_schedule import from_torch_schedule, is_torch_schedule
 
-__all__ = ["Layout", "StageLayout", "from_megatron", "from_torch", "to_torch"]
+__all__ = [
+    "Layout",
+    "StageLayout",
+    "from_megatron",
+    "from_torch",
+    "from_torch_schedule",
+    "is_torch_schedule",
+    "to_torch",
+]

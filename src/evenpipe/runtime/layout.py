@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import (
@@ -67,6 +68,7 @@ def build_layout(
     rows: int,
     layers_per_stage: Sequence[int] | None = None,
     costs: Costs | None = None,
+    schedule_options: Mapping[str, Any] | None = None,
 ) -> Layout:
     """Places a model on devices.
 
@@ -75,12 +77,14 @@ def build_layout(
         rows: of the embedding and of the output layer.
         layers_per_stage: None splits evenly, and by cost in the mode "redistribute".
         costs: pass times for the schedule, one F and B per stage *without* the vocabulary layers; None takes FLOPs.
+        schedule_options: of the generator of a schedule that is given by name.
 
     Raises:
         InputError: an unknown name, more devices than layers, or a split that does not add up.
     """
     mode = vocabulary_mode(vocabulary)
-    base = runnable_order(schedule, devices, microbatches)
+    options = dict(schedule_options or {})
+    base = runnable_order(schedule, devices, microbatches, options)
     stages = base.placement.stages
     counts = _layers_per_stage(model, stages, devices, mode, layers_per_stage)
     bounds = [0]
@@ -88,8 +92,11 @@ def build_layout(
         bounds.append(bounds[-1] + count)
     layers = tuple(pairwise(bounds))
     costs = costs or _flop_costs(model, layers, devices, mode)
-    by_costs = schedule if isinstance(schedule, str) else base  # a named one is arranged anew, with costs
-    order, program = plan_program(by_costs, devices, microbatches, mode, costs)
+    if isinstance(schedule, str):  # arranged anew, with costs
+        order, program = plan_program(schedule, devices, microbatches, mode, costs, **options)
+    else:
+        given = schedule if isinstance(schedule, Program) else base
+        order, program = plan_program(given, devices, microbatches, mode, costs)
     placement = program.placement
     if _is_sharded(mode):
         embedding = head = tuple(split(rows, devices))
@@ -107,15 +114,22 @@ def build_layout(
     )
 
 
-def runnable_order(schedule: Schedule, devices: int, microbatches: int) -> Order:
-    """The order of a schedule at equal costs.
+def runnable_order(
+    schedule: Schedule, devices: int, microbatches: int, options: Mapping[str, Any] | None = None
+) -> Order:
+    """The order of a schedule at equal costs; `options` are those of a named one's generator.
 
     Raises InputError when there is none of this size, and when it has passes that the runtime cannot run so far.
     """
+    whose = f" '{schedule}'" if isinstance(schedule, str) else ""
     if isinstance(schedule, str):
-        order, whose = generate(schedule, devices, microbatches), f" '{schedule}'"
+        order = generate(schedule, devices, microbatches, **(options or {}))
+    elif options:
+        raise InputError(f"schedule_options: {', '.join(options)} given, but only a schedule with a name has options")
+    elif isinstance(schedule, Program):
+        order = schedule.order
     else:
-        order, whose = schedule if isinstance(schedule, Order) else schedule(devices, microbatches), ""
+        order = schedule if isinstance(schedule, Order) else schedule(devices, microbatches)
     if not isinstance(order, Order):
         raise InputError(f"schedule: a function must return an Order, not {type(order).__name__}")
     for device, row in enumerate(order.rows):

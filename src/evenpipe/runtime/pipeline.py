@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -36,14 +36,14 @@ from evenpipe.runtime.clock import Conversion, read_clocks
 from evenpipe.runtime.communication import Communicator, Communicators
 from evenpipe.runtime.device import build
 from evenpipe.runtime.gathering import Held, stream_whole
+from evenpipe.runtime.given_schedule import read_schedule
 from evenpipe.runtime.layout import Layout, ModelCosts, build_layout, flop_costs, without_vocabulary
 from evenpipe.runtime.parameters import ParameterShard
 from evenpipe.runtime.result import Shared, StepResult
 from evenpipe.runtime.trace import gather_trace
 from evenpipe.runtime.walker import Walker
 from evenpipe.runtime.worker import initialise_worker
-from evenpipe.schedule import Costs, Order, Schedule, Timeline, time_order, vocabulary_mode
-from evenpipe.schedule.files import read_order
+from evenpipe.schedule import Costs, Order, Program, Schedule, Timeline, time_order, vocabulary_mode
 from evenpipe.schedule.trace import Trace
 from evenpipe.vocabulary import LossOptions
 
@@ -60,10 +60,14 @@ class Pipeline:
     Args:
         model: hub name or local folder (its weights are loaded), a transformers config (fresh weights, the same for
             every layout), or a live transformers model (its weights are copied).
-        schedule: a name ("1f1b", "gpipe"), an `Order`, the path of a CSV file with one, or a function of devices and
-            microbatches that returns one.
+        schedule: a name such as "1f1b" or "zbv"; an `Order`; a `Program`, which is walked as it stands if its barriers
+            are those of the vocabulary mode, and else counts as its passes; the path of a CSV file with one of them, of
+            ours or torch's; a function of devices and microbatches that returns an `Order`; or a schedule of
+            `torch.distributed.pipelining`, an instance or a class, of which the order is taken.
+        schedule_options: of a schedule with a name: `stages_per_device`, `group_size`, `memory_limit`, where it has
+            them; of a class of torch's, `stages_per_device`.
         vocabulary: "balanced" (= "vocab-2", one barrier), "vocab-1", "interlaced", "redistribute" or "first-last".
-        microbatches: equal parts of every batch; default 4 per device.
+        microbatches: equal parts of every batch; default 4 per device, or as many as the order has that is given.
         mesh: a DeviceMesh with an axis "pp"; default: all processes.
         loss: label smoothing, z-loss and what the output layer keeps. Logit scale and soft-cap come from the model,
             except for plain modules.
@@ -88,7 +92,8 @@ class Pipeline:
         self,
         model: str | Path | Any,
         *,
-        schedule: Path | Schedule = "1f1b",
+        schedule: Path | Schedule | Any = "1f1b",
+        schedule_options: Mapping[str, Any] | None = None,
         vocabulary: str = "balanced",
         microbatches: int | None = None,
         mesh: DeviceMesh | None = None,
@@ -109,7 +114,10 @@ class Pipeline:
         self._group = pipeline_group(mesh)
         self.device, self.devices = self._group.device, self._group.devices
         self.torch_device = worker.torch_device if torch_device is None else _torch_device(torch_device)
-        self.microbatches = _positive("microbatches", 4 * self.devices if microbatches is None else microbatches)
+        if microbatches is not None:
+            _positive("microbatches", microbatches)
+        given = read_schedule(schedule, self.devices, microbatches, schedule_options)
+        self.microbatches = given.microbatches
         self._compute_dtype = _compute_dtype(parameter_dtype, compute_dtype, self.torch_device)
         self.description = (
             model if isinstance(model, Description) else describe(model, trust_remote_code=trust_remote_code)
@@ -120,7 +128,8 @@ class Pipeline:
         self.layout: Layout = build_layout(
             devices=self.devices,
             microbatches=self.microbatches,
-            schedule=_schedule(schedule),
+            schedule=given.schedule,
+            schedule_options=given.options,
             vocabulary=vocabulary,
             model=self._model_costs,
             rows=self.description.vocabulary_size,
@@ -237,6 +246,18 @@ class Pipeline:
         with self._watch.during(what, self._control.name, self._control.others):
             dist.broadcast_object_list(said, src=self._group.ranks[0], group=self._control.group)
         return said[0]
+
+    # --- the schedule ----------------------------------------------------------------------------------------
+
+    @property
+    def order(self) -> Order:
+        """What every device computes in a step, and in which order; vocabulary passes are part of it."""
+        return self.layout.program.order
+
+    @property
+    def program(self) -> Program:
+        """What every device computes and communicates in a step: what is executed."""
+        return self.layout.program
 
     # --- training --------------------------------------------------------------------------------------------
 
@@ -550,14 +571,6 @@ def _positive(name: str, value: int) -> int:
     if not isinstance(value, int) or value < 1:
         raise InputError(f"{name}: {value!r}, expected a whole number of at least 1")
     return value
-
-
-def _schedule(given: Path | Schedule) -> Schedule:
-    if isinstance(given, Order) or callable(given):
-        return given
-    if str(given).endswith(".csv"):
-        return read_order(given)
-    return str(given)
 
 
 def _loss_options(given: LossOptions, description: Description) -> LossOptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from evenpipe.errors import InputError
@@ -10,6 +11,7 @@ from evenpipe.errors import InputError
 from .check import check_order, check_program
 from .costs import Costs
 from .order import Order
+from .passes import SHARDING_KINDS
 from .program import Program
 from .registry import generate, nearest
 from .transforms.communication import add_communication
@@ -18,8 +20,8 @@ from .transforms.interlaced import interlace
 from .transforms.vocabulary import add_vocabulary
 from .words import count
 
-Schedule = str | Order | Callable[[int, int], Order]
-"""A name in `SCHEDULES`, an order, or a function of devices and microbatches that returns one."""
+Schedule = str | Order | Program | Callable[[int, int], Order]
+"""A name in `SCHEDULES`, an order, a program, or a function of devices and microbatches that returns an order."""
 
 MODES = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")
 """Vocabulary modes. The first two differ in how layers are cut only, and have the same orders."""
@@ -47,11 +49,14 @@ def plan_order(
 ) -> Order:
     """The order of a schedule in a vocabulary mode; `options` are the generator's.
 
-    An order that has vocabulary passes already is taken as it stands when its barriers are those of the mode. Raises
-    InputError for unknown names, for an order of another size or other barriers, and for one that is not sound, with
-    every fault found.
+    An order that has vocabulary passes already is taken as it stands when its barriers are those of the mode; of a
+    program the passes count, those that gather and reduce what is sharded only where no vocabulary passes are added
+    between them. Raises InputError for unknown names, for an order of another size or other barriers, and for one that
+    is not sound, with every fault found.
     """
     mode = vocabulary_mode(mode)
+    if isinstance(schedule, Program):
+        schedule = schedule.order if schedule.barriers or not BARRIERS[mode] else _without_sharding(schedule.order)
     if isinstance(schedule, str):
         order = generate(schedule, devices, microbatches, costs=costs, **options)
     else:
@@ -87,9 +92,14 @@ def plan_program(
 ) -> tuple[Order, Program]:
     """The order of a schedule in a vocabulary mode, and its program with communication, which is checked.
 
-    Arguments and errors as for `plan_order`.
+    A program whose barriers are those of the mode is returned as it stands. Arguments and errors as for `plan_order`.
     """
+    as_it_stands = isinstance(schedule, Program) and schedule.barriers == BARRIERS[vocabulary_mode(mode)]
+    if isinstance(schedule, Program) and as_it_stands:
+        check_program(schedule).raise_if_faulty()  # before its order is: faults are to show the rows as they were given
     order = plan_order(schedule, devices, microbatches, mode, costs, **options)
+    if isinstance(schedule, Program) and as_it_stands:
+        return order, schedule
     program = add_communication(order, costs)
     check_program(program).raise_if_faulty()
     return order, program
@@ -103,3 +113,8 @@ def evaluation_program(order: Order, costs: Costs | None = None) -> Program:
     program = add_communication(forward_only(order, costs), costs)
     check_program(program).raise_if_faulty()
     return program
+
+
+def _without_sharding(order: Order) -> Order:
+    rows = tuple(tuple(item for item in row if item is None or item.kind not in SHARDING_KINDS) for row in order.rows)
+    return replace(order, rows=rows)

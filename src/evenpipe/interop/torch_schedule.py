@@ -1,0 +1,177 @@
+"""Schedules of `torch.distributed.pipelining` as objects: what an instance executes, or what a class would.
+
+A schedule of several stages per rank keeps its rows in `pipeline_order`, and the lowered ones in
+`pipeline_order_with_comms`. A schedule of one stage only reports rows, for pictures: what it executes is written as a
+loop. torch 2.13 reports another order than it executes for the last rank of `Schedule1F1B` (its row begins with
+microbatch 1 and ends with one that does not exist). So the loop is run here, for each rank in turn, on a stage that
+computes nothing and notes what it is asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import warnings
+from collections.abc import Iterable, Mapping
+from itertools import zip_longest
+from types import SimpleNamespace
+from typing import Any
+
+from evenpipe.errors import InputError
+from evenpipe.schedule import Order, Program
+
+from .torch_csv import from_torch
+
+MODULE = "torch.distributed.pipelining.schedules"
+
+Rows = Mapping[int, Iterable[Any]]
+"""Rank -> actions, None for an idle slot."""
+
+
+def is_torch_schedule(value: Any) -> bool:
+    """Whether this is a schedule of torch's, an instance or a class. Imports nothing: who has one has its module."""
+    module = sys.modules.get(MODULE)
+    if module is None:
+        return False
+    base = module._PipelineSchedule
+    return isinstance(value, base) or (isinstance(value, type) and issubclass(value, base))
+
+
+def from_torch_schedule(
+    schedule: Any,
+    devices: int,
+    microbatches: int,
+    *,
+    stages_per_device: int | None = None,
+) -> Order | Program:
+    """What a schedule of torch's executes: its order; its program where it was loaded from a lowered file.
+
+    Args:
+        schedule: an instance, which knows its size, or a class, which is built with stages that are not there.
+        stages_per_device: for a class; default 1 where it has one stage per rank, else 2.
+
+    Raises InputError where torch has no such schedule of this size, with torch's own sentence, and for an instance of
+    another size.
+    """
+    name = schedule.__name__ if isinstance(schedule, type) else type(schedule).__name__
+    if isinstance(schedule, type):
+        schedule = _built(schedule, devices, microbatches, stages_per_device)
+    if _is_single(schedule):
+        rows = _executed(schedule)
+        _tell_what_differs(name, schedule.pipeline_order, rows)
+    else:
+        rows = schedule.pipeline_order or getattr(schedule, "pipeline_order_with_comms", None) or {}
+        if not rows:
+            raise InputError(f"schedule {name} has no rows yet; expected one that has loaded or computed its order")
+    found = from_torch(_text(rows))
+    if (found.devices, schedule._n_microbatches) != (devices, microbatches):
+        raise InputError(
+            f"schedule {name} is for {found.devices} devices and {schedule._n_microbatches} microbatches, not {devices}"
+            f" and {microbatches}"
+        )
+    return found
+
+
+def _built(schedule: type, devices: int, microbatches: int, stages_per_device: int | None) -> Any:
+    """An instance of the class, on stages that are not there."""
+    single = "stage" in inspect.signature(schedule).parameters
+    count = stages_per_device or (1 if single else 2)
+    if single and count != 1:
+        raise InputError(f"schedule {schedule.__name__} has 1 stage per device, not {count}")
+    stages = [_Stage(index, devices, count) for index in range(count)]
+    try:
+        return schedule(stages[0] if single else stages, microbatches, loss_fn=_no_loss)
+    except (ValueError, AssertionError) as error:
+        raise InputError(
+            f"schedule {schedule.__name__} with {devices} devices and {microbatches} microbatches: {error}"
+        ) from None
+
+
+def _is_single(schedule: Any) -> bool:
+    return isinstance(schedule, sys.modules[MODULE].PipelineScheduleSingle)
+
+
+class _Stage(SimpleNamespace):
+    """A stage that is not there, with all that the constructors of schedules ask for."""
+
+    def __init__(self, index: int, devices: int, stages_per_device: int) -> None:
+        super().__init__(
+            stage_index=index * devices,
+            num_stages=devices * stages_per_device,
+            group_size=devices,
+            group_rank=0,
+            submod=None,
+        )
+
+
+class _NotingStage:
+    """A stage that computes and sends nothing, and notes the passes that it is asked for."""
+
+    has_backward = True
+
+    def __init__(self, index: int, stages: int) -> None:
+        self.stage_index, self.num_stages = index, stages
+        self.is_first, self.is_last = index == 0, index == stages - 1
+        self.passes: list[str] = []
+
+    def forward_one_chunk(self, microbatch: int, *_: Any, **__: Any) -> None:
+        self.passes.append(f"{self.stage_index}F{microbatch}")
+
+    def backward_one_chunk(self, microbatch: int, *_: Any, full_backward: bool = True, **__: Any) -> None:
+        self.passes.append(f"{self.stage_index}{'B' if full_backward else 'I'}{microbatch}")
+
+    def backward_weight_one_chunk(self, microbatch: int, *_: Any, **__: Any) -> None:
+        self.passes.append(f"{self.stage_index}W{microbatch}")
+
+    def get_fwd_recv_ops(self, _: int) -> list[Any]:
+        return []
+
+    get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = get_fwd_recv_ops
+
+    def perform_reduce_grad(self, _: float) -> None:
+        pass
+
+
+def _executed(schedule: Any) -> dict[int, list[str]]:
+    """The passes of each rank of a schedule of one stage per rank, in the order in which its loop runs them."""
+    rows = {}
+    for rank in range(schedule._num_stages):
+        stage = _NotingStage(rank, schedule._num_stages)
+        loop = copy.copy(schedule)
+        loop._stage = stage
+        loop._initialize_stage = _nothing
+        loop._maybe_compute_loss = loop._maybe_get_loss = loop._update_losses = _nothing
+        loop._step_microbatches()
+        rows[rank] = stage.passes
+    return rows
+
+
+def _tell_what_differs(name: str, reported: Rows | None, executed: Rows) -> None:
+    """Warn where a schedule reports other passes than it executes."""
+    for rank, row in (reported or {}).items():
+        said = [str(action) for action in row if action is not None and "REDUCE_GRAD" not in str(action)]
+        done = [str(action) for action in executed[rank]]
+        for position, (one, other) in enumerate(zip_longest(said, done, fillvalue="nothing")):
+            if one != other:
+                warnings.warn(
+                    f"pipeline_order of torch's {name} is not what it executes (device {rank}, position {position}: "
+                    f"{one} instead of {other}); what it executes is taken",
+                    stacklevel=3,
+                )
+                return
+
+
+def _text(rows: Rows) -> str:
+    """The file that torch would write of rows."""
+    return "".join(
+        ",".join("" if action is None else str(action) for action in rows[rank]) + "\n" for rank in sorted(rows)
+    )
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Stands for what only stages with tensors need."""
+
+
+def _no_loss(*_: Any) -> None:
+    raise AssertionError("nothing is computed here")

@@ -1,0 +1,58 @@
+"""What users give as a schedule, as what a layout is planned from: a name, an order, a program, or a function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evenpipe.errors import InputError
+from evenpipe.interop import from_torch_schedule, is_torch_schedule
+from evenpipe.schedule import Order, Program, Schedule
+from evenpipe.schedule.files import read_schedule as read_file
+
+MICROBATCHES_PER_DEVICE = 4
+"""In a step, unless a number is given or the schedule has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenSchedule:
+    """A schedule, the microbatches of a step, and the options that its generator is to get."""
+
+    schedule: Schedule
+    microbatches: int
+    options: Mapping[str, Any]
+
+
+def read_schedule(
+    given: Path | Schedule | Any, devices: int, microbatches: int | None, options: Mapping[str, Any] | None = None
+) -> GivenSchedule:
+    """What `given` is.
+
+    Args:
+        given: as for `Pipeline`.
+        microbatches: None takes those of an order, else 4 per device.
+        options: of a generator; of a class of torch's, `stages_per_device`.
+
+    Raises InputError for a file that holds no schedule, a schedule of torch's that there is not in this size, and for
+    anything that is no schedule.
+    """
+    options = {name: value for name, value in (options or {}).items() if value is not None}
+    if isinstance(given, (str, Path)) and str(given).endswith(".csv"):
+        given = read_file(given)
+    count: int = microbatches or MICROBATCHES_PER_DEVICE * devices
+    if is_torch_schedule(given):
+        stages_per_device = options.pop("stages_per_device", None)
+        count = microbatches or int(getattr(given, "_n_microbatches", count))
+        given = from_torch_schedule(given, devices, count, stages_per_device=stages_per_device)
+    if isinstance(given, (Order, Program)):
+        return GivenSchedule(given, microbatches or given.microbatches, options)
+    if isinstance(given, (str, Path)):
+        return GivenSchedule(str(given), count, options)
+    if callable(given):
+        return GivenSchedule(given, count, options)
+    raise InputError(
+        f"schedule: {type(given).__name__}, expected a name, an Order, a Program, a CSV file, a function of devices and"
+        " microbatches that returns an Order, or a schedule of torch.distributed.pipelining"
+    )
