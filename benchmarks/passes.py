@@ -85,7 +85,7 @@ class _Alone:
             if self._embedding is not None:
                 self._embedding.begin(self._batch)
             if self._output is not None:
-                self._output.begin()
+                self._output.clear()
             for index in range(min(3, len(self._batch.microbatches))):
                 for kind, run in self._passes(index).items():
                     started = time.perf_counter()

@@ -330,6 +330,8 @@ class Pipeline:
         own = None if self._held.output is None else self._held.output.loss
         loss = self._share(own, weights_dtype, ())
         log_probabilities = [] if training else self._log_probabilities(batch, weights_dtype)
+        if self._held.output is not None:
+            self._held.output.clear()
         return StepResult(
             batch.valid_tokens,
             time.perf_counter() - started,

@@ -52,6 +52,10 @@ class EmbeddingShard:
             for part in batch.microbatches
         ]
 
+    def end(self) -> None:
+        """Lets go of the step's routes."""
+        self._routes = []
+
     def counts(self, microbatch: int) -> tuple[int, ...]:
         """Rows that each shard contributes: the size of every message, known on all devices."""
         return self._routes[microbatch].counts
@@ -103,7 +107,8 @@ class OutputShard:
         """Memory of the last step that the next one uses again."""
         return self._buffers.free
 
-    def begin(self) -> None:
+    def clear(self) -> None:
+        """Lets go of the last step's results, and of what it may have left where it failed."""
         self._targets.clear()
         self._states.clear()
         self._combined.clear()

@@ -125,6 +125,7 @@ class Walker:
         self._started: Any = None
 
         self._local: dict[Key, Tensor] = {}
+        self._batch: Batch | None = None
         self._arriving: dict[Key, tuple[Tensor, Handle]] = {}
         self._forwarded: dict[tuple[int, int], _Forwarded] = {}
         self._sends: dict[str, deque[Handle]] = {}
@@ -172,7 +173,7 @@ class Walker:
         if self._embedding is not None:
             self._embedding.begin(batch)
         if self._output is not None:
-            self._output.begin()
+            self._output.clear()
         self._clear()
 
         recording = self._recording = Recording(self._torch_device) if self.record_passes else None
@@ -201,6 +202,9 @@ class Walker:
             recording.finish(record)
         leftovers = (*self._local, *self._arriving, *self._forwarded)
         assert not leftovers and not len(self._weight_gradients), f"values of the step are left over: {leftovers}"
+        self._batch = None
+        if self._embedding is not None:
+            self._embedding.end()
         return record
 
     def _clear(self) -> None:
@@ -256,9 +260,11 @@ class Walker:
 
     def _microbatch(self, item: Pass | Transfer) -> tuple[int, Microbatch]:
         assert item.microbatch is not None
+        assert self._batch is not None
         return item.microbatch, self._batch.microbatches[item.microbatch]
 
     def _hidden_buffer(self, index: int) -> Tensor:
+        assert self._batch is not None
         sequences, tokens = self._batch.microbatches[index].token_ids.shape
         return torch.empty((sequences, tokens, self._hidden_size), dtype=self._hidden_dtype, device=self._torch_device)
 
