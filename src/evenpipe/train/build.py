@@ -1,0 +1,44 @@
+"""The pipeline that a configuration describes, on one process: the same for training and for measuring it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from evenpipe.runtime import Pipeline
+from evenpipe.train.config import Config
+from evenpipe.train.model_source import pipeline_model
+from evenpipe.vocabulary import LossOptions
+
+
+def build_pipeline(
+    config: Config, tokenizer_size: int, end_of_text_id: int, torch_device: torch.device, **changes: Any
+) -> Pipeline:
+    """`Pipeline` with the options of `config`; `changes` replace some of them. Raises InputError as it does."""
+    options: dict[str, Any] = {
+        "schedule": config.pipeline.schedule,
+        "vocabulary": config.pipeline.vocabulary,
+        "microbatches": config.pipeline.microbatches_per_step,
+        "layers_per_stage": config.pipeline.layers_per_stage,
+        "checkpointing": _one_or_per_layer(config.pipeline.checkpointing),
+        "loss": LossOptions(
+            label_smoothing=config.loss.label_smoothing, z_loss=config.loss.z_loss, keep=config.loss.keep
+        ),
+        "compute_dtype": _compute_dtype(config),
+        "seed": config.training.seed,
+        "self_check": config.model.self_check,
+        "trust_remote_code": config.model.trust_remote_code,
+        "torch_device": torch_device,
+        "timeout_seconds": config.pipeline.timeout_seconds,
+    }
+    return Pipeline(pipeline_model(config, tokenizer_size, end_of_text_id), **{**options, **changes})
+
+
+def _one_or_per_layer(choices: tuple[str, ...]) -> str | tuple[str, ...]:
+    return choices[0] if len(choices) == 1 else choices
+
+
+def _compute_dtype(config: Config) -> torch.dtype | None:
+    name = config.model.compute_dtype
+    return None if name == "auto" else getattr(torch, name)
