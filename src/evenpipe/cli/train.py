@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
+
+TRACED_STEP = 3
+"""Of a run with --trace: memory and connections have warmed up."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,6 +17,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", metavar="section.key=value", nargs="*", help="replaces a value of the configuration"
     )
+    parser.add_argument(
+        "--trace",
+        metavar="FOLDER",
+        nargs="?",
+        const="",
+        help="write traces of the steps output.trace_steps (default: step 3) into FOLDER (default: traces in"
+        " output.folder)",
+    )
     parser.epilog = "fields of the configuration:\n\n" + configuration_help()
 
 
@@ -21,6 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
     from evenpipe.train.config_file import load_config
 
     config = load_config(arguments.config, arguments.overrides)
+    if arguments.trace is not None:
+        steps, folder = config.output.trace_steps or (TRACED_STEP,), arguments.trace or config.output.trace_folder
+        config = replace(config, output=replace(config.output, trace_steps=steps, trace_folder=folder))
 
     from evenpipe.train.start import start
 

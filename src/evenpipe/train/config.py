@@ -280,6 +280,11 @@ class OutputConfig(Section):
     """Steps between lines of metrics.jsonl."""
     tensorboard: bool = True
     """Write the same figures for TensorBoard."""
+    trace_steps: tuple[int, ...] = ()
+    """Steps, counted from 1, of which a trace is written: what each device did and waited for, for `evenpipe draw` and
+    `evenpipe profile --from`. The first steps are slower than those that follow."""
+    trace_folder: str | None = None
+    """Where traces go; none: `traces` in output.folder."""
     export: bool = True
     """At the end, write the model as a Hugging Face folder that `from_pretrained` loads."""
     export_folder: str | None = None
@@ -288,6 +293,7 @@ class OutputConfig(Section):
     def check(self) -> None:
         self.require("folder", self.folder != "", "a folder")
         self.at_least(1, "log_every_steps")
+        self.require("trace_steps", min(self.trace_steps, default=1) >= 1, "numbers of steps, at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -354,6 +360,11 @@ class Config:
     def checkpoint_folder(self) -> Path:
         """Folder of the checkpoints."""
         return self.run_folder / "checkpoints" if self.checkpoint.folder is None else Path(self.checkpoint.folder)
+
+    @property
+    def trace_folder(self) -> Path:
+        """Folder of the traces."""
+        return self.run_folder / "traces" if self.output.trace_folder is None else Path(self.output.trace_folder)
 
     @property
     def export_folder(self) -> Path:

@@ -21,17 +21,19 @@ import torch
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.runtime import Pipeline, StepResult, initialise_worker
+from evenpipe.schedule.trace_file import write_trace
+from evenpipe.train.build import build_pipeline
 from evenpipe.train.checkpoint import load, save
 from evenpipe.train.checkpoint_folder import find_latest, prepare_folder
 from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_to_dict
 from evenpipe.train.data import PreparedData, data_identity, open_batches, open_data
+from evenpipe.train.files import disk_errors
 from evenpipe.train.metrics import Metrics, RunningMean, StepMetrics
-from evenpipe.train.model_source import generation_config, pipeline_model
+from evenpipe.train.model_source import generation_config
 from evenpipe.train.optimization import adamw, learning_rate
 from evenpipe.train.packing import Batches
 from evenpipe.train.report import DeviceReport, Prediction, RunReport, report_text, write_report
-from evenpipe.vocabulary import LossOptions
 
 BASELINE = "first-last"
 
@@ -77,23 +79,7 @@ class _Run:
         self.config = config
         self.data: PreparedData = open_data(config)
         self.batches: Batches = open_batches(config, self.data)
-        self.pipeline = Pipeline(
-            pipeline_model(config, self.data.tokenizer_size, self.data.end_of_text_id),
-            schedule=config.pipeline.schedule,
-            vocabulary=config.pipeline.vocabulary,
-            microbatches=config.pipeline.microbatches_per_step,
-            layers_per_stage=config.pipeline.layers_per_stage,
-            checkpointing=_one_or_per_layer(config.pipeline.checkpointing),
-            loss=LossOptions(
-                label_smoothing=config.loss.label_smoothing, z_loss=config.loss.z_loss, keep=config.loss.keep
-            ),
-            compute_dtype=_compute_dtype(config),
-            seed=config.training.seed,
-            self_check=config.model.self_check,
-            trust_remote_code=config.model.trust_remote_code,
-            torch_device=torch_device,
-            timeout_seconds=config.pipeline.timeout_seconds,
-        )
+        self.pipeline = build_pipeline(config, self.data.tokenizer_size, self.data.end_of_text_id, torch_device)
         self.is_first = self.pipeline.device == 0
         self._generation_config = generation_config(config.model)
         self.optimizer = adamw(self.pipeline.named_parameters(), config.optimizer)
@@ -232,16 +218,33 @@ class _Run:
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-        result = pipeline.step(self.batches.batch(progress.step) if self.is_first else None)
+        traced = progress.step + 1 in config.output.trace_steps
+        batch = self.batches.batch(progress.step) if self.is_first else None
+        result = pipeline.step(batch, record_passes=traced)
         norm = pipeline.clip_gradients(config.optimizer.clip_norm or float("inf"))
         if self.optimizer is not None:
             self.optimizer.step()
         pipeline.zero_grad()
         progress.step += 1
         progress.tokens += self.batches.tokens_per_batch
+        if traced:
+            self._write_trace(result)
         self._busy_seconds += result.record.busy
         self._pending.append((result, norm, rate))
         self._step_seconds.append(time.perf_counter() - started)
+
+    def _write_trace(self, result: StepResult) -> None:
+        """Writes what all devices did in the step that has just run. Collective."""
+        step = self.progress.step
+        trace = self.pipeline.trace(result, schedule=self.config.pipeline.schedule, step=step)
+        if trace is None or self.metrics is None:
+            return
+        folder = self.config.trace_folder
+        with disk_errors(folder, "writing a trace"):
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"step-{step:08d}.json"
+            write_trace(trace, path)
+        self.metrics.say(f"the trace of step {step} is in {path}; evenpipe draw {path} shows it")
 
     def _log(self) -> None:
         """Reads the losses since the last line, and writes one. Collective: devices tell how busy they were."""
@@ -354,15 +357,6 @@ def _seed(seed: int, step: int, device: int) -> int:
     """Of what is random in a step: the same for a resumed run, another one on every device."""
     digest = hashlib.sha256(f"{seed} {step} {device}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
-
-
-def _one_or_per_layer(choices: tuple[str, ...]) -> str | tuple[str, ...]:
-    return choices[0] if len(choices) == 1 else choices
-
-
-def _compute_dtype(config: Config) -> torch.dtype | None:
-    name = config.model.compute_dtype
-    return None if name == "auto" else getattr(torch, name)
 
 
 def _peak_memory_bytes(torch_device: torch.device) -> int:
