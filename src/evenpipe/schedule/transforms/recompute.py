@@ -4,6 +4,7 @@
     2F0 ... 2I0 ... 2W0 ->  2F0 ... 2R0 2I0 ... 2W0
     (1F3;2B0)OVERLAP_F_B    ->  2R0 (1F3;2B0)OVERLAP_F_B
 
+A forward that runs as one with its own backward is not run twice.
 R needs nothing from other devices: it runs while the gradient that its backward waits for is still on its way.
 """
 
@@ -30,12 +31,14 @@ def add_recompute(order: Order, stages: Iterable[int] | None = None) -> Order:
 
 
 def _row(row: tuple[Pass | None, ...], stages: set[int]) -> tuple[Pass | None, ...]:
-    there = {item for item in row if item is not None and item.kind is Kind.R}
+    there = {item for item in row if item and item.kind is Kind.R}
     result: list[Pass | None] = []
     for item in row:
-        for part in parts_of(item) if item is not None else ():
+        parts = parts_of(item) if item else ()
+        for part in parts:
             again = Pass(Kind.R, part.stage, part.microbatch, part.slice)
-            if ROLE[part.kind] is Kind.B and part.stage in stages and again not in there:
+            at_once = Pass(Kind.F, part.stage, part.microbatch, part.slice) in parts
+            if ROLE[part.kind] is Kind.B and part.stage in stages and again not in there and not at_once:
                 result.append(again)
         result.append(item)
     return tuple(result)
