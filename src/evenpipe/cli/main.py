@@ -23,6 +23,7 @@ from evenpipe.errors import InputError, RunError
 
 COMMANDS = {
     "train": "train a model: the main job",
+    "profile": "what passes and transfers take on this hardware: a cost file for the commands below",
     "simulate": "how long a schedule takes, what waits for what, and what it holds in memory",
     "draw": "the same as a picture: in the terminal, SVG, HTML or a Perfetto trace",
     "check": "is the schedule in a file sound?",

@@ -1,9 +1,11 @@
-"""`evenpipe train CONFIG.toml [section.key=value ...]`."""
+"""`evenpipe train CONFIG.toml [section.key=value ...] [--trace [FOLDER]]`."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+
+from evenpipe.errors import InputError
 
 TRACED_STEP = 3
 """Of a run with --trace: memory and connections have warmed up."""
@@ -33,8 +35,13 @@ def run(arguments: argparse.Namespace) -> int:
     from evenpipe.train.config_file import load_config
 
     config = load_config(arguments.config, arguments.overrides)
+    if "=" in (arguments.trace or ""):
+        raise InputError(
+            f"--trace takes '{arguments.trace}' for its folder; write overrides before it, or --trace=FOLDER"
+        )
     if arguments.trace is not None:
-        steps, folder = config.output.trace_steps or (TRACED_STEP,), arguments.trace or config.output.trace_folder
+        steps = config.output.trace_steps or (min(TRACED_STEP, config.training.steps),)
+        folder = arguments.trace or config.output.trace_folder
         config = replace(config, output=replace(config.output, trace_steps=steps, trace_folder=folder))
 
     from evenpipe.train.start import start

@@ -18,6 +18,14 @@ def write_costs(costs: Costs, path: str | Path, notes: Iterable[str] = ()) -> No
         raise InputError(f"{path} cannot be written: {error.strerror}") from None
 
 
+def check_output(path: str | Path) -> None:
+    """Raises InputError where a cost file could not be written, before any time is spent."""
+    if Path(path).suffix != ".toml":
+        raise InputError(f"'{path}' cannot be written: the name of a cost file that is written ends in .toml")
+    if not Path(path).absolute().parent.is_dir():
+        raise InputError(f"'{path}' cannot be written: there is no folder '{Path(path).parent}'")
+
+
 def costs_to_toml(costs: Costs, notes: Iterable[str] = ()) -> str:
     """Costs as TOML: times first, tables below them."""
     lines = [f"# {line}".rstrip() for note in notes for line in note.splitlines() or [""]]

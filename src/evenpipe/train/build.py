@@ -18,6 +18,7 @@ def build_pipeline(
     """`Pipeline` with the options of `config`; `changes` replace some of them. Raises InputError as it does."""
     options: dict[str, Any] = {
         "schedule": config.pipeline.schedule,
+        "schedule_options": config.pipeline.schedule_options,
         "vocabulary": config.pipeline.vocabulary,
         "microbatches": config.pipeline.microbatches_per_step,
         "layers_per_stage": config.pipeline.layers_per_stage,
@@ -25,7 +26,7 @@ def build_pipeline(
         "loss": LossOptions(
             label_smoothing=config.loss.label_smoothing, z_loss=config.loss.z_loss, keep=config.loss.keep
         ),
-        "compute_dtype": _compute_dtype(config),
+        "compute_dtype": compute_dtype(config),
         "seed": config.training.seed,
         "self_check": config.model.self_check,
         "trust_remote_code": config.model.trust_remote_code,
@@ -39,6 +40,7 @@ def _one_or_per_layer(choices: tuple[str, ...]) -> str | tuple[str, ...]:
     return choices[0] if len(choices) == 1 else choices
 
 
-def _compute_dtype(config: Config) -> torch.dtype | None:
+def compute_dtype(config: Config) -> torch.dtype | None:
+    """As configured; None leaves it to the pipeline."""
     name = config.model.compute_dtype
     return None if name == "auto" else getattr(torch, name)

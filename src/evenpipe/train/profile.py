@@ -1,0 +1,165 @@
+"""Costs measured on this hardware: real steps of the configured model and pipeline, traced.
+
+Every device computes while the others do, as in training: processes that share memory bandwidth, caches or power slow
+each other down, and pass times measured one process at a time predict steps too short. The configured schedule runs as
+it is, and with its backwards whole, split and recomputed, so that the cost file has every kind of pass; and once more
+on shorter sequences, which tells latency from bandwidth. Token ids are drawn at random, small ones often (Zipf's law),
+as a tokenizer gives them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from evenpipe.costs import BACKWARDS, costs_of, with_backward
+from evenpipe.costs.links import Size, with_links
+from evenpipe.errors import InputError
+from evenpipe.runtime import Pipeline, initialise_worker, launch
+from evenpipe.schedule import Costs, Order, plan_program
+from evenpipe.schedule.trace import Trace
+from evenpipe.schedule.trace_file import trace_from_dict, trace_to_dict
+from evenpipe.train.build import build_pipeline, compute_dtype
+from evenpipe.train.config import Config
+from evenpipe.train.data import open_data
+from evenpipe.train.model_source import check_schedule, check_shape, model_config
+
+SHORTER = 8
+"""How many times shorter the sequences are that latency follows from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What was measured. traces: of every step that counts, by what the backwards were; "as it is" for the schedule."""
+
+    costs: Costs
+    traces: dict[str, list[Trace]]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Machine and versions."""
+        return dict(next(iter(self.traces.values()))[0].about)
+
+
+def profile(config: Config, *, steps: int, warm_up: int = 2) -> Profile:
+    """Runs the configured pipeline in local processes, `steps` measured steps for every form of the backward.
+
+    Raises InputError for a configuration that does not go together, RunError when a process fails.
+    """
+    if steps < 1:
+        raise InputError(f"steps is {steps}, expected a whole number of at least 1")
+    model = model_config(config.model)
+    check_shape(config, model)
+    check_schedule(config, model)
+    found = launch(
+        measure,
+        config,
+        steps,
+        warm_up,
+        processes=config.pipeline.processes,
+        timeout_seconds=config.pipeline.timeout_seconds,
+    )[0]
+    traces = {name: [trace_from_dict(trace) for trace in measured] for name, measured in found["traces"].items()}
+    shorter = [trace_from_dict(trace) for trace in found["shorter"]]
+    return Profile(_costs(traces, shorter, found["sizes"]), traces)
+
+
+def _costs(traces: dict[str, list[Trace]], shorter: list[Trace], sizes: dict[str, Sequence[float]]) -> Costs:
+    """F, S, C, T, E, G and transfers from the schedule as it is; kinds that it lacks from the other runs.
+
+    R comes from the recomputed run, but so does a forward that keeps nothing: F stays that of the schedule.
+    """
+    costs = costs_of(traces[AS_IT_IS])
+    for name in BACKWARDS:
+        if name in traces:
+            other = costs_of(traces[name])
+            missing = {kind: getattr(other, kind) for kind in "BIWR" if getattr(costs, kind) is None}
+            costs = replace(costs, **{kind: time for kind, time in missing.items() if time is not None})
+    return with_links(costs, costs_of(shorter), {name: Size(*size) for name, size in sizes.items()})
+
+
+AS_IT_IS = "as it is"
+
+
+def measure(config: Config, steps: int, warm_up: int) -> dict[str, Any]:
+    """On every process: run and trace. The first one returns traces as JSON has them, and sizes of transfers."""
+    worker = initialise_worker(timeout_seconds=config.pipeline.timeout_seconds)
+    size, end = _tokenizer(config)
+    pipeline = build_pipeline(config, size, end, worker.torch_device, self_check=False)
+    gc.collect()
+    gc.freeze()
+    tokens = config.data.sequence_length
+    order = pipeline.layout.program.order
+    traces = {AS_IT_IS: _run(pipeline, config, tokens, steps, warm_up)}
+    for name in BACKWARDS:
+        variant = with_backward(order, name)
+        if variant != order:
+            with _following(pipeline, variant):
+                traces[name] = _run(pipeline, config, tokens, steps, warm_up)
+    short = max(2, tokens // SHORTER)
+    shorter = _run(pipeline, config, short, steps, warm_up)
+    if pipeline.device != 0:
+        return {}
+    narrow = worker.torch_device.type == "cuda"
+    item = (compute_dtype(config) or (torch.bfloat16 if narrow else torch.float32)).itemsize
+    hidden = config.pipeline.microbatch_size * pipeline.description.hidden_size * item
+    # Bytes per token. The few numbers of the statistics are latency above all: they stay a duration.
+    per_token = {"p2p": hidden, "broadcast": hidden, "reduce": hidden, "embedding": hidden // pipeline.devices}
+    return {
+        "traces": {name: [trace_to_dict(trace) for trace in found] for name, found in traces.items()},
+        "shorter": [trace_to_dict(trace) for trace in shorter],
+        "sizes": {name: (size * tokens, size * short) for name, size in per_token.items()},
+    }
+
+
+def _run(pipeline: Pipeline, config: Config, tokens: int, steps: int, warm_up: int) -> list[Trace]:
+    """Traces of `steps` steps after some that do not count; empty on all processes but the first."""
+    traces = []
+    for step in range(warm_up + steps):
+        ids = _token_ids(pipeline, config, tokens, step) if pipeline.device == 0 else None
+        result = pipeline.step(ids, record_passes=step >= warm_up)
+        pipeline.zero_grad()
+        if step >= warm_up:
+            trace = pipeline.trace(result, schedule=config.pipeline.schedule, step=step + 1)
+            if trace is not None:
+                traces.append(trace)
+    return traces
+
+
+@contextmanager
+def _following(pipeline: Pipeline, order: Order) -> Iterator[None]:
+    """Lets a pipeline run another order of the same placement and vocabulary mode for a while."""
+    layout = pipeline.layout
+    _, program = plan_program(order, order.devices, order.microbatches, layout.mode, layout.costs)
+    pipeline.layout = replace(layout, program=program)
+    try:
+        yield
+    finally:
+        pipeline.layout = layout
+
+
+def _token_ids(pipeline: Pipeline, config: Config, tokens: int, step: int) -> torch.Tensor:
+    """[sequences, tokens]: id k is drawn about as often as 1 / (k + 1)."""
+    generator = torch.Generator().manual_seed(step)
+    rows = pipeline.description.vocabulary_size
+    share = torch.rand(config.pipeline.sequences_per_step, tokens, generator=generator, dtype=torch.float64)
+    return (float(rows) ** share).long().sub_(1).clamp_(0, rows - 1)
+
+
+def _tokenizer(config: Config) -> tuple[int, int]:
+    """Entries of the tokenizer and its end-of-text id, without reading any text where that has not been done."""
+    if (config.run_folder / "data.json").is_file():
+        data = open_data(config)
+        return data.tokenizer_size, data.end_of_text_id
+    if config.trained_tokenizer_entries is not None:
+        return config.trained_tokenizer_entries, 0
+    from evenpipe.train.tokenizer import load_tokenizer, tokenizer_size
+
+    assert config.tokenizer_source is not None
+    tokenizer = load_tokenizer(config.tokenizer_source, config.tokenizer.end_of_text, config.model.trust_remote_code)
+    return tokenizer_size(tokenizer), tokenizer.eos_token_id
