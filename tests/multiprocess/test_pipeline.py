@@ -547,21 +547,6 @@ def test_under_torchrun_a_pipeline_opens_the_group_itself() -> None:
     assert run_processes(one_pipeline_without_a_group, 2, "", group=False) == [0, 1]
 
 
-def two_pipelines_side_by_side() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    for part in (mesh, mesh["pp"]):
-        with pytest.raises(InputError, match="not supported yet"):
-            make("vocab-2", mesh=part)
-    whole_mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
-    assert make("vocab-2", mesh=whole_mesh).devices == 4
-
-
-def test_a_mesh_of_several_pipelines_is_refused() -> None:
-    run_processes(two_pipelines_side_by_side, 4)
-
-
 def the_norm_alone() -> None:
     pipeline = make("vocab-2")
     pipeline.step(IDS)

@@ -1,7 +1,9 @@
-"""The mesh and what crosses it outside the program: which processes form a pipeline, and gradient clipping over all of
-them. Data parallelism and precision over replicas belong here too."""
+"""The mesh and what crosses it outside the program: which processes form a pipeline and which are replicas of each
+other, sums of gradients over replicas, parameters in shards over them, and gradient clipping over all."""
 
 from evenpipe.parallel.clipping import clip_gradients, total_norm
-from evenpipe.parallel.mesh import PipelineGroup, pipeline_group
+from evenpipe.parallel.fsdp import ShardedModule
+from evenpipe.parallel.gradients import ReplicatedGradients
+from evenpipe.parallel.mesh import Grid, process_grid
 
-__all__ = ["PipelineGroup", "clip_gradients", "pipeline_group", "total_norm"]
+__all__ = ["Grid", "ReplicatedGradients", "ShardedModule", "clip_gradients", "process_grid", "total_norm"]

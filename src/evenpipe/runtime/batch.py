@@ -1,11 +1,16 @@
 """The inputs of one step: checked once, sent to every device once, cut into microbatches.
 
+With several pipelines side by side each first process has a batch of its own. They tell each other what their tokens
+weigh before anything else, so that the weights of all tokens of all batches add up to 1, and so that a batch that one
+of them refuses is refused by all.
+
 Every device knows every token id and every label. This is what lets the loss be finished wherever the statistics of
 the vocabulary shards meet, and lets both ends of an exchange of embedding rows know its size without asking.
 """
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,7 +34,8 @@ class Microbatch:
     targets: Tensor
     """[n] int64, on the host: the token that each position predicts, IGNORE_INDEX where there is none."""
     weights: Tensor
-    """[n] fp32 or fp64: each position's share of the step's loss; they add up to 1 over the step's microbatches."""
+    """[n] fp32 or fp64: each position's share of the step's loss; they add up to 1 over the microbatches of
+    all replicas."""
     position_ids: Tensor | None
     """[sequences, tokens] int64, or None for 0, 1, 2, ..."""
     attention_mask: Tensor | None
@@ -42,13 +48,13 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """All microbatches of a step, the same on every device."""
+    """All microbatches of a pipeline's step, the same on every device of it."""
 
     microbatches: tuple[Microbatch, ...]
     sequences: int
     sequence_length: int
     valid_tokens: int
-    """Positions with a label that counts."""
+    """Positions with a label that counts, of all replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,15 @@ class Inputs:
     position_ids: Tensor | None = None
     attention_mask: Tensor | None = None
     token_weights: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What the batches of all replicas have in all."""
+
+    weight: float
+    """Sum of the weights of all positions with a label that counts: their number, where none are given."""
+    valid_tokens: int
 
 
 def check(inputs: Inputs, *, microbatches: int, model: Description) -> None:
@@ -136,22 +151,26 @@ def distribute(
     microbatches: int,
     model: Description,
     communicator: Communicator | None,
+    replicas: Communicator | None = None,
     torch_device: torch.device,
-) -> Inputs:
+) -> tuple[Inputs, Totals]:
     """Checks the step's inputs on the first process of the pipeline and sends them to all others.
 
-    Collective over the pipeline axis: the first process broadcasts one header of six numbers, then one int64 tensor
-    with everything that is an integer, then the weights where there are any.
+    Collective. Over the data axis: the first processes of all pipelines gather three numbers of each. Then over the
+    pipeline axis: the first process broadcasts one header of eight numbers, then one int64 tensor with everything that
+    is an integer, then the weights where there are any.
 
     Args:
         communicator: of the pipeline's processes; None for one device.
+        replicas: of the processes that are this device in their pipelines; None for one pipeline. Only first processes
+            use it.
 
     Returns:
-        The same inputs on every process, with labels: those given, or the ids themselves without the positions of
-        padding. Ids and labels are on the host, the rest on `torch_device`.
+        The same inputs on every process of the pipeline, with labels: those given, or the ids themselves without the
+        positions of padding; ids and labels on the host, the rest on `torch_device`. And the totals of all replicas.
 
     Raises:
-        InputError: on every process, when the first one was given something wrong.
+        InputError: on every process of all pipelines, when one of the first ones was given something wrong.
     """
     fault: InputError | None = None
     is_source = communicator is None or communicator.rank == communicator.members[0]
@@ -160,28 +179,38 @@ def distribute(
             check(inputs, microbatches=microbatches, model=model)
         except InputError as error:
             fault = error
-    header = torch.zeros(6, dtype=torch.int64)
     if is_source and fault is None:
         inputs = _with_labels(Inputs(*(None if one is None else one.cpu() for one in _fields(inputs))))
-        assert inputs.input_ids is not None
-        flags = [tensor is not None for tensor in (inputs.position_ids, inputs.attention_mask, inputs.token_weights)]
-        wide = inputs.token_weights is not None and inputs.token_weights.dtype == torch.float64
-        header = torch.tensor([*inputs.input_ids.shape, *flags, wide], dtype=torch.int64)
+    totals: Totals | None = None
+    if is_source:
+        totals = _total(None if fault else inputs, replicas, torch_device)
+        if fault is None and totals is None:
+            fault = InputError("input_ids: refused by the first process of another pipeline, which says why")
     if communicator is None:
         if fault is not None:
             raise fault
         ids, labels, *others = _fields(inputs)
-        assert ids is not None and labels is not None
-        return Inputs(ids.cpu(), labels.cpu(), *(None if one is None else one.to(torch_device) for one in others))
+        assert ids is not None and labels is not None and totals is not None
+        on_device = (None if one is None else one.to(torch_device) for one in others)
+        return Inputs(ids.cpu(), labels.cpu(), *on_device), totals
+
+    header = torch.zeros(8, dtype=torch.int64)
+    if is_source and fault is None:
+        assert inputs.input_ids is not None and totals is not None
+        flags = [tensor is not None for tensor in (inputs.position_ids, inputs.attention_mask, inputs.token_weights)]
+        wide = inputs.token_weights is not None and inputs.token_weights.dtype == torch.float64
+        numbers = [*inputs.input_ids.shape, *flags, wide, _as_integer(totals.weight), totals.valid_tokens]
+        header = torch.tensor(numbers, dtype=torch.int64)
 
     def broadcast(tensor: Tensor, what: str) -> Tensor:
         communicator.broadcast(tensor, communicator.members[0], what).wait("the step")
         return tensor
 
     header = broadcast(header.to(torch_device), "the size of the batch")
-    sequences, tokens, has_positions, has_mask, has_weights, wide = header.tolist()
+    sequences, tokens, has_positions, has_mask, has_weights, wide, weight, valid_tokens = header.tolist()
     if not sequences:
         raise fault or InputError("input_ids: refused by the first process of the pipeline, which says why")
+    totals = Totals(_as_float(weight), valid_tokens)
     if is_source:
         present = [tensor for tensor in _fields(inputs)[:4] if tensor is not None]
         integers = torch.stack([tensor.to(device=torch_device, dtype=torch.int64) for tensor in present])
@@ -200,13 +229,47 @@ def distribute(
             weights = torch.empty((sequences, tokens), dtype=dtype, device=torch_device)
         broadcast(weights, "token weights")
     rows = list(integers.unbind(0))
-    return Inputs(
+    received = Inputs(
         input_ids=rows[0].cpu(),
         labels=rows[1].cpu(),
         position_ids=rows[2] if has_positions else None,
         attention_mask=rows[2 + has_positions] if has_mask else None,
         token_weights=weights,
     )
+    return received, totals
+
+
+def _total(inputs: Inputs | None, replicas: Communicator | None, torch_device: torch.device) -> Totals | None:
+    """The totals of all replicas, added in the same order on each; None when one of them has no inputs to give.
+
+    Over the data axis: the first process of each pipeline contributes and receives.
+    """
+    own = [0, 0, 0]
+    if inputs is not None:
+        total = _own_total(*_weights(inputs))
+        own = [1, _as_integer(total.weight), total.valid_tokens]
+    table = [own]
+    if replicas is not None:
+        numbers = torch.tensor(own, dtype=torch.int64, device=torch_device)
+        gathered = numbers.new_empty((len(replicas.members), 3))
+        replicas.all_gather(gathered, numbers, "the weight of all batches").wait("the step")
+        table = gathered.tolist()
+    if not all(given for given, _, _ in table):
+        return None
+    return Totals(sum(_as_float(weight) for _, weight, _ in table), sum(valid for _, _, valid in table))
+
+
+def _own_total(targets: Tensor, weights: Tensor) -> Totals:
+    return Totals(float(weights.sum()), int((targets != IGNORE_INDEX).sum()))
+
+
+def _as_integer(number: float) -> int:
+    """The bits of an fp64 number, to travel among integers."""
+    return int.from_bytes(struct.pack("<d", number), "little", signed=True)
+
+
+def _as_float(bits: int) -> float:
+    return struct.unpack("<d", bits.to_bytes(8, "little", signed=True))[0]
 
 
 def _fields(inputs: Inputs) -> tuple[Tensor | None, ...]:
@@ -222,8 +285,15 @@ def _with_labels(inputs: Inputs) -> Inputs:
     return replace(inputs, labels=labels)
 
 
-def cut(inputs: Inputs, *, microbatches: int, dtype: torch.dtype, torch_device: torch.device | str = "cpu") -> Batch:
-    """Shifts the labels, turns them into weights that add up to 1, and cuts the step into microbatches.
+def cut(
+    inputs: Inputs,
+    totals: Totals | None = None,
+    *,
+    microbatches: int,
+    dtype: torch.dtype,
+    torch_device: torch.device | str = "cpu",
+) -> Batch:
+    """Shifts the labels, turns them into weights that add up to 1 over all replicas, and cuts into microbatches.
 
     Labels are aligned with `input_ids`, as in transformers: position t predicts label t + 1. A position's weight is
     the token weight of the label that it predicts (1 by default) over the step's sum of weights, so that the step's
@@ -231,20 +301,17 @@ def cut(inputs: Inputs, *, microbatches: int, dtype: torch.dtype, torch_device: 
     all weights are 0: the loss and every gradient are then 0.
 
     Args:
+        totals: of all replicas; None: those of this batch.
         dtype: of the weights; fp64 where the model computes in fp64, fp32 elsewhere.
         torch_device: where the weights are wanted.
     """
-    input_ids, labels, position_ids, attention_mask, token_weights = _fields(inputs)
-    assert input_ids is not None and labels is not None
+    input_ids, _, position_ids, attention_mask, _ = _fields(inputs)
+    assert input_ids is not None
     sequences, tokens = input_ids.shape
-    targets = torch.full_like(labels, IGNORE_INDEX)
-    targets[:, :-1] = labels[:, 1:]
-    valid = targets != IGNORE_INDEX
-    weights = valid.to(torch.float64)
-    if token_weights is not None:
-        weights[:, :-1] *= token_weights[:, 1:].to(weights.device, torch.float64)
-    total = weights.sum()
-    weights = torch.where(total == 0, torch.zeros_like(weights), weights / total).to(torch_device, dtype)
+    targets, weights = _weights(inputs)
+    totals = totals or _own_total(targets, weights)
+    weights = torch.zeros_like(weights) if totals.weight == 0 else weights / totals.weight
+    weights = weights.to(torch_device, dtype)
     size = sequences // microbatches
 
     def part(tensor: Tensor | None, index: int) -> Tensor | None:
@@ -263,5 +330,22 @@ def cut(inputs: Inputs, *, microbatches: int, dtype: torch.dtype, torch_device: 
         ),
         sequences=sequences,
         sequence_length=tokens,
-        valid_tokens=int(valid.sum()),
+        valid_tokens=totals.valid_tokens,
     )
+
+
+def _targets(inputs: Inputs) -> Tensor:
+    """[sequences, tokens]: the label of the next position, IGNORE_INDEX where there is none."""
+    assert inputs.labels is not None
+    targets = torch.full_like(inputs.labels, IGNORE_INDEX)
+    targets[:, :-1] = inputs.labels[:, 1:]
+    return targets
+
+
+def _weights(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Targets and their weights, not yet normalised, both [sequences, tokens]; weights fp64, 0 where none counts."""
+    targets = _targets(inputs)
+    weights = (targets != IGNORE_INDEX).to(torch.float64)
+    if inputs.token_weights is not None:
+        weights[:, :-1] *= inputs.token_weights[:, 1:].to(weights.device, torch.float64)
+    return targets, weights

@@ -112,6 +112,7 @@ class Communicator:
         self.members = members
         self.rank = rank
         self.position = members.index(rank)
+        self._by_rank = members == tuple(sorted(members))
         self.others = tuple(member for member in members if member != rank)
         self.group = group
         self.watch = watch
@@ -151,7 +152,10 @@ class Communicator:
         )
 
     def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Handle:
-        """Puts the `tensor` [...] of member i into row i of `output` [members, ...], on every member."""
+        """Puts the `tensor` [...] of member i into row i of `output` [members, ...], on every member.
+
+        `tensor` may be this member's row of `output`.
+        """
         shape = (len(self.members), *tensor.shape)
         assert output.shape == shape, f"{what}: output is {tuple(output.shape)}, expected {shape}"
         if self.group is None:
@@ -159,10 +163,37 @@ class Communicator:
 
         def start(host: Tensor, host_output: Tensor) -> Any:
             # torch numbers the members of a group by rank, whatever their order here.
+            if self._by_rank:
+                return dist.all_gather_into_tensor(
+                    host_output.flatten(), host.flatten(), group=self.group, async_op=True
+                )
             rows = [host_output[self.members.index(member)] for member in sorted(self.members)]
             return dist.all_gather(rows, host, group=self.group, async_op=True)
 
         return self._collective(what, None, start, reads=tensor, writes=output, own_bytes=tensor.nbytes)
+
+    def all_reduce(self, tensor: Tensor, what: str) -> Handle:
+        """Adds the members' `tensor`s, in their dtype; every member finds the same sum in its own after the wait."""
+        return self._collective(
+            what, None, lambda host: dist.all_reduce(host, group=self.group, async_op=True), both=tensor
+        )
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, what: str) -> Handle:
+        """Adds the members' `tensor`s [members, ...] in their dtype; row i of the sum goes into member i's `output`.
+
+        `tensor` is scratch: its content is destroyed. For members that are named in the order of their ranks.
+        """
+        assert self._by_rank, f"{what}: the members of {self.name}, {self.members}, are not in the order of their ranks"
+        assert tensor.shape == (len(self.members), *output.shape), f"{what}: output is {tuple(output.shape)}"
+        return self._collective(
+            what,
+            None,
+            lambda host, host_output: dist.reduce_scatter_tensor(
+                host_output.flatten(), host.flatten(), group=self.group, async_op=True
+            ),
+            reads=tensor,
+            writes=output,
+        )
 
     # -- rows: as many for each member as all know beforehand --------------------------------------
 

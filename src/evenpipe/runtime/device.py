@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from evenpipe.model import Description, build_stage, fill_parameters, fill_rows, persistent_buffers
+from evenpipe.parallel import ShardedModule
 from evenpipe.runtime.checkpointing import Switch, checkpoint_layer
 from evenpipe.runtime.layout import Layout
-from evenpipe.runtime.parameters import Matrix, ParameterShard, StageParameters
+from evenpipe.runtime.parameters import Matrix, ParameterShard, ShardedMatrix, Sharding, StageParameters
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.runtime.weight_gradients import WeightGradients, split_layers
 from evenpipe.vocabulary import LossOptions, Shard
@@ -42,6 +45,11 @@ class HeldModel:
     """Names of the matrices whose gradient is made in I, since no linear layer holds them."""
     tied_copy: Matrix | None = None
     """The matrix of a model with tied weights that another device holds whole as well."""
+    embedding_matrix: Matrix | None = None
+    head_matrices: tuple[Matrix, ...] = ()
+    """The output layer's rows and their bias; where tied weights are held once, the embedding's matrix."""
+    sharded: dict[int, ShardedModule] = field(default_factory=dict)
+    """Each stage's parameters, where they are sharded over replicas; `parameters` is empty then."""
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """All that is held between steps, by what it is for."""
@@ -76,8 +84,17 @@ def build(
     torch_device: torch.device,
     seed: int,
     checkpointing: tuple[str, ...],
+    sharding: Sharding | None = None,
+    row_mesh: DeviceMesh | None = None,
+    broadcast: Callable[[torch.Tensor], None] | None = None,
 ) -> HeldModel:
-    """Builds what `device` holds and nothing else, and fills it from where the description says."""
+    """Builds what `device` holds and nothing else, and fills it from where the description says.
+
+    Args:
+        sharding: over replicas. A stage is whole until it is built, then sharded, before the next one is built.
+        row_mesh: over which rows of the vocabulary are spread where every device has some; see `ParameterShard.mesh`.
+        broadcast: overwrites a tensor by that of the first replica; None: all replicas have the same weights anyway.
+    """
     held = HeldModel()
     placement = layout.program.placement
     for stage in placement.stages_of(device):
@@ -94,13 +111,24 @@ def build(
         )
         fill_parameters(module, description, seed)
         held.stages[stage] = module
-        held.parameters[stage] = StageParameters(module, compute_dtype)
+        if broadcast is not None:
+            for tensor in (*module.parameters(), *(buffer for _, buffer in persistent_buffers(module))):
+                broadcast(tensor.detach())
+        if sharding is None:
+            held.parameters[stage] = StageParameters(module, compute_dtype)
+            for name, parameter in held.parameters[stage]:
+                held.shards[name] = ParameterShard(parameter, None, tuple(parameter.shape), saved_here=True)
+        else:
+            layers = [
+                module.get_submodule(f"{description.structure.layers_name}.{index}") for index in range(first, last)
+            ]
+            held.sharded[stage] = sharding.shard(module, layers, compute_dtype, f"stage {stage}")
+            for name, parameter, start, shape in held.sharded[stage]:
+                held.shards[name] = ParameterShard(parameter, start, tuple(shape), saved_here=True, mesh=sharding.mesh)
         held.unsplit += split_layers(module, held.weight_gradients)
         for index in range(first, last):
             layer = module.get_submodule(f"{description.structure.layers_name}.{index}")
             checkpoint_layer(layer, checkpointing[index], held.checkpointing, torch_device)
-        for name, parameter in held.parameters[stage]:
-            held.shards[name] = ParameterShard(parameter, None, tuple(parameter.shape), saved_here=True)
         for name, buffer in persistent_buffers(module):
             shared = nn.Parameter(buffer, requires_grad=False)
             layers_own = name.startswith(f"{description.structure.layers_name}.")  # all stages have the others
@@ -113,12 +141,20 @@ def build(
         if not shard.rows and not layout.sharded:
             return None
         rows = fill_rows(description, name, shard.start, shard.stop, seed).to(torch_device, parameter_dtype)
+        if broadcast is not None:
+            broadcast(rows)
         parameter = nn.Parameter(rows, requires_grad=_is_trained(description, name))
-        start = shard.start if layout.sharded else None
         shape = (description.vocabulary_size, *parameter.shape[1:])
-        held.shards[name] = ParameterShard(parameter, start, shape, saved_here=saved_here)
-        held.matrices.append(Matrix(parameter, compute_dtype))
-        return held.matrices[-1]
+        if sharding is None:
+            found = Matrix(parameter, compute_dtype)
+            start = shard.start if layout.sharded else None
+        else:
+            found = ShardedMatrix(parameter, compute_dtype, sharding, name)
+            start = shard.start + found.start
+        mesh = row_mesh if layout.sharded else None if sharding is None else sharding.mesh
+        held.shards[name] = ParameterShard(found.parameter, start, shape, saved_here=saved_here, mesh=mesh)
+        held.matrices.append(found)
+        return found
 
     embedding_shard, head_shard = layout.embedding_shards[device], layout.head_shards[device]
     embedding = matrix(description.embedding_name, embedding_shard)
@@ -130,6 +166,8 @@ def build(
         head = matrix(description.embedding_name, head_shard, saved_here=False) if head_shard.rows else None
         held.tied_copy = embedding or head
     bias = matrix(description.head_bias_name, head_shard) if description.head_bias_name else None
+    held.embedding_matrix = embedding
+    held.head_matrices = tuple(one for one in (head, bias) if one is not None)
     if head is not None:
         held.output = OutputShard(head, bias, head_shard, options, one_barrier=layout.program.barriers == 1)
     if layout.sharded:

@@ -61,7 +61,8 @@ def _agree(own: dict[str, Entry], communicator: Communicator) -> list[dict[str, 
     waiting = nullcontext() if watch is None else watch.during("names of tensors", "control", communicator.others)
     with waiting:
         dist.all_gather_object(tables, own, group=communicator.group)
-    return tables
+    by_rank = sorted(communicator.members)  # torch numbers the members of a group by rank
+    return [tables[by_rank.index(member)] for member in communicator.members]
 
 
 def _collect(

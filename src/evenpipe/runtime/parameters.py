@@ -7,11 +7,15 @@ no sum over microbatches is ever rounded to the narrower one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from evenpipe.parallel import ShardedModule
+from evenpipe.runtime.communication import Communicator
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +25,30 @@ class ParameterShard:
     parameter: nn.Parameter
     """The master, with its gradient."""
     start_row: int | None
-    """First row held, for a shard of rows (`torch.chunk`'s rule over the pipeline); None: held whole."""
+    """First row held, for a shard of rows; None: held whole."""
     shape: tuple[int, ...]
     """Of the whole parameter."""
     saved_here: bool
-    """False for the second copy of a tied matrix that two processes hold whole: loaded here, saved by the other."""
+    """False for a copy that another process saves: of a tied matrix that two devices hold whole, and of everything
+    that another replica holds too. Loaded here all the same."""
+    mesh: DeviceMesh | None = None
+    """Processes that the rows are spread over, by `torch.chunk`'s rule along its first axis and again along its second;
+    None: all processes that save a checkpoint together, or none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """Over which processes parameters are sharded: those that are this device in their pipelines."""
+
+    mesh: DeviceMesh
+    communicator: Communicator
+
+    def shard(
+        self, module: nn.Module, units: Sequence[nn.Module], compute_dtype: torch.dtype, what: str
+    ) -> ShardedModule:
+        return ShardedModule(
+            module, units, mesh=self.mesh, shards=self.communicator, compute_dtype=compute_dtype, what=what
+        )
 
 
 class Matrix:
@@ -54,6 +77,28 @@ class Matrix:
     def refresh(self) -> None:
         if self._copy is not None:
             self._copy.copy_(self.parameter)
+
+
+class ShardedMatrix(Matrix):
+    """The same where rows are spread once more, over replicas: whole only while a step needs them."""
+
+    def __init__(self, rows: nn.Parameter, compute_dtype: torch.dtype, sharding: Sharding, what: str) -> None:
+        self._module = nn.Module()
+        self._module.register_parameter("weight", rows)
+        self.sharded = sharding.shard(self._module, [], compute_dtype, what)
+        ((_, self.parameter, self.start, _),) = self.sharded
+
+    @property
+    def weight(self) -> Tensor:
+        weight = self._module.weight
+        assert isinstance(weight, Tensor)
+        return weight.detach()
+
+    def gradient(self) -> Tensor:
+        return self.sharded.gradient("weight")
+
+    def refresh(self) -> None:
+        """The gathering does it."""
 
 
 class StageParameters:

@@ -28,17 +28,18 @@ from evenpipe.model import (
     self_check,
     write_folder_metadata,
 )
-from evenpipe.parallel import clip_gradients, pipeline_group, total_norm
+from evenpipe.parallel import clip_gradients, process_grid, total_norm
 from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.batch import IGNORE_INDEX, Batch, Inputs, cut, distribute
 from evenpipe.runtime.checkpointing import checkpointing_of_layers
 from evenpipe.runtime.clock import Conversion, read_clocks
-from evenpipe.runtime.communication import Communicator, Communicators
 from evenpipe.runtime.device import build
 from evenpipe.runtime.gathering import Held, stream_whole
 from evenpipe.runtime.given_schedule import read_schedule
+from evenpipe.runtime.groups import Groups
 from evenpipe.runtime.layout import Layout, ModelCosts, build_layout, flop_costs, without_vocabulary
-from evenpipe.runtime.parameters import ParameterShard
+from evenpipe.runtime.parameters import ParameterShard, Sharding
+from evenpipe.runtime.replicas import Replicas
 from evenpipe.runtime.result import Shared, StepResult
 from evenpipe.runtime.trace import gather_trace
 from evenpipe.runtime.walker import Walker
@@ -68,7 +69,12 @@ class Pipeline:
             them; of a class of torch's, `stages_per_device`.
         vocabulary: "balanced" (= "vocab-2", one barrier), "vocab-1", "interlaced", "redistribute" or "first-last".
         microbatches: equal parts of every batch; default 4 per device, or as many as the order has that is given.
-        mesh: a DeviceMesh with an axis "pp"; default: all processes.
+        mesh: a DeviceMesh with an axis "pp", and an axis "dp" for several pipelines side by side; default: all
+            processes, neighbours in one pipeline.
+        replicas: pipelines side by side, each with the whole model and its own data; default: as many as the mesh says,
+            else one.
+        data_parallel: "replicate": every replica holds all parameters of its devices. "shard": only rows of them, and
+            of the optimizer's state; a step gathers them (FSDP2).
         loss: label smoothing, z-loss and what the output layer keeps. Logit scale and soft-cap come from the model,
             except for plain modules.
         parameter_dtype: of parameters, gradients and so the optimizer's state: fp32 or fp64.
@@ -97,6 +103,8 @@ class Pipeline:
         vocabulary: str = "balanced",
         microbatches: int | None = None,
         mesh: DeviceMesh | None = None,
+        replicas: int | None = None,
+        data_parallel: str = "replicate",
         loss: LossOptions | None = None,
         parameter_dtype: torch.dtype = torch.float32,
         compute_dtype: torch.dtype | None = None,
@@ -111,8 +119,10 @@ class Pipeline:
     ) -> None:
         worker = initialise_worker()
         self._watch = worker.watch
-        self._group = pipeline_group(mesh)
-        self.device, self.devices = self._group.device, self._group.devices
+        self._grid = process_grid(mesh, replicas)
+        self.device, self.devices = self._grid.device, self._grid.devices
+        self.replica, self.replicas = self._grid.replica, self._grid.replicas
+        self._sharded = _is_sharded(data_parallel) and self.replicas > 1
         self.torch_device = worker.torch_device if torch_device is None else _torch_device(torch_device)
         if microbatches is not None:
             _positive("microbatches", microbatches)
@@ -136,9 +146,16 @@ class Pipeline:
             layers_per_stage=layers_per_stage,
             costs=costs,
         )
-        self._communicators: Communicators | None = None
-        self._control: Communicator | None = None
-        self._make_communicators(timeout_seconds)
+        if self._sharded:
+            _check_shardable(self.description)
+        self._groups = Groups(
+            self._grid,
+            self.layout,
+            tied_twice=self._tied_twice,
+            timeout_seconds=timeout_seconds,
+            torch_device=self.torch_device,
+            watch=self._watch,
+        )
         try:
             if self_check and self.description.config is not None:
                 self._check_architecture()
@@ -171,6 +188,12 @@ class Pipeline:
     # --- building --------------------------------------------------------------------------------------------
 
     def _build(self, options: LossOptions, parameter_dtype: torch.dtype, seed: int) -> None:
+        groups, replicas = self._groups, self._groups.replicas
+        sharding = None
+        if self._sharded:
+            mesh = groups.replica_mesh()
+            assert mesh is not None and replicas is not None
+            sharding = Sharding(mesh, replicas)
         self._held = build(
             self.description,
             self.layout,
@@ -181,21 +204,33 @@ class Pipeline:
             torch_device=self.torch_device,
             seed=seed,
             checkpointing=self._checkpointing,
+            sharding=sharding,
+            row_mesh=groups.row_mesh(sharded=self._sharded),
+            broadcast=None if replicas is None or self.description.model is None else self._broadcast,
         )
         self._walker = Walker(
             self.device,
             self._held.stages,
             self._held.embedding,
             self._held.output,
-            communicators=self._communicators,
-            ranks=self._group.ranks,
+            communicators=groups.communicators,
+            ranks=self._grid.pipeline,
             vocabulary_passes=self.layout.sharded,
             hidden_size=self.description.hidden_size,
             hidden_dtype=self._compute_dtype,
             torch_device=self.torch_device,
             weight_gradients=self._held.weight_gradients,
             checkpointing=self._held.checkpointing,
+            replicas=None
+            if replicas is None
+            else Replicas(self._held, self.layout, self.device, replicas, is_first=self.replica == 0),
         )
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        """Weights of a live model, which each replica may have drawn for itself: all take those of the first one."""
+        assert self._groups.replicas is not None
+        root = self._grid.pipelines[0][self.device]
+        self._groups.replicas.broadcast(tensor, root, "weights of the first replica").wait("the first step")
 
     def _let_go_of_the_model(self) -> None:
         """A live model was copied: from here on only what it says about generation is needed of it."""
@@ -203,22 +238,6 @@ class Pipeline:
         if isinstance(skeleton, PreTrainedModel) and model is not None:
             skeleton.generation_config = copy.deepcopy(model.generation_config)
             self.description = replace(self.description, model=None)
-
-    def _make_communicators(self, timeout_seconds: float) -> None:
-        if self.devices == 1:
-            return
-        ranks = self._group.ranks
-        placement = self.layout.program.placement
-        groups = {**self.layout.program.communicators, **self.layout.evaluation.communicators}
-        listed = [(name, tuple(ranks[device] for device in members)) for name, members in sorted(groups.items())]
-        listed.append(("control", ranks))
-        if self._tied_twice:
-            listed.append(("tied", tuple(ranks[device] for device in (placement.first_device, placement.last_device))))
-        self._communicators = Communicators(
-            listed, timeout_seconds=timeout_seconds, torch_device=self.torch_device, watch=self._watch
-        )
-        self._control = self._communicators["control"]
-        self._communicators.warm_up()
 
     @property
     def _tied_twice(self) -> bool:
@@ -229,23 +248,19 @@ class Pipeline:
     def _check_architecture(self) -> None:
         """The first process checks; all raise what it found."""
         fault: str | None = None
-        if self.device == 0:
+        if self._is_very_first:
             try:
                 self_check(self.description)
             except InputError as error:
                 fault = str(error)
-        fault = self._from_the_first(fault, "the self-check")
+        fault = self._groups.from_the_first(fault, "the self-check")
         if fault is not None:
             raise InputError(fault)
 
-    def _from_the_first(self, text: str | None, what: str) -> str | None:
-        """What the first process says, on all of them. Collective."""
-        if self._control is None:
-            return text
-        said = [text]
-        with self._watch.during(what, self._control.name, self._control.others):
-            dist.broadcast_object_list(said, src=self._group.ranks[0], group=self._control.group)
-        return said[0]
+    @property
+    def _is_very_first(self) -> bool:
+        """Whether this is the first process of the first pipeline."""
+        return self.device == 0 and self.replica == 0
 
     # --- the schedule ----------------------------------------------------------------------------------------
 
@@ -273,7 +288,9 @@ class Pipeline:
     ) -> StepResult:
         """Forward and backward of one batch; gradients are added to those of the parameters.
 
-        Only the first process of the pipeline need pass data; what others pass is not looked at.
+        Only the first process of a pipeline need pass data; what others pass is not looked at. Replicas have batches of
+        their own, which may differ in size, length and number of labels; the loss is the mean over the labels of all of
+        them, and gradients are those of that mean.
 
         Args:
             input_ids: [batch, sequence] int64, batch a multiple of `microbatches`.
@@ -308,27 +325,29 @@ class Pipeline:
 
     def _run(self, inputs: Inputs, *, training: bool, record_passes: bool) -> StepResult:
         started = time.perf_counter()
-        inputs = distribute(
+        groups = self._groups
+        inputs, totals = distribute(
             inputs,
             microbatches=self.microbatches,
             model=self.description,
-            communicator=self._control,
+            communicator=groups.pipeline,
+            replicas=groups.replicas,
             torch_device=self.torch_device,
         )
         weights_dtype = torch.float64 if self._compute_dtype == torch.float64 else torch.float32
-        batch = cut(inputs, microbatches=self.microbatches, dtype=weights_dtype, torch_device=self.torch_device)
+        batch = cut(inputs, totals, microbatches=self.microbatches, dtype=weights_dtype, torch_device=self.torch_device)
         self._held.refresh()
         self._walker.record_passes = record_passes
-        before = read_clocks(self._control, self.torch_device) if record_passes else None
+        before = read_clocks(groups.pipeline, self.torch_device) if record_passes else None
         if training:
             with self._tied_gradients():
                 record = self._walker.walk(self.layout.program, batch)
         else:
             record = self._walker.walk(self.layout.evaluation, batch)
         if before is not None:
-            record.clock = Conversion(before, read_clocks(self._control, self.torch_device))
+            record.clock = Conversion(before, read_clocks(groups.pipeline, self.torch_device))
         own = None if self._held.output is None else self._held.output.loss
-        loss = self._share(own, weights_dtype, ())
+        loss = self._shared_loss(own, weights_dtype)
         log_probabilities = [] if training else self._log_probabilities(batch, weights_dtype)
         if self._held.output is not None:
             self._held.output.clear()
@@ -350,12 +369,16 @@ class Pipeline:
 
     def _share(self, own: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Shared:
         """What devices with an output layer know. Sharded, all do; else the last stage's sends it to the others."""
-        if self._control is None or self.layout.sharded:
+        if self.layout.sharded:
             assert own is not None
             return Shared(own, None)
-        source = self._group.ranks[self.layout.program.placement.last_device]
-        tensor = torch.empty(shape, dtype=dtype, device=self.torch_device) if own is None else own.contiguous()
-        return Shared(tensor, self._control.broadcast(tensor, source, "the loss"))
+        return self._groups.share(own, self.layout.program.placement.last_device, dtype, shape)
+
+    def _shared_loss(self, own: Tensor | None, dtype: torch.dtype) -> Shared:
+        """The weights of tokens add up to 1 over all replicas: so do their losses to the mean."""
+        if self.replicas == 1:
+            return self._share(own, dtype, ())
+        return self._groups.share_sum(own, self.layout.program.placement.last_device, dtype)
 
     @contextmanager
     def _tied_gradients(self) -> Iterator[None]:
@@ -375,8 +398,9 @@ class Pipeline:
         except BaseException:
             parameter.grad = before
             raise
-        assert self._communicators is not None
-        communicator, gradient = self._communicators["tied"], matrix.gradient()
+        communicator = self._groups.tied
+        assert communicator is not None
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
         communicator.reduce(gradient, communicator.members[0], "the sum of tied gradients").wait("the optimizer")
         communicator.broadcast(gradient, communicator.members[0], "tied gradients").wait("the optimizer")
         parameter.grad = gradient if before is None else before.add_(gradient)
@@ -395,8 +419,16 @@ class Pipeline:
         """By Hugging Face name: what this process holds of each parameter, and whether it is the one to save it.
 
         Buffers that a model saves (the bias that corrects a router's scores) are among them, as frozen parameters.
+        Rows that several replicas hold are saved by the first one.
         """
-        return self._held.shards | self._held.buffers
+        shards = self._held.shards | self._held.buffers
+        if self.replica == 0:
+            return shards
+        spread = self._sharded
+        return {
+            name: replace(shard, saved_here=shard.saved_here and spread and shard.start_row is not None)
+            for name, shard in shards.items()
+        }
 
     def count_bytes(self) -> ByteCounter:
         """A context that counts the bytes of all tensors of this process, pass by pass of the steps within it.
@@ -420,7 +452,7 @@ class Pipeline:
 
         With `max_norm` infinite it only measures.
 
-        Collective over the pipeline. The same number on every process.
+        Collective. The same number on every process.
         """
         if not max_norm > 0:
             raise InputError(f"max_norm: {max_norm}, expected a number above 0")
@@ -430,33 +462,26 @@ class Pipeline:
             if shard.parameter.grad is not None
         ]
         counted = [gradient for gradient, counts in held if counts]
-        norm = total_norm(counted, self.torch_device, None if self._control is None else self._sum)
+
+        def total(square: Tensor) -> Tensor:
+            return self._groups.sum(square, over_replicas=self._sharded)
+
+        norm = total_norm(counted, self.torch_device, total)
         if max_norm != float("inf"):
             clip_gradients([gradient for gradient, _ in held], norm, max_norm)
         return float(norm)
-
-    def _sum(self, number: Tensor) -> Tensor:
-        """Sum of a scalar over the pipeline, the same bits on every process: all gather, all add in the same order."""
-        assert self._control is not None
-        table = number.new_empty(self.devices)
-        self._control.all_gather(table, number, "the norm of all gradients").wait("the optimizer")
-        return table.sum()
 
     # --- over all devices ------------------------------------------------------------------------------------
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """All processes of the pipeline, in the order of its devices; None for one device."""
-        return None if self._control is None else self._control.group
+        """All processes, those of all replicas among them; None for a single one."""
+        return None if self._groups.everyone is None else self._groups.everyone.group
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """What each device gives, by device, on every process. Collective; as many numbers everywhere."""
-        own = torch.tensor(numbers, dtype=torch.float64, device=self.torch_device)
-        if self._control is None:
-            return [own.tolist()]
-        table = own.new_empty((self.devices, len(numbers)))
-        self._control.all_gather(table, own, "figures of all devices").wait("the caller")
-        return table.tolist()
+        """What each process gives, those of one replica after the other, by device, on every process. Collective; as
+        many numbers everywhere."""
+        return self._groups.numbers(numbers)
 
     def trace(self, result: StepResult, **about: Any) -> Trace | None:
         """The trace of a step with `record_passes`: on the first process of the pipeline, None on the others.
@@ -469,7 +494,7 @@ class Pipeline:
         return gather_trace(
             result.record,
             layout.program,
-            self._control,
+            self._groups.pipeline,
             self.torch_device,
             costs=layout.costs,
             about={"vocabulary": layout.mode, **about},
@@ -491,29 +516,31 @@ class Pipeline:
 
     def close(self) -> None:
         """Destroys the communicators. Collective, when nothing is under way; the pipeline cannot step after it."""
-        if self._communicators is not None:
-            self._communicators.close()
+        self._groups.close()
 
     # --- whole tensors ---------------------------------------------------------------------------------------
 
     def stream_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole gradient on the CPU), one after the other, on the first process; all must exhaust it."""
-        held = {
-            name: Held(shard.parameter.grad, shard.start_row, shard.shape)
-            for name, shard in self._held.shards.items()
-            if shard.parameter.grad is not None and shard.saved_here
-        }
-        return stream_whole(held, self._control, self.torch_device)
+        return self._stream({name: shard.parameter.grad for name, shard in self._held.shards.items()})
 
     def stream_state(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole parameter or saved buffer on the CPU), one after the other, on the first process; all must
         exhaust it."""
+        return self._stream({name: shard.parameter for name, shard in self.parameter_shards().items()})
+
+    def _stream(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+        """Rows that are in shards over replicas come from all processes, all else from the first replica alone."""
+        shards = self.parameter_shards()
         held = {
-            name: Held(shard.parameter, shard.start_row, shard.shape)
-            for name, shard in self.parameter_shards().items()
-            if shard.saved_here
+            name: Held(tensor, shards[name].start_row, shards[name].shape)
+            for name, tensor in tensors.items()
+            if tensor is not None and shards[name].saved_here
         }
-        return stream_whole(held, self._control, self.torch_device)
+        communicator = self._groups.everyone if self._sharded else self._groups.pipeline
+        if self.replica > 0 and not self._sharded:
+            return iter(())
+        return stream_whole(held, communicator, self.torch_device)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Every gradient, whole, by Hugging Face name, on the first process; empty on the others. Collective."""
@@ -538,14 +565,14 @@ class Pipeline:
         fault: str | None = None
         tensors = self.stream_state()
         try:
-            if self.device == 0:
+            if self._is_very_first:
                 write_folder_metadata(self.description, path, next(self.parameters()).dtype)
                 save_tensors(path, disk_tensors(self.description, tensors))
         except Exception as error:  # disk, safetensors, validators of transformers: all processes are to know
             fault = f"the model was not written to {str(path)!r}: {getattr(error, 'strerror', None) or error}"
         for _ in tensors:  # the other processes send; the first one, after a failure, still has to receive
             pass
-        fault = self._from_the_first(fault, "the saved model")
+        fault = self._groups.from_the_first(fault, "the saved model")
         if fault is not None:
             raise RunError(fault)
 
@@ -593,3 +620,19 @@ def _loss_options(given: LossOptions, description: Description) -> LossOptions:
 def _model_costs(description: Description) -> ModelCosts:
     sequence = min(COST_SEQUENCE_LENGTH, description.maximum_length or COST_SEQUENCE_LENGTH)
     return ModelCosts(layers=tuple(layer_flops(description, sequence)), head=head_flops(description))
+
+
+def _is_sharded(data_parallel: str) -> bool:
+    if data_parallel not in ("replicate", "shard"):
+        raise InputError(f"data_parallel: {data_parallel!r}, expected 'replicate' or 'shard'")
+    return data_parallel == "shard"
+
+
+def _check_shardable(description: Description) -> None:
+    """FSDP2 splits the rows of a parameter; one number has none."""
+    for name, shape in description.shapes.items():
+        if not shape:
+            raise InputError(
+                f"data_parallel: 'shard', but the parameter {name} of {description.architecture} is a single number,"
+                " which has no rows to shard; expected 'replicate'"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,24 +14,28 @@ from evenpipe.runtime.recording import StepRecord
 
 
 class Shared:
-    """A tensor that is on its way from the process that made it; every process has it after `value()`."""
+    """A tensor that is on its way from the process that made it; every process has it after `value()`.
 
-    def __init__(self, tensor: Tensor, handle: Handle | None) -> None:
+    Or parts of it from several processes, one per row: then it is the sum of the rows named in `summed`.
+    """
+
+    def __init__(self, tensor: Tensor, handle: Handle | None, summed: Sequence[int] | None = None) -> None:
         self._tensor = tensor
         self._handle = handle
+        self._summed = summed
 
     def value(self) -> Tensor:
         if self._handle is not None:
             self._handle.wait("the caller")
-        return self._tensor
+        return self._tensor if self._summed is None else self._tensor[list(self._summed)].sum(0)
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step yields, the same on every process."""
+    """What a step yields: `tokens` and `loss` of all replicas together, the same on every process."""
 
     tokens: int
-    """Valid tokens: positions with a label that counts."""
+    """Valid tokens, positions with a label that counts, of all replicas."""
     seconds: float
     """Of this process, from the inputs to the last wait."""
     record: StepRecord
@@ -41,12 +46,13 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """Mean over the step's valid tokens, with the loss options. Reading it waits for it."""
+        """Mean over the valid tokens of all replicas, with the loss options. Reading it waits for it."""
         return float(self._loss.value())
 
     @property
     def log_probabilities(self) -> Tensor:
-        """Evaluation only: [batch, sequence], at position t that of the label at t + 1, 0 where none counts."""
+        """Evaluation only, of this pipeline's own batch: [batch, sequence], at position t that of the label at t + 1, 0
+        where none counts."""
         if not self._log_probabilities:
             raise InputError("log_probabilities: only evaluate() gives them, not step()")
         return torch.cat([part.value() for part in self._log_probabilities]).view(self._shape)

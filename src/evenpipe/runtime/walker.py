@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from evenpipe.runtime.recording import Recording, StepRecord
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.runtime.weight_gradients import WeightGradients
 from evenpipe.schedule import Kind, Pass, Program, Transfer, TransferKind, parts_of
+
+if TYPE_CHECKING:
+    from evenpipe.runtime.replicas import Replicas
 
 SENDS_IN_FLIGHT = 2
 """Sends per communicator that may be unfinished before the oldest is waited for: bounds the outputs kept alive. Waiting
@@ -91,6 +94,7 @@ class Walker:
         hidden_dtype: of the hidden states between stages.
         weight_gradients: the queue of the stages' layers, for split backwards.
         checkpointing: the switch of the stages' layers: microbatches with R keep all of the graph that R makes.
+        replicas: what to do for other pipelines that hold the same parameters; None: there are none.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class Walker:
         torch_device: torch.device,
         weight_gradients: WeightGradients | None = None,
         checkpointing: Switch | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self._device = device
         self._stages = stages
@@ -130,6 +135,7 @@ class Walker:
         self._forwarded: dict[tuple[int, int], _Forwarded] = {}
         self._sends: dict[str, deque[Handle]] = {}
         self._weight_gradients = WeightGradients() if weight_gradients is None else weight_gradients
+        self._replicas = replicas
         self._checkpointing = Switch() if checkpointing is None else checkpointing
         self._row: _Row | None = None
         self._pass_handlers: dict[Kind, Callable[[Pass], None]] = {
@@ -179,6 +185,7 @@ class Walker:
         recording = self._recording = Recording(self._torch_device) if self.record_passes else None
         record = StepRecord(start=time.perf_counter())
         counter = self.counter
+        before, after = ({}, {}) if self._replicas is None else self._replicas.begin(program)
         grad_mode = torch.enable_grad if self._gradients else torch.no_grad
         with grad_mode():
             for item in program.rows[self._device]:
@@ -191,12 +198,20 @@ class Walker:
                         recording.transfers.append((item, issued, recording.stamp()))
                 elif item is not None:
                     self._pass_text = str(item)
+                    if before:
+                        for action in before.get(item, ()):
+                            action()
                     self._pass_handlers[item.kind](item)
                     self._finish_pass(item, record)
+                    if after:
+                        for action in after.get(item, ()):
+                            action()
         if counter is not None:
             counter.at(None)
         for name in self._sends:
             self._wait_for_sends(name, 0)
+        if self._replicas is not None:
+            self._replicas.finish()
         record.end = time.perf_counter()
         if recording is not None:
             recording.finish(record)

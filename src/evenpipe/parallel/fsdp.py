@@ -1,0 +1,309 @@
+"""Parameters in shards over replicas: torch's FSDP2 keeps and gathers them, gradients are summed when we say so.
+
+FSDP2 reduces gradients in a hook at the end of the backward through a module. With a backward in two passes that is
+the end of I, before W has added what matters, and with several microbatches in flight it is not the last one anyway. So
+its hooks are never reached here: `fully_shard` is called on a holder that has the layers as children and whose forward
+nobody calls. What remains is what we want of it, through public names alone:
+
+    gather    holder.unshard()     all-gather in the dtype of the products; the layers' parameters are whole
+    ready                          waits for it
+    F B I W                        as ever: gradients add up in the whole parameters, or beside them in masters' dtype
+    reduce    holder.reshard()     reduce-scatter of the sums over microbatches; the whole parameters are freed
+    finish                         waits for it, adds this process's rows to the gradients of the masters
+
+The masters, which optimizer and checkpoints see, are plain tensors on the memory that FSDP2 gathers from: this
+process's rows of each parameter, `torch.chunk`'s rule over the replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle, fully_shard
+from torch.distributed.tensor import DTensor
+
+from evenpipe.parallel.gradients import Pending
+
+BUCKET_ELEMENTS = 1 << 24
+"""About so many elements are reduced together: bounds the memory of the buffers, which is twice that of one bucket."""
+
+
+class Shards(Protocol):
+    """The communicator of the processes that hold shards of the same parameters: this device in every pipeline."""
+
+    def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
+        """Puts member i's tensor into row i of the output, on every member; the tensor may be the member's own row."""
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
+        """Adds the members' tensors [members, ...] and puts row i of the sum into member i's output."""
+
+
+@dataclass(slots=True, eq=False)
+class _Sharded:
+    """One parameter."""
+
+    name: str
+    shape: torch.Size
+    """Of the whole."""
+    master: nn.Parameter
+    """This process's rows."""
+    start: int
+    """First of them."""
+    chunk: int
+    """Rows of the first replica, and of all others but the last ones."""
+    whole: nn.Parameter | None = None
+    """What the layers hold between gather and reduce; the same object from step to step."""
+    gradient: Tensor | None = None
+    """Sum over microbatches in the master's dtype, where `whole` has another one."""
+
+    def add(self, whole: Tensor) -> None:
+        """Moves a finished gradient from the computing dtype to the master's."""
+        assert whole.grad is not None
+        if self.gradient is None:
+            self.gradient = whole.grad.to(self.master.dtype)
+        else:
+            self.gradient.add_(whole.grad)
+        whole.grad = None
+
+    def take_gradient(self) -> Tensor | None:
+        """The whole gradient of the step so far, which is forgotten here."""
+        gradient, self.gradient = self.gradient, None
+        if gradient is None and self.whole is not None:
+            gradient, self.whole.grad = self.whole.grad, None
+        return gradient
+
+
+@dataclass(slots=True)
+class _Reduction:
+    """A reduce-scatter under way."""
+
+    handle: Pending
+    output: Tensor
+    """[elements of this process's rows, padded; then for each parameter how many replicas have a gradient]."""
+    parameters: Sequence[_Sharded]
+    missing: Sequence[_Sharded]
+
+
+@dataclass(slots=True)
+class _Holder:
+    """One all-gather."""
+
+    module: FSDPModule
+    gather: _AllGather
+    unsharding: UnshardHandle | None = None
+
+
+class ShardedModule:
+    """A module whose parameters live in shards over replicas.
+
+    Args:
+        module: with its whole parameters, the same on all replicas.
+        units: children (at any depth) that are gathered one by one, to bound the memory of the gathering; parameters
+            outside of them are gathered together.
+        mesh: one axis, the replicas, in the order of their ranks.
+        shards: over the same processes: every process gives and receives shards.
+        compute_dtype: of the whole parameters.
+        what: for messages.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[nn.Module],
+        *,
+        mesh: DeviceMesh,
+        shards: Shards,
+        compute_dtype: torch.dtype,
+        what: str,
+    ) -> None:
+        self._shards = shards
+        self._what = what
+        self._replicas = mesh.size()
+        self._compute_dtype = compute_dtype
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        shapes = {name: parameter.shape for parameter, name in names.items()}
+        self._holders = [self._hold(unit, inside, mesh) for unit, inside in _units(module, units)]
+        self._reductions: list[_Reduction] = []
+        self._parameters: list[_Sharded] = []
+        for name, sharded in module.named_parameters():
+            assert isinstance(sharded, DTensor)
+            local = cast(DTensor, sharded.detach()).to_local()
+            master = nn.Parameter(local, requires_grad=sharded.requires_grad)
+            chunk = -(-shapes[name][0] // self._replicas)
+            start = min(chunk * mesh.get_local_rank(), shapes[name][0])
+            self._parameters.append(_Sharded(name, shapes[name], master, start, chunk))
+        self._module = module
+
+    def _hold(self, module: nn.Module, elsewhere: Sequence[nn.Module], mesh: DeviceMesh) -> _Holder:
+        holder = _NeverCalled(module)
+        fully_shard(
+            holder,
+            mesh=mesh,
+            reshard_after_forward=False,
+            mp_policy=MixedPrecisionPolicy(param_dtype=self._compute_dtype),
+            ignored_params={parameter for unit in elsewhere for parameter in unit.parameters()},
+        )
+        assert isinstance(holder, FSDPModule)
+        gather = _AllGather(self._shards, f"parameters of {self._what}")
+        holder.set_custom_all_gather(gather)  # type: ignore[arg-type]  # its base class has no public name
+        return _Holder(holder, gather)
+
+    def __iter__(self) -> Iterator[tuple[str, nn.Parameter, int, torch.Size]]:
+        """(name, this process's rows, the first of them, shape of the whole)."""
+        return ((one.name, one.master, one.start, one.shape) for one in self._parameters)
+
+    def gather(self) -> None:
+        """Issues the all-gathers, in the same order on all replicas. Masters must not change until `reduce`."""
+        self._reductions.clear()  # what a step that failed may have left
+        self.free()
+        for holder in self._holders:
+            holder.unsharding = holder.module.unshard(async_op=True)
+
+    def ready(self) -> None:
+        """Waits for them: from here on the module has whole parameters. A second call does nothing."""
+        for holder in self._holders:
+            if holder.unsharding is not None:
+                holder.gather.wait()
+                holder.unsharding.wait()
+                holder.unsharding = None
+        if self._parameters and self._parameters[0].whole is None:
+            for parameter, (_, whole) in zip(self._parameters, self._module.named_parameters(), strict=True):
+                parameter.whole = whole
+                if whole.dtype != parameter.master.dtype and whole.requires_grad:
+                    whole.register_post_accumulate_grad_hook(parameter.add)
+
+    def gradient(self, name: str) -> Tensor:
+        """The buffer that gradients of a parameter are added to, whole, in the master's dtype; zeros at first."""
+        (parameter,) = (one for one in self._parameters if one.name == name)
+        if parameter.gradient is None:
+            parameter.gradient = torch.zeros(
+                parameter.shape, dtype=parameter.master.dtype, device=parameter.master.device
+            )
+        return parameter.gradient
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """After the last gradient of the step: issues the sums over replicas, in the same order on all of them, and
+        frees the whole parameters."""
+        bucket: list[_Sharded] = []
+        elements = 0
+        for parameter in self._parameters:
+            if not parameter.master.requires_grad:
+                continue
+            bucket.append(parameter)
+            elements += parameter.shape.numel()
+            if elements >= BUCKET_ELEMENTS:
+                self._reductions.append(self._reduce(bucket))
+                bucket, elements = [], 0
+        if bucket:
+            self._reductions.append(self._reduce(bucket))
+        self.free()
+
+    def free(self) -> None:
+        """Frees the whole parameters, and gradients that were not reduced."""
+        for holder in self._holders:
+            if holder.unsharding is not None:
+                holder.gather.wait()
+                holder.unsharding.wait()
+                holder.unsharding = None
+            holder.module.reshard()
+        for parameter in self._parameters:
+            parameter.take_gradient()
+
+    def _reduce(self, parameters: list[_Sharded]) -> _Reduction:
+        first = parameters[0].master
+        sizes = [one.chunk * one.shape[1:].numel() for one in parameters]
+        rows = torch.zeros(
+            (self._replicas, sum(sizes) + len(parameters)), dtype=first.dtype, device=first.device
+        )  # zeros: the padding of the last replicas' rows
+        parts = rows.split([*sizes, len(parameters)], dim=1)
+        missing = []
+        counts = torch.ones(len(parameters))
+        for index, (parameter, part) in enumerate(zip(parameters, parts, strict=False)):
+            gradient = parameter.take_gradient()
+            if gradient is None:
+                missing.append(parameter)
+                counts[index] = 0
+                continue
+            for replica, chunk in enumerate(gradient.split(parameter.chunk) if parameter.chunk else ()):
+                part[replica, : chunk.numel()].view(chunk.shape).copy_(chunk)
+        parts[-1].copy_(counts.expand_as(parts[-1]))
+        output = rows.new_empty(rows.shape[1])
+        handle = self._shards.reduce_scatter(output, rows, f"gradients of {self._what}")
+        return _Reduction(handle, output, list(parameters), missing)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Waits for the sums and adds them to the gradients of the masters.
+
+        A parameter that no replica has a gradient for stays without one, as in one process.
+        """
+        for reduction in self._reductions:
+            reduction.handle.wait("the optimizer")
+            counts = reduction.output[-len(reduction.parameters) :]
+            start = 0
+            for index, parameter in enumerate(reduction.parameters):
+                master = parameter.master
+                summed = reduction.output[start : start + master.numel()].view(master.shape)
+                start += parameter.chunk * parameter.shape[1:].numel()
+                if parameter in reduction.missing and not counts[index]:
+                    continue
+                if master.grad is None:
+                    master.grad = summed
+                else:
+                    master.grad.add_(summed)
+        self._reductions.clear()
+
+
+class _AllGather:
+    """FSDP2's all-gather, through our communicator: its waits are watched, and processes may share a GPU."""
+
+    def __init__(self, shards: Shards, what: str) -> None:
+        self._shards = shards
+        self._what = what
+        self._pending: Pending | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        if input_tensor.numel():
+            output = output_tensor.view(group.size(), -1)
+            self._pending = self._shards.all_gather(output, input_tensor, self._what)
+        return self  # that something is there tells FSDP2 not to wait itself
+
+    def wait(self) -> None:
+        if self._pending is not None:
+            self._pending.wait("")
+            self._pending = None
+
+
+class _NeverCalled(nn.Module):
+    """Holds a module whose parameters FSDP2 is to manage, out of reach of its hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.held = module
+
+
+def _units(module: nn.Module, units: Sequence[nn.Module]) -> list[tuple[nn.Module, Sequence[nn.Module]]]:
+    """Modules to gather, and modules in them that are gathered by themselves.
+
+    A parameter that two units share cannot be gathered with either: then all are gathered together.
+    """
+    held = [set(unit.parameters()) for unit in units]
+    inside = set[nn.Parameter]().union(*held)
+    if sum(map(len, held)) != len(inside):
+        return [(module, ())]
+    found: list[tuple[nn.Module, Sequence[nn.Module]]] = [
+        (unit, ()) for unit, parameters in zip(units, held, strict=True) if parameters
+    ]
+    return [*found, (module, units)] if set(module.parameters()) - inside else found

@@ -1,0 +1,138 @@
+"""Sums of gradients over replicas: every replica holds all parameters of its devices, and all get the same sums.
+
+A device sums in parts (its stages, its rows of the vocabulary), each as soon as the step has added the last gradient of
+the part, while other passes go on:
+
+    replica 0   ... W  [sum of stage 1, under way ........]
+    replica 1   ... W  [sum of stage 1, under way ........]   finish: waits, puts the sums in place
+
+The weights of tokens are normalised over all replicas beforehand, so sums are all that is needed, no means.
+
+Gradients may accumulate over several steps. Those of earlier steps are sums already: the first replica keeps them, the
+others begin each step without, so that they enter the next sum once. On the host this needs no memory beyond one
+bucket per part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+ALONE_ELEMENTS = 1 << 18
+"""A gradient of so many elements is summed where it lies; smaller ones of a part are copied into a bucket together."""
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self, needed_by: str = "", /) -> None:
+        """Returns when the result may be read."""
+
+
+class Sums(Protocol):
+    """The communicator of the processes that hold the same parameters: this device in every pipeline."""
+
+    def all_reduce(self, tensor: Tensor, what: str) -> Pending:
+        """Adds the members' tensors; each finds the sum in its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """One sum under way."""
+
+    handle: Pending
+    buffer: Tensor
+    parameters: Sequence[nn.Parameter]
+    """Whose gradients lie in the buffer, one after the other; a single one lies there in its own shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The sums of one part under way."""
+
+    what: str
+    buckets: list[_Bucket]
+    missing: Mapping[nn.Parameter, int]
+    """Those that got no gradient here, and where in the first bucket the number of replicas stands that have one."""
+
+
+class ReplicatedGradients:
+    """Sums the gradients of this device's parameters over all replicas, part by part."""
+
+    def __init__(self, parts: Mapping[str, Iterable[nn.Parameter]], sums: Sums, *, is_first: bool) -> None:
+        """
+        Args:
+            parts: parameters by part; each parameter in one part. The same on all replicas, in the same order.
+            sums: over the data axis: contributes to and receives every sum.
+            is_first: whether this is the replica that keeps sums of earlier steps.
+        """
+        self._parts = {name: [one for one in parameters if one.requires_grad] for name, parameters in parts.items()}
+        self._sums = sums
+        self._is_first = is_first
+        self._under_way: list[_Part] = []
+
+    def begin(self) -> None:
+        """Before the first backward of a step."""
+        self._under_way.clear()
+        if not self._is_first:
+            for parameter in self._all():
+                parameter.grad = None
+
+    @torch.no_grad()
+    def reduce(self, part: str) -> None:
+        """After the last gradient of a part: issues its sums. In the same order on all replicas."""
+        parameters = self._parts[part]
+        if not parameters:
+            return
+        what = f"gradients of {part}"
+        small = [parameter for parameter in parameters if parameter.numel() < ALONE_ELEMENTS]
+        counts = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+        pieces = [_gradient(parameter).flatten() for parameter in small]
+        first = torch.cat([*pieces, counts.to(parameters[0].device, parameters[0].dtype, non_blocking=True)])
+        buckets = [_Bucket(self._sums.all_reduce(first, what), first, small)]
+        for parameter in parameters:
+            if parameter.numel() >= ALONE_ELEMENTS:
+                gradient = _gradient(parameter).contiguous()
+                buckets.append(_Bucket(self._sums.all_reduce(gradient, what), gradient, [parameter]))
+        start = first.numel() - len(parameters)
+        missing = {one: start + index for index, one in enumerate(parameters) if one.grad is None}
+        self._under_way.append(_Part(what, buckets, missing))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """At the end of the step: waits for all sums and puts them in place.
+
+        A parameter that no replica has a gradient for stays without one, as in one process.
+        """
+        for part in self._under_way:
+            for bucket in part.buckets:
+                bucket.handle.wait("the optimizer")
+            counts = part.buckets[0].buffer
+            nowhere = {one for one, place in part.missing.items() if not counts[place]}
+            for bucket in part.buckets:
+                _put_in_place(bucket, nowhere)
+        self._under_way.clear()
+
+    def _all(self) -> Iterator[nn.Parameter]:
+        return (parameter for parameters in self._parts.values() for parameter in parameters)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _put_in_place(bucket: _Bucket, nowhere: set[nn.Parameter]) -> None:
+    start = 0
+    for parameter in bucket.parameters:
+        summed = bucket.buffer.flatten()[start : start + parameter.numel()].view(parameter.shape)
+        start += parameter.numel()
+        if parameter in nowhere:
+            continue
+        if parameter.grad is None:
+            parameter.grad = summed.clone()
+        elif parameter.grad.data_ptr() != summed.data_ptr():
+            parameter.grad.copy_(summed)

@@ -1,0 +1,162 @@
+"""The communicators of a pipeline and of its replicas, and what processes say to each other outside of programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from evenpipe.parallel import Grid
+from evenpipe.runtime.communication import Communicator, Communicators
+from evenpipe.runtime.layout import Layout
+from evenpipe.runtime.result import Shared
+from evenpipe.runtime.watch import Watch
+
+
+class Groups:
+    """Made on every process of all pipelines, which is collective.
+
+    Members of `pipeline` are in the order of devices, of `everyone` one pipeline after the other, of `replicas` in the
+    order of their ranks.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        layout: Layout,
+        *,
+        tied_twice: bool,
+        timeout_seconds: float,
+        torch_device: torch.device,
+        watch: Watch,
+    ) -> None:
+        """
+        Args:
+            tied_twice: whether the first and the last device hold the one matrix of a model with tied weights.
+        """
+        self._grid = grid
+        self._torch_device = torch_device
+        self._watch = watch
+        self.communicators: Communicators | None = None
+        """All of them, those of the programs among them; None for a single process."""
+        self.pipeline: Communicator | None = None
+        """This process's own pipeline; None for one device."""
+        self.replicas: Communicator | None = None
+        """This device in every pipeline; None for one pipeline."""
+        self.everyone: Communicator | None = None
+        """All processes; None for a single one."""
+        self.tied: Communicator | None = None
+        """First and last device of a pipeline, on those two, where they hold a matrix twice."""
+        if len(grid.ranks) == 1:
+            return
+        listed: list[tuple[str, Sequence[int]]] = []
+        if grid.devices > 1:
+            placement = layout.program.placement
+            members = {**layout.program.communicators, **layout.evaluation.communicators}
+            devices = [*sorted(members.items()), ("control", tuple(range(grid.devices)))]
+            if tied_twice:
+                devices.append(("tied", (placement.first_device, placement.last_device)))
+            listed += [
+                (name, [pipeline[device] for device in held]) for name, held in devices for pipeline in grid.pipelines
+            ]
+        if grid.replicas > 1:
+            listed += [("replicas", grid.column(device)) for device in range(grid.devices)]
+        if grid.replicas > 1 and grid.devices > 1:
+            listed.append(("everyone", grid.ranks))
+        made = self.communicators = Communicators(
+            listed, timeout_seconds=timeout_seconds, torch_device=torch_device, watch=watch
+        )
+        by_name = {communicator.name: communicator for communicator in made}
+        self.pipeline, self.replicas = by_name.get("control"), by_name.get("replicas")
+        self.everyone = by_name.get("everyone") or self.pipeline or self.replicas
+        self.tied = by_name.get("tied")
+        made.warm_up()
+
+    def close(self) -> None:
+        """Destroys the communicators. Collective, when nothing is under way."""
+        if self.communicators is not None:
+            self.communicators.close()
+
+    def replica_mesh(self) -> DeviceMesh | None:
+        """This device in every pipeline, as an axis that FSDP2 shards over; None for one pipeline."""
+        return self._mesh(self.replicas, "dp")
+
+    def row_mesh(self, *, sharded: bool) -> DeviceMesh | None:
+        """How rows of the vocabulary lie over processes, for checkpoints: over the pipeline, then over its replicas if
+        they are sharded. None: over all processes, or none.
+        """
+        grid = self._grid
+        if self.replicas is None:
+            return None
+        if not sharded or self.pipeline is None:
+            return self._mesh(self.replicas if sharded else self.pipeline, "dp" if sharded else "pp")
+        assert self.pipeline.group is not None and self.replicas.group is not None
+        rows = [list(grid.column(device)) for device in range(grid.devices)]
+        return DeviceMesh.from_group(
+            [self.pipeline.group, self.replicas.group],
+            self._torch_device.type,
+            mesh=torch.tensor(rows),
+            mesh_dim_names=("pp", "dp"),
+        )
+
+    def _mesh(self, communicator: Communicator | None, name: str) -> DeviceMesh | None:
+        if communicator is None or communicator.group is None:
+            return None
+        return DeviceMesh.from_group(
+            communicator.group,
+            self._torch_device.type,
+            mesh=torch.tensor(communicator.members),
+            mesh_dim_names=(name,),
+        )
+
+    # --- what processes say ----------------------------------------------------------------------------------
+
+    def from_the_first(self, text: str | None, what: str) -> str | None:
+        """What the very first process says, on all of them. Collective over everyone."""
+        if self.everyone is None:
+            return text
+        said = [text]
+        with self._watch.during(what, self.everyone.name, self.everyone.others):
+            dist.broadcast_object_list(said, src=self.everyone.members[0], group=self.everyone.group)
+        return said[0]
+
+    def numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """What each process gives, one pipeline after the other, on every process. Collective over everyone."""
+        own = torch.tensor(numbers, dtype=torch.float64, device=self._torch_device)
+        if self.everyone is None:
+            return [own.tolist()]
+        table = own.new_empty((len(self.everyone.members), len(numbers)))
+        self.everyone.all_gather(table, own, "figures of all devices").wait("the caller")
+        return table.tolist()
+
+    def sum(self, number: Tensor, *, over_replicas: bool) -> Tensor:
+        """Sum of a scalar over the pipeline, or over everyone: the same bits on every process, since all gather and add
+        in the same order."""
+        communicator = self.everyone if over_replicas else self.pipeline
+        if communicator is None:
+            return number
+        table = number.new_empty(len(communicator.members))
+        communicator.all_gather(table, number, "the norm of all gradients").wait("the optimizer")
+        return table.sum()
+
+    # --- what the output layer knows -------------------------------------------------------------------------
+
+    def share(self, own: Tensor | None, source: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Shared:
+        """A tensor of this pipeline's device `source` (an own one), on all of the pipeline."""
+        if self.pipeline is None:
+            assert own is not None
+            return Shared(own, None)
+        tensor = torch.empty(shape, dtype=dtype, device=self._torch_device) if own is None else own.contiguous()
+        return Shared(tensor, self.pipeline.broadcast(tensor, self._grid.pipeline[source], "the loss"))
+
+    def share_sum(self, own: Tensor | None, source: int, dtype: torch.dtype) -> Shared:
+        """The sum of a scalar of every pipeline's device `source`, on everyone: all gather, and add the same ones."""
+        assert self.everyone is not None
+        members = self.everyone.members
+        number = torch.zeros((), dtype=dtype, device=self._torch_device) if own is None else own.contiguous()
+        table = number.new_empty(len(members))
+        handle = self.everyone.all_gather(table, number, "the loss of all replicas")
+        return Shared(table, handle, [members.index(pipeline[source]) for pipeline in self._grid.pipelines])
