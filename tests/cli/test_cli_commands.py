@@ -112,6 +112,8 @@ WRONG = [
     (["model.config.hiden_size=8"], ["model.config.hiden_size", 'did you mean "hidden_size"']),
     (["model.config.vocab_size=100"], ["model.config.vocab_size is 100", "at least"]),
     (["pipeline.layers_per_stage=[1,2]"], ["pipeline.layers_per_stage is [1, 2]", "4 layers"]),
+    (["pipeline.schedule=v-budget", "pipeline.memory_limit=1"], ["pipeline.memory_limit is 1", "needs 4 stage"]),
+    (["pipeline.schedule=interleaved", "pipeline.stages_per_device=3"], ["6 stages on 2 devices", "at most 4"]),
     (["steps=3"], ["section.key=value"]),
 ]
 
@@ -140,7 +142,7 @@ def test_every_schedule_is_started(name, started, capsys):
 ORDERS = [
     # rows of a CSV file, words of the sentence
     ("0F0,0F1,0O0,0L0,0B0,0B1\n1F0,1B0,1F1,1B1\n", ["device 0 has the pass 0O0", "so far"]),
-    ("0F0,0B0\n1F0,1B0\n", ["for 2 devices and 1 microbatch, not 2 and 2"]),
+    ("0F0,0B0\n1F0,1B0\n", ["pipeline.microbatches is 2, but must be 1", "order.csv"]),
     ("0F0,0F1\n1F0,1F1\n", ["only evaluates"]),
     ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n", ["1 fault"]),
     ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1Q1\n", ["row 2, column 4", "'1Q1' is not a pass"]),

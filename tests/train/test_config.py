@@ -46,8 +46,15 @@ BAD_VALUES = [
     ("pipeline.schedule", "1f2b", ["pipeline.schedule", '"1f2b"', 'did you mean "1f1b"', "gpipe"]),
     ("pipeline.schedule", "missing.csv", ["pipeline.schedule", "missing.csv", "existing file"]),
     ("pipeline.vocabulary", "vocab2", ["pipeline.vocabulary", '"vocab2"', 'did you mean "vocab-2"', "redistribute"]),
-    ("pipeline.layers_per_stage", [2, 2], ["pipeline.layers_per_stage is [2, 2]", "1 numbers"]),
-    ("pipeline.layers_per_stage", [0], ["pipeline.layers_per_stage is [0]"]),
+    ("pipeline.layers_per_stage", [0], ["pipeline.layers_per_stage is [0]", "one per stage"]),
+    ("pipeline.layers_per_stage", [3, -1], ["pipeline.layers_per_stage is [3, -1]"]),
+    ("pipeline.stages_per_device", 0, ["pipeline.stages_per_device is 0", "at least 1"]),
+    ("pipeline.group_size", 0, ["pipeline.group_size is 0", "at least 1"]),
+    ("pipeline.group_size", 4, ["pipeline.group_size is 4", 'left out with schedule "1f1b"']),
+    ("pipeline.memory_limit", 4, ["pipeline.memory_limit is [4.0]", 'left out with schedule "1f1b"']),
+    ("pipeline.memory_limit", [4, 4], ["pipeline.memory_limit is [4.0, 4.0]", "one number above 0, or 1"]),
+    ("pipeline.memory_limit", True, ["pipeline.memory_limit is true", "a list of number"]),
+    ("pipeline.checkpointing", "half", ['pipeline.checkpointing is ["half"]', "none, full, selective"]),
     ("pipeline.layers_per_stage", ["2"], ["pipeline.layers_per_stage[0]", "an integer"]),
     ("loss.label_smoothing", 1, ["loss.label_smoothing", "below 1"]),
     ("loss.z_loss", -0.1, ["loss.z_loss", "at least 0"]),
@@ -149,10 +156,24 @@ def test_none_is_written_as_a_word():
     assert config(checkpoint={"every_steps": "none"}).checkpoint.every_steps is None
 
 
-def test_a_csv_file_is_a_schedule(tmp_path):
+def test_a_csv_file_is_a_schedule_with_its_own_number_of_microbatches(tmp_path):
     order = tmp_path / "order.csv"
-    order.write_text("0F0,0B0\n")
-    assert config(pipeline={"schedule": str(order)}).pipeline.schedule == str(order)
+    order.write_text("0F0,0F1,0B0,0B1\n")
+    pipeline = config(pipeline={"schedule": str(order)}).pipeline
+    assert (pipeline.schedule, pipeline.microbatches_per_step) == (str(order), 2)
+    assert config(pipeline={"schedule": str(order), "microbatches": 3}).pipeline.microbatches_per_step == 3
+    with pytest.raises(InputError, match="stages_per_device is 2, but must be left out with a CSV file"):
+        config(pipeline={"schedule": str(order), "stages_per_device": 2})
+
+
+def test_options_of_a_schedule_are_those_that_are_given():
+    plain = config(pipeline={"schedule": "gis", "stages_per_device": 4, "group_size": 3, "processes": 2})
+    assert plain.pipeline.schedule_options == {"stages_per_device": 4, "group_size": 3}
+    limited = {"schedule": "v-budget", "processes": 2}
+    assert config(pipeline={**limited, "memory_limit": 6}).pipeline.schedule_options == {"memory_limit": 6.0}
+    one_each = config(pipeline={**limited, "memory_limit": [6, 5]}).pipeline.schedule_options
+    assert one_each == {"memory_limit": (6.0, 5.0)}
+    assert config().pipeline.schedule_options == {}
 
 
 def test_batch_and_folders_follow_from_the_fields():

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from evenpipe.errors import InputError
 from evenpipe.train.config_file import config_from_dict
-from evenpipe.train.model_source import check_shape, model_config, pipeline_model
+from evenpipe.train.model_source import check_schedule, check_shape, model_config, pipeline_model
 
 SMALL = {
     "hidden_size": 16,
@@ -71,6 +71,10 @@ REFUSED = [
     ({"pipeline": {"processes": 5, "vocabulary": "redistribute"}}, ["pipeline.processes is 5", "at most 4"]),
     ({"pipeline": {"processes": 2, "layers_per_stage": [2, 1]}}, ["pipeline.layers_per_stage is [2, 1]", "4 layers"]),
     ({"pipeline": {"processes": 2, "layers_per_stage": [4, 0]}}, ["pipeline.layers_per_stage", "at least 1"]),
+    (
+        {"pipeline": {"checkpointing": ["full", "none"]}},
+        ["pipeline.checkpointing has 2 choices", "4, one per layer"],
+    ),
     ({"data": {"sequence_length": 65}}, ["data.sequence_length is 65", "at most 64"]),
     ({"values": {"vocab_size": 400}}, ["model.config.vocab_size is 400", "at least 500"]),
 ]
@@ -93,6 +97,43 @@ def test_a_saved_model_with_a_smaller_vocabulary_than_the_tokenizer_is_refused(f
 def test_a_stage_without_layers_belongs_to_redistribute():
     accepted = config(pipeline={"processes": 2, "layers_per_stage": [4, 0], "vocabulary": "redistribute"})
     check_shape(accepted, model_config(accepted.model))
+
+
+SCHEDULES_REFUSED = [
+    ({"processes": 3, "schedule": "zbv"}, ['pipeline.schedule is "zbv"', "6 stages on 3 devices", "at most 4"]),
+    (
+        {"processes": 2, "schedule": "interleaved", "stages_per_device": 3},
+        ['pipeline.schedule is "interleaved"', "6 stages on 2 devices"],
+    ),
+    ({"processes": 2, "schedule": "zbv", "stages_per_device": 3}, ["'zbv' has 2 stages per device, not 3"]),
+    ({"processes": 2, "schedule": "v-budget", "memory_limit": 1}, ["pipeline.memory_limit is 1", "4 stage activ"]),
+    (
+        {"processes": 2, "schedule": "zbv", "layers_per_stage": [2, 2]},
+        ["pipeline.layers_per_stage is [2, 2]", "4 numbers, one for each stage", "on 2 devices"],
+    ),
+    (
+        {"processes": 2, "schedule": "1f1b", "layers_per_stage": [1, 1, 1, 1]},
+        ["pipeline.layers_per_stage is [1, 1, 1, 1]", "2 numbers"],
+    ),
+    ({"processes": 1, "schedule": "FILE"}, ["pipeline.processes is 1", "must be 2", "order in", "order.csv"]),
+    ({"processes": 2, "schedule": "FILE", "microbatches": 5}, ["pipeline.microbatches is 5", "must be 3"]),
+    ({"processes": 2, "schedule": "BROKEN"}, ["row 1, column 2", "0X0"]),
+]
+
+
+@pytest.mark.parametrize(("pipeline", "words"), SCHEDULES_REFUSED)
+def test_schedules_that_do_not_fit_are_refused_before_a_process_starts(pipeline, words, tmp_path):
+    order, broken = tmp_path / "order.csv", tmp_path / "broken.csv"
+    order.write_text("0F0,0B0,0F1,0B1,0F2,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n")
+    broken.write_text("0F0,0X0\n1F0,1B0\n")
+    named = {"FILE": str(order), "BROKEN": str(broken)}
+    schedule = named.get(pipeline["schedule"], pipeline["schedule"])
+    with pytest.raises(InputError) as caught:
+        given = config(pipeline={**pipeline, "schedule": schedule})
+        check_schedule(given, model_config(given.model))
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):

@@ -127,51 +127,90 @@ class PipelineConfig(Section):
     processes: int = 1
     """Devices of the pipeline, one process each. Inside torchrun this must be the number of processes it starts."""
     schedule: str = "1f1b"
-    """Order of the passes: a name, or a CSV file that holds an order. `evenpipe simulate --help` lists all names; so
-    far those run that do not split the backward: gpipe, 1f1b, interleaved, looped-bfs."""
+    """Order of the passes: a name, as listed by `evenpipe simulate --help`, or a CSV file of evenpipe's or torch's. The
+    rows of a file with transfers are executed as they stand, unless vocabulary passes have to be added."""
+    stages_per_device: int | None = None
+    """Stages of each device, for schedules that leave a choice: interleaved, looped-bfs, gis, gis-h; none: 2 there."""
+    group_size: int | None = None
+    """Microbatches that a device takes in turn before it changes to its next stage, in interleaved and gis; none: as
+    many as there are devices, or as the microbatches allow."""
+    memory_limit: tuple[float, ...] | None = None
+    """Stage activations that a device may hold at most, for schedules that plan by it: zb-auto, v-budget; one number,
+    or one per device; none: as much as 1f1b holds."""
     vocabulary: str = "balanced"
     """Where embedding and output layer live: first-last, redistribute, interlaced, vocab-1, vocab-2; "balanced" is
     vocab-2."""
     microbatches: int | None = None
-    """Microbatches per step; none: 4 per device."""
+    """Microbatches per step; none: 4 per device, or as many as the order in a CSV file has."""
     microbatch_size: int = 1
     """Sequences per microbatch. A step trains on microbatches * microbatch_size sequences."""
     layers_per_stage: tuple[int, ...] | None = None
-    """Transformer layers of each stage, first to last; none: split evenly, and by cost with "redistribute"."""
+    """Transformer layers of each stage, first to last: one number per stage, so with several stages per device as many
+    numbers as devices times that; none: split evenly, and by cost with "redistribute"."""
     checkpointing: tuple[str, ...] = ("none",)
-    """What layers keep for their backward: "none" (everything is kept), "full" (only the layer's input; its forward runs
-    a second time), "selective" (the results of matrix products and of attention too), or a list with one per layer."""
+    """What layers keep for their backward: "none" (all is kept), "full" (only the layer's input; its forward runs a
+    second time), "selective" (the results of matrix products and of attention too), or a list with one per layer."""
     timeout_seconds: float = 600.0
     """After so many seconds without progress the run ends with an error that names the pass and the peer awaited."""
 
     def check(self) -> None:
-        self.at_least(1, "processes", "microbatches", "microbatch_size")
+        self.at_least(1, "processes", "stages_per_device", "group_size", "microbatches", "microbatch_size")
         self.positive("timeout_seconds")
         if self.layers_per_stage is not None:
-            devices = self.processes
-            accepted = f"{devices} numbers (one per device) of at least 0, and not all 0"
+            accepted = "numbers of at least 0, one per stage, and not all 0"
             split = self.layers_per_stage
-            self.require(
-                "layers_per_stage", len(split) == devices and min(split, default=0) >= 0 and sum(split) > 0, accepted
-            )
+            self.require("layers_per_stage", min(split, default=0) >= 0 and sum(split) > 0, accepted)
+        if self.memory_limit is not None:
+            accepted = f"one number above 0, or {self.processes}, one per device"
+            fits = len(self.memory_limit) in (1, self.processes) and min(self.memory_limit) > 0
+            self.require("memory_limit", fits, accepted)
         if not self.checkpointing or not set(self.checkpointing) <= {"none", "full", "selective"}:
             self.require("checkpointing", False, "none, full, selective, or a list with one of these per layer")
         self._check_names()
 
     def _check_names(self) -> None:
         from evenpipe.schedule.planning import MODES
-        from evenpipe.schedule.registry import SCHEDULES
+        from evenpipe.schedule.registry import SCHEDULES, options_of
 
-        if self.schedule.endswith(".csv"):
+        if self.from_file:
             self.require("schedule", Path(self.schedule).is_file(), "an existing file, or a name of a schedule")
+            options: tuple[str, ...] = ()
         else:
             self.known("schedule", SCHEDULES)
+            options = options_of(self.schedule)
+        for name in ("group_size", "memory_limit"):  # every schedule may be told how many stages it has
+            if name not in options:
+                self.require(name, getattr(self, name) is None, f'left out with schedule "{self.schedule}"')
+        if self.from_file:
+            self.require("stages_per_device", self.stages_per_device is None, "left out with a CSV file")
         self.known("vocabulary", ("balanced", *MODES))
 
     @property
+    def from_file(self) -> bool:
+        """Whether `schedule` is a CSV file."""
+        return self.schedule.endswith(".csv")
+
+    @property
+    def schedule_options(self) -> dict[str, Any]:
+        """What the generator of the schedule is told."""
+        limit = self.memory_limit
+        options = {
+            "stages_per_device": self.stages_per_device,
+            "group_size": self.group_size,
+            "memory_limit": limit[0] if limit is not None and len(limit) == 1 else limit,
+        }
+        return {name: value for name, value in options.items() if value is not None}
+
+    @property
     def microbatches_per_step(self) -> int:
-        """`microbatches`, or its default of 4 per device."""
-        return self.microbatches if self.microbatches is not None else 4 * self.processes
+        """`microbatches`, or those of the file, or 4 per device."""
+        if self.microbatches is not None:
+            return self.microbatches
+        if self.from_file:
+            from evenpipe.schedule.files import read_schedule
+
+            return read_schedule(self.schedule).microbatches
+        return 4 * self.processes
 
     @property
     def sequences_per_step(self) -> int:

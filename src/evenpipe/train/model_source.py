@@ -30,7 +30,7 @@ def model_config(model: ModelConfig) -> PreTrainedConfig:
 
 
 def check_shape(config: Config, model: PreTrainedConfig) -> None:
-    """Refuse more devices than layers, a layer split that does not add up, and sequences that are too long."""
+    """Refuse more devices than layers, layers and choices that do not add up, and sequences that are too long."""
     pipeline, layers = config.pipeline, model.num_hidden_layers
     if pipeline.processes > layers:
         raise InputError(
@@ -43,6 +43,11 @@ def check_shape(config: Config, model: PreTrainedConfig) -> None:
             f"pipeline.layers_per_stage is {show(split)}, but must add up to the {layers} layers of the model with at "
             f"least {0 if may_be_empty else 1} each"
         )
+    choices = len(pipeline.checkpointing)
+    if choices not in (1, layers):
+        raise InputError(
+            f"pipeline.checkpointing has {choices} choices, but must have one, or {layers}, one per layer of the model"
+        )
     longest = getattr(model, "max_position_embeddings", None)
     if longest is not None and config.data.sequence_length > longest:
         raise InputError(
@@ -52,15 +57,40 @@ def check_shape(config: Config, model: PreTrainedConfig) -> None:
 
 
 def check_schedule(config: Config, model: PreTrainedConfig) -> None:
-    """Refuse a schedule that has no order of this size, or one that cannot be run so far, or too many stages."""
+    """Refuse a schedule that has no order of this size, one that is not sound, and one with more stages than layers."""
+    from evenpipe.runtime.given_schedule import read_schedule
     from evenpipe.runtime.layout import runnable_order
+    from evenpipe.schedule import plan_program
 
     pipeline, layers = config.pipeline, model.num_hidden_layers
-    order = runnable_order(pipeline.schedule, pipeline.processes, pipeline.microbatches_per_step)
-    if order.placement.stages > layers:
+    devices, microbatches = pipeline.processes, pipeline.microbatches_per_step
+    given = read_schedule(pipeline.schedule, devices, microbatches, pipeline.schedule_options)
+    try:
+        order = runnable_order(given.schedule, devices, microbatches, given.options)
+    except InputError as error:
+        field = str(error).split()[0]
+        whose = "pipeline." if field in pipeline.schedule_options else "pipeline.schedule: "
+        raise InputError(f"{whose}{error}") from None
+    for field, has, wanted, what in (
+        ("processes", devices, order.devices, "devices"),
+        ("microbatches", microbatches, order.microbatches, "microbatches"),
+    ):
+        if has != wanted:
+            raise InputError(
+                f"pipeline.{field} is {has}, but must be {wanted}, the {what} of the order in {pipeline.schedule}"
+            )
+    if not isinstance(given.schedule, str):
+        plan_program(given.schedule, devices, microbatches, pipeline.vocabulary)  # is it sound, and of this mode?
+    stages, split = order.placement.stages, pipeline.layers_per_stage
+    if split is not None and len(split) != stages:
         raise InputError(
-            f"pipeline.schedule is {show(pipeline.schedule)}, which has {order.placement.stages} stages, but must have"
-            f" at most {layers}, the layers of the model"
+            f"pipeline.layers_per_stage is {show(split)}, but must be {stages} numbers, one for each stage of schedule"
+            f" {show(pipeline.schedule)} on {devices} devices"
+        )
+    if stages > layers and split is None:
+        raise InputError(
+            f"pipeline.schedule is {show(pipeline.schedule)}, which has {stages} stages on {devices} devices, but must"
+            f" have at most {layers}, the layers of the model"
         )
 
 

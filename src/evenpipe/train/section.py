@@ -121,7 +121,7 @@ def type_words(annotation: Any) -> str:
 def convert(where: str, value: Any, annotation: Any) -> Any:
     """`value` as the annotated type, or an `InputError` that names `where` it stands.
 
-    None is also written "none" (TOML has no null), and a list of texts may be given as one text.
+    None is also written "none" (TOML has no null), and a list of any length may be given as its only item.
     """
     annotation, is_optional = optional(annotation)
     if is_optional and (value is None or value == "none"):
@@ -147,7 +147,7 @@ def convert(where: str, value: Any, annotation: Any) -> Any:
 def _convert_list(where: str, value: Any, annotation: Any) -> tuple[Any, ...]:
     item_types = get_args(annotation)
     any_length = item_types[-1] is ...
-    if isinstance(value, str) and any_length and item_types[0] is str:
+    if any_length and (type(value) is item_types[0] or (item_types[0] is float and type(value) is int)):
         value = [value]
     if not isinstance(value, (list, tuple)) or not (any_length or len(value) == len(item_types)):
         raise InputError(f"{where} is {show(value)}, but must be {_article(type_words(annotation))}")
