@@ -35,12 +35,12 @@ class Case:
     schedule: str = "1f1b"
 
 
-def llama(vocabulary: int, tied: bool, dtype: torch.dtype):
+def llama(vocabulary: int, tied: bool, dtype: torch.dtype, layers: int = 4):
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=16,
         intermediate_size=24,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=32,

@@ -1,0 +1,212 @@
+"""Every schedule gives what transformers gives in one process: loss, gradients, weights after three steps of AdamW.
+
+Schedule x vocabulary mode x devices x microbatches (also fewer than devices, and no multiple of them) x tied and untied
+x what a forward keeps. Batches change from step to step, in sequences and in length. Where a pipeline adds in the order
+of one process, it gives the same bits. After a step nothing of it is left.
+
+A covering part runs by default; `EVENPIPE_TEST_MATRIX=full` runs all of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import random
+import time
+from dataclasses import dataclass
+from functools import cache
+
+import one_process
+import pytest
+import reference
+import torch
+from harness import run_processes
+from random_orders import random_order
+from test_gradients import llama
+
+from evenpipe.model import describe
+from evenpipe.runtime import Pipeline
+from evenpipe.schedule import SCHEDULES, Order, add_recompute, plan_order
+
+MODES = ("first-last", "vocab-1", "vocab-2")
+BARRIERS = {"first-last": 0, "vocab-1": 2, "vocab-2": 1}
+KEPT = ("all", "inputs of layers", "inputs of stages")
+"""What a forward keeps until its backward; the second is checkpointing, the third an order with R."""
+VOCABULARY = 67
+LAYERS = 8
+DTYPE = torch.float64
+FULL = os.environ.get("EVENPIPE_TEST_MATRIX") == "full"
+
+
+@dataclass(frozen=True)
+class Case:
+    schedule: str | Order
+    mode: str
+    microbatches: int
+    tied: bool = False
+    kept: str = "all"
+
+    def __str__(self) -> str:
+        name = self.schedule if isinstance(self.schedule, str) else f"an order\n{self.schedule.to_csv()}"
+        return f"{self.mode}, m = {self.microbatches}, tied: {self.tied}, keeps {self.kept}, {name}"
+
+
+@cache
+def described(tied: bool):
+    return describe(llama(VOCABULARY, tied, DTYPE, LAYERS))
+
+
+@cache
+def data(microbatches: int):
+    """Three batches of other sizes: sequences per microbatch, and tokens per sequence."""
+    sizes = ((2, 6), (1, 9), (3, 4))
+    return [reference.batches(VOCABULARY, n * microbatches, tokens, 1, seed=n)[0] for n, tokens in sizes]
+
+
+@cache
+def expected(microbatches: int, tied: bool) -> reference.Reference:
+    """What transformers gives on the whole batch."""
+    return reference.train(copy.deepcopy(described(tied).model), data(microbatches))
+
+
+@cache
+def expected_bits(microbatches: int, shards: int, barriers: int):
+    """The first step, microbatch after microbatch, with untied weights."""
+    model = copy.deepcopy(described(False).model)
+    return one_process.accumulate(model, *data(microbatches)[0], microbatches, shards=shards, barriers=barriers)
+
+
+def adds_as_one_process(case: Case, devices: int) -> bool:
+    """Where the sums of one process are taken in its order, so that every bit is the same.
+
+    All schedules of the library come to the B, I and W of a stage in the order of microbatches. The parts of dX are
+    added by the library, for three and more shards in an order of its own; and tied weights, used by two passes, get
+    their parts in the order of passes.
+    """
+    return isinstance(case.schedule, str) and not case.tied and (case.mode == "first-last" or devices <= 2)
+
+
+def schedule_of(case: Case):
+    if case.kept != "inputs of stages":
+        return case.schedule
+    if isinstance(case.schedule, Order):
+        return add_recompute(case.schedule)
+    return lambda devices, microbatches: add_recompute(plan_order(case.schedule, devices, microbatches, case.mode))
+
+
+def faults_of(case: Case) -> list[str]:
+    """What is wrong with a case; of what only the first process has, there alone. Collective."""
+    pipeline = Pipeline(
+        described(case.tied),
+        schedule=schedule_of(case),
+        vocabulary=case.mode,
+        microbatches=case.microbatches,
+        parameter_dtype=DTYPE,
+        checkpointing="full" if case.kept == "inputs of layers" else "none",
+        self_check=False,
+    )
+    first, devices = pipeline.device == 0, pipeline.devices
+    optimizer = reference.adamw(list(pipeline.parameters()))
+    losses, gradients = [], {}
+    for number, (ids, labels) in enumerate(data(case.microbatches)):
+        pipeline.zero_grad()
+        losses.append(pipeline.step(ids if first else None, labels if first else None).loss)
+        if number == 0:
+            gradients = pipeline.full_gradients()
+        optimizer.step()
+    weights = pipeline.full_state_dict()
+    faults = [f"left of a step: {made}" for made in left_of_a_step(pipeline, data(case.microbatches)[0])]
+    pipeline.close()
+    if first:
+        wanted = expected(case.microbatches, case.tied)
+        loss_error = max(abs(a / b - 1) for a, b in zip(losses, wanted.losses, strict=True))
+        gradient_error, gradient = reference.worst(gradients, wanted.gradients)
+        weight_error, weight = reference.worst(weights, wanted.weights)
+        faults += [f"loss off by {loss_error:.1e}"] * (not loss_error <= 1e-10)
+        faults += [f"gradient of {gradient} off by {gradient_error:.1e}"] * (not gradient_error <= 1e-10)
+        faults += [f"weights {weight} off by {weight_error:.1e}"] * (not weight_error <= 1e-8)
+    if first and adds_as_one_process(case, devices):
+        barriers = BARRIERS[case.mode]
+        loss, bits = expected_bits(case.microbatches, devices if barriers else 1, barriers)
+        others = [name for name, tensor in bits.items() if not torch.equal(tensor, gradients[name])]
+        faults += [f"other bits in the gradients of {others}"] * bool(others)
+        faults += [f"loss {losses[0]!r}, not {loss!r}"] * (losses[0] != loss)
+    return faults
+
+
+def left_of_a_step(pipeline: Pipeline, batch: tuple[torch.Tensor, torch.Tensor]) -> list[str]:
+    """Tensors that a step has made and not given back, without the collector's help. Gradients are there before."""
+    gc.disable()
+    with pipeline.count_bytes() as counted:
+        inputs = [tensor.clone() for tensor in batch] if pipeline.device == 0 else [None, None]
+        result = pipeline.step(*inputs)
+        float(result.loss)
+        del result, inputs
+        # A thread of gloo's lets go of its last reference shortly after the wait for it is over.
+        deadline = time.monotonic() + 5
+        while counted.survivors() and time.monotonic() < deadline:
+            os.sched_yield()
+        left = [str(made) for made in counted.survivors()]
+    gc.enable()
+    return left
+
+
+def faults_of_all(cases: list[Case]) -> list[str]:
+    found = []
+    for case in cases:
+        try:
+            found += [f"{case}: {fault}" for fault in faults_of(case)]
+        except Exception as error:
+            error.add_note(str(case))
+            raise
+    return found
+
+
+def check(processes: int, cases: list[Case]) -> None:
+    faults = run_processes(faults_of_all, processes, cases, timeout_seconds=1200 if FULL else 250)
+    assert not any(faults), "\n".join(dict.fromkeys(fault for of_one in faults for fault in of_one))
+
+
+def matrix(processes: int) -> list[Case]:
+    """All of it: 14 schedules x 3 modes x 5 numbers of microbatches, tied and untied, whatever a forward keeps."""
+    counts = sorted({1, 2, processes, processes + 1, 2 * processes + 1})
+    return [
+        Case(name, mode, microbatches, tied, kept)
+        for name in SCHEDULES
+        for mode in MODES
+        for microbatches in counts
+        for tied in (False, True)
+        for kept in KEPT
+    ]
+
+
+def covering(processes: int) -> list[Case]:
+    """Every schedule with every mode; the rest goes round, so that all pairs of values come together."""
+    counts = [processes + 1, 2 * processes + 1, 1, 2, processes]
+    pairs = [(name, mode) for name in SCHEDULES for mode in MODES]
+    if processes != 2:  # one mode of each schedule, another one for each number of processes
+        pairs = [(name, MODES[(number + processes) % 3]) for number, name in enumerate(SCHEDULES)]
+    return [
+        Case(name, mode, counts[number % 5], number % 4 == 1, KEPT[(number // 2) % 3])
+        for number, (name, mode) in enumerate(pairs)
+    ]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+def test_every_schedule_gives_what_one_process_gives(processes: int) -> None:
+    check(processes, matrix(processes) if FULL else covering(processes))
+
+
+def random_cases(processes: int, number: int) -> list[Case]:
+    rng = random.Random(processes)
+    orders = [random_order(seed, processes, rng.randint(1, 5), LAYERS) for seed in range(number)]
+    return [
+        Case(order, rng.choice(MODES), order.microbatches, rng.random() < 0.5, rng.choice(KEPT)) for order in orders
+    ]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_any_order_gives_it_too(processes: int) -> None:
+    """Random placements and sequences, with B, I and W, R and joint passes in one order."""
+    check(processes, random_cases(processes, 60 if FULL else 6))
