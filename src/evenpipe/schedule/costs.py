@@ -23,7 +23,8 @@ RECEIVE = "receive"
 
 _PER_STAGE = ("F", "B", "I", "W", "R", "O", "L", "bytes")
 _PER_DEVICE = ("S", "C", "T", "E", "G")
-_ONE_NUMBER = ("p2p", "overlap_slowdown")
+_FACTORS = ("overlap_slowdown", "contention")
+_ONE_NUMBER = ("p2p", *_FACTORS)
 _MEMORY = (*_PER_STAGE[:-1], *_PER_DEVICE, RECEIVE)
 _CLASS_OF = {
     TransferKind.X: "broadcast",
@@ -77,6 +78,9 @@ class Costs:
     at a time; `timing` knows the classes only, not the single hops."""
     overlap_slowdown: float = 1.0
     """Factor on compute while a collective runs on that device, at least 1. For the full simulator."""
+    contention: float = 1.0
+    """Factor on compute while all other devices compute too, at least 1; in proportion while some of them do. For
+    devices that share a machine's memory bandwidth. For the full simulator."""
     engine: CopyEngine = field(default_factory=CopyEngine)
     """What carries O and L. For the full simulator."""
     bytes: Cost | None = None
@@ -96,8 +100,9 @@ class Costs:
                 put(name, cost(name, value))
         for name in _ONE_NUMBER:
             put(name, number(name, getattr(self, name)))
-        if self.overlap_slowdown < 1:
-            raise InputError(f"costs: overlap_slowdown must be at least 1, not {self.overlap_slowdown}")
+        for name in _FACTORS:
+            if getattr(self, name) < 1:
+                raise InputError(f"costs: {name} must be at least 1, not {getattr(self, name)}")
         durations = table("collectives", self.collectives, COLLECTIVES)
         put("collectives", {name: number(f"collectives.{name}", value) for name, value in durations.items()})
         put("links", links_from_dict(self.links))

@@ -4,7 +4,8 @@ A device issues the transfers and copies that stand before its next pass when th
 starts when what it waits for has completed. A transfer starts when its last member has issued it (so its data is
 ready: on each producer it stands behind the pass that makes it) and, where its communicator has a link, when that has
 carried what was ready before. While a collective runs, compute on its members runs at 1 / `overlap_slowdown` of its
-speed, for exactly so long. Events are taken by time, so the result does not depend on the order of devices.
+speed, for exactly so long; likewise at 1 / `contention` while all other devices compute, and in between while some do.
+Events are taken by time, so the result does not depend on the order of devices.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ class Loop:
     `issued` has the time at which each copy was issued, by pass.
     """
 
-    def __init__(self, work: Work, slowdown: float, engine: CopyEngine) -> None:
+    def __init__(self, work: Work, slowdown: float, engine: CopyEngine, contention: float = 1.0) -> None:
         passes, transfers, devices = len(work.items), len(work.route_of), len(work.rows)
-        self.work, self.slowdown = work, slowdown
+        self.work, self.slowdown, self.contention = work, slowdown, contention
+        self.computing = self.counted = 0  # devices that compute, now and when speeds were last reckoned
+        self.rate = [1.0] * devices  # how many times as slowly as alone a running pass goes on
         self.start, self.end = [0.0] * passes, [-1.0] * passes
         self.why, self.who = [START] * passes, [0] * passes
         self.start_of, self.end_of = [0.0] * transfers, [-1.0] * transfers
@@ -55,7 +58,12 @@ class Loop:
         for device in range(len(self.work.rows)):
             self._walk(device, 0.0)
         heap, device_of, running, due = self.heap, self.work.device_of, self.running, self.due
+        now = 0.0
         while heap:
+            if self.contention > 1 and self.computing != self.counted:
+                self.counted = self.computing
+                for device in range(len(running)):
+                    self._change_speed(device, now)
             now, number = heappop(heap)
             if number < 0:
                 self._carried(~number, now)
@@ -65,6 +73,7 @@ class Loop:
                 self.engines.done(number, now)
             elif running[device] == number and due[device] == now:
                 running[device] = -1
+                self.computing -= 1
                 self.last[device] = number
                 self.end[number] = self.clock[device] = now
                 self._walk(device, now)
@@ -89,10 +98,11 @@ class Loop:
                 if now <= self.clock[device]:
                     self.why[number], self.who[number] = self._since(device)
                 self.start[number] = self.since[device] = now
-                takes = self.left[device] = self.work.takes[number]
-                ends = now + (takes * self.slowdown if self.active[device] else takes)
-                self.due[device] = ends
                 self.running[device] = number
+                self.computing += 1
+                takes = self.left[device] = self.work.takes[number]
+                rate = self.rate[device] = self._rate(device)
+                ends = self.due[device] = now + takes * rate
                 heappush(self.heap, (ends, number))
                 at += 1
                 break
@@ -123,8 +133,7 @@ class Loop:
         if self.slowdown > 1 and self.work.slows[k]:
             for member in self.work.route_of[k].members:
                 self.active[member] += 1
-                if self.active[member] == 1:
-                    self._change_speed(member, now, 1.0, self.slowdown)
+                self._change_speed(member, now)
         heappush(self.heap, (now + self.work.takes_of[k], ~k))
 
     def _carried(self, k: int, now: float) -> None:
@@ -132,8 +141,7 @@ class Loop:
         if self.slowdown > 1 and self.work.slows[k]:
             for member in self.work.route_of[k].members:
                 self.active[member] -= 1
-                if self.active[member] == 0:
-                    self._change_speed(member, now, self.slowdown, 1.0)
+                self._change_speed(member, now)
         queue = self.work.queue_of[k]
         if queue >= 0:
             self.carrying[queue] = -1
@@ -144,10 +152,19 @@ class Loop:
         for number in self.work.feeds[k]:
             self.arrived(number, ~k, now)
 
-    def _change_speed(self, device: int, now: float, before: float, after: float) -> None:
-        """A running pass goes on `after` times as slowly as alone, until now `before` times."""
-        number = self.running[device]
-        if number >= 0:
+    def _rate(self, device: int) -> float:
+        """How many times as slowly as alone a device computes now."""
+        rate = self.slowdown if self.active[device] else 1.0
+        if self.contention > 1 and len(self.running) > 1:
+            others = self.computing - (self.running[device] >= 0)
+            rate *= 1 + (self.contention - 1) * others / (len(self.running) - 1)
+        return rate
+
+    def _change_speed(self, device: int, now: float) -> None:
+        """A running pass goes on at the speed that is right from now on."""
+        number, before, after = self.running[device], self.rate[device], self._rate(device)
+        if number >= 0 and after != before:
+            self.rate[device] = after
             self.left[device] = max(0.0, self.left[device] - (now - self.since[device]) / before)
             self.since[device] = now
             self.due[device] = now + self.left[device] * after

@@ -26,7 +26,7 @@ class Simulation:
 
     waiting: per device, idle time by what the next pass waited for: the kind of a transfer as the device issues it, L
     for a copy that had to come back, "end" behind the last pass. With `timeline.busy` it adds up to the makespan.
-    slowed: per device, the part of its busy time that collectives beside it cost.
+    slowed: per device, the part of its busy time that collectives beside it, and the compute of others, cost.
     """
 
     program: Program
@@ -88,7 +88,7 @@ def simulate(schedule: Program | Order, costs: Costs) -> Simulation:
 def _simulate(program: Program, costs: Costs) -> Simulation:
     costs.check_devices(program.placement)
     work = Work.of(program, costs)
-    loop = Loop(work, costs.overlap_slowdown, costs.engine)
+    loop = Loop(work, costs.overlap_slowdown, costs.engine, costs.contention)
     if not loop.run():
         check_program(program).raise_if_faulty()
         raise AssertionError("a sound program does not complete")
@@ -114,7 +114,7 @@ def _idle(work: Work, loop: Loop, makespan: float) -> tuple[tuple[dict[str, floa
                 what = (work.items[who].kind if who >= 0 else work.route_of[~who].end(device)[0]).value
                 waits[what] = waits.get(what, 0.0) + loop.start[n] - clock
             clock = loop.end[n]
-            lost += (clock - loop.start[n] - work.takes[n]) if loop.slowdown > 1 else 0.0
+            lost += (clock - loop.start[n] - work.takes[n]) if max(loop.slowdown, loop.contention) > 1 else 0.0
         if makespan > clock:
             waits[END] = makespan - clock
         waiting.append(waits)
