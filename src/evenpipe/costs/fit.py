@@ -3,6 +3,9 @@
 passes      A pass takes what it computed, and what its device then spent until it waited or began the next one: the
             time in which transfers are issued, tens of microseconds each on a host. So predicted steps include it.
             Where stages or devices were measured several times, within a step or in several, the median counts.
+contention  Passes that ran while other devices computed are compared with those of their kind and stage that ran
+            alone: the factor by which the times of all agree best. Times are then those of a pass alone. Where passes
+            hardly differ in that, or agree no better for it, the factor is 1 and times are as measured.
 transfers   A transfer takes from the moment when its last member had issued it until a device that needs it went on.
             That is exact where the device stood waiting already when it was issued, and the median of such counts.
             Elsewhere it completed at some time before, so the shortest counts.
@@ -12,14 +15,15 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import Costs, Dependencies, Kind, Pass, Transfer, TransferKind
 from evenpipe.schedule.passes import HOP_KINDS, STAGE_KINDS, VOCABULARY_KINDS
-from evenpipe.schedule.trace import DeviceTrace, Trace
+from evenpipe.schedule.trace import DeviceTrace, PassTime, Trace
 
 CLASS_OF = {
     TransferKind.X: "broadcast",
@@ -33,52 +37,74 @@ CLASS_OF = {
 WEIGHTS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 """How the time of passes that run as one is shared, where none of its kind runs alone."""
 
+FACTORS = [1 + step / 100 for step in range(101)]
+"""Contention is looked for among these."""
+
+BETTER = 0.02
+"""By which part the deviations must shrink for a factor to be believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """How long a pass took, and the part of that time (0 to 1) in which other devices computed: 1 if all did."""
+
+    seconds: float
+    beside: float
+
+    def alone(self, contention: float) -> float:
+        """How long it would have taken alone."""
+        return self.seconds / (1 + (contention - 1) * self.beside)
+
+
+Site = tuple[Kind, int]
+"""Kind of a pass, and its stage, or its device for the vocabulary passes."""
+
 
 @dataclass(slots=True)
 class Samples:
-    """Seconds by kind and stage, by kind and device, and by class of transfer."""
+    """What was measured, by site of passes and by class of transfers; joint: shares of passes that run as one."""
 
-    stages: dict[tuple[Kind, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    joint: dict[tuple[Kind, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    devices: dict[tuple[Kind, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    passes: dict[Site, list[Sample]] = field(default_factory=lambda: defaultdict(list))
+    joint: dict[Site, list[Sample]] = field(default_factory=lambda: defaultdict(list))
     exact: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     bounds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
-def costs_of(traces: Sequence[Trace]) -> Costs:
+def costs_of(traces: Sequence[Trace], others: Sequence[Trace] = ()) -> Costs:
     """Seconds per pass and transfer: medians over all `traces`, which are of one placement.
+
+    others: further traces of the same model, for contention only.
 
     Raises InputError when there is none, when placements differ, and when a stage has no forward.
     """
     if not traces:
         raise InputError("there is no trace to take costs from; give at least one")
     placement = traces[0].program.placement
-    for trace in traces:
+    for trace in (*traces, *others):
         if trace.program.placement != placement:
             raise InputError(
                 f"the traces are of different placements, {list(placement.stage_device)} and"
                 f" {list(trace.program.placement.stage_device)}; costs are per stage, so one file is for one placement"
             )
-    samples = Samples()
+    samples, more = Samples(), Samples()
     for trace in traces:
         _passes(trace, samples)
         _transfers(trace, samples)
+    for trace in others:
+        _passes(trace, more)
+    contention = contention_of(samples, more)
     times: dict[str, Any] = {}
-    for kind in STAGE_KINDS - {Kind.O, Kind.L}:
-        row = [
-            samples.stages.get((kind, stage)) or samples.joint.get((kind, stage)) for stage in range(placement.stages)
-        ]
+    for kind in (STAGE_KINDS - {Kind.O, Kind.L}) | VOCABULARY_KINDS:
+        places = range(placement.devices if kind in VOCABULARY_KINDS else placement.stages)
+        row = [samples.passes.get((kind, place)) or samples.joint.get((kind, place)) or () for place in places]
         if all(row):
-            times[kind.value] = tuple(statistics.median(values or ()) for values in row)
-    for kind in VOCABULARY_KINDS:
-        row = [samples.devices.get((kind, device)) for device in range(placement.devices)]
-        if all(row):
-            times[kind.value] = tuple(statistics.median(values or ()) for values in row)
+            times[kind.value] = tuple(statistics.median(one.alone(contention) for one in site) for site in row)
     if Kind.F.value not in times:
         raise InputError("the traces have no forward of every stage, so no costs follow from them")
     transfers = {name: transfer_seconds(samples, name) for name in ("p2p", *dict.fromkeys(CLASS_OF.values()))}
     hop = transfers.pop("p2p")
-    return Costs(**times, p2p=hop, collectives={name: time for name, time in transfers.items() if time > 0})
+    collectives = {name: time for name, time in transfers.items() if time > 0}
+    return Costs(**times, p2p=hop, collectives=collectives, contention=contention)
 
 
 def transfer_seconds(samples: Samples, name: str) -> float:
@@ -88,24 +114,68 @@ def transfer_seconds(samples: Samples, name: str) -> float:
     return min(samples.bounds[name], default=0.0)
 
 
+def contention_of(*measured: Samples) -> float:
+    """The factor by which passes of one site agree best; long passes count for more than short ones."""
+    sites: dict[Site, list[Sample]] = defaultdict(list)
+    for site, found in chain.from_iterable(samples.passes.items() for samples in measured):
+        sites[site] += found
+
+    def deviation(contention: float) -> float:
+        off = whole = 0.0
+        for found in sites.values():
+            times = [one.alone(contention) for one in found]
+            median = statistics.median(times)
+            off += sum(abs(time - median) for time in times)
+            whole += median * len(times)
+        return off / whole if whole else 0.0
+
+    best = min(FACTORS, key=deviation)
+    return best if deviation(best) < (1 - BETTER) * deviation(1.0) else 1.0
+
+
 def _passes(trace: Trace, samples: Samples) -> None:
     for device, row in enumerate(trace.devices):
         behind = [*[gap.busy for gap in trace.gaps(device)][1:], 0.0]
-        for entry, issuing in zip(row.passes, behind, strict=True):
-            _add(samples, entry.item, device, entry.end - entry.start + issuing)
+        beside = _beside(trace, device)
+        for entry, issuing, share in zip(row.passes, behind, beside, strict=True):
+            _add(samples, entry.item, device, Sample(entry.end - entry.start + issuing, share))
 
 
-def _add(samples: Samples, item: Pass, device: int, seconds: float) -> None:
+def _beside(trace: Trace, device: int) -> list[float]:
+    """Per pass of a device, the part of its time in which the others computed, on average over them."""
+    shares = [0.0] * len(trace.devices[device].passes)
+    others = [row.passes for number, row in enumerate(trace.devices) if number != device]
+    for row in others:
+        for number, common in enumerate(_common(trace.devices[device].passes, row)):
+            shares[number] += common / len(others)
+    return shares
+
+
+def _common(passes: Sequence[PassTime], others: Sequence[PassTime]) -> Iterator[float]:
+    """The part of each pass that lies within any of the others; both by time."""
+    first = 0
+    for entry in passes:
+        while first < len(others) and others[first].end <= entry.start:
+            first += 1
+        common, place = 0.0, first
+        while place < len(others) and others[place].start < entry.end:
+            common += max(0.0, min(entry.end, others[place].end) - max(entry.start, others[place].start))
+            place += 1
+        yield common / (entry.end - entry.start) if entry.end > entry.start else 0.0
+
+
+def _add(samples: Samples, item: Pass, device: int, sample: Sample) -> None:
     if item.parts:
         whole = sum(WEIGHTS[part.kind] for part in item.parts)
         for part in item.parts:
             assert part.stage is not None
-            samples.joint[part.kind, part.stage].append(seconds * WEIGHTS[part.kind] / whole)
+            share = sample.seconds * WEIGHTS[part.kind] / whole
+            samples.joint[part.kind, part.stage].append(Sample(share, sample.beside))
     elif item.kind in VOCABULARY_KINDS:
-        samples.devices[item.kind, device].append(seconds)
+        samples.passes[item.kind, device].append(sample)
     elif item.kind in STAGE_KINDS:
         assert item.stage is not None
-        samples.stages[item.kind, item.stage].append(seconds)
+        samples.passes[item.kind, item.stage].append(sample)
 
 
 def _transfers(trace: Trace, samples: Samples) -> None:
@@ -131,8 +201,3 @@ def _transfers(trace: Trace, samples: Samples) -> None:
 def _awaited(row: DeviceTrace) -> Iterator[tuple[Transfer, float, float]]:
     """Waits of passes; those of sends are not for their arrival."""
     return ((wait.transfer, wait.start, wait.end) for wait in row.waits if wait.needed_by is not None)
-
-
-def kinds_in(traces: Iterable[Trace]) -> set[Kind]:
-    """Kinds of pass that were measured."""
-    return {entry.item.kind for trace in traces for row in trace.devices for entry in row.passes}

@@ -1,10 +1,14 @@
 """Costs measured on this hardware: real steps of the configured model and pipeline, traced.
 
 Every device computes while the others do, as in training: processes that share memory bandwidth, caches or power slow
-each other down, and pass times measured one process at a time predict steps too short. The configured schedule runs as
-it is, and with its backwards whole, split and recomputed, so that the cost file has every kind of pass; and once more
-on shorter sequences, which tells latency from bandwidth. Token ids are drawn at random, small ones often (Zipf's law),
-as a tokenizer gives them.
+each other down, and pass times measured one process at a time predict steps too short. The configured schedule runs
+
+    as it is                                for the passes that it has, and for transfers
+    with backwards whole, split, recomputed so that the cost file has every kind of pass
+    one microbatch behind the other         which tells how much devices slow each other down
+    on shorter sequences                    which tells latency from bandwidth
+
+Token ids are drawn at random, small ones often (Zipf's law), as a tokenizer gives them.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import Any
 
 import torch
 
-from evenpipe.costs import BACKWARDS, costs_of, with_backward
+from evenpipe.costs import BACKWARDS, costs_of, one_by_one, with_backward
 from evenpipe.costs.links import Size, with_links
 from evenpipe.errors import InputError
 from evenpipe.runtime import Pipeline, initialise_worker, launch
@@ -74,16 +78,18 @@ def _costs(traces: dict[str, list[Trace]], shorter: list[Trace], sizes: dict[str
 
     R comes from the recomputed run, but so does a forward that keeps nothing: F stays that of the schedule.
     """
-    costs = costs_of(traces[AS_IT_IS])
+    # A forward that keeps nothing for its backward is another one.
+    everything = [trace for name, found in traces.items() if name != "recomputed" for trace in found]
+    costs = costs_of(traces[AS_IT_IS], everything)
     for name in BACKWARDS:
         if name in traces:
-            other = costs_of(traces[name])
+            other = costs_of(traces[name], everything)
             missing = {kind: getattr(other, kind) for kind in "BIWR" if getattr(costs, kind) is None}
             costs = replace(costs, **{kind: time for kind, time in missing.items() if time is not None})
     return with_links(costs, costs_of(shorter), {name: Size(*size) for name, size in sizes.items()})
 
 
-AS_IT_IS = "as it is"
+AS_IT_IS, ALONE = "as it is", "one by one"
 
 
 def measure(config: Config, steps: int, warm_up: int) -> dict[str, Any]:
@@ -96,8 +102,10 @@ def measure(config: Config, steps: int, warm_up: int) -> dict[str, Any]:
     tokens = config.data.sequence_length
     order = pipeline.layout.program.order
     traces = {AS_IT_IS: _run(pipeline, config, tokens, steps, warm_up)}
-    for name in BACKWARDS:
-        variant = with_backward(order, name)
+    variants = {name: with_backward(order, name) for name in BACKWARDS}
+    if pipeline.devices > 1 and pipeline.microbatches > 1:
+        variants[ALONE] = one_by_one(order)
+    for name, variant in variants.items():
         if variant != order:
             with _following(pipeline, variant):
                 traces[name] = _run(pipeline, config, tokens, steps, warm_up)
