@@ -1,0 +1,115 @@
+"""Trace files: what is written is read again, and what is not a trace is refused in one sentence that says why."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from traced_steps import measured, two_devices
+
+from evenpipe.errors import InputError
+from evenpipe.schedule import Costs, Link, plan_program
+from evenpipe.schedule.trace import Trace
+from evenpipe.schedule.trace_file import read_trace, trace_to_dict, write_trace
+
+COSTS = Costs(F=1, B=2, I=1, W=1, S=0.5, C=0.1, T=0.3, E=0.1, G=0.1, p2p=0.05, collectives={"reduce": 0.2})
+SCHEDULES = [("1f1b", "first-last"), ("interleaved", "vocab-2"), ("zb-h1", "vocab-1"), ("dualpipe-v", "first-last")]
+
+
+@pytest.mark.parametrize(("schedule", "mode"), SCHEDULES)
+def test_a_trace_survives_its_file(tmp_path: Path, schedule: str, mode: str) -> None:
+    _, program = plan_program(schedule, 2, 6, mode, COSTS)
+    trace = measured(program, COSTS)
+    write_trace(trace, tmp_path / "step.json")
+    found = read_trace(tmp_path / "step.json")
+    assert found.program == trace.program
+    assert found.costs == COSTS
+    assert trace_to_dict(found) == trace_to_dict(trace)
+    assert [p.name for p in tmp_path.iterdir()] == ["step.json"]
+
+
+def test_all_fields_survive() -> None:
+    trace = two_devices()
+    again = json.loads(json.dumps(trace_to_dict(trace)))
+    from evenpipe.schedule.trace_file import trace_from_dict
+
+    assert trace_from_dict(again) == trace
+
+
+def test_costs_survive_with_everything_that_they_can_say() -> None:
+    costs = Costs(
+        F=(1.0, 2.0),
+        I=1,
+        W=2,
+        contention=1.25,
+        overlap_slowdown=1.5,
+        links={"p2p": Link(latency=0.1, bandwidth=5.0, bytes=2.0), "F:0>1": Link(latency=0.0)},
+        memory={"F": 3.0, "B": (-1.0, -2.0)},
+        engine={"bandwidth": 2.0, "shared": [[0, 1]]},  # type: ignore[arg-type]
+    )
+    assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+    assert Costs(F=1, B=2).to_dict() == {"F": 1.0, "B": 2.0}
+
+
+def _without(name: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda values: values.pop(name)
+
+
+def _device(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
+    return lambda values: change(values["devices"][1])
+
+
+def _swap(device: dict[str, Any]) -> None:
+    device["passes"].reverse()
+
+
+DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "another format": (lambda v: v.update(format="chrome"), 'not a trace of evenpipe; those begin with "format"'),
+    "a later version": (lambda v: v.update(version=2), "version 2 of the format, but this evenpipe reads version 1"),
+    "no devices": (_without("devices"), "devices is missing"),
+    "no order": (_device(_without("row")), "row is missing"),
+    "a word that is no pass": (_device(lambda d: d.update(row="1F0,9Z9")), "row 2, column 2: '9Z9' is not a pass"),
+    "another placement": (lambda v: v.update(placement=[0, 7]), r"placement is \[0, 7\], expected"),
+    "text for a number": (lambda v: v.update(microbatches="1"), "microbatches is '1', expected a whole number"),
+    "a pass of no row": (_device(lambda d: d["passes"][0].__setitem__(0, "0F0")), "'0F0', which is no pass of the row"),
+    "an unknown transfer": (_device(lambda d: d["waits"][0].__setitem__(0, "X9")), "no transfer of the row"),
+    "passes out of order": (_device(_swap), r"devices\[1\].passes are not those of devices\[1\].row in its order"),
+    "a pass left out": (_device(lambda d: d["passes"].pop()), "passes are not those of"),
+    "a time that is text": (_device(lambda d: d["passes"][0].__setitem__(1, "soon")), "the time 'soon'"),
+    "a time that is not finite": (_device(lambda d: d["passes"][0].__setitem__(1, float("nan"))), "the time nan"),
+    "an end before its start": (_device(lambda d: d["passes"][0].__setitem__(2, 1.0)), "before its start at 3.0 s"),
+    "three of four": (_device(lambda d: d["waits"][0].pop()), "expected a list of a text and 3 more"),
+    "no clock": (_device(_without("clock")), r"devices\[1\].clock is None, expected a table"),
+    "costs that are none": (lambda v: v.update(costs={"F": -1}), "costs: F must be a finite number"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_one_sentence_that_names_it(tmp_path: Path, name: str) -> None:
+    change, message = DAMAGE[name]
+    values = copy.deepcopy(trace_to_dict(two_devices()))
+    change(values)
+    path = tmp_path / "step.json"
+    path.write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(InputError, match=message) as error:
+        read_trace(path)
+    assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "is not JSON"), ("[1]", "not a trace of evenpipe"), ('{"traceEvents": []}', "not a trace of evenpipe")],
+)
+def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(InputError, match=message):
+        read_trace(path)
+    with pytest.raises(InputError, match="cannot be read: No such file"):
+        read_trace(tmp_path / "nowhere.json")
+    with pytest.raises(InputError, match="cannot be written"):
+        write_trace(Trace(two_devices().program, two_devices().devices), tmp_path / "no" / "step.json")
