@@ -40,6 +40,8 @@ BAD_VALUES = [
     ("tokenizer.vocabulary_size", 256, ["tokenizer.vocabulary_size is 256", "at least 257"]),
     ("tokenizer.end_of_text", "", ["tokenizer.end_of_text"]),
     ("pipeline.processes", 0, ["pipeline.processes is 0", "at least 1"]),
+    ("pipeline.replicas", 2, ["pipeline.replicas is 2", "a divisor of the 1 processes"]),
+    ("pipeline.data_parallel", "fsdp", ["pipeline.data_parallel", "replicate, shard"]),
     ("pipeline.microbatches", -1, ["pipeline.microbatches is -1", "at least 1"]),
     ("pipeline.microbatch_size", 0, ["pipeline.microbatch_size is 0"]),
     ("pipeline.timeout_seconds", 0, ["pipeline.timeout_seconds", "above 0"]),
@@ -189,6 +191,9 @@ def test_batch_and_folders_follow_from_the_fields():
         output={"export_folder": "c"},
     )
     assert moved.pipeline.sequences_per_step == 5
+    side_by_side = config(pipeline={"processes": 6, "replicas": 2, "microbatch_size": 3}).pipeline
+    assert (side_by_side.devices, side_by_side.microbatches_per_step) == (3, 12)
+    assert (side_by_side.sequences_per_replica, side_by_side.sequences_per_step) == (36, 72)
     assert (moved.cache_folder, moved.checkpoint_folder, moved.export_folder) == (Path("a"), Path("b"), Path("c"))
 
 

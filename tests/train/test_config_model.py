@@ -69,6 +69,7 @@ REFUSED = [
     ({"model": {"source": "./nowhere"}}, ["model.source", "./nowhere"]),
     ({"pipeline": {"processes": 5}}, ["pipeline.processes is 5", "at most 4"]),
     ({"pipeline": {"processes": 5, "vocabulary": "redistribute"}}, ["pipeline.processes is 5", "at most 4"]),
+    ({"pipeline": {"processes": 10, "replicas": 2}}, ["is 10", "at most 8, the layers of the model times 2 replicas"]),
     ({"pipeline": {"processes": 2, "layers_per_stage": [2, 1]}}, ["pipeline.layers_per_stage is [2, 1]", "4 layers"]),
     ({"pipeline": {"processes": 2, "layers_per_stage": [4, 0]}}, ["pipeline.layers_per_stage", "at least 1"]),
     (
@@ -115,8 +116,15 @@ SCHEDULES_REFUSED = [
         {"processes": 2, "schedule": "1f1b", "layers_per_stage": [1, 1, 1, 1]},
         ["pipeline.layers_per_stage is [1, 1, 1, 1]", "2 numbers"],
     ),
-    ({"processes": 1, "schedule": "FILE"}, ["pipeline.processes is 1", "must be 2", "order in", "order.csv"]),
+    (
+        {"processes": 1, "schedule": "FILE"},
+        ["pipeline.processes is 1", "must be 2", "the order in", "order.csv has 2 devices"],
+    ),
     ({"processes": 2, "schedule": "FILE", "microbatches": 5}, ["pipeline.microbatches is 5", "must be 3"]),
+    (
+        {"processes": 2, "replicas": 2, "schedule": "FILE"},
+        ["pipeline.processes is 2", "must be 4", "each of 2 replicas"],
+    ),
     ({"processes": 2, "schedule": "BROKEN"}, ["row 1, column 2", "0X0"]),
 ]
 

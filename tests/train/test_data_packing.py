@@ -97,6 +97,14 @@ def test_a_batch_depends_on_seed_and_step_alone(rows, batch_size, seed, step):
     assert torch.equal(walked.batch(step), batches(rows, batch_size, seed).batch(step))
 
 
+def test_replicas_share_a_batch_in_turn():
+    data = batches(40, 6, seed=2, validation_fraction=0.1)
+    for take in (lambda *part: data.batch(3, *part), lambda *part: data.validation_batch(0, *part)[1]):
+        parts = [take(replica, 3) for replica in range(3)]
+        assert [tuple(part.shape) for part in parts] == [(2, data.sequence_length)] * 3
+        assert torch.equal(torch.cat(parts), take())
+
+
 @settings(max_examples=50)
 @given(rows=st.integers(2, 40), batch_size=st.integers(1, 7), seed=st.integers(0, 9))
 def test_every_epoch_has_each_training_row_once(rows, batch_size, seed):

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from evenpipe.train.report import DeviceReport, Prediction, RunReport, bytes_text, report_text, write_report
+from evenpipe.train.report import (
+    DeviceReport,
+    Prediction,
+    RunReport,
+    ScheduleReport,
+    bytes_text,
+    report_text,
+    write_report,
+)
 
-BALANCED = Prediction(vocabulary="vocab-2", makespan=10.0, busy=(8.0, 8.0))
-FIRST_LAST = Prediction(vocabulary="first-last", makespan=17.0, busy=(4.0, 12.0))
+BALANCED = Prediction(vocabulary="vocab-2", makespan=10.0, busy=(8.0, 8.0), bubble_rate=0.125)
+FIRST_LAST = Prediction(vocabulary="first-last", makespan=17.0, busy=(4.0, 12.0), bubble_rate=0.25)
+ZBV = ScheduleReport(name="zbv", replicas=1, devices=2, stages=4, microbatches=8, communicators=6, in_flight=(5, 4))
+DEVICES = (
+    DeviceReport(device=0, stages=(0, 3), busy=0.912, peak_memory_bytes=700 * 2**20, layers=4, vocabulary_rows=4096),
+    DeviceReport(device=1, stages=(1, 2), busy=0.9, peak_memory_bytes=3 * 2**29, layers=4, vocabulary_rows=4095),
+)
 
 
 def report(**changes):
@@ -19,12 +33,11 @@ def report(**changes):
         "seconds": 200.0,
         "loss": 5.1234,
         "validation_loss": 5.2,
-        "devices": (
-            DeviceReport(device=0, busy=0.912, peak_memory_bytes=700 * 2**20, layers=4, vocabulary_rows=4096),
-            DeviceReport(device=1, busy=0.9, peak_memory_bytes=3 * 2**29, layers=4, vocabulary_rows=4095),
-        ),
+        "schedule": ZBV,
+        "devices": DEVICES,
         "prediction": BALANCED,
         "baseline": FIRST_LAST,
+        "predicted_step_seconds": 0.5,
     }
     return RunReport(**{**values, **changes})
 
@@ -32,11 +45,23 @@ def report(**changes):
 def test_the_report_in_words():
     assert report_text(report()).splitlines() == [
         "300 steps, 307,200 tokens in 200.0 s (1,536 tokens/s); loss 5.123, on held-back text 5.200",
-        "device    busy  peak memory  layers  vocabulary rows",
-        "     0  91.2 %    700.0 MiB       4            4,096",
-        "     1  90.0 %      1.5 GiB       4            4,095",
+        "schedule zbv: 4 stages on 2 devices (2 each), 8 microbatches, 6 communicators; predicted bubble 12.5 %",
+        "device    busy  peak memory  stages  layers  in flight  vocabulary rows",
+        "     0  91.2 %    700.0 MiB     0 3       4          5            4,096",
+        "     1  90.0 %      1.5 GiB     1 2       4          4            4,095",
+        "a step took 0.667 s; 0.500 s are predicted from the devices' own work in this order",
         "vocabulary vocab-2: a step is predicted to be 1.70 times as fast as with first-last;",
         "the busiest device has 1.00 times the mean work instead of 1.50",
+    ]
+
+
+def test_the_report_of_several_replicas():
+    devices = tuple(replace(device, replica=replica) for replica in (0, 1) for device in DEVICES)
+    lines = report_text(report(schedule=replace(ZBV, replicas=2), devices=devices)).splitlines()
+    assert "on 2 devices (2 each), 2 replicas, 8 microbatches" in lines[1]
+    assert [line.split()[:2] for line in lines[2:7]] == [
+        ["replica", "device"],
+        *(["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]),
     ]
 
 
@@ -54,7 +79,8 @@ def test_the_report_as_json(tmp_path):
     content = json.loads((tmp_path / "report.json").read_text())
     assert content["predicted_speedup"] == pytest.approx(1.7)
     assert content["devices"][1]["peak_memory_bytes"] == 3 * 2**29
-    assert content["baseline"] == {"vocabulary": "first-last", "makespan": 17.0, "busy": [4.0, 12.0]}
+    assert content["baseline"]["busy"] == [4.0, 12.0]
+    assert content["schedule"]["in_flight"] == [5, 4]
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 

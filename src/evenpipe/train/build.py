@@ -21,6 +21,8 @@ def build_pipeline(
         "schedule_options": config.pipeline.schedule_options,
         "vocabulary": config.pipeline.vocabulary,
         "microbatches": config.pipeline.microbatches_per_step,
+        "replicas": config.pipeline.replicas,
+        "data_parallel": config.pipeline.data_parallel,
         "layers_per_stage": config.pipeline.layers_per_stage,
         "checkpointing": _one_or_per_layer(config.pipeline.checkpointing),
         "loss": LossOptions(

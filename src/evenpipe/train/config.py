@@ -120,12 +120,18 @@ class TokenizerConfig(Section):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineConfig(Section):
-    """How the model is spread over devices, and the batch of a step over microbatches."""
+    """How the model is spread over devices, the batch over replicas and microbatches, and what runs in which order."""
 
     section: ClassVar[str] = "pipeline"
 
     processes: int = 1
-    """Devices of the pipeline, one process each. Inside torchrun this must be the number of processes it starts."""
+    """Processes of the run, one per device: devices of a pipeline times `replicas`. Inside torchrun this must be the
+    number of processes it starts."""
+    replicas: int = 1
+    """Pipelines side by side, each with the whole model and its own part of every batch."""
+    data_parallel: Literal["replicate", "shard"] = "replicate"
+    """What a process of each replica holds: all parameters of its device, or only its rows of them and of the
+    optimizer's state, which are gathered for a step (FSDP2)."""
     schedule: str = "1f1b"
     """Order of the passes: a name, as listed by `evenpipe simulate --help`, or a CSV file of evenpipe's or torch's. The
     rows of a file with transfers are executed as they stand, unless vocabulary passes have to be added."""
@@ -141,9 +147,9 @@ class PipelineConfig(Section):
     """Where embedding and output layer live: first-last, redistribute, interlaced, vocab-1, vocab-2; "balanced" is
     vocab-2."""
     microbatches: int | None = None
-    """Microbatches per step; none: 4 per device, or as many as the order in a CSV file has."""
+    """Microbatches per step of each pipeline; none: 4 per device, or as many as the order in a CSV file has."""
     microbatch_size: int = 1
-    """Sequences per microbatch. A step trains on microbatches * microbatch_size sequences."""
+    """Sequences per microbatch. A step trains on replicas * microbatches * microbatch_size sequences."""
     layers_per_stage: tuple[int, ...] | None = None
     """Transformer layers of each stage, first to last: one number per stage, so with several stages per device as many
     numbers as devices times that; none: split evenly, and by cost with "redistribute"."""
@@ -154,15 +160,16 @@ class PipelineConfig(Section):
     """After so many seconds without progress the run ends with an error that names the pass and the peer awaited."""
 
     def check(self) -> None:
-        self.at_least(1, "processes", "stages_per_device", "group_size", "microbatches", "microbatch_size")
+        self.at_least(1, "processes", "replicas", "stages_per_device", "group_size", "microbatches", "microbatch_size")
         self.positive("timeout_seconds")
+        self.require("replicas", self.processes % self.replicas == 0, f"a divisor of the {self.processes} processes")
         if self.layers_per_stage is not None:
             accepted = "numbers of at least 0, one per stage, and not all 0"
             split = self.layers_per_stage
             self.require("layers_per_stage", min(split, default=0) >= 0 and sum(split) > 0, accepted)
         if self.memory_limit is not None:
-            accepted = f"one number above 0, or {self.processes}, one per device"
-            fits = len(self.memory_limit) in (1, self.processes) and min(self.memory_limit) > 0
+            accepted = f"one number above 0, or {self.devices}, one per device"
+            fits = len(self.memory_limit) in (1, self.devices) and min(self.memory_limit) > 0
             self.require("memory_limit", fits, accepted)
         if not self.checkpointing or not set(self.checkpointing) <= {"none", "full", "selective"}:
             self.require("checkpointing", False, "none, full, selective, or a list with one of these per layer")
@@ -184,6 +191,11 @@ class PipelineConfig(Section):
         if self.from_file:
             self.require("stages_per_device", self.stages_per_device is None, "left out with a CSV file")
         self.known("vocabulary", ("balanced", *MODES))
+
+    @property
+    def devices(self) -> int:
+        """Devices of a pipeline."""
+        return self.processes // self.replicas
 
     @property
     def from_file(self) -> bool:
@@ -210,11 +222,16 @@ class PipelineConfig(Section):
             from evenpipe.schedule.files import read_schedule
 
             return read_schedule(self.schedule).microbatches
-        return 4 * self.processes
+        return 4 * self.devices
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences in the batch of one step."""
+        """Sequences in the batch of one step, of all replicas."""
+        return self.replicas * self.sequences_per_replica
+
+    @property
+    def sequences_per_replica(self) -> int:
+        """Sequences in the part of one replica."""
         return self.microbatches_per_step * self.microbatch_size
 
 

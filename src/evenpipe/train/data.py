@@ -201,8 +201,8 @@ def _check_amount(config: Config, data: PreparedData) -> None:
     if len(training) < batch_size:
         raise InputError(
             f"the data holds {data.tokens:,} tokens, that is {len(training)} training sequences of "
-            f"data.sequence_length = {length}, but one step needs {batch_size} (pipeline.microbatches * "
-            "pipeline.microbatch_size)"
+            f"data.sequence_length = {length}, but one step needs {batch_size} (pipeline.replicas * "
+            "pipeline.microbatches * pipeline.microbatch_size)"
         )
 
 

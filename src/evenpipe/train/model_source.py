@@ -32,10 +32,10 @@ def model_config(model: ModelConfig) -> PreTrainedConfig:
 def check_shape(config: Config, model: PreTrainedConfig) -> None:
     """Refuse more devices than layers, layers and choices that do not add up, and sequences that are too long."""
     pipeline, layers = config.pipeline, model.num_hidden_layers
-    if pipeline.processes > layers:
-        raise InputError(
-            f"pipeline.processes is {pipeline.processes}, but must be at most {layers}, the layers of the model"
-        )
+    if pipeline.devices > layers:
+        most = f"{layers * pipeline.replicas}, the layers of the model"
+        most += f" times {pipeline.replicas} replicas" if pipeline.replicas > 1 else ""
+        raise InputError(f"pipeline.processes is {pipeline.processes}, but must be at most {most}")
     split = pipeline.layers_per_stage
     may_be_empty = pipeline.vocabulary == "redistribute"
     if split is not None and (sum(split) != layers or (min(split) == 0 and not may_be_empty)):
@@ -63,7 +63,7 @@ def check_schedule(config: Config, model: PreTrainedConfig) -> None:
     from evenpipe.schedule import plan_program
 
     pipeline, layers = config.pipeline, model.num_hidden_layers
-    devices, microbatches = pipeline.processes, pipeline.microbatches_per_step
+    devices, microbatches = pipeline.devices, pipeline.microbatches_per_step
     given = read_schedule(pipeline.schedule, devices, microbatches, pipeline.schedule_options)
     try:
         order = runnable_order(given.schedule, devices, microbatches, given.options)
@@ -71,14 +71,17 @@ def check_schedule(config: Config, model: PreTrainedConfig) -> None:
         field = str(error).split()[0]
         whose = "pipeline." if field in pipeline.schedule_options else "pipeline.schedule: "
         raise InputError(f"{whose}{error}") from None
-    for field, has, wanted, what in (
-        ("processes", devices, order.devices, "devices"),
-        ("microbatches", microbatches, order.microbatches, "microbatches"),
-    ):
-        if has != wanted:
-            raise InputError(
-                f"pipeline.{field} is {has}, but must be {wanted}, the {what} of the order in {pipeline.schedule}"
-            )
+    if order.devices != devices:
+        replicas = f" for each of {pipeline.replicas} replicas" if pipeline.replicas > 1 else ""
+        raise InputError(
+            f"pipeline.processes is {pipeline.processes}, but must be {order.devices * pipeline.replicas}: the order in"
+            f" {pipeline.schedule} has {order.devices} devices{replicas}"
+        )
+    if order.microbatches != microbatches:
+        raise InputError(
+            f"pipeline.microbatches is {microbatches}, but must be {order.microbatches}, as many as the order in"
+            f" {pipeline.schedule} has"
+        )
     if not isinstance(given.schedule, str):
         plan_program(given.schedule, devices, microbatches, pipeline.vocabulary)  # is it sound, and of this mode?
     stages, split = order.placement.stages, pipeline.layers_per_stage

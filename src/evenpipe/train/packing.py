@@ -97,17 +97,18 @@ class Batches:
         numbers = range(step * self.batch_size, (step + 1) * self.batch_size)
         return [int(self._epoch_order(n // len(self.training_rows))[n % len(self.training_rows)]) for n in numbers]
 
-    def batch(self, step: int) -> torch.Tensor:
-        """int64 [batch_size, sequence_length]: token ids of batch `step` (0 is the first)."""
-        return self._read(self.row_numbers(step))
+    def batch(self, step: int, replica: int = 0, replicas: int = 1) -> torch.Tensor:
+        """int64 [batch_size / replicas, sequence_length]: token ids of batch `step` (0 is the first), the part of one
+        of `replicas`."""
+        return self._read(self.row_numbers(step)[self._part(replica, replicas)])
 
     @property
     def validation_batches(self) -> int:
         """Batches that hold all rows held back; the last may be filled up."""
         return -(-len(self.validation_rows) // self.batch_size)
 
-    def validation_batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(token ids, labels), both int64 [batch_size, sequence_length], of held-back rows.
+    def validation_batch(self, index: int, replica: int = 0, replicas: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token ids, labels), both int64 [batch_size / replicas, sequence_length], of held-back rows.
 
         The last batch is filled up with rows whose labels are all ignored, so means must be weighted by valid tokens.
         """
@@ -117,7 +118,14 @@ class Batches:
         input_ids = self._read(filled)
         labels = input_ids.clone()
         labels[len(rows) :] = IGNORED
-        return input_ids, labels
+        part = self._part(replica, replicas)
+        return input_ids[part], labels[part]
+
+    def _part(self, replica: int, replicas: int) -> slice:
+        """The sequences of a batch that a replica trains on."""
+        assert self.batch_size % replicas == 0, f"{self.batch_size} sequences for {replicas} replicas"
+        each = self.batch_size // replicas
+        return slice(replica * each, (replica + 1) * each)
 
     def _read(self, rows: list[int]) -> torch.Tensor:
         import torch

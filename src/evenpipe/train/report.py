@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from evenpipe.schedule.words import count
 from evenpipe.train.files import write_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
-    """What one device did."""
+    """What one device of a replica did."""
 
     device: int
     busy: float
@@ -23,6 +24,27 @@ class DeviceReport:
     """Transformer layers held."""
     vocabulary_rows: int
     """Rows of the output layer's matrix held."""
+    stages: tuple[int, ...]
+    """Numbers of the stages held."""
+    replica: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleReport:
+    """What ran, and where."""
+
+    name: str
+    """As in the configuration: a name or a CSV file."""
+    replicas: int
+    devices: int
+    """Of a replica."""
+    stages: int
+    microbatches: int
+    """Of a step and replica."""
+    communicators: int
+    """That the program of a replica uses for what it sends."""
+    in_flight: tuple[int, ...]
+    """Most stage activations that each device holds at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +55,8 @@ class Prediction:
     makespan: float
     busy: tuple[float, ...]
     """Time spent in passes, per device, in the unit of `makespan`."""
+    bubble_rate: float
+    """Idle share (0 to 1) of the span of the device with the longest one."""
 
     @property
     def imbalance(self) -> float:
@@ -50,11 +74,16 @@ class RunReport:
     loss: float
     """Running mean at the end."""
     validation_loss: float | None
+    schedule: ScheduleReport
     devices: tuple[DeviceReport, ...]
+    """Those of one replica after the other."""
     prediction: Prediction
     """Of the mode that ran."""
     baseline: Prediction
     """Of `first-last` with the same schedule."""
+    predicted_step_seconds: float | None = None
+    """What the order makes of the time that the devices spent in passes, with transfers that take none; None on a GPU,
+    where that time is not measured."""
 
     @property
     def predicted_speedup(self) -> float:
@@ -68,20 +97,29 @@ def report_text(report: RunReport) -> str:
     loss = f"loss {report.loss:.3f}"
     if report.validation_loss is not None:
         loss += f", on held-back text {report.validation_loss:.3f}"
-    rows = [("device", "busy", "peak memory", "layers", "vocabulary rows")]
+    rows: list[tuple[str, ...]] = [
+        ("device", "busy", "peak memory", "stages", "layers", "in flight", "vocabulary rows")
+    ]
     rows += [
         (
             str(device.device),
             f"{100 * device.busy:.1f} %",
             bytes_text(device.peak_memory_bytes),
+            " ".join(map(str, device.stages)),
             str(device.layers),
+            str(report.schedule.in_flight[device.device]),
             f"{device.vocabulary_rows:,}",
         )
         for device in report.devices
     ]
+    if report.schedule.replicas > 1:
+        numbers = ["replica", *(str(device.replica) for device in report.devices)]
+        rows = [(number, *row) for number, row in zip(numbers, rows, strict=True)]
     lines = [
         f"{report.steps:,} steps, {report.tokens:,} tokens in {report.seconds:.1f} s ({speed:,.0f} tokens/s); {loss}",
+        _schedule_line(report),
         *_table(rows),
+        *_step_lines(report),
         *_vocabulary_lines(report),
     ]
     return "\n".join(lines)
@@ -101,6 +139,28 @@ def bytes_text(count: int) -> str:
             break
         size, unit = size / 1024, larger
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _schedule_line(report: RunReport) -> str:
+    schedule = report.schedule
+    each = schedule.stages // schedule.devices
+    stages = f"{count(schedule.stages, 'stage')} on {count(schedule.devices, 'device')}"
+    if schedule.stages == each * schedule.devices and each > 1:
+        stages += f" ({each} each)"
+    replicas = "" if schedule.replicas == 1 else f", {schedule.replicas} replicas"
+    return (
+        f"schedule {schedule.name}: {stages}{replicas}, {count(schedule.microbatches, 'microbatch')}, "
+        f"{count(schedule.communicators, 'communicator')}; predicted bubble {100 * report.prediction.bubble_rate:.1f} %"
+    )
+
+
+def _step_lines(report: RunReport) -> list[str]:
+    if not report.steps or report.predicted_step_seconds is None:
+        return []
+    return [
+        f"a step took {report.seconds / report.steps:.3f} s; {report.predicted_step_seconds:.3f} s are predicted from "
+        "the devices' own work in this order"
+    ]
 
 
 def _vocabulary_lines(report: RunReport) -> list[str]:

@@ -33,7 +33,7 @@ from evenpipe.train.metrics import Metrics, RunningMean, StepMetrics
 from evenpipe.train.model_source import generation_config
 from evenpipe.train.optimization import adamw, learning_rate
 from evenpipe.train.packing import Batches
-from evenpipe.train.report import DeviceReport, Prediction, RunReport, report_text, write_report
+from evenpipe.train.report import DeviceReport, Prediction, RunReport, ScheduleReport, report_text, write_report
 
 BASELINE = "first-last"
 
@@ -80,7 +80,10 @@ class _Run:
         self.data: PreparedData = open_data(config)
         self.batches: Batches = open_batches(config, self.data)
         self.pipeline = build_pipeline(config, self.data.tokenizer_size, self.data.end_of_text_id, torch_device)
-        self.is_first = self.pipeline.device == 0
+        self.feeds = self.pipeline.device == 0
+        """Whether this process hands a pipeline its part of every batch."""
+        self.is_first = self.feeds and self.pipeline.replica == 0
+        """Of the whole run."""
         self._generation_config = generation_config(config.model)
         self.optimizer = adamw(self.pipeline.named_parameters(), config.optimizer)
         self.progress = _Progress(steps=config.training.steps)
@@ -213,13 +216,14 @@ class _Run:
     def _step(self) -> None:
         config, pipeline, progress = self.config, self.pipeline, self.progress
         started = time.perf_counter()
-        torch.manual_seed(_seed(config.training.seed, progress.step, pipeline.device))  # for dropout
+        process = pipeline.replica * pipeline.devices + pipeline.device
+        torch.manual_seed(_seed(config.training.seed, progress.step, process))  # for dropout
         rate = learning_rate(progress.step, progress.steps, config.optimizer)
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
         traced = progress.step + 1 in config.output.trace_steps
-        batch = self.batches.batch(progress.step) if self.is_first else None
+        batch = self.batches.batch(progress.step, pipeline.replica, pipeline.replicas) if self.feeds else None
         result = pipeline.step(batch, record_passes=traced)
         norm = pipeline.clip_gradients(config.optimizer.clip_norm or float("inf"))
         if self.optimizer is not None:
@@ -289,8 +293,9 @@ class _Run:
             return
         self._log()
         total, tokens = 0.0, 0
+        own = (self.pipeline.replica, self.pipeline.replicas)
         for index in range(count):
-            batch = self.batches.validation_batch(index) if self.is_first else (None, None)
+            batch = self.batches.validation_batch(index, *own) if self.feeds else (None, None)
             result = self.pipeline.evaluate(*batch)
             total += result.loss * result.tokens
             tokens += result.tokens
@@ -318,31 +323,49 @@ class _Run:
     def _report(self) -> None:
         """Writes and prints the report. Collective."""
         pipeline = self.pipeline
-        placement = pipeline.layout.program.placement
         table = pipeline.gather_numbers([self._busy_in_all, _peak_memory_bytes(pipeline.torch_device)])
         if self.metrics is None:
             return
-        seconds = self._training_seconds
+        config, seconds = self.config.pipeline, self._training_seconds
+        prediction = _prediction(pipeline, pipeline.layout.mode)
+        predicted_step_seconds = None
+        if pipeline.torch_device.type == "cpu" and self.steps_taken:
+            work = sum(busy for busy, _ in table) / pipeline.replicas / self.steps_taken
+            predicted_step_seconds = prediction.makespan * work / sum(prediction.busy)
+        placement, program = pipeline.order.placement, pipeline.program
         report = RunReport(
             steps=self.steps_taken,
             tokens=self.steps_taken * self.batches.tokens_per_batch,
             seconds=seconds,
             loss=self.progress.mean.mean,
             validation_loss=self._validation,
+            schedule=ScheduleReport(
+                name=config.schedule,
+                replicas=pipeline.replicas,
+                devices=pipeline.devices,
+                stages=placement.stages,
+                microbatches=pipeline.microbatches,
+                communicators=len(program.communicators),
+                in_flight=pipeline.predict().peak_in_flight,
+            ),
             devices=tuple(
                 DeviceReport(
+                    replica=process // pipeline.devices,
                     device=device,
                     busy=busy / seconds if seconds else 0.0,
                     peak_memory_bytes=int(peak),
+                    stages=placement.stages_of(device),
                     layers=sum(
                         last - first for first, last in (pipeline.layout.layers[s] for s in placement.stages_of(device))
                     ),
                     vocabulary_rows=pipeline.layout.head_shards[device].rows,
                 )
-                for device, (busy, peak) in enumerate(table)
+                for process, (busy, peak) in enumerate(table)
+                for device in [process % pipeline.devices]
             ),
-            prediction=_prediction(pipeline, pipeline.layout.mode),
+            prediction=prediction,
             baseline=_prediction(pipeline, BASELINE),
+            predicted_step_seconds=predicted_step_seconds,
         )
         write_report(report, self.config.run_folder / "report.json")
         self.metrics.say(report_text(report))
@@ -350,12 +373,12 @@ class _Run:
 
 def _prediction(pipeline: Pipeline, mode: str) -> Prediction:
     timeline = pipeline.predict(mode)
-    return Prediction(vocabulary=mode, makespan=timeline.makespan, busy=timeline.busy)
+    return Prediction(vocabulary=mode, makespan=timeline.makespan, busy=timeline.busy, bubble_rate=timeline.bubble_rate)
 
 
-def _seed(seed: int, step: int, device: int) -> int:
-    """Of what is random in a step: the same for a resumed run, another one on every device."""
-    digest = hashlib.sha256(f"{seed} {step} {device}".encode()).digest()
+def _seed(seed: int, step: int, process: int) -> int:
+    """Of what is random in a step: the same for a resumed run, another one on every process."""
+    digest = hashlib.sha256(f"{seed} {step} {process}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
