@@ -52,8 +52,8 @@ class Sample:
     beside: float
 
     def alone(self, contention: float) -> float:
-        """How long it would have taken alone."""
-        return self.seconds / (1 + (contention - 1) * self.beside)
+        """How long it would have taken alone: what ran beside others counts 1 / `contention` of its time."""
+        return self.seconds * (1 - self.beside + self.beside / contention)
 
 
 Site = tuple[Kind, int]

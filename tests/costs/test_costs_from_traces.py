@@ -1,0 +1,198 @@
+"""Costs from traces: where steps ran exactly as some costs say, those costs are found again."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traced_steps import measured, two_devices
+
+from evenpipe.costs import BACKWARDS, costs_of, one_by_one, with_backward, write_costs
+from evenpipe.costs.cost_file import check_output, costs_to_toml
+from evenpipe.costs.links import Size, link_of, with_links
+from evenpipe.errors import InputError
+from evenpipe.plan.measured import compare
+from evenpipe.schedule import (
+    SCHEDULES,
+    Costs,
+    Kind,
+    Link,
+    add_communication,
+    check_order,
+    parts_of,
+    plan_order,
+    plan_program,
+)
+from evenpipe.schedule.files import read_costs
+from evenpipe.schedule.trace import Trace
+
+COSTS = Costs(
+    F=(3.0, 4.0),
+    B=(6.0, 7.0),
+    I=(3.0, 3.5),
+    W=(2.0, 2.5),
+    S=(1.0, 1.25),
+    C=(0.25, 0.5),
+    T=(0.75, 1.0),
+    E=(0.5, 0.25),
+    G=(0.25, 0.75),
+    p2p=0.125,
+    collectives={"broadcast": 0.25, "statistics": 0.125, "reduce": 0.375, "embedding": 0.0625},
+)
+
+
+def trace(schedule: str, mode: str, microbatches: int = 6, costs: Costs = COSTS) -> Trace:
+    return measured(plan_program(schedule, 2, microbatches, mode, costs)[1], costs)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mode", "kinds"),
+    [
+        ("1f1b", "first-last", "FB"),
+        ("1f1b", "vocab-2", "FBSCTEG"),
+        ("zb-h1", "first-last", "FIW"),
+        ("zb-h1", "vocab-2", "FIWSCTEG"),
+        ("gpipe", "vocab-1", "FBSTEG"),
+    ],
+)
+def test_pass_times_are_found_again(schedule: str, mode: str, kinds: str) -> None:
+    found = costs_of([trace(schedule, mode)])
+    for kind in kinds:
+        assert getattr(found, kind) == pytest.approx(getattr(COSTS, kind)), kind
+    assert found.contention == 1.0
+
+
+@pytest.mark.parametrize("mode", ["first-last", "vocab-2"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_step_is_predicted_as_it_was_measured(schedule: str, mode: str) -> None:
+    """From the medians of the trace alone; every pass of it, to the last digit but one."""
+    costs = Costs(F=3, B=6, I=3, W=2, S=1, C=0.25, T=0.75, E=0.5, G=0.25)
+    comparison = compare(trace(schedule, mode, 4, costs))
+    for row, again in zip(comparison.measured.events, comparison.predicted.events, strict=True):
+        assert [(e.item, pytest.approx(e.start), pytest.approx(e.end)) for e in row] == [
+            (e.item, e.start, e.end) for e in again
+        ]
+    figures = comparison.to_dict()
+    assert figures["measured_waiting"] == pytest.approx(figures["predicted_waiting"])
+
+
+def test_transfers_that_a_device_waited_for_are_found_again() -> None:
+    found = costs_of([trace("1f1b", "first-last")])
+    assert found.p2p == pytest.approx(COSTS.p2p)
+    found = costs_of([trace("1f1b", "vocab-2", 2)])
+    for name in ("broadcast", "embedding"):
+        assert found.collectives[name] == pytest.approx(COSTS.collectives[name]), name
+
+
+def test_time_between_passes_that_is_no_wait_belongs_to_the_pass_before() -> None:
+    found = costs_of([two_devices()])  # device 0 issues for 0.5 s, device 1 for 0.25 s
+    assert (found.F, found.B) == ((2.5, 2.25), (2.5, 2.75))
+
+
+@pytest.mark.parametrize("factor", [1.1, 1.25, 2.0])
+def test_contention_is_told_from_what_passes_take_alone(factor: float) -> None:
+    costs = replace(COSTS, contention=factor, p2p=0.0, collectives={})
+    order = plan_order("1f1b", 2, 8, "first-last", costs)
+    alone = measured(add_communication(one_by_one(order), costs), costs)
+    busy = measured(add_communication(order, costs), costs)
+    found = costs_of([busy], [alone])
+    assert found.contention == pytest.approx(factor)
+    assert (pytest.approx(costs.F), pytest.approx(costs.B)) == (found.F, found.B)
+    assert compare(busy, found).simulation.makespan == pytest.approx(busy.timeline().makespan)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mode", ["first-last", "vocab-1", "vocab-2"])
+def test_orders_to_measure_are_sound_and_have_the_kinds_that_they_are_for(schedule: str, mode: str) -> None:
+    order = plan_order(schedule, 2, 4, mode)
+    kinds = {"whole": {Kind.B}, "split": {Kind.I, Kind.W}, "recomputed": {Kind.R, Kind.B}}
+    backward = {Kind.B, Kind.I, Kind.W, Kind.R}
+    for name in BACKWARDS:
+        variant = with_backward(order, name)
+        assert check_order(variant).faults == ()
+        assert {item.kind for row in variant.rows for item in row if item} & backward == kinds[name]
+        assert with_backward(variant, name) == variant
+    alone = one_by_one(order)
+    assert check_order(alone).faults == ()
+    for row, before in zip(alone.rows, order.rows, strict=True):
+        parts = [part for item in before if item for part in parts_of(item)]
+        assert sorted(map(str, row)) == sorted(map(str, parts))
+        microbatches = [item.microbatch for item in row if item and item.microbatch is not None]
+        assert microbatches == sorted(microbatches)
+
+
+TIMES = st.floats(1e-6, 1e3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(stage=st.lists(TIMES, min_size=2, max_size=2), time=TIMES, factor=st.floats(1, 2), size=st.integers(1, 10**9))
+def test_a_cost_file_is_read_as_it_was_written(stage: list[float], time: float, factor: float, size: int) -> None:
+    costs = Costs(
+        F=tuple(stage),
+        B=time,
+        S=tuple(stage),
+        contention=factor,
+        collectives={"reduce": time},
+        links={"p2p": Link(latency=time, bandwidth=time, bytes=size), "F:0>1": Link(latency=time)},
+        memory={"F": time, "B": -time},
+    )
+    found = Costs.from_dict(tomllib.loads(costs_to_toml(costs, ["measured\nhere"])))
+    assert (pytest.approx(costs.F, rel=1e-5), pytest.approx(costs.B, rel=1e-5)) == (found.F, found.B)
+    assert found.contention == pytest.approx(costs.contention, rel=1e-5)
+    assert found.links["p2p"].time == pytest.approx(costs.links["p2p"].time, rel=1e-4)
+    assert found.memory == {"F": pytest.approx(time, rel=1e-5), "B": pytest.approx(-time, rel=1e-5)}
+
+
+def test_a_cost_file_on_disk(tmp_path: Path) -> None:
+    write_costs(costs_of([two_devices()]), tmp_path / "costs.toml", ["one line"])
+    assert (tmp_path / "costs.toml").read_text().startswith("# one line\nF = [2.5, 2.25]\n")
+    assert read_costs(tmp_path / "costs.toml") == costs_of([two_devices()])
+    with pytest.raises(InputError, match="cannot be written"):
+        write_costs(COSTS, tmp_path / "no" / "costs.toml")
+    with pytest.raises(InputError, match=r"ends in \.toml"):
+        check_output(tmp_path / "costs.json")
+    with pytest.raises(InputError, match="there is no folder"):
+        check_output(tmp_path / "no" / "costs.toml")
+
+
+@pytest.mark.parametrize(
+    ("time", "other", "expected"),
+    [
+        (0.3, 0.2, Link(latency=0.1, bandwidth=1000.0, bytes=200.0)),  # 100 bytes more take 0.1 s more
+        (0.3, 0.1, Link(latency=0.0, bandwidth=200 / 0.3, bytes=200.0)),  # more than in proportion: no latency
+        (0.3, 0.295, None),  # lost in noise
+        (0.3, 0.4, None),
+        (0.3, 0.0, None),  # not measured
+    ],
+)
+def test_two_sizes_tell_latency_from_bandwidth(time: float, other: float, expected: Link | None) -> None:
+    found = link_of(time, other, Size(200.0, 100.0))
+    if expected is None or found is None:
+        assert found == expected
+        return
+    assert (found.latency, found.bandwidth) == (
+        pytest.approx(expected.latency, abs=1e-12),
+        pytest.approx(expected.bandwidth),
+    )
+    assert found.time == pytest.approx(time)
+
+
+def test_links_take_the_place_of_durations() -> None:
+    costs = Costs(F=1, B=2, p2p=0.3, collectives={"reduce": 0.3, "statistics": 0.1})
+    other = Costs(F=1, B=2, p2p=0.2, collectives={"reduce": 0.3})
+    found = with_links(costs, other, {"p2p": Size(200, 100), "reduce": Size(200, 100)})
+    assert found.p2p == 0.0 and found.links["p2p"].time == pytest.approx(0.3)
+    assert found.collectives == {"reduce": 0.3, "statistics": 0.1}
+
+
+def test_what_gives_no_costs_is_refused() -> None:
+    with pytest.raises(InputError, match="there is no trace"):
+        costs_of([])
+    with pytest.raises(InputError, match="different placements"):
+        costs_of([two_devices(), trace("zbv", "first-last", 4, Costs(F=1, B=2, I=1, W=1))])
+    with pytest.raises(InputError, match="backward must be one of whole, split, recomputed, not 'half'"):
+        with_backward(plan_order("1f1b", 2, 2, "first-last"), "half")
