@@ -18,14 +18,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from evenpipe.schedule import Pass, Transfer
+
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +55,7 @@ class ItemBytes:
     after: int
 
 
-@dataclass(frozen=True, slots=True)
-class Most:
+class Most(NamedTuple):
     """The most that lived at one moment: of bytes and of storages, which need not be the same moment."""
 
     bytes: int
@@ -116,7 +118,7 @@ class ByteCounter(TorchDispatchMode):
         self._marks.append((len(self._events), item))
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind is not Tensor and kind is not torch.nn.Parameter for kind in types):
+        if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # made of other tensors, as DTensor is: what it does with those comes here by itself
         result = operation(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
@@ -130,7 +132,7 @@ class ByteCounter(TorchDispatchMode):
     def _see(self, tensor: Tensor, operation: Any) -> int:
         """Takes note of the storage of a tensor. Returns its bytes if it is new."""
         tensor = _local(tensor)
-        if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+        if isinstance(tensor, FakeTensor) or tensor.device.type == "meta" or tensor.layout is not torch.strided:
             return 0
         storage = tensor.untyped_storage()
         address, size = storage._cdata, storage.nbytes()
