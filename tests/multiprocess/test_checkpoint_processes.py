@@ -30,6 +30,7 @@ class Shard:
     start_row: int | None
     shape: tuple[int, ...]
     saved_here: bool = True
+    mesh: None = None
 
 
 def shapes(vocabulary: int, tied: bool) -> dict[str, tuple[int, ...]]:

@@ -26,6 +26,7 @@ class Shard:
     start_row: int | None
     shape: tuple[int, ...]
     saved_here: bool = True
+    mesh: None = None
 
 
 def build(tied: bool) -> LlamaForCausalLM:

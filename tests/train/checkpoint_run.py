@@ -20,6 +20,7 @@ class Shard:
     parameter: nn.Parameter
     start_row: int | None = None
     saved_here: bool = True
+    mesh: None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

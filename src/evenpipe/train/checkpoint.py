@@ -8,17 +8,17 @@ A checkpoint is a folder `step-00000020`:
     manifest.json                     size and SHA-256 of all the others, and every tensor's shape and dtype
 
 Tensors stand under the names of Hugging Face, whole: `parameters.model.embed_tokens.weight`,
-`optimizer.exp_avg.model.embed_tokens.weight`. A process that holds rows of a vocabulary matrix contributes them as a
-DTensor (Shard(0) on the pipeline axis, made for the moment of saving or loading), so what was saved in one layout loads
-in any other.
+`optimizer.exp_avg.model.embed_tokens.weight`. A process that holds rows of a parameter contributes them as a DTensor
+(Shard(0) on the pipeline axis, on that of the replicas, or on both, made for the moment of saving or loading), so what
+was saved in one layout loads in any other. What every replica holds is saved by the first one and loaded by all.
 
 Saving goes: write all into `step-00000020.tmp` -> every process is done -> manifest, last -> wait for the disk ->
 rename -> wait for the disk -> only then are old checkpoints deleted. A process killed anywhere in between leaves the
 former checkpoint as it was. No state of a random generator is saved: whatever is random in a run draws from a seed and
 the step.
 
-Every function here with a `process_group` is collective over it: all processes of one pipeline call it, ranked in the
-order of its devices (None: all processes, or this one alone without torch.distributed), and all return or raise alike.
+Every function here with a `process_group` is collective over it: all processes of a pipeline and of its replicas call
+it (None: all processes, or this one alone without torch.distributed), and all return or raise alike.
 The group's timeout has to cover the time that one process may take to write and hash its part.
 """
 

@@ -1,7 +1,8 @@
 """Which tensors of this process go into a checkpoint, under which key, and where they go when they come back.
 
 Keys: `parameters.<name>` and `optimizer.<state>.<name>`, with Hugging Face names and no numbers of groups or processes.
-Rows of a vocabulary matrix, and the optimizer state shaped like them, are wrapped as DTensors here; all else is plain.
+Rows (of a vocabulary matrix over the pipeline, of any parameter over replicas), and the optimizer state shaped like
+them, are wrapped as DTensors here; all else is plain.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class ParameterShard(Protocol):
 
     @property
     def start_row(self) -> int | None:
-        """First row held, when rows are spread over the pipeline by `torch.chunk`'s rule; None: held whole."""
+        """First row held, when rows are spread over processes by `torch.chunk`'s rule; None: held whole."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,7 +45,13 @@ class ParameterShard(Protocol):
 
     @property
     def saved_here(self) -> bool:
-        """False for a second whole copy (a tied matrix on the last device): loaded, but saved by the other holder."""
+        """False for a second copy (a tied matrix on the last device, what another replica holds too): loaded, but saved
+        by the other holder."""
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """Processes that rows are spread over: over the first axis, and each part again over the second. None: over all
+        that save together, in the order of their ranks."""
 
 
 def parameter_names(manifest: Manifest) -> list[str]:
@@ -84,7 +91,7 @@ def tensors_to_save(shards: Mapping[str, ParameterShard], optimizer: torch.optim
                     f"optimizer: its state {key!r} of {name!r} has shape {tuple(value.shape)}, expected that of the "
                     f"rows held here, {tuple(shard.parameter.shape)}, or one number"
                 )
-            elif team.rank == 0:  # the same on every process
+            elif layout.has_first_rows(shard):  # the same on every process
                 state[f"{OPTIMIZER}{key}.{name}"] = value.detach()
     return state
 
@@ -153,38 +160,69 @@ def plan_load(
 
 
 class _Layout:
-    """How rows lie over the processes of a pipeline: `torch.chunk`'s rule, which DTensor believes in without asking."""
+    """How rows lie over processes: `torch.chunk`'s rule, which DTensor believes in without asking."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
-        self._meshes: dict[str, DeviceMesh] = {}
+        self._meshes: dict[tuple[DeviceMesh | None, str], DeviceMesh] = {}
 
     def check(self, name: str, shard: ParameterShard) -> None:
         """Rows of other sizes would be saved at wrong offsets, silently."""
-        parameter, (rows, *rest) = shard.parameter, shard.shape or (1,)
+        parameter = shard.parameter
         if shard.start_row is None:
             assert tuple(parameter.shape) == tuple(shard.shape), f"{name}: {tuple(parameter.shape)} is not the whole"
             return
-        size = -(-rows // self._team.size)
-        start, stop = (min(rows, size * (self._team.rank + number)) for number in (0, 1))
+        rows, *rest = shard.shape
+        start, stop = 0, rows
+        for place, size in self._places(shard):
+            chunk = -(-(stop - start) // size)
+            start, stop = min(start + place * chunk, stop), min(start + (place + 1) * chunk, stop)
         held = (shard.start_row, tuple(parameter.shape))
         assert held == (start, (stop - start, *rest)), (
             f"{name}: process {self._team.rank} holds {held}, not {start}:{stop}"
         )
 
+    def has_first_rows(self, shard: ParameterShard) -> bool:
+        """Whether this process stands first among those that the rows are spread over."""
+        return all(place == 0 for place, _ in self._places(shard))
+
+    def _places(self, shard: ParameterShard) -> list[tuple[int, int]]:
+        """For each axis that rows are spread over: where on it this process stands, and its length."""
+        if shard.mesh is None:
+            return [(self._team.rank, self._team.size)]
+        place = shard.mesh.get_coordinate()
+        assert place is not None, "this process is not in the mesh of its rows"
+        return list(zip(place, shard.mesh.mesh.shape, strict=True))
+
     def whole(self, local: Tensor, shard: ParameterShard) -> Tensor:
         """The whole tensor that `local` is this process's part of. No communication."""
-        if shard.start_row is None or self._team.size == 1:
+        if shard.start_row is None or (shard.mesh is None and self._team.size == 1):
             return local
-        device_type = local.device.type
-        if device_type not in self._meshes:
-            assert self._team.group is not None
-            self._meshes[device_type] = DeviceMesh.from_group(self._team.group, device_type, mesh_dim_names=("pp",))
+        mesh = self._mesh(shard.mesh, local.device.type)
         shape = torch.Size(shard.shape)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
-            local.contiguous(), self._meshes[device_type], [Shard(0)], run_check=False, shape=shape, stride=stride
+            local.contiguous(), mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=stride
         )
+
+    def _mesh(self, given: DeviceMesh | None, device_type: str) -> DeviceMesh:
+        """The mesh for tensors on devices of that type."""
+        if given is not None and given.device_type == device_type:
+            return given
+        if (given, device_type) not in self._meshes:
+            if given is None:
+                assert self._team.group is not None
+                mesh = DeviceMesh.from_group(self._team.group, device_type, mesh_dim_names=("pp",))
+            else:
+                groups = given.get_all_groups()
+                mesh = DeviceMesh.from_group(
+                    groups if len(groups) > 1 else groups[0],
+                    device_type,
+                    mesh=given.mesh,
+                    mesh_dim_names=given.mesh_dim_names,
+                )
+            self._meshes[given, device_type] = mesh
+        return self._meshes[given, device_type]
 
 
 def _owned(
