@@ -8,14 +8,23 @@ At all other times the layer is torch's own, so that fused and split backwards m
     I    y.grad -> x.grad, and (x, y.grad) into the queue     norms and other small parameters get their gradient here
     W    weight.grad += y.grad^T x, bias.grad += sum y.grad
 
-Both tensors are queued detached: the saved input would keep its graph alive, and with it the stage's input. What I/W
-split means: arXiv 2401.10241, section 2.
+Both tensors are queued detached: the saved input would keep its graph alive, and with it the stage's input. Nothing
+else stays between I and W, and what layers share (the input of the three projections of an attention) stays once.
+Gradients are those of the fused backward bit for bit: one product per use of a layer, uses within a microbatch summed
+in the order of autograd, then one addition, in the order of the W passes. What I/W split means: arXiv 2401.10241,
+section 2.
+
+Whoever reduces gradients over replicas has to wait for the last W (hooks at the end of a backward run in I, before it),
+and a W needs the same parameter objects that I saw, though not their values: a parameter may be sharded in between if
+it is whole again, as the same object, when gradients are reduced. Layers compiled by torch.compile: `compilation.py`.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +32,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
+
+from evenpipe.runtime.checkpointing import only_saves
+
+logger = logging.getLogger(__name__)
 
 Key = tuple[int, int]
 """Stage and microbatch."""
@@ -35,7 +48,8 @@ class Entry:
     parameters: tuple[nn.Parameter, ...]
     """Whose gradients `gradients` gives, in this order."""
     gradients: Callable[[], tuple[Tensor, ...]]
-    """Called once; what it holds is let go with the entry."""
+    """Called once, without grad mode: new tensors, which become `.grad` or are added to it. What the callable holds
+    (detached tensors, please) is what stays between I and W; it is let go with the entry."""
 
 
 class WeightGradients:
@@ -87,40 +101,78 @@ class WeightGradients:
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Adds a gradient as autograd would: it becomes `.grad` or is added to it, then the hooks of that moment run."""
+    """Adds a gradient as autograd would, with the hooks that Python can see. Every gradient of a W comes by here.
+
+    `Tensor.register_hook` may replace the gradient, then it becomes `.grad` or is added to it, then those of
+    `register_post_accumulate_grad_hook` run. Hooks on the parameter's node of the graph do not.
+    """
+    replacing: dict[int, Callable[[Tensor], Tensor | None]] | None = parameter._backward_hooks
+    if replacing:
+        for replace in list(replacing.values()):
+            replaced = replace(gradient)
+            gradient = gradient if replaced is None else replaced
     if parameter.grad is None:
         parameter.grad = gradient
     else:
         parameter.grad.add_(gradient)
     hooks: dict[int, Callable[[Tensor], None]] | None = parameter._post_accumulate_grad_hooks
-    for hook in list((hooks or {}).values()):
-        hook(parameter)
+    if hooks:
+        for hook in list(hooks.values()):
+            hook(parameter)
 
 
 def split_layers(module: nn.Module, queue: WeightGradients) -> list[str]:
     """Lets the linear layers of a module take part in split backwards.
 
-    Returns the names of the matrices (parameters of two and more dimensions) that do not: their gradient is made in I,
-    which is right, but leaves less for W.
+    Only `nn.Linear` and `Conv1D` themselves: what subclasses and other modules do with their parameters is not known.
+    A layer whose parameters are not its own (computed by a hook, or used by another kind of module as well) stays what
+    it is.
+
+    Returns the names of the trained matrices (parameters of two and more dimensions) that do not: their gradient is
+    made in I, which is right, but leaves less for W.
     """
+    foreign = {
+        parameter
+        for one in module.modules()
+        if not _is_linear(one)
+        for parameter in one._parameters.values()
+        if parameter is not None
+    }
     split: set[nn.Parameter] = set()
     for layer in module.modules():
-        kind = _SPLIT_CLASSES.get(type(layer))
-        if kind is not None:
-            layer.__class__ = kind
-            layer._weight_gradients = queue  # type: ignore[assignment]
-            split.update(layer.parameters(recurse=False))
-    return [name for name, parameter in module.named_parameters() if parameter.dim() > 1 and parameter not in split]
+        if _is_linear(layer):
+            own = {parameter for parameter in layer._parameters.values() if parameter is not None}
+            if own.isdisjoint(foreign):
+                layer.__class__ = _SPLIT_CLASSES[type(layer)]
+                layer._weight_gradients = queue  # type: ignore[assignment]
+                split |= own
+    return [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.dim() > 1 and parameter.requires_grad and parameter not in split
+    ]
+
+
+def report_unsplit(names: Iterable[str]) -> None:
+    """Tells the user in one line which matrices leave nothing for W; layers of one kind are named once."""
+    kinds = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    if kinds:
+        listed = ", ".join(name if count == 1 else f"{name} ({count} times)" for name, count in kinds.items())
+        logger.warning("not part of the split backward, their weight gradients are computed in I: %s", listed)
 
 
 class SplitLinear(nn.Linear):
     """`nn.Linear` whose weight gradient can wait. Made by `split_layers` only."""
 
     _weight_gradients: WeightGradients
+    _tapped: Tapped | None = None
+    """Set by `compilation.py` while it calls the layer of the model that this one belongs to."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if _is_split(self._weight_gradients, input, self.weight, self.bias):
-            return _Linear.apply(input, self.weight.detach(), self, False)
+        if self._tapped is not None:
+            return self._tapped(input, False)
+        if not torch.compiler.is_compiling() and _is_split(self, input):
+            return _Linear.apply(input, self, False)
         return functional.linear(input, self.weight, self.bias)
 
 
@@ -128,56 +180,100 @@ class SplitConv1D(Conv1D):
     """transformers' `Conv1D` (GPT-2: a linear layer with the weight transposed) whose weight gradient can wait."""
 
     _weight_gradients: WeightGradients
+    _tapped: Tapped | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if _is_split(self._weight_gradients, x, self.weight, self.bias):
-            return _Linear.apply(x, self.weight.detach(), self, True)
+        if self._tapped is not None:
+            return self._tapped(x, True)
+        if not torch.compiler.is_compiling() and _is_split(self, x):
+            return _Linear.apply(x, self, True)
         return super().forward(x)
 
+
+Tapped = Callable[[Tensor, bool], Tensor]
+"""(input, whether the weight is transposed) -> output."""
 
 _SPLIT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: SplitLinear, Conv1D: SplitConv1D}
 
 
-def _is_split(queue: WeightGradients, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a layer can be split: torch's own class, its parameters what they are called."""
+    return (
+        type(module) in _SPLIT_CLASSES
+        and module._parameters.keys() == {"weight", "bias"}
+        and isinstance(module._parameters["weight"], nn.Parameter)
+        and "forward" not in vars(module)
+    )
+
+
+def _is_split(layer: SplitLinear | SplitConv1D, hidden: Tensor) -> bool:
     """Whether this use of a layer goes through the queue. Without a graph there is nothing to split; a layer whose
-    input needs no gradient would not be reached by I; a frozen one has no weight gradient."""
-    if queue.under_way is None or not torch.is_grad_enabled() or not hidden.requires_grad:
-        return False
-    return weight.requires_grad or (bias is not None and bias.requires_grad)
+    input needs no gradient would not be reached by I; where the weight is frozen, the bias's gradient is soon made."""
+    return (
+        layer._weight_gradients.under_way is not None
+        and hidden.requires_grad
+        and layer.weight.requires_grad
+        and torch.is_grad_enabled()
+    )
 
 
 class _Linear(torch.autograd.Function):
     """x W^T + b. The parameters stay outside of autograd: their hooks would run in I, before there is a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, layer: nn.Module, transposed: bool) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, layer: SplitLinear | SplitConv1D, transposed: bool) -> Tensor:
+        ctx.layer, ctx.transposed, ctx.in_rows = layer, transposed, transposed or _in_rows(hidden)
+        weight, bias = layer.weight, layer.bias  # not detached: torch asks them in which way it multiplies
         ctx.save_for_backward(hidden)
-        ctx.layer, ctx.transposed = layer, transposed
-        bias = layer.bias
-        assert bias is None or isinstance(bias, Tensor)
+        if only_saves():  # the forward runs again for what it saves, and this is the last of it
+            return hidden.new_empty((*hidden.shape[:-1], weight.shape[1 if transposed else 0]))
         return functional.linear(hidden, weight.t() if transposed else weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (hidden,) = ctx.saved_tensors
         layer, transposed = ctx.layer, ctx.transposed
-        weight = layer.weight.detach()
-        layer._weight_gradients.add(_linear_entry(layer, hidden.detach(), gradient.detach(), transposed))
-        return gradient.matmul(weight.t() if transposed else weight), None, None, None
+        weight, gradient = layer.weight.detach(), gradient.detach()
+        layer._weight_gradients.add(linear_entry(layer, hidden.detach(), gradient, transposed, ctx.in_rows))
+        return input_gradient(gradient, weight.t() if transposed else weight), None, None
 
 
-def _linear_entry(layer: nn.Module, hidden: Tensor, gradient: Tensor, transposed: bool) -> Entry:
+def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
+    """[..., out] times [out, in]: one product of matrices whatever the layout, as in torch's own backward."""
+    if gradient.is_contiguous():
+        return gradient.matmul(weight)
+    return (gradient.reshape(-1, weight.shape[0]) @ weight).view(*gradient.shape[:-1], weight.shape[1])
+
+
+def _in_rows(hidden: Tensor) -> bool:
+    """Whether torch's linear layer looks at this input as rows of a matrix. If not, it adds the bias in all dimensions,
+    and so it sums the bias's gradient."""
+    dimensions = hidden.dim()
+    return dimensions <= 2 or (dimensions == 3 and hidden.stride(0) == hidden.stride(1) * hidden.size(1))
+
+
+def linear_entry(
+    layer: SplitLinear | SplitConv1D, hidden: Tensor, gradient: Tensor, transposed: bool, in_rows: bool = True
+) -> Entry:
+    """One use of a linear layer.
+
+    Args:
+        hidden: its input [..., in].
+        gradient: of its output [..., out]. The caller detached both.
+        transposed: whether the weight is [in, out], as in `Conv1D`, and not [out, in].
+        in_rows: how the bias's gradient is summed: over rows, or over all dimensions at once. Differs in the last bit.
+    """
     weight, bias = layer.weight, layer.bias
     assert isinstance(weight, nn.Parameter)
-    parameters = tuple(one for one in (weight, bias) if isinstance(one, nn.Parameter) and one.requires_grad)
 
-    def gradients() -> tuple[Tensor, ...]:
+    def of_weight() -> Tensor:
         rows, columns = gradient.reshape(-1, gradient.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
-        found = []
-        if weight.requires_grad:
-            found.append(columns.t() @ rows if transposed else rows.t() @ columns)
-        if bias is not None and bias.requires_grad:
-            found.append(rows.sum(0))
-        return tuple(found)
+        return columns.t() @ rows if transposed else rows.t() @ columns
 
-    return Entry(parameters, gradients)
+    if not isinstance(bias, nn.Parameter) or not bias.requires_grad:
+        return Entry((weight,), lambda: (of_weight(),))
+
+    def of_bias() -> Tensor:
+        return gradient.sum(tuple(range(gradient.dim() - 1))) if not in_rows else gradient.reshape(-1, len(bias)).sum(0)
+
+    return Entry((weight, bias), lambda: (of_weight(), of_bias()))
