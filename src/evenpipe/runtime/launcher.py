@@ -34,11 +34,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.runtime.signs import Board, Cause, cause_of
-from evenpipe.runtime.supervisor import Ending, end, supervise
+from evenpipe.runtime.supervisor import Beats, Ending, end, supervise
 from evenpipe.runtime.watch import EXIT_CODE, Watch
 from evenpipe.runtime.worker import (
     SILENCE_SECONDS,
@@ -128,7 +128,8 @@ def launch(
             with _threads_of_new_processes():
                 for child in children:
                     child.start()
-            first = supervise(children, silence_seconds=silence_seconds)
+            beats = Beats(PrefixStore("evenpipe/0", store), processes)
+            first = supervise(children, beats, silence_seconds=silence_seconds)
         except _Interrupted as interrupted:
             if any(child.pid is None for child in children):
                 _kill_server()  # in its imports, or about to fork one that we do not know of
@@ -300,10 +301,13 @@ def _process(work: bytes, environment: dict[str, str], folder: Path, limits: dic
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
     rank = int(os.environ["RANK"])
     watch: Watch | None = None
+    known: Cause | None = None
 
     def note(watch: Watch) -> None:
+        nonlocal known
         assert watch.cause is not None
-        _record(folder, rank, watch.cause)
+        known = watch.cause
+        _record(folder, rank, known)
 
     try:
         board = Board(folder / "board", int(os.environ["WORLD_SIZE"]))
@@ -315,8 +319,7 @@ def _process(work: bytes, environment: dict[str, str], folder: Path, limits: dic
     except BaseException as error:
         if watch is not None:
             watch.report_exception(error)
-        cause = watch.cause if watch is not None and watch.cause is not None else cause_of(error, rank)
-        _record(folder, rank, cause, error)
+        _record(folder, rank, known or cause_of(error, rank), error)
         _flush()
         os._exit(error.exit_code if isinstance(error, InputError) else EXIT_CODE)
     _flush()

@@ -69,23 +69,27 @@ class Peers:
         return Cause("silent", rank, f"{what} (pid {beat.pid}; it {doing})")
 
     def stuck(self, waiting: Waiting | None) -> Cause:
-        """A wait timed out, nobody died: follows who waits for whom to the one that does not, or round the circle."""
-        text, origin, seen = f"process {self._rank} timed out awaiting {waiting}", self._rank, {self._rank}
-        while waiting is not None:
-            # In a collective all wait for the same; of interest is who does something else.
-            beats = {peer: beat for peer in waiting.peers if (beat := self.beat(peer)[1]) is not None}
-            others = [peer for peer, beat in beats.items() if not _same(beat.waiting, waiting)]
-            if not others:
-                break
-            origin = others[0]
-            if origin in seen:
-                text += f", a circle back to process {origin}"
-                break
-            seen.add(origin)
-            waiting = beats[origin].waiting
-            state = "has finished" if beats[origin].done else f"awaits {waiting}" if waiting else "does not wait"
-            text += f"; process {origin} {state}"
-        return Cause("stuck", origin, text)
+        """A wait timed out, nobody died: follows who waits for whom to the nearest that does not wait, or, if all do,
+        round the first circle."""
+        begin = f"process {self._rank} timed out awaiting {waiting}"
+        origin, circle, seen = self._rank, "", {self._rank}
+        paths = [(waiting, begin)]
+        while paths:
+            waiting, text = paths.pop(0)
+            for peer in waiting.peers if waiting is not None else ():
+                beat = self.beat(peer)[1]
+                # In a collective all wait for the same; of interest is who does something else.
+                if beat is None or _same(beat.waiting, waiting):
+                    continue
+                if beat.done or beat.waiting is None:
+                    state = "has finished" if beat.done else "does not wait"
+                    return Cause("stuck", peer, f"{text}; process {peer} {state}")
+                if peer not in seen:
+                    seen.add(peer)
+                    paths.append((beat.waiting, f"{text}; process {peer} awaits {beat.waiting}"))
+                elif not circle:
+                    origin, circle = peer, f"{text}, a circle back to process {peer}"
+        return Cause("stuck", origin, circle or begin)
 
     def kill(self, rank: int, *, only_stopped: bool = False) -> None:
         """Ends a process of this machine that hears nothing else, and would outlive the run and hold up whoever started

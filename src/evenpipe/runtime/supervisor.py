@@ -4,6 +4,7 @@ The processes watch each other (`watch`) and settle who was at fault; what only 
 
 - a stopped process (SIGSTOP) hears no SIGTERM, and none of its peers may be left to end it: it is killed as soon as
   another has failed, and after the silence limit otherwise, even before its watch began or after its work was done;
+- so is the last one that works, when it gives no sign of life after its peers have finished;
 - after a failure the others have `FAREWELL_SECONDS` to end by themselves, then get SIGTERM, then SIGKILL.
 """
 
@@ -18,7 +19,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
-from evenpipe.runtime.signs import Cause, is_stopped
+from torch.distributed import Store
+
+from evenpipe.runtime.signs import Beat, Cause, is_stopped
 
 LOOK_SECONDS = 0.25
 FAREWELL_SECONDS = 1.0
@@ -39,16 +42,34 @@ class Ending:
     """Set when it did not end by itself: it was stopped for too long."""
 
 
-def supervise(processes: Sequence[BaseProcess], *, silence_seconds: float) -> Ending | None:
+class Beats:
+    """The beats of the processes, as the parent sees them. It reads the store that it holds itself."""
+
+    def __init__(self, store: Store, processes: int) -> None:
+        self._store = store
+        self._last = [""] * processes
+
+    def pauses(self, rank: int) -> bool:
+        """Whether that process has begun to beat and not yet finished, and has not beaten since the last question.
+
+        Not once the run has failed: then the processes end, and beat no more.
+        """
+        key = f"beat/{rank}"
+        value = self._store.get(key).decode() if self._store.check([key]) else ""
+        before, self._last[rank] = self._last[rank], value
+        return bool(value) and value == before and not Beat.load(value).done and not self._store.check(["cause"])
+
+
+def supervise(processes: Sequence[BaseProcess], beats: Beats, *, silence_seconds: float) -> Ending | None:
     """Returns when all processes have ended: None when all is well, else how the first that failed did.
 
     processes: started, by rank.
-    silence_seconds: how long a process may be stopped. Only time during which the parent itself runs counts.
+    silence_seconds: how long a process may be stopped, or silent. Only time during which the parent itself runs counts.
     """
     first: Ending | None = None
     found: Cause | None = None
     alive = dict(enumerate(processes))
-    stopped = dict.fromkeys(alive, 0.0)
+    stopped, silent = dict.fromkeys(alive, 0.0), dict.fromkeys(alive, 0.0)
     last_time = time.monotonic()
     terminate = kill = float("inf")
     while alive:
@@ -67,11 +88,12 @@ def supervise(processes: Sequence[BaseProcess], *, silence_seconds: float) -> En
         for rank, process in alive.items():
             assert process.pid is not None
             stopped[rank] = stopped[rank] + elapsed if is_stopped(process.pid) else 0.0
+            silent[rank] = silent[rank] + elapsed if first is None and beats.pauses(rank) else 0.0
             if stopped[rank] and (first is not None or found is not None):
                 send(process, signal.SIGKILL)
-            elif stopped[rank] > silence_seconds + 4 * LOOK_SECONDS:  # its peers, if it has any, are a little quicker
-                text = f"process {rank} (pid {process.pid}) was stopped for {silence_seconds:g} s, and then killed"
-                found = Cause("silent", rank, text)
+            elif max(stopped[rank], silent[rank]) > silence_seconds + 4 * LOOK_SECONDS:  # its peers are quicker
+                what = "was stopped" if stopped[rank] else "gave no sign of life"
+                found = Cause("silent", rank, f"process {rank} (pid {process.pid}) {what} for {silence_seconds:g} s")
                 send(process, signal.SIGKILL)
             elif now > terminate:
                 send(process, signal.SIGKILL if now > kill else signal.SIGTERM)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -48,6 +49,9 @@ EXIT_CODE = 3
 
 LAUNCHER = -1
 """In place of a rank: the origin of a cause is who started the processes."""
+
+TOO_LONG = re.compile("[Tt]imed out|wait timeout")
+"""What gloo says when a wait took too long, and what the store says."""
 
 BROKEN = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Application timeout caused")
 """What gloo says when a peer is gone or a wait took too long."""
@@ -190,7 +194,7 @@ class Watch:
         if self._thread is None:
             return RunError(f"process {self.rank}, awaiting {waiting}: {error}")
         assert self._peers is not None
-        if "timed out" in str(error).lower() and not self._cause_known.is_set():
+        if TOO_LONG.search(str(error)) and not self._cause_known.is_set():
             self._settle(self._peers.stuck(waiting))
         ranks = () if waiting is None else waiting.peers
         deadline = time.monotonic() + self.silence_seconds + 1
@@ -212,14 +216,19 @@ class Watch:
         return self._error()
 
     def report_exception(self, error: BaseException) -> None:
-        """Tells all others why this process fails, unless there is a cause already. For its outermost handler."""
+        """Tells all others why this process fails, unless there is a cause already: then `error` is a consequence, and
+        the cause is printed beside it. For the outermost handler."""
         self._main_knows = True
-        if self._thread is None or self._cause_known.is_set() or os.getpid() != self._beat.pid:
+        if self._thread is None or os.getpid() != self._beat.pid:
             return
-        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in BROKEN):
-            self.explain(error)  # from an operation that was not announced: this process may be a victim
-        else:
-            self._settle(cause_of(error, self.rank))
+        if not self._cause_known.is_set():
+            if isinstance(error, RuntimeError) and any(sign in str(error) for sign in BROKEN):
+                self.explain(error)  # from an operation that was not announced: this process may be a victim
+            else:
+                self._settle(cause_of(error, self.rank))
+        assert self.cause is not None
+        if self._on_cause is None and self.cause.origin != self.rank and self.cause.text not in str(error):
+            print(f"evenpipe: {self._error()}", file=sys.stderr, flush=True)
 
     # -- the thread --------------------------------------------------------------------------------
 

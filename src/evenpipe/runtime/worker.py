@@ -145,17 +145,23 @@ def start_worker(
         launcher=os.getppid() if under_torchrun else None,
     )
     watch.start(hear_sigterm=under_torchrun)
-    device, identity = _own_device(torch_device)
-    if not dist.is_initialized():
-        nccl = device.type == "cuda" and _each_its_own(identity, store, rank, world_size)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if nccl else "gloo",
-            store=PrefixStore("groups", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-            device_id=device if nccl else None,
-        )
+    try:
+        device, identity = _own_device(torch_device)
+        if not dist.is_initialized():
+            others = tuple(other for other in range(world_size) if other != rank)
+            with watch.during("the first connections", "default", others):
+                nccl = device.type == "cuda" and _each_its_own(identity, store, rank, world_size)
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if nccl else "gloo",
+                    store=PrefixStore("groups", store),
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=timeout,
+                    device_id=device if nccl else None,
+                )
+    except BaseException as error:
+        watch.report_exception(error)
+        raise
     _this = Worker(rank, world_size, device, timeout_seconds, watch)
     return _this
 

@@ -1,0 +1,202 @@
+"""What each process of a case runs: a short training with checkpoints, in which one of them fails.
+
+Every part runs at least twice. In the first round the victim counts the places where it could fail (function calls and
+returns, through Python's profiler); in the second it fails at the one that the case asks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from fault_case import LAYERS, Case
+from transformers import LlamaConfig
+
+from evenpipe.errors import InputError
+from evenpipe.runtime import Pipeline, initialise_worker
+from evenpipe.runtime.communication import Handle
+from evenpipe.runtime.worker import finish_worker
+from evenpipe.train.checkpoint import prepare_folder, save
+
+SILENCE_SECONDS = 2.0
+START_SECONDS = 8.0
+HANG_SECONDS = 6.0
+"""Limit of a wait in a case where a process hangs; elsewhere so long that reaching it is a fault."""
+FOLDER, CASE = "EVENPIPE_FAULT_FOLDER", "EVENPIPE_FAULT_CASE"
+
+ISSUING = {"isend", "irecv", "broadcast", "reduce", "all_gather", "all_reduce", "batch_isend_irecv"}
+
+
+def timeout_seconds(case: Case) -> float:
+    return HANG_SECONDS if case.how == "hangs" else 120.0
+
+
+def train(case: Case, folder: Path) -> int:
+    """Two pipelines, five steps, two checkpoints."""
+    rank = int(os.environ["RANK"])
+    _print_into(folder / f"printed-{rank}")
+    _show_waits(folder / f"waiting-{rank}")
+    trap = Trap(case, folder, rank)
+    initialise_worker(silence_seconds=SILENCE_SECONDS, timeout_seconds=timeout_seconds(case), torch_device="cpu")
+    config = LlamaConfig(
+        vocab_size=67,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+    )
+
+    def pipeline() -> Pipeline:
+        return Pipeline(
+            config,
+            schedule=case.schedule,
+            vocabulary=case.vocabulary,
+            microbatches=case.microbatches,
+            self_check=False,
+            timeout_seconds=timeout_seconds(case),
+        )
+
+    for number in range(2):
+        checkpoints = folder / f"checkpoints-{number}"
+        with trap.armed("build"):
+            trained = pipeline()
+        ids = torch.randint(0, 67, (2 * case.microbatches, 6), generator=torch.Generator().manual_seed(rank))
+        optimizer = torch.optim.AdamW(trained.parameters(), foreach=False)
+        prepare_folder(checkpoints, trained.process_group)
+        for step in range(1, 3):
+            with trap.armed("step"), trap.armed("wait"), trap.armed("issue"):
+                result = trained.step(ids)
+            assert result.loss > 0
+            trained.clip_gradients(1.0)
+            with trap.armed("optimizer"):
+                optimizer.step()
+            trained.zero_grad()
+            with trap.armed("evaluate"):
+                assert trained.evaluate(ids).loss > 0
+            metadata = {"step": step, "model_config": config.to_dict(), "tied": trained.description.tied}
+            with trap.armed("checkpoint"):
+                save(checkpoints, step, trained.parameter_shards(), optimizer, metadata, trained.process_group)
+        with trap.armed("close"):
+            trained.close()
+    (folder / f"done-{rank}").touch()
+    return rank
+
+
+class Trap:
+    """In the victim, and in the process that is stopped before it."""
+
+    def __init__(self, case: Case, folder: Path, rank: int) -> None:
+        self._case, self._folder, self._rank = case, folder, rank
+        self._rounds = 0
+        self._seen = self._counted = 0
+        self._target: int | None = None
+
+    @contextlib.contextmanager
+    def armed(self, where: str) -> Iterator[None]:
+        """A part of the program in which a case may have its fault."""
+        if where != self._case.where or self._rank not in (self._case.victim, self._case.also_stopped):
+            yield
+            return
+        self._rounds += 1
+        if self._rounds == 2 and self._rank == self._case.also_stopped:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        self._target = int(self._case.share * self._counted) if self._rounds == 2 else None
+        self._seen = 0
+        sys.setprofile(self._event if self._rounds <= 2 and self._rank == self._case.victim else None)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+        self._counted = self._seen
+        if self._rounds == 2 and self._rank == self._case.victim:
+            self._fire(f"the end of {where}")  # this round was shorter than the first
+
+    def _event(self, frame, event: str, _) -> None:
+        code = frame.f_code
+        if event not in ("call", "return") or not self._is_place(code.co_filename, code.co_name, event):
+            return
+        self._seen += 1
+        if self._target is not None and self._seen > self._target:
+            sys.setprofile(None)
+            self._fire(f"{event} of {code.co_qualname}", delayed=self._case.where == "wait" and self._seen % 2 == 0)
+
+    def _is_place(self, file: str, function: str, event: str) -> bool:
+        where = self._case.where
+        if where == "wait":
+            return function == "awaiting" and event == "return" and file.endswith("watch.py")
+        if where == "issue":
+            return function in ISSUING and file.endswith("distributed_c10d.py")
+        if where == "optimizer":
+            return "/torch/optim/" in file
+        return "/evenpipe/" in file
+
+    def _fire(self, place: str, delayed: bool = False) -> None:
+        if self._case.also_stopped is not None:
+            time.sleep(0.3)  # so that the other one is stopped by now
+        fail(self._case.how, self._folder, place, delayed=delayed)
+
+
+def fail(how: str, folder: Path, place: str, *, delayed: bool = False) -> None:
+    """Fails, after writing down where and when. Delayed: from another thread, while this one is in what follows."""
+    (folder / "fault.part").write_text(f"{time.monotonic()} {place}")
+    (folder / "fault.part").rename(folder / "fault")
+    if how.startswith("SIG"):
+        if delayed:
+            threading.Timer(0.01, os.kill, (os.getpid(), getattr(signal, how))).start()
+            time.sleep(0)
+            return
+        os.kill(os.getpid(), getattr(signal, how))
+        time.sleep(600 if how == "SIGTERM" else 0)  # under torchrun the watch ends it
+    elif how == "freezes":
+        ctypes.PyDLL(None).sleep(600)  # keeps the interpreter's lock
+    elif how == "hangs":
+        time.sleep(600)
+    elif how == "os._exit(7)":
+        os._exit(7)
+    elif how == "sys.exit(5)":
+        sys.exit(5)
+    raise {
+        "ArithmeticError": ArithmeticError("a bad number"),
+        "MemoryError": MemoryError(),
+        "KeyboardInterrupt": KeyboardInterrupt(),
+        "InputError": InputError("loss: a bad number, expected a good one"),
+        "OSError": OSError(errno.ENOSPC, "no space left on device"),
+    }[how]
+
+
+def _print_into(file: Path) -> None:
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+
+
+def _show_waits(file: Path) -> None:
+    """The file holds 1 while this process is in a wait of a transfer, whatever the watch believes."""
+    file.write_bytes(b"0")
+    descriptor = os.open(file, os.O_WRONLY)
+    wait = Handle.wait
+
+    def shown(self, needed_by: str = "") -> None:
+        os.pwrite(descriptor, b"1", 0)
+        wait(self, needed_by)
+        os.pwrite(descriptor, b"0", 0)
+
+    Handle.wait = shown
+
+
+if __name__ == "__main__":  # under torchrun
+    import fault_start  # noqa: F401
+
+    train(Case.load(os.environ[CASE]), Path(os.environ[FOLDER]))
+    finish_worker()

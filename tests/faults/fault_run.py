@@ -1,0 +1,207 @@
+"""Runs one case and judges how it ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import fault_program
+from fault_case import FAULTS, Case
+
+from evenpipe.errors import InputError, RunError
+from evenpipe.runtime.launcher import launch, prepare_launch
+
+MARK = "EVENPIPE_FAULT_MARK"
+"""In the environment of everything that these runs start."""
+
+LIMIT_SECONDS = 20.0
+"""From the fault to the end of all processes; for one that hangs, from the end of the limit of a wait. Every way in
+which this could go wrong takes 30 s or more: limits of torch's launcher and of waits."""
+
+HARD_LIMIT_SECONDS = 150.0
+"""Until a run that does not end is killed. Starting takes 10 to 20 s of it on a busy machine, under torchrun."""
+
+HERE = Path(__file__).resolve().parent
+
+PRELOAD = (
+    "evenpipe.train.checkpoint",
+    "evenpipe.runtime.pipeline",
+    "transformers.models.llama.modeling_llama",
+    "fault_start",
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a case ended."""
+
+    case: Case
+    seconds: float
+    """From the fault to the end of all."""
+    place: str
+    """Where exactly it happened."""
+    message: str
+    """What whoever started the processes was told, or one of the others said."""
+    complaints: tuple[str, ...]
+    """What was not as it should be."""
+
+
+def mark() -> None:
+    """Marks this program's future processes. Before anything is started."""
+    os.environ.setdefault(MARK, uuid.uuid4().hex)
+
+
+def run(case: Case) -> Verdict:
+    """Runs a case. Leaves no process behind, even where evenpipe does."""
+    mark()
+    with tempfile.TemporaryDirectory(prefix="evenpipe-fault-") as name:
+        folder = Path(name)
+        given = {fault_program.CASE: case.dump(), fault_program.FOLDER: name, "OMP_NUM_THREADS": "1"}
+        with mock.patch.dict(os.environ, given):
+            by = _by_launch if case.started_by == "launch" else _by_torchrun
+            message, complaints = by(case, folder)
+        ended = time.monotonic()
+        left = _left_behind()
+        complaints += [f"left behind: {line}" for line in left.values()]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        if not (folder / "fault").exists():
+            return Verdict(case, 0.0, "", message, (*complaints, "the fault never happened"))
+        at, _, place = (folder / "fault").read_text().partition(" ")
+        seconds = ended - float(at) - (fault_program.HANG_SECONDS if case.how == "hangs" else 0.0)
+        if seconds > LIMIT_SECONDS:
+            complaints.append(f"it took {seconds:.1f} s, expected at most {LIMIT_SECONDS:g} s")
+        return Verdict(case, seconds, place, message, tuple(complaints))
+
+
+def _by_launch(case: Case, folder: Path) -> tuple[str, list[str]]:
+    with mock.patch.dict(os.environ, PYTHONPATH=_path()):  # all that Python's fork server knows of where modules are
+        prepare_launch(*PRELOAD)
+    watchdog = subprocess.Popen(
+        [sys.executable, "-c", f"import os, time; time.sleep({HARD_LIMIT_SECONDS}); os.kill({os.getpid()}, 15)"]
+    )
+    try:
+        launch(
+            fault_program.train,
+            case,
+            folder,
+            processes=case.processes,
+            timeout_seconds=fault_program.timeout_seconds(case),
+            silence_seconds=fault_program.SILENCE_SECONDS,
+            start_seconds=fault_program.START_SECONDS,
+            torch_device="cpu",
+            preload=PRELOAD,
+        )
+    except (InputError, RunError) as error:
+        found, message = error, str(error)
+    except SystemExit:
+        return "", ["launch did not end"]
+    else:
+        return "", ["launch returned without an error"]
+    finally:
+        watchdog.kill()
+        watchdog.wait()
+    complaints = []
+    if type(found) is not (InputError if case.how == "InputError" else RunError):
+        complaints.append(f"launch raised {type(found).__name__}")
+    if not re.search("|".join(_expected(case)), message):
+        complaints.append(f"launch does not say {_expected(case)[1]!r}")
+    others = _others(case, folder)
+    all_waited = bool(others) and all(_waits(folder, rank) for rank in others)
+    if all_waited and " awaiting " not in message and case.how != "InputError":  # whose text is the user's alone
+        complaints.append("launch does not say what was awaited")
+    return message, complaints
+
+
+def _by_torchrun(case: Case, folder: Path) -> tuple[str, list[str]]:
+    program = [str(HERE / "fault_program.py")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={case.processes}"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    environment = os.environ | {"PYTHONPATH": _path()}
+    started = subprocess.Popen(
+        command + program, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        exit_code = started.wait(HARD_LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        started.kill()
+        started.wait()
+        return "", ["torchrun did not end"]
+    complaints = [] if exit_code else ["torchrun ended with exit code 0"]
+    message = ""
+    for rank in _others(case, folder):
+        printed = folder / f"printed-{rank}"
+        text = printed.read_text(errors="replace") if printed.exists() else ""
+        said = re.search(f"[^\n]*({'|'.join(_expected(case))})[^\n]*", text)
+        if said is None:
+            last = text.strip().splitlines()[-1:] or ["nothing"]
+            complaints.append(f"process {rank} does not say {_expected(case)[0]!r} but {last[0]!r}")
+        else:
+            message = said[0]
+            if (
+                _waits(folder, rank)
+                and f"process {rank} was awaiting " not in text
+                and "timed out awaiting" not in text
+            ):
+                complaints.append(f"process {rank} does not say what it was awaiting")
+    return message, complaints
+
+
+def _path() -> str:
+    return os.pathsep.join([str(HERE), *filter(None, sys.path)])
+
+
+def _expected(case: Case) -> tuple[str, ...]:
+    """What may be said about the victim: by the others and by who started them, as patterns."""
+    patterns = FAULTS[case.how]
+    if case.where == "start" and case.how in ("hangs", "SIGSTOP", "freezes") and case.share < 0.25:
+        patterns = (*patterns, r"process V of \d did not start within")
+    return tuple(re.sub(r"\bV\b", str(case.victim), pattern) for pattern in patterns)
+
+
+def _others(case: Case, folder: Path) -> list[int]:
+    """Those of whom a word is expected: not the victim, not a stopped one, not one that had done all its work."""
+    return [
+        rank
+        for rank in range(case.processes)
+        if rank not in (case.victim, case.also_stopped) and not (folder / f"done-{rank}").exists()
+    ]
+
+
+def _waits(folder: Path, rank: int) -> bool:
+    """Whether that process ended in a wait of a transfer."""
+    file = folder / f"waiting-{rank}"
+    return file.exists() and file.read_bytes() == b"1"
+
+
+def _left_behind() -> dict[int, str]:
+    """Processes that carry the mark: command by pid. The fork server and Python's resource tracker are to stay."""
+    wanted = f"{MARK}={os.environ[MARK]}".encode()
+    left: dict[int, str] = {}
+    deadline = time.monotonic() + 2.0  # what has just ended may take a moment to vanish
+    while True:
+        left.clear()
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            try:
+                variables = (entry / "environ").read_bytes().split(b"\0")
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            helper = int(parent) == os.getpid() and ("forkserver" in command or "resource_tracker" in command)
+            if wanted in variables and not helper and state not in "ZX":
+                left[int(entry.name)] = f"{command[:80]} ({state})"
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
