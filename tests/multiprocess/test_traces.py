@@ -1,0 +1,243 @@
+"""Traces of real processes, whose clocks are seconds apart and drift: complete, ordered, and on one clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_processes
+from test_gradients import described
+
+from evenpipe import Pipeline
+from evenpipe.costs import costs_of, with_backward
+from evenpipe.errors import InputError
+from evenpipe.plan.measured import compare
+from evenpipe.runtime import clock, initialise_worker
+from evenpipe.runtime.communication import Communicators
+from evenpipe.schedule import Dependencies, Kind, Order, Pass, generate
+from evenpipe.schedule.passes import HOP_KINDS
+from evenpipe.schedule.trace import Trace
+from evenpipe.schedule.trace_file import trace_from_dict, trace_to_dict
+
+SECONDS_APART, DRIFT = 1000.0, 1e-3
+"""Each process's clock is this far ahead of that of the one before it, and this part faster."""
+
+PAIR = "(0F1;0B0)OVERLAP_F_B"
+
+
+def recomputed() -> Order:
+    return with_backward(generate("1f1b", 2, 3), "recomputed")
+
+
+def joint() -> Order:
+    return Order.from_csv(f"0F0,{PAIR},0B1\n1F0,1B0,1F1,1B1\n")
+
+
+@dataclass(frozen=True)
+class Case:
+    schedule: Any
+    mode: str
+    microbatches: int
+
+    @property
+    def order(self) -> Any:
+        return self.schedule if isinstance(self.schedule, str) else self.schedule()
+
+
+CASES = [
+    Case("1f1b", "first-last", 1),
+    Case("1f1b", "vocab-2", 4),
+    Case("gpipe", "vocab-1", 3),
+    Case("interleaved", "vocab-2", 4),
+    Case("zb-h1", "interlaced", 4),
+    Case("v-half", "vocab-2", 5),
+    Case(recomputed, "first-last", 3),
+    Case(joint, "first-last", 2),
+]
+
+
+def shift_clock() -> Callable[[float], float]:
+    """This process's clock from now on is far from the others' and a little faster. Returns what turns its times into
+    those of the clock that all processes of this machine share."""
+    own, rank = clock.now, dist.get_rank()
+    begin, factor = own(), 1 + DRIFT * rank
+    clock.now = lambda: begin + (own() - begin) * factor + SECONDS_APART * rank
+    return lambda time: begin + (time - SECONDS_APART * rank - begin) / factor
+
+
+def traces_of(cases: list[Case]) -> tuple[list[dict[str, Any]], list[list[float]]]:
+    """Per case, the trace as JSON has it, on the first process; and when each pass really started, of this process."""
+    initialise_worker()
+    really = shift_clock()
+    found, starts = [], []
+    for case in cases:
+        pipeline = Pipeline(
+            described(97, False, torch.float64),
+            schedule=case.order,
+            vocabulary=case.mode,
+            microbatches=case.microbatches,
+            parameter_dtype=torch.float64,
+            self_check=False,
+        )
+        ids = torch.randint(1, 97, (case.microbatches, 8), generator=torch.Generator().manual_seed(0))
+        plain = pipeline.step(ids)
+        record = plain.record
+        assert record.busy > 0 and not record.passes and not record.waits and not record.transfers
+        with pytest.raises(InputError, match="trace: the step was not recorded"):
+            pipeline.trace(plain)
+        loss = plain.loss
+        result = pipeline.step(ids, record_passes=True)
+        assert result.loss == loss
+        trace = pipeline.trace(result, step=2)
+        assert (trace is None) == (pipeline.device > 0)
+        starts.append([really(entry.start) for entry in result.record.passes])
+        if trace is not None:
+            found.append(trace_to_dict(trace))
+            assert trace.program == pipeline.layout.program
+        pipeline.close()
+    return found, starts
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[Any]:
+    return run_processes(traces_of, 2, CASES)
+
+
+@pytest.fixture(scope="module")
+def traces(measured: list[Any]) -> list[Trace]:
+    return [trace_from_dict(json.loads(json.dumps(values))) for values in measured[0][0]]
+
+
+def each(traces: list[Trace]) -> Any:
+    return zip(CASES, traces, strict=True)
+
+
+def test_every_pass_and_transfer_is_there_in_the_order_of_its_row(traces: list[Trace]) -> None:
+    for case, trace in each(traces):
+        for row, device in zip(trace.program.rows, trace.devices, strict=True):
+            passes = [item for item in row if isinstance(item, Pass)]
+            assert [entry.item for entry in device.passes] == passes, case
+            transfers = [item for item in row if item is not None and not isinstance(item, Pass)]
+            assert [entry.item for entry in device.transfers] == transfers, case
+            assert all(entry.complete is not None for entry in device.transfers), case
+            assert all(a.end <= b.start for a, b in pairwise(device.passes)), case
+            assert all(a.returned <= b.issued for a, b in pairwise(device.transfers)), case
+            for entry in device.passes:
+                assert device.start <= entry.start <= entry.end <= device.end, case
+                assert entry.processor > 0, case
+
+
+def test_each_pass_waited_for_what_it_needs(traces: list[Trace]) -> None:
+    for case, trace in each(traces):
+        dependencies = Dependencies.of(trace.program)
+        for number, device in enumerate(trace.devices):
+            waited = {(wait.needed_by, wait.transfer) for wait in device.waits if wait.needed_by is not None}
+            needed = {
+                (entry.item, transfer)
+                for entry in device.passes
+                for transfer in dependencies.waits_for(entry.item, number)
+            }
+            assert needed <= waited, case
+            sent = {wait.transfer for wait in device.waits if wait.needed_by is None}
+            assert sent | {transfer for _, transfer in waited} == {entry.item for entry in device.transfers}, case
+
+
+def test_clocks_that_are_far_apart_are_brought_together(measured: list[Any], traces: list[Trace]) -> None:
+    """On one clock every pass started when it really did, though the clocks differ by a thousand seconds."""
+    for number, (case, trace) in enumerate(each(traces)):
+        real = [starts[number] for _, starts in measured]
+        ours = [[entry.start for entry in device.passes] for device in trace.devices]
+        begin = real[0][0] - ours[0][0]
+        slack = trace.devices[1].clock.uncertainty + 1e-6
+        for one, other in zip(ours, real, strict=True):
+            assert one == pytest.approx([start - begin for start in other], abs=slack), case
+
+
+def test_nothing_arrives_before_it_was_sent(traces: list[Trace]) -> None:
+    for case, trace in each(traces):
+        first, second = (device.clock for device in trace.devices)
+        assert (first.offset, first.drift) == (0.0, 0.0)
+        assert second.offset == pytest.approx(SECONDS_APART, rel=0.1)
+        assert 0 < second.uncertainty < 1, case
+        assert trace.seconds < 100
+        slack = second.uncertainty
+        ends = {entry.item: entry.end for device in trace.devices for entry in device.passes}
+        dependencies = Dependencies.of(trace.program)
+        for number, device in enumerate(trace.devices):
+            for entry in device.transfers:
+                if entry.item.kind not in HOP_KINDS:
+                    continue
+                (_, producer), (_, consumer) = (
+                    get(entry.item, number)[0] for get in (dependencies.producers, dependencies.consumers)
+                )
+                made = ends.get(producer, ends.get(Pass(Kind.I, producer.stage, producer.microbatch)))
+                used = [e for d in trace.devices for e in d.passes if consumer.microbatch == e.item.microbatch]
+                used = [e for e in used if e.item.stage == consumer.stage and e.item.kind in (consumer.kind, Kind.I)]
+                if made is None or not used:
+                    continue  # within passes that run as one
+                assert made <= used[0].start + slack, (case, str(entry.item))
+
+
+def test_waits_passes_and_issuing_add_up_to_the_span(traces: list[Trace]) -> None:
+    for case, trace in each(traces):
+        if case.schedule is joint:
+            continue  # its parts wait within it
+        for device, row in enumerate(trace.devices):
+            computed = sum(entry.end - entry.start for entry in row.passes)
+            gaps = list(trace.gaps(device))
+            inside = sum(gap.waiting + gap.busy for gap in gaps[1:])
+            assert computed + inside == pytest.approx(row.passes[-1].end - row.passes[0].start), case
+            waits = [wait for gap in gaps for wait in gap.waited]
+            assert all(a.end <= b.start for a, b in pairwise(waits)), case
+            last = row.passes[-1].end
+            assert len(waits) == sum(wait.start < last for wait in row.waits), case
+
+
+def test_the_timeline_has_all_events_and_says_what_they_waited_for(traces: list[Trace]) -> None:
+    for case, trace in each(traces):
+        timeline = trace.timeline()
+        for device, row in enumerate(trace.devices):
+            assert [event.item for event in timeline.events[device]] == [entry.item for entry in row.passes], case
+            assert {event.item for event in timeline.beside[device]} == {entry.item for entry in row.transfers}, case
+            assert all(event.cause is not None and event.start <= event.end for event in timeline.beside[device]), case
+        assert timeline.peak_in_flight == compare(trace).predicted.peak_in_flight, case
+        assert costs_of([trace]).F is not None
+        assert trace.about["vocabulary"] == case.mode and trace.about["step"] == 2
+
+
+def readings() -> tuple[float, float, float]:
+    """Offset, uncertainty, and how far off the converted clock is from the first process's, which is not shifted."""
+    worker = initialise_worker()
+    communicators = Communicators([("control", (0, 1, 2))], timeout_seconds=20)
+    really = shift_clock()
+    before = clock.read_clocks(communicators["control"], worker.torch_device)
+    now = clock.now()
+    after = clock.read_clocks(communicators["control"], worker.torch_device)
+    convert = clock.Conversion(before, after)
+    return before.offset, convert.uncertainty, convert(now) - really(now)
+
+
+def test_offsets_are_known_to_half_a_round_trip() -> None:
+    for rank, (offset, uncertainty, error) in enumerate(run_processes(readings, 3)):
+        assert offset == pytest.approx(rank * SECONDS_APART, abs=1.0)
+        assert (uncertainty > 0) == (rank > 0)
+        assert abs(error) <= uncertainty + 1e-9
+
+
+def test_one_process_alone_needs_no_reading() -> None:
+    reading = clock.read_clocks(None, torch.device("cpu"))
+    assert (reading.offset, reading.uncertainty) == (0.0, 0.0)
+    assert clock.Conversion(reading, reading)(5.0) == 5.0
+
+
+def test_between_two_readings_drift_is_shared_out() -> None:
+    before, after = clock.Reading(100.0, 10.0, 0.1), clock.Reading(200.0, 12.0, 0.3)
+    convert = clock.Conversion(before, after)
+    assert (convert.drift, convert.uncertainty) == (2.0, 0.3)
+    assert [convert(time) for time in (100.0, 150.0, 200.0)] == [90.0, 139.0, 188.0]
