@@ -153,7 +153,7 @@ def test_a_cost_file_on_disk(tmp_path: Path) -> None:
     assert read_costs(tmp_path / "costs.toml") == costs_of([two_devices()])
     with pytest.raises(InputError, match="cannot be written"):
         write_costs(COSTS, tmp_path / "no" / "costs.toml")
-    with pytest.raises(InputError, match=r"ends in \.toml"):
+    with pytest.raises(InputError, match=r"must end in \.toml"):
         check_output(tmp_path / "costs.json")
     with pytest.raises(InputError, match="there is no folder"):
         check_output(tmp_path / "no" / "costs.toml")

@@ -21,7 +21,7 @@ def write_costs(costs: Costs, path: str | Path, notes: Iterable[str] = ()) -> No
 def check_output(path: str | Path) -> None:
     """Raises InputError where a cost file could not be written, before any time is spent."""
     if Path(path).suffix != ".toml":
-        raise InputError(f"'{path}' cannot be written: the name of a cost file that is written ends in .toml")
+        raise InputError(f"'{path}' cannot be written: the name of a cost file that is written must end in .toml")
     if not Path(path).absolute().parent.is_dir():
         raise InputError(f"'{path}' cannot be written: there is no folder '{Path(path).parent}'")
 

@@ -1,0 +1,178 @@
+"""Measured above predicted, with waits: in the terminal, as SVG, as a page, as a trace for Perfetto, and by command."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from drawn_timelines import timeline, two_devices
+from traced_steps import measured
+from traced_steps import two_devices as traced
+
+from evenpipe.cli.main import main
+from evenpipe.draw import svg, terminal, trace
+from evenpipe.draw.kinds import LOOKS
+from evenpipe.draw.panel import Panel
+from evenpipe.plan.measured import compare
+from evenpipe.schedule import Costs, Kind, TransferKind, plan_program
+from evenpipe.schedule.trace_file import write_trace
+
+
+def rectangles(text: str, colour: str) -> list[tuple[float, float, float, float]]:
+    """x, y, width, height of those of a colour."""
+    found = ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}rect")
+    return [
+        tuple(float(one.get(key, "0")) for key in ("x", "y", "width", "height"))  # type: ignore[misc]
+        for one in found
+        if one.get("fill") == colour
+    ]
+
+
+def test_waits_are_the_idle_times_that_a_transfer_ended() -> None:
+    panel = Panel("", two_devices())
+    assert [(str(wait.item), wait.start, wait.end) for wait in panel.waits(0)] == [("0RECV_B0", 2.0, 9.0)]
+    assert [(str(wait.item), wait.start, wait.end) for wait in panel.waits(1)] == [("1RECV_F0", 0.0, 3.0)]
+    assert panel.awaited == (TransferKind.RECV_F, TransferKind.RECV_B)
+    assert Panel("", timeline("0F0 1 2, 0B0 5 6")).waits(0) == []  # nothing says what it waited for
+
+
+def test_svg_has_a_bar_in_each_wait_and_its_kind_in_the_legend() -> None:
+    without, text = svg(two_devices(), width=1200), svg(two_devices(), width=1200, waits=True)
+    blue = LOOKS[Kind.F].colour
+    assert rectangles(without, blue) == rectangles(text, blue)
+    for kind, device, (start, end) in ((TransferKind.RECV_B, 0, (2, 9)), (TransferKind.RECV_F, 1, (0, 3))):
+        colour = LOOKS[kind].colour
+        assert not rectangles(without, colour)
+        bar, chip = rectangles(text, colour)
+        (x, y, width, height) = rectangles(text, blue)[device]  # 0F0 from 0 to 2, 1F0 from 3 to 5
+        unit = (width + 0.8) / 2  # boxes leave a light line between neighbours
+        assert bar[2] == pytest.approx((end - start) * unit, abs=0.1)
+        assert bar[0] == pytest.approx(x - 0.4 + (start - (0, 3)[device]) * unit, abs=0.1)
+        assert y < bar[1] and bar[1] + bar[3] < y + height  # within the row, and lower than a pass
+        assert chip[2:] == (13, 13)
+        assert f"waits for {kind.value}" in text and "waits for" not in without
+
+
+def test_the_terminal_says_how_long_each_device_waited_for_what() -> None:
+    lines = terminal(two_devices(), width=60, colour="none", waits=True).splitlines()
+    assert "device 0 waited for  RECV_B 7" in lines and "device 1 waited for  RECV_F 3" in lines
+    silent = terminal(timeline("0F0 0 1, 0B0 1 2"), width=60, colour="none", waits=True)
+    assert "device 0 waited for  nothing" in silent
+    assert "waited" not in terminal(two_devices(), width=60, colour="none")
+
+
+def test_dots_of_idle_columns_have_the_colour_of_what_is_waited_for() -> None:
+    plain, text = (terminal(two_devices(), width=80, colour="truecolor", waits=waits) for waits in (False, True))
+    receive = LOOKS[TransferKind.RECV_B].colour
+    code = ";".join(str(int(receive[place : place + 2], 16)) for place in (1, 3, 5))
+    assert f"38;2;{code}m·" in text and f"38;2;{code}m·" not in plain
+
+
+def test_perfetto_has_waits_in_a_thread_of_their_own() -> None:
+    events = json.loads(trace(two_devices(), unit_seconds=1e-6))["traceEvents"]
+    waits = [event for event in events if event["ph"] == "X" and event["tid"] == 2]
+    assert [(e["pid"], e["name"], e["ts"], e["dur"]) for e in waits] == [
+        (2, "1RECV_F0", 0.0, 3.0),
+        (1, "0RECV_B0", 2.0, 7.0),
+    ]
+
+
+COSTS = Costs(F=0.01, B=0.02, I=0.01, W=0.01, S=0.004, C=0.001, T=0.002, E=0.0005, G=0.0005, p2p=0.0005)
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    _, program = plan_program("zb-h1", 2, 4, "vocab-2", COSTS)
+    write_trace(measured(program, COSTS), tmp_path / "step.json")
+    write_trace(traced(), tmp_path / "hand.json")
+    return tmp_path / "step.json"
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".html", ".json"])
+def test_every_format_has_measured_above_predicted(file: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["draw", str(file), "-o", f"out{suffix}"]) == 0
+    text = (file.parent / f"out{suffix}").read_text(encoding="utf-8")
+    assert capsys.readouterr().out == f"wrote out{suffix}\n"
+    assert 0 < text.index("measured") < text.index("predicted")
+    if suffix == ".svg":
+        boxes = rectangles(text, LOOKS[Kind.F].colour)
+        assert len(boxes) == 2 * 8 + 1  # both panels, and the legend
+        assert [box[2] for box in boxes[:8]] == pytest.approx([box[2] for box in boxes[8:16]], abs=0.02)
+
+
+def test_the_terminal_has_measured_above_predicted_in_seconds(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["draw", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first, second = lines.index("measured"), lines.index("predicted")
+    assert first < second
+    figures = [re.search(r"makespan ([0-9.]+ ms)", lines[line + 1]) for line in (first, second)]
+    assert figures[0] is not None and figures[1] is not None and figures[0][1] == figures[1][1]
+    assert sum(line.startswith("device 0 waited for") for line in lines) == 2
+
+
+def test_costs_from_a_file_predict_in_their_unit(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("costs.toml").write_text("F = 2000\nB = 2750\np2p = 500\n")  # milliseconds
+    assert main(["draw", "hand.json", "--costs", "costs.toml", "--unit-seconds", "0.001"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "makespan 12 s" in lines[lines.index("measured") + 1]
+    assert "makespan 10.5 s" in lines[lines.index("predicted") + 1]  # 2 + 0.5 + 2 + 2.75 + 0.5 + 2.75
+    comparison = compare(traced())
+    assert comparison.title == "1f1b + first-last, 2 devices, 1 microbatch, step 3"
+    assert comparison.to_dict()["measured_waiting"] == [7.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["draw", "nowhere.json"], "nowhere.json cannot be read: No such file or directory"),
+        (["draw", "costs.toml"], "costs.toml is not JSON"),
+        (["draw", "out.json"], "not a trace of evenpipe"),
+        (["draw", "hand.json", "--schedule", "1f1b"], "--schedule is given, but the trace hand.json says what ran"),
+        (["draw", "hand.json", "--stages-per-device", "2"], "--stages-per-device is given"),
+        (["draw", "step.json", "--costs", "costs.toml"], "costs: E is missing, but the order has E0"),
+        (["draw", "hand.json", "-o", "picture.png"], "must end in .html, .json or .svg"),
+        (["profile"], "profile needs either CONFIG.toml or --from TRACE.json, but neither is given"),
+        (["profile", "config.toml", "--from", "hand.json"], "but both are given"),
+        (["profile", "--from", "nowhere.json"], "nowhere.json cannot be read"),
+        (["profile", "--from", "out.json"], "not a trace of evenpipe"),
+        (["profile", "--from", "hand.json", "-o", "costs.json"], "must end in .toml"),
+        (["profile", "nowhere.toml"], "nowhere.toml"),
+    ],
+)
+def test_wrong_input_is_one_sentence(
+    file: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("costs.toml").write_text("F = 1\nB = 2\n")
+    Path("out.json").write_text('{"traceEvents": []}')
+    assert main(arguments) == 2
+    written = capsys.readouterr()
+    assert written.out == "" and message in written.err and written.err.count("\n") == 1
+
+
+def test_profile_takes_costs_from_traces_that_simulate_reads(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--from", "hand.json", "-o", "costs.toml"]) == 0
+    assert (
+        main(
+            [
+                "simulate",
+                "--schedule",
+                "1f1b",
+                "--devices",
+                "2",
+                "--microbatches",
+                "1",
+                "--costs",
+                "costs.toml",
+                "--json",
+            ]
+        )
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out.splitlines()[1])
+    assert found["busy"] == [5.0, 5.0]  # passes and what lies between them
+    assert main(["profile", "--from", "hand.json", "hand.json", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["F"] == [2.5, 2.25]
