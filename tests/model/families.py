@@ -83,7 +83,7 @@ EXPERTS: dict[str, tuple[str, dict]] = {
     "olmoe": ("OlmoeConfig", {**GROUPED, "num_experts": 6, "num_experts_per_tok": 3, "attention_bias": True}),
     "gpt_oss": (
         "GptOssConfig",
-        {**GROUPED, **MIXED, "head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+        {**GROUPED, **WINDOW, "head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "swiglu_limit": 0.3},
     ),
     "qwen2_moe": (

@@ -14,12 +14,14 @@ from evenpipe.model.initialization import initial_rows, initialize
 from evenpipe.model.loading import copy_parameters, fill_parameters, fill_rows, load_parameters, load_rows
 from evenpipe.model.modules import ModuleStage, describe_modules
 from evenpipe.model.names import disk_tensors
+from evenpipe.model.router_loss import RouterLoss
 from evenpipe.model.stage import Stage, build_stage
 from evenpipe.model.structure import persistent_buffers
 
 __all__ = [
     "Description",
     "ModuleStage",
+    "RouterLoss",
     "Stage",
     "build_stage",
     "copy_parameters",

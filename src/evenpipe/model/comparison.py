@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description, describe
 from evenpipe.model.loading import copy_parameters
+from evenpipe.model.router_loss import RouterLoss
 from evenpipe.model.rules import undisturbed
 from evenpipe.model.shrink import STEPS, small_copy
 from evenpipe.model.stage import ModuleStage, Stage, build_stage
@@ -49,7 +50,7 @@ def self_check(description: Description) -> None:
         generator = torch.Generator().manual_seed(1)
         for padded in (False, True) if small.takes_attention_mask else (False,):
             batch = _batch(small, generator, padded)
-            rounds, *expected = _whole(whole, *batch)
+            rounds, *expected = _whole(whole, small.router_loss, *batch)
             try:
                 found = _in_pieces(small, dtype, *batch)
             except Exception as error:  # whatever a family raises when its parts do not fit
@@ -149,10 +150,12 @@ def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def _whole(model: PreTrainedModel, tokens, labels, mask) -> tuple[bool, float, Gradients]:
+def _whole(model: PreTrainedModel, router: RouterLoss | None, tokens, labels, mask) -> tuple[bool, float, Gradients]:
     model.zero_grad()
-    logits = model(input_ids=tokens, attention_mask=mask, use_cache=False, return_dict=True).logits
-    loss = _loss(logits, labels)
+    output = model(input_ids=tokens, attention_mask=mask, use_cache=False, return_dict=True)
+    loss = _loss(output.logits, labels)
+    if router is not None:
+        loss = loss + router.coefficient * output.aux_loss
     rounds = _rounds(loss)
     loss.backward()
     return rounds, loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -161,6 +164,9 @@ def _whole(model: PreTrainedModel, tokens, labels, mask) -> tuple[bool, float, G
 def _in_pieces(small: Description, dtype: torch.dtype, tokens, labels, mask) -> tuple[float, Gradients]:
     """What the pipeline computes, in one process: three stages, detached at the cuts, the vocabulary by hand."""
     assert small.model is not None
+    router = small.router_loss
+    totals = torch.empty(0) if router is None else router.start()
+    routed: list[torch.Tensor] = []
     bounds = [0, 1, small.layers - 1, small.layers]
     weights = {
         name: small.model.get_parameter(name).detach().clone().requires_grad_() for name in small.vocabulary_names
@@ -175,7 +181,11 @@ def _in_pieces(small: Description, dtype: torch.dtype, tokens, labels, mask) -> 
         stage = build_stage(small, first, last, is_first=first == 0, is_last=last == small.layers, dtype=dtype)
         copy_parameters(stage, small)
         inputs.append(hidden if not stages else hidden.detach().requires_grad_())
-        hidden = stage(inputs[-1], attention_mask=mask)
+        recorded: dict[str, list] = {} if router is None else {"router_logits": []}
+        hidden = stage(inputs[-1], attention_mask=mask, **recorded)
+        if router is not None:
+            totals, probabilities = router.add(totals, recorded["router_logits"], mask)
+            routed.append(probabilities)
         stages.append(stage)
         outputs.append(hidden)
     bias = weights[small.head_bias_name] if small.head_bias_name is not None else None
@@ -183,9 +193,15 @@ def _in_pieces(small: Description, dtype: torch.dtype, tokens, labels, mask) -> 
     if small.soft_cap is not None:
         logits = small.soft_cap * torch.tanh(logits / small.soft_cap)
     loss = _loss(logits, labels)
-    loss.backward()
-    for index in range(len(stages) - 1, 0, -1):
-        outputs[index - 1].backward(inputs[index].grad)
+    for index in range(len(stages) - 1, -1, -1):
+        is_last = index == len(stages) - 1
+        roots, given = [loss if is_last else outputs[index]], [None if is_last else inputs[index + 1].grad]
+        if router is not None and routed[index].requires_grad:
+            roots.append(routed[index])
+            given.append(router.gradient(totals, 1.0))
+        torch.autograd.backward(roots, given)
+    if router is not None:
+        loss = loss.detach() + router.coefficient * router.value(totals)
     gradients: Gradients = {name: weight.grad for name, weight in weights.items()}
     for stage in stages:
         gradients |= {name: parameter.grad for name, parameter in stage.named_parameters()}

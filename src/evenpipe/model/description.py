@@ -14,8 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from evenpipe.errors import InputError
 from evenpipe.model.interface import probe_position_rows, takes
 from evenpipe.model.logits import probe_logits
+from evenpipe.model.router_loss import RouterLoss, probe_router_loss, wants_router_loss, without_router_loss
 from evenpipe.model.rules import undisturbed
 from evenpipe.model.structure import (
+    PROBE_BATCH,
+    PROBE_SEQUENCE,
     Structure,
     build_skeleton,
     find_layers,
@@ -69,6 +72,8 @@ class Description:
     model: Any = field(default=None, repr=False)
     """A live model that the stages copy their weights from."""
     trust_remote_code: bool = False
+    router_loss: RouterLoss | None = None
+    """What is added to the loss of a mixture of experts whose config says `output_router_logits`."""
 
     @property
     def vocabulary_names(self) -> tuple[str, ...]:
@@ -117,8 +122,6 @@ def describe(source: str | Path | PreTrainedConfig | nn.Module, *, trust_remote_
             f"model = {source!r} is neither a hub name, a folder, a transformers config nor a transformers model."
         )
     config = copy.deepcopy(config)
-    if getattr(config, "output_router_logits", False):
-        raise InputError("output_router_logits = true adds a router loss that is not computed here: set it to false.")
     if getattr(config, "quantization_config", None):
         raise InputError("quantization_config is set in the model's config, and quantised weights cannot be trained.")
     for key, value in vars(config).items():
@@ -169,7 +172,9 @@ def _describe(
 
     _check_sharing(architecture, skeleton, {id(embedding.weight), id(head.weight)})
 
-    fresh = build_skeleton(config, torch.float64, model_class)
+    quiet = copy.deepcopy(config)
+    without_router_loss(quiet)
+    fresh = build_skeleton(quiet, torch.float64, model_class)
     structure = probe(fresh, layers_name, embedding_module, head_module)
     # `fresh` now runs without layers and weights, so it can be given any logits in place of the head's.
     logits_for: list[torch.Tensor] = []
@@ -182,6 +187,10 @@ def _describe(
             return fresh(inputs_embeds=hidden, use_cache=False, return_dict=True).logits
 
     scale, cap = probe_logits(architecture, run, head.weight.shape[0])
+    router_loss = None
+    if wants_router_loss(config):
+        logits_for[:] = [torch.zeros(PROBE_BATCH, PROBE_SEQUENCE, head.weight.shape[0], dtype=torch.float64)]
+        router_loss = probe_router_loss(fresh, embedding.weight.shape[1], layers_name)
     takes_position_ids = takes(model_class, "position_ids")
     maximum_length = getattr(config.get_text_config(), "max_position_embeddings", None)
     return Description(
@@ -202,6 +211,7 @@ def _describe(
         takes_position_ids=takes_position_ids,
         takes_attention_mask=takes(model_class, "attention_mask"),
         position_rows=probe_position_rows(fresh, embedding_module) if takes_position_ids else None,
+        router_loss=router_loss,
         structure=structure,
         skeleton=skeleton,
         source=name,

@@ -24,6 +24,7 @@ from evenpipe.errors import InputError
 from evenpipe.model.description import Description
 from evenpipe.model.interface import check_returned
 from evenpipe.model.modules import ModuleStage
+from evenpipe.model.router_loss import OPTION, router_modules
 from evenpipe.model.structure import (
     build_skeleton,
     embed_rows,
@@ -44,9 +45,10 @@ class Relay:
     received: torch.Tensor | None = None
     stand_in: torch.Tensor | None = None
     result: torch.Tensor | None = None
+    router_logits: list[torch.Tensor] | None = None
 
     def clear(self) -> None:
-        self.received = self.stand_in = self.result = None
+        self.received = self.stand_in = self.result = self.router_logits = None
 
 
 class Stage(nn.Module):
@@ -78,6 +80,9 @@ class Stage(nn.Module):
         hollow(whole, structure, range(first, last), receive, dtype=compute_dtype, torch_device=torch_device)
         _materialise(whole, description, self, compute_dtype, torch_device)
         _place_hooks(layers_of(whole, structure.layers_name), description, self, self._relay)
+        if description.router_loss is not None:
+            for module, index in router_modules(whole, structure.layers_name, range(first, last)):
+                module.register_forward_hook(_record_router(self._relay, index))
 
         self._whole = (whole,)  # in a tuple: its children, not itself, are this module's, so that names have no prefix
         for name, child in whole.named_children():
@@ -89,6 +94,8 @@ class Stage(nn.Module):
             "position_ids": description.takes_position_ids,
             "attention_mask": description.takes_attention_mask,
         }
+        # The model's own forward has only this stage's routers: it must not make a loss of them.
+        self._options = {} if description.router_loss is None else {OPTION: False}
         self._result_checked = False
         self.train()
 
@@ -107,6 +114,7 @@ class Stage(nn.Module):
         hidden: torch.Tensor,
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
+        router_logits: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Hidden states in, hidden states out, both [batch, sequence, hidden_size].
 
@@ -115,6 +123,8 @@ class Stage(nn.Module):
                 ids, as they are stored (scaling is done here, under autograd).
             position_ids: [batch, sequence], or None for 0, 1, 2, ...
             attention_mask: [batch, sequence], 1 for tokens and 0 for padding on the right, or None.
+            router_logits: of a model with a router loss: a list that gets the logits [tokens, experts] of the local
+                layers' routers, in the order of the layers.
 
         Returns: the last local layer's output; on the last stage what the output layer receives (after the norm).
 
@@ -135,9 +145,9 @@ class Stage(nn.Module):
         try:
             if not (self.is_first and self.is_last):
                 relay.stand_in = torch.zeros_like(hidden, requires_grad=False)
-            relay.received = hidden
+            relay.received, relay.router_logits = hidden, router_logits
             embedded = embed_rows(self._embedding[0], hidden) if self.is_first else relay.stand_in
-            self.whole(inputs_embeds=embedded, use_cache=False, **arguments)
+            self.whole(inputs_embeds=embedded, use_cache=False, **arguments, **self._options)
             assert relay.result is not None, "the model's forward passed by the last local layer"
             if not self._result_checked:
                 check_returned(self._name(), relay.result, hidden)
@@ -252,6 +262,17 @@ def _capture_output(relay: Relay):
             return type(output)((relay.stand_in, *output[1:]))
         relay.result = output
         return relay.stand_in
+
+    return hook
+
+
+def _record_router(relay: Relay, index: int):
+    def hook(module, args, output):
+        if relay.router_logits is None:  # nobody asked, or a layer's forward runs again in the backward
+            return
+        logits = output[index] if isinstance(output, tuple) else output
+        if logits is not None:
+            relay.router_logits.append(logits)
 
     return hook
 

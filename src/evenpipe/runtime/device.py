@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from evenpipe.model import Description, build_stage, fill_parameters, fill_rows, persistent_buffers
 from evenpipe.parallel import ShardedModule
 from evenpipe.runtime.checkpointing import Switch, checkpoint_layer
+from evenpipe.runtime.experts import split_experts
 from evenpipe.runtime.layout import Layout
 from evenpipe.runtime.parameters import Matrix, ParameterShard, ShardedMatrix, Sharding, StageParameters
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
@@ -125,7 +126,8 @@ def build(
             held.sharded[stage] = sharding.shard(module, layers, compute_dtype, f"stage {stage}")
             for name, parameter, start, shape in held.sharded[stage]:
                 held.shards[name] = ParameterShard(parameter, start, tuple(shape), saved_here=True, mesh=sharding.mesh)
-        held.unsplit += split_layers(module, held.weight_gradients)
+        experts = split_experts(module, held.weight_gradients)
+        held.unsplit += [name for name in split_layers(module, held.weight_gradients) if name not in experts]
         for index in range(first, last):
             layer = module.get_submodule(f"{description.structure.layers_name}.{index}")
             checkpoint_layer(layer, checkpointing[index], held.checkpointing, torch_device)

@@ -41,6 +41,7 @@ from evenpipe.runtime.layout import Layout, ModelCosts, build_layout, flop_costs
 from evenpipe.runtime.parameters import ParameterShard, Sharding
 from evenpipe.runtime.replicas import Replicas
 from evenpipe.runtime.result import Shared, StepResult
+from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.trace import gather_trace
 from evenpipe.runtime.walker import Walker
 from evenpipe.runtime.worker import initialise_worker
@@ -208,6 +209,12 @@ class Pipeline:
             row_mesh=groups.row_mesh(sharded=self._sharded),
             broadcast=None if replicas is None or self.description.model is None else self._broadcast,
         )
+        router_loss = self.description.router_loss
+        self._router_losses = (
+            None
+            if router_loss is None
+            else RouterLosses(router_loss, replicas=self.replicas, torch_device=self.torch_device)
+        )
         self._walker = Walker(
             self.device,
             self._held.stages,
@@ -224,6 +231,7 @@ class Pipeline:
             replicas=None
             if replicas is None
             else Replicas(self._held, self.layout, self.device, replicas, is_first=self.replica == 0),
+            router_losses=self._router_losses,
         )
 
     def _broadcast(self, tensor: Tensor) -> None:
@@ -358,6 +366,7 @@ class Pipeline:
             loss,
             log_probabilities,
             (batch.sequences, batch.sequence_length),
+            self._shared_router_loss(),
         )
 
     def _log_probabilities(self, batch: Batch, dtype: torch.dtype) -> list[Shared]:
@@ -379,6 +388,15 @@ class Pipeline:
         if self.replicas == 1:
             return self._share(own, dtype, ())
         return self._groups.share_sum(own, self.layout.program.placement.last_device, dtype)
+
+    def _shared_router_loss(self) -> Shared | None:
+        """Known where the last stage is, in every mode of the vocabulary."""
+        if self._router_losses is None:
+            return None
+        own, source = self._router_losses.value, self.layout.program.placement.last_device
+        if self.replicas == 1:
+            return self._groups.share(own, source, torch.float64, ())
+        return self._groups.share_sum(own, source, torch.float64)
 
     @contextmanager
     def _tied_gradients(self) -> Iterator[None]:

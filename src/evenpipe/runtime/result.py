@@ -43,11 +43,19 @@ class StepResult:
     _loss: Shared = field(repr=False)
     _log_probabilities: list[Shared] = field(default_factory=list, repr=False)
     _shape: tuple[int, int] = (0, 0)
+    _router_loss: Shared | None = field(default=None, repr=False)
 
     @property
     def loss(self) -> float:
-        """Mean over the valid tokens of all replicas, with the loss options. Reading it waits for it."""
-        return float(self._loss.value())
+        """Mean over the valid tokens of all replicas, with the loss options, and what the routers of a mixture of
+        experts add to it. Reading it waits for it."""
+        loss = self._loss.value()
+        return float(loss if self._router_loss is None else loss + self._router_loss.value())
+
+    @property
+    def router_loss(self) -> float:
+        """What routers add to the loss, coefficient included: the mean over microbatches and replicas; else 0."""
+        return 0.0 if self._router_loss is None else float(self._router_loss.value())
 
     @property
     def log_probabilities(self) -> Tensor:

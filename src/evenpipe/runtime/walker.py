@@ -25,6 +25,7 @@ from evenpipe.runtime.checkpointing import Switch
 from evenpipe.runtime.communication import Communicator, Communicators, Handle
 from evenpipe.runtime.random_state import RandomState
 from evenpipe.runtime.recording import Recording, StepRecord
+from evenpipe.runtime.router_loss import ALONG, RouterLosses
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.runtime.weight_gradients import WeightGradients
 from evenpipe.schedule import Kind, Pass, Program, Transfer, TransferKind, parts_of
@@ -95,6 +96,7 @@ class Walker:
         weight_gradients: the queue of the stages' layers, for split backwards.
         checkpointing: the switch of the stages' layers: microbatches with R keep all of the graph that R makes.
         replicas: what to do for other pipelines that hold the same parameters; None: there are none.
+        router_losses: of a model whose routers have a loss of their own; None: of others.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Walker:
         weight_gradients: WeightGradients | None = None,
         checkpointing: Switch | None = None,
         replicas: Replicas | None = None,
+        router_losses: RouterLosses | None = None,
     ) -> None:
         self._device = device
         self._stages = stages
@@ -136,6 +139,9 @@ class Walker:
         self._sends: dict[str, deque[Handle]] = {}
         self._weight_gradients = WeightGradients() if weight_gradients is None else weight_gradients
         self._replicas = replicas
+        self._router_losses = router_losses
+        # Each hop has a second, small message then.
+        self._sends_in_flight = SENDS_IN_FLIGHT if router_losses is None else 2 * SENDS_IN_FLIGHT
         self._checkpointing = Switch() if checkpointing is None else checkpointing
         self._row: _Row | None = None
         self._pass_handlers: dict[Kind, Callable[[Pass], None]] = {
@@ -181,6 +187,8 @@ class Walker:
         if self._output is not None:
             self._output.clear()
         self._clear()
+        if self._router_losses is not None:
+            self._router_losses.begin(program, self._local, self._take)
 
         recording = self._recording = Recording(self._torch_device) if self.record_passes else None
         record = StepRecord(start=time.perf_counter())
@@ -266,7 +274,7 @@ class Walker:
 
     def _keep_send(self, item: Transfer, handle: Handle) -> None:
         self._sends.setdefault(item.communicator, deque()).append(handle)
-        self._wait_for_sends(item.communicator, SENDS_IN_FLIGHT)
+        self._wait_for_sends(item.communicator, self._sends_in_flight)
 
     def _wait_for_sends(self, communicator: str, at_most: int) -> None:
         sends = self._sends[communicator]
@@ -304,6 +312,8 @@ class Walker:
             taken = self._take(("F", stage, index))
         elif self._vocabulary_passes:
             taken = self._take(("ROWS", -1, index))
+        if self._router_losses is not None:
+            self._router_losses.before_forward(stage, index)
         self._begin()
         if stage > 0:
             assert taken is not None
@@ -316,11 +326,11 @@ class Walker:
         key = (stage, index)
         assert self._row is not None
         if not self._gradients:
-            output = self._call(stage, hidden, microbatch)
+            output = self._call(stage, index, hidden, microbatch)
         elif key in self._row.recomputed:
             self._forwarded[key] = _Forwarded(hidden, None, RandomState.of(self._torch_device))
             with torch.no_grad():
-                output = self._call(stage, hidden, microbatch)
+                output = self._call(stage, index, hidden, microbatch)
         else:
             output = self._forward_with_graph(_Forwarded(hidden, None), stage, index, microbatch)
         result = output.detach()
@@ -344,7 +354,7 @@ class Walker:
         forwarded.input.requires_grad_()
         self._weight_gradients.under_way = key if key in self._row.split else None
         self._checkpointing.off = key in self._row.recomputed
-        output = self._call(stage, forwarded.input, microbatch)
+        output = self._call(stage, index, forwarded.input, microbatch)
         self._checkpointing.off = False
         self._weight_gradients.under_way = None
         # The edge, not the output: the graph stays, the output itself goes as soon as it is sent.
@@ -352,8 +362,11 @@ class Walker:
         self._forwarded[key] = forwarded
         return output
 
-    def _call(self, stage: int, hidden: Tensor, microbatch: Microbatch) -> Tensor:
-        return self._stages[stage](hidden, microbatch.position_ids, microbatch.attention_mask)
+    def _call(self, stage: int, index: int, hidden: Tensor, microbatch: Microbatch) -> Tensor:
+        module = self._stages[stage]
+        if self._router_losses is not None:
+            return self._router_losses.call(module, stage, index, hidden, microbatch)
+        return module(hidden, microbatch.position_ids, microbatch.attention_mask)
 
     def _recompute(self, item: Pass) -> None:
         """R: the graph that F did not keep, from the stage's input and with the same random numbers."""
@@ -382,6 +395,8 @@ class Walker:
             gradient = self._take(("B", stage, index))
         elif self._vocabulary_passes:
             gradient = self._take(("DX", -1, index))
+        if self._router_losses is not None:
+            self._router_losses.before_backward(stage, index)
         self._begin()
         if gradient is None:
             assert self._output is not None
@@ -437,8 +452,13 @@ class Walker:
         self._send(item, ("B", item.stage - 1, item.microbatch))
 
     def _send(self, item: Transfer, key: Key) -> None:
-        tensor = self._local.pop(key)
-        self._keep_send(item, self._communicator(item).send(tensor, self._ranks[item.members[1]], str(item)))
+        keys = [key]
+        if self._router_losses is not None:
+            what, stage, index = key
+            keys.append((ALONG[what], stage, index))
+        for one in keys:
+            tensor = self._local.pop(one)
+            self._keep_send(item, self._communicator(item).send(tensor, self._ranks[item.members[1]], str(item)))
 
     def _receive_forward(self, item: Transfer) -> None:
         self._receive(item, "F")
@@ -448,9 +468,12 @@ class Walker:
 
     def _receive(self, item: Transfer, what: str) -> None:
         assert item.stage is not None
-        buffer = self._hidden_buffer(item.microbatch)
-        handle = self._communicator(item).receive(buffer, self._ranks[item.members[0]], str(item))
-        self._arriving[what, item.stage, item.microbatch] = (buffer, handle)
+        buffers = {what: self._hidden_buffer(item.microbatch)}
+        if self._router_losses is not None:
+            buffers[ALONG[what]] = self._router_losses.buffer(what)
+        for one, buffer in buffers.items():
+            handle = self._communicator(item).receive(buffer, self._ranks[item.members[0]], str(item))
+            self._arriving[one, item.stage, item.microbatch] = (buffer, handle)
 
     # --- embedding -------------------------------------------------------------------------------------------
 

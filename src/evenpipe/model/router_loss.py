@@ -1,0 +1,219 @@
+"""The loss that keeps the experts of a mixture evenly loaded, and how the stages of a model share it.
+
+transformers adds it where the config says `output_router_logits` (Switch Transformer, arXiv 2101.03961, equations 4-6,
+over the rows of all layers together):
+
+    coefficient * E * sum_e (counts_e / rows) * (probabilities_e / rows)
+
+    counts_e          how often expert e is among the chosen ones, over all layers and tokens that the mask counts
+    probabilities_e   the sum of its softmax probabilities over the same
+    rows              layers times tokens
+
+It is a product of sums over layers, so no layer has a share of its own. But only the probabilities can be
+differentiated: a layer's gradient needs of all other layers nothing but the counts. So each stage adds its layers to
+three running totals, which travel forwards with the hidden states; at the last stage they are complete; and one
+gradient [E], the same for the probabilities of every row of every layer, travels back with that of the hidden states.
+
+All in fp32 and in the order of the layers, as transformers does it: the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from evenpipe.errors import InputError
+from evenpipe.model.structure import PROBE_BATCH, PROBE_SEQUENCE
+
+OPTION = "output_router_logits"
+FUNCTION = "load_balancing_loss_func"
+"""What transformers calls it, in the file of every family that has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLoss:
+    """The numbers of a family's loss, as its own forward uses them."""
+
+    coefficient: float
+    experts: int
+    choices: int
+    """Experts per token."""
+
+    def start(self, torch_device: torch.device | str = "cpu") -> torch.Tensor:
+        """Totals before the first layer: [2 * experts + 1] fp32, counts, probabilities and rows."""
+        return torch.zeros(2 * self.experts + 1, device=torch_device)
+
+    def add(
+        self, totals: torch.Tensor, logits: Sequence[torch.Tensor], mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds layers to the totals of those before.
+
+        Args:
+            logits: what the router of each layer gave, [tokens, experts].
+            mask: 1 for tokens that count and 0 for padding, as many; None: all count.
+
+        Returns: the new totals, outside of autograd, and the probabilities in them with the graph of these layers.
+        """
+        counts, probabilities, rows = self._parts(totals)
+        flat = None if mask is None else mask.reshape(-1).to(dtype=torch.float32)
+        for layer in logits:
+            weights = layer.softmax(dim=-1)
+            chosen = nn.functional.one_hot(weights.detach().topk(self.choices, dim=-1).indices, self.experts)
+            chosen = chosen.sum(dim=1).float()
+            if flat is None:
+                counts = counts + chosen.sum(dim=0)
+                probabilities = probabilities + weights.float().sum(dim=0)
+                rows = rows + weights.shape[0]
+            else:
+                counts = counts + (chosen * flat.unsqueeze(-1)).sum(dim=0)
+                probabilities = probabilities + (weights.float() * flat.unsqueeze(-1)).sum(dim=0)
+                rows = rows + flat.sum()
+        return torch.cat([counts, probabilities.detach(), rows]), probabilities
+
+    def value(self, totals: torch.Tensor) -> torch.Tensor:
+        """The loss of complete totals, without the coefficient. A scalar."""
+        counts, probabilities, rows = self._parts(totals)
+        return torch.sum((counts / rows) * (probabilities / rows)) * self.experts
+
+    def gradient(self, totals: torch.Tensor, share: float) -> torch.Tensor:
+        """[experts]: the gradient of `share * coefficient * value` with respect to any layer's sum of probabilities."""
+        counts, probabilities, rows = self._parts(totals)
+        with torch.enable_grad():
+            probabilities = probabilities.detach().requires_grad_()
+            loss = self.coefficient * self.value(torch.cat([counts, probabilities, rows]))
+            (gradient,) = torch.autograd.grad(loss, probabilities, torch.full_like(loss, share))
+        return gradient
+
+    def _parts(self, totals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return totals[: self.experts], totals[self.experts : -1], totals[-1:]
+
+
+def wants_router_loss(config: Any) -> bool:
+    return bool(getattr(config, OPTION, False) or getattr(config.get_text_config(), OPTION, False))
+
+
+def without_router_loss(config: Any) -> None:
+    """Takes the option out of a config (the caller's own copy), so that a forward on stand-ins does not look for it."""
+    for one in (config, config.get_text_config()):
+        if getattr(one, OPTION, False):
+            setattr(one, OPTION, False)
+
+
+def probe_router_loss(model: PreTrainedModel, hidden_size: int, layers_name: str) -> RouterLoss:
+    """Finds out what a family's forward does with the option.
+
+    Its function for the loss is replaced for one forward, to see what it is called with and what its result is
+    multiplied with; and it is compared with ours on random numbers.
+
+    Args:
+        model: what `probe` leaves behind: it runs on fp64 hidden states with no layers and no weights.
+
+    Raises:
+        InputError: transformers has no such loss for the family, or another one.
+    """
+    architecture = type(model).__name__
+    names = _globals_of_forward(model)
+    theirs = names.get(FUNCTION)
+    if theirs is None or not router_modules(model, layers_name):
+        raise _refused(architecture, "transformers computes no loss of its routers that could be trained")
+    found: dict[str, Any] = {}
+    value = torch.zeros((), dtype=torch.float64, requires_grad=True)
+
+    def stand_in(*args: Any, **kwargs: Any) -> torch.Tensor:
+        found.update(inspect.signature(theirs).bind(*args, **kwargs).arguments)
+        return value
+
+    hidden = torch.ones(PROBE_BATCH, PROBE_SEQUENCE, hidden_size, dtype=torch.float64)
+    labels = torch.zeros(PROBE_BATCH, PROBE_SEQUENCE, dtype=torch.int64)
+    mask = torch.ones_like(labels)
+
+    def loss(on: bool) -> torch.Tensor:
+        given = {"inputs_embeds": hidden, "labels": labels, "attention_mask": mask, OPTION: on}
+        return model(**given, use_cache=False, return_dict=True).loss
+
+    try:
+        with _replaced(names, FUNCTION, stand_in):
+            plain, with_it = loss(False), loss(True)
+        (coefficient,) = torch.autograd.grad(with_it, value)
+        router_loss = RouterLoss(float(coefficient), int(found["num_experts"]), int(found["top_k"]))
+        alone = torch.equal(plain.detach().double(), with_it.detach().double())
+    except Exception as error:  # whatever a family's code raises on a forward without layers
+        raise _refused(architecture, f"what it does with it is not seen ({type(error).__name__})") from error
+    if not alone or found.get("attention_mask") is not mask or not _agrees(router_loss, theirs):
+        raise _refused(architecture, "its loss of the routers is another than that of Mixtral")
+    return router_loss
+
+
+def router_modules(model: PreTrainedModel, layers_name: str, kept: range | None = None) -> list[tuple[nn.Module, int]]:
+    """(module, index in what it returns) of everything whose output transformers takes for router logits.
+
+    Args:
+        kept: indices of the layers to look in; None: all.
+    """
+    recorders = getattr(type(model.base_model), "_can_record_outputs", None) or {}
+    recorders = recorders.get("router_logits", [])
+    recorders = recorders if isinstance(recorders, list) else [recorders]
+    found = []
+    for name, module in model.named_modules():
+        if not name.startswith(f"{layers_name}."):
+            continue
+        layer = name.removeprefix(f"{layers_name}.").partition(".")[0]
+        if kept is not None and int(layer) not in kept:
+            continue
+        found += [(module, getattr(one, "index", 1)) for one in recorders if _matches(one, name, module)]
+    return found
+
+
+def _matches(recorder: Any, name: str, module: nn.Module) -> bool:
+    """Whether a recorder of transformers means this module: by its class, by the end of its name, or both."""
+    if isinstance(recorder, str):
+        return name.endswith(recorder)
+    if isinstance(recorder, type):
+        return isinstance(module, recorder)
+    by_class = recorder.target_class is not None and isinstance(module, recorder.target_class)
+    by_name = recorder.class_name is not None and name.endswith(recorder.class_name)
+    inside = recorder.layer_name is None or f".{recorder.layer_name.strip('.')}." in f".{name}."
+    return (by_class or by_name) and inside
+
+
+def _globals_of_forward(model: nn.Module) -> dict[str, Any]:
+    """The names that a model's forward sees, its decorators taken off."""
+    return getattr(inspect.unwrap(type(model).forward), "__globals__", {})
+
+
+@contextlib.contextmanager
+def _replaced(names: dict[str, Any], name: str, value: Any) -> Iterator[None]:
+    before = names[name]
+    names[name] = value
+    try:
+        yield
+    finally:
+        names[name] = before
+
+
+def _agrees(ours: RouterLoss, theirs: Callable[..., torch.Tensor]) -> bool:
+    """Value and gradient, with and without a mask, on two layers of random logits."""
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(6, ours.experts, generator=generator, requires_grad=True) for _ in range(2)]
+    for mask in (None, torch.tensor([[1, 1, 0], [1, 1, 1]])):
+        expected = theirs(tuple(logits), ours.experts, ours.choices, mask)
+        wanted = torch.autograd.grad(ours.coefficient * expected, logits)
+        totals, probabilities = ours.add(ours.start(), logits, mask)
+        found = torch.autograd.grad(probabilities, logits, ours.gradient(totals, 1.0))
+        pairs = zip((*found, ours.value(totals)), (*wanted, expected.detach()), strict=True)
+        if not all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in pairs):
+            return False
+    return True
+
+
+def _refused(architecture: str, reason: str) -> InputError:
+    return InputError(
+        f"{OPTION} = true asks for a loss that {architecture} cannot be trained with: {reason}; set it to false."
+    )
