@@ -10,6 +10,7 @@ import copy
 import itertools
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +18,17 @@ import reference
 import torch
 import torch.distributed as dist
 from harness import run_processes
-from test_gradients import described
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from test_gradients import described, llama
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from evenpipe import Pipeline
+from evenpipe.errors import InputError
+from evenpipe.train.agreement import Team
+from evenpipe.train.checkpoint import find_latest, load, prepare_folder, save
+from evenpipe.train.checkpoint_state import tensors_to_save
 
 FP64 = torch.float64
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half")
@@ -147,3 +154,406 @@ def test_two_replicas_train_as_one_process_on_both_batches(kind: str) -> None:
     cases = [Case(kind, *rest) for rest in itertools.product(SCHEDULES, MODES, (False, True))]
     faults = run_processes(run_cases, 4, cases, timeout_seconds=300)
     assert not faults[0], "\n".join(faults[0])
+
+
+# --- batches that differ ---------------------------------------------------------------------------------
+
+
+def reference_of(tied: bool, batches: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of transformers for (ids, labels, weights) of all replicas, whatever their shapes."""
+    model = copy.deepcopy(described(VOCABULARY, tied, FP64).model)
+    total = sum(float(weights[:, 1:][labels[:, 1:] != reference.IGNORE].sum()) for _, labels, weights in batches)
+    losses = []
+    for ids, labels, weights in batches:
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        per_token = functional.cross_entropy(
+            logits, labels[:, 1:].flatten(), ignore_index=reference.IGNORE, reduction="none"
+        )
+        losses.append((per_token * weights[:, 1:].flatten()).sum() / total)
+    loss = torch.stack(losses).sum()
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_gradients(pipeline: Pipeline, wanted: dict[str, Tensor], what: str = "") -> None:
+    found = pipeline.full_gradients()
+    if is_first(pipeline):
+        error, name = reference.worst(found, wanted)
+        assert error <= 1e-10, f"{what} {name}: {error:.1e}"
+
+
+def ragged(replicas: int, *, silent: int | None = None) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """A batch per replica, each of other size and length; none of the labels of replica `silent` counts."""
+    generator = torch.Generator().manual_seed(3)
+    batches = []
+    for replica in range(replicas):
+        ids = torch.randint(0, VOCABULARY, (2 * (replica + 1), 5 + 3 * replica), generator=generator)
+        labels = ids.clone()
+        labels[torch.rand(ids.shape, generator=generator) < 0.2 + 0.2 * replica] = reference.IGNORE
+        if replica == silent:
+            labels[:] = reference.IGNORE
+        batches.append((ids, labels, torch.rand(ids.shape, generator=generator, dtype=FP64)))
+    return batches
+
+
+def batches_that_differ(replicas: int) -> None:
+    for kind, mode, silent, weighted in itertools.product(KINDS, MODES, (None, 0), (False, True)):
+        batches = ragged(replicas, silent=silent)
+        if not weighted:
+            batches = [(ids, labels, torch.ones_like(weights)) for ids, labels, weights in batches]
+        wanted, gradients = reference_of(True, batches)
+        pipeline = make(Case(kind, mode=mode, tied=True, microbatches=2), replicas=replicas)
+        ids, labels, weights = batches[pipeline.replica]
+        result = pipeline.step(ids, labels, token_weights=weights if weighted else None)
+        assert result.loss == pytest.approx(wanted, rel=1e-10)
+        assert result.tokens == sum(int((labels[:, 1:] != reference.IGNORE).sum()) for _, labels, _ in batches)
+        assert_gradients(pipeline, gradients, f"{kind} {mode}")
+        before = pipeline.full_state_dict()
+        evaluated = pipeline.evaluate(ids, labels, token_weights=weights if weighted else None)
+        assert evaluated.loss == pytest.approx(wanted, rel=1e-10)
+        assert evaluated.log_probabilities.shape == ids.shape
+        assert_gradients(pipeline, gradients, "after evaluation")
+        after = pipeline.full_state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        pipeline.close()
+
+
+@pytest.mark.parametrize(("processes", "replicas"), [(4, 2), (2, 2), (3, 3)])
+def test_replicas_may_have_batches_of_any_size_length_and_number_of_labels(processes: int, replicas: int) -> None:
+    run_processes(batches_that_differ, processes, replicas)
+
+
+def no_label_at_all(kind: str) -> None:
+    pipeline = make(Case(kind))
+    ids = torch.zeros(3, 4, dtype=torch.int64)
+    result = pipeline.step(ids, torch.full_like(ids, reference.IGNORE))
+    assert (result.loss, result.tokens) == (0, 0)
+    assert pipeline.clip_gradients(1.0) == 0
+    pipeline.close()
+
+
+def gradients_of_several_steps(kind: str) -> None:
+    """Sums over steps: those of earlier steps are sums over replicas already, and enter the next one once."""
+    data = reference.batches(VOCABULARY, 8, TOKENS, 3)
+    for mode, tied, schedule in itertools.product(MODES, (False, True), ("1f1b", "zbv")):
+        model = copy.deepcopy(described(VOCABULARY, tied, FP64).model)
+        pipeline = make(Case(kind, schedule, mode, tied, microbatches=4))
+        for (ids, labels), batches in zip(data, split(data), strict=True):
+            reference.loss_of(model, ids, labels).backward()
+            step(pipeline, batches)
+            assert_gradients(pipeline, {name: p.grad for name, p in model.named_parameters()}, f"{mode} {schedule}")
+        pipeline.zero_grad()
+        assert all(parameter.grad is None for parameter in pipeline.parameters())
+        model.zero_grad()
+        reference.loss_of(model, *data[0]).backward()
+        step(pipeline, split(data)[0])
+        assert_gradients(pipeline, {name: p.grad for name, p in model.named_parameters()}, "after zero_grad")
+        pipeline.close()
+    no_label_at_all(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_add_up_over_steps(kind: str) -> None:
+    run_processes(gradients_of_several_steps, 4, kind)
+
+
+# --- bf16 ------------------------------------------------------------------------------------------------
+
+
+def in_bf16(kind: str) -> None:
+    """bf16 against fp32 in one process, measured by the error of bf16 in one process, microbatch by microbatch."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, VOCABULARY, (8, 16))
+    exact = llama(VOCABULARY, False, torch.float32)
+    reference.loss_of(exact, ids, ids).backward()
+    rounded = llama(VOCABULARY, False, torch.float32)
+    rotary = [(name, buffer.clone()) for name, buffer in rounded.named_buffers()]
+    rounded.to(torch.bfloat16)
+    for name, buffer in rotary:  # .to() rounds the rotary frequencies too, which no bf16 model of transformers does
+        module, _, leaf = name.rpartition(".")
+        rounded.get_submodule(module)._buffers[leaf] = buffer
+    logits = rounded(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+    functional.cross_entropy(logits, ids[:, 1:].flatten()).backward()
+    for schedule, mode in itertools.product(("1f1b", "zbv"), MODES):
+        case = Case(kind, schedule, mode, microbatches=2)
+        pipeline = make(case, dtype=torch.float32, compute_dtype=torch.bfloat16)
+        loss = step(pipeline, [(part, part) for part in ids.chunk(2)]).loss
+        assert loss == pytest.approx(reference.loss_of(exact, ids, ids).item(), abs=2e-2)
+        for parameter in pipeline.parameters():
+            assert parameter.dtype == parameter.grad.dtype == torch.float32
+        found = pipeline.full_gradients()
+        for name, gradient in found.items():
+            wanted = exact.get_parameter(name).grad
+            ours = torch.linalg.vector_norm(gradient - wanted)
+            one_process = torch.linalg.vector_norm(rounded.get_parameter(name).grad.float() - wanted)
+            assert ours <= 1.5 * one_process + 1e-7, f"{case} {name}: {ours:.2e} against {one_process:.2e}"
+        pipeline.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_errs_no_more_than_bf16_in_one_process(kind: str) -> None:
+    run_processes(in_bf16, 4, kind)
+
+
+# --- what is held where ----------------------------------------------------------------------------------
+
+
+def held_between_steps() -> list[int]:
+    """Elements of parameters and optimizer state; nothing whole is left of what is in shards."""
+    counts = []
+    for mode in MODES:
+        pipeline = make(Case("shard", mode=mode))
+        optimizer = reference.adamw(list(pipeline.parameters()))
+        ids = torch.arange(15).reshape(3, 5)
+        for run in (pipeline.step, pipeline.evaluate):
+            run(ids)
+            optimizer.step()
+            whole = [p for module in pipeline._held.sharded.values() for p in module._parameters]
+            assert whole and all(one.whole.untyped_storage().size() == 0 for one in whole)
+            assert all(one.whole.grad is None and one.gradient is None for one in whole)
+        counts.append(sum(parameter.numel() for parameter in pipeline.parameters()))
+        states = [state for parameter in pipeline.parameters() for state in optimizer.state[parameter].values()]
+        assert sum(state.numel() for state in states if state.dim()) == 2 * counts[-1]
+        assert all(type(parameter) is torch.nn.Parameter for parameter in pipeline.parameters())
+        pipeline.close()
+    return counts
+
+
+def test_shards_are_all_that_is_held_between_steps() -> None:
+    first_last, spread = zip(*run_processes(held_between_steps, 4), strict=True)
+    whole = sum(parameter.numel() for parameter in described(VOCABULARY, False, FP64).model.parameters())
+    assert sum(first_last) == sum(spread) == whole
+    assert max(spread) <= 1.05 * whole / 4
+
+
+def places_of_the_sums() -> list[tuple[str, str, list[str]]]:
+    """For each schedule and mode, the row of device 0 and, for each sum, after which pass it was issued."""
+    found = []
+    for schedule, mode in itertools.product(SCHEDULES, MODES):
+        pipeline = make(Case("replicate", schedule, mode, tied=False))
+        places = []
+        replicas = pipeline._groups.replicas
+        plain = replicas.all_reduce
+
+        def noted(tensor, what, plain=plain, places=places, pipeline=pipeline):
+            places.append(f"{what} after {pipeline._walker._pass_text}")
+            return plain(tensor, what)
+
+        replicas.all_reduce = noted
+        pipeline.step(torch.arange(15).reshape(3, 5))
+        row = " ".join(map(str, (item for item in pipeline.order.rows[0] if item is not None)))
+        found.append((mode, row, places) if pipeline.device == 0 else (mode, "", places))
+        pipeline.close()
+    return found
+
+
+def test_sums_are_issued_after_the_last_gradient_of_each_part() -> None:
+    results = run_processes(places_of_the_sums, 4)
+    assert results[0] == results[2] and results[1] == results[3], "replicas issue sums in different orders"
+    for mode, row, places in results[0]:
+        passes = row.split()
+        for stage in {text[0] for text in passes if text[0].isdigit()}:
+            last = [text for text in passes if text[0] == stage and text[1] in "BW"][-1]
+            assert f"gradients of stage {stage} after {last}" in places, (row, places)
+        if mode == "vocab-2":
+            ends = {kind: [text for text in passes if text[0] == kind][-1] for kind in "TG"}
+            assert f"gradients of output layer after {ends['T']}" in places, (row, places)
+            assert f"gradients of embedding after {ends['G']}" in places, (row, places)
+
+
+# --- weights that differ, parameters without gradients ---------------------------------------------------
+
+
+class Odd(nn.Module):
+    """A layer with parameters to stumble over: used twice, of one row, frozen, without a gradient."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        self.scale = nn.Parameter(torch.rand(1))
+        self.frozen = nn.Parameter(torch.rand(size), requires_grad=False)
+        self.unused = nn.Parameter(torch.rand(3, size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.linear(torch.tanh(self.linear(hidden))) * self.scale * self.frozen
+
+
+def odd_modules(kind: str) -> None:
+    ids = torch.arange(24).reshape(4, 6)
+    for mode, schedule in itertools.product(MODES, ("1f1b", "zb-h1")):
+        torch.manual_seed(dist.get_rank())  # every process has drawn other weights
+        embedding, head = nn.Embedding(VOCABULARY, 8, dtype=FP64), nn.Linear(8, VOCABULARY, dtype=FP64)
+        layers = [Odd(8).double() for _ in range(4)]
+        norm = nn.LayerNorm(8, dtype=FP64)
+        pipeline = Pipeline.from_modules(
+            embedding,
+            layers,
+            norm,
+            head,
+            schedule=schedule,
+            vocabulary=mode,
+            microbatches=2,
+            parameter_dtype=FP64,
+            replicas=2,
+            data_parallel=kind,
+        )
+        weights = pipeline.full_state_dict()
+        loss = pipeline.step(ids[:2] if pipeline.replica == 0 else ids[2:]).loss
+        found = pipeline.full_gradients()
+        assert pipeline.clip_gradients(1e9) > 0
+        for name, parameter in pipeline.named_parameters():
+            assert (parameter.grad is None) == ("frozen" in name or "unused" in name), name
+        if is_first(pipeline):
+            whole = nn.ModuleDict({"embedding": embedding, "layers": nn.ModuleList(layers), "norm": norm, "head": head})
+            whole.load_state_dict(weights, strict=False)
+            hidden = embedding(ids)
+            for layer in layers:
+                hidden = layer(hidden)
+            logits = head(norm(hidden))[:, :-1].flatten(0, 1)
+            wanted = functional.cross_entropy(logits, ids[:, 1:].flatten())
+            wanted.backward()
+            assert loss == pytest.approx(wanted.item(), rel=1e-12)
+            expected_gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+            error, name = reference.worst({name: found[name] for name in expected_gradients}, expected_gradients)
+            assert error < 1e-10, f"{mode} {name}: {error:.1e}"
+        pipeline.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replicas_start_from_one_set_of_weights_and_odd_parameters_are_served(kind: str) -> None:
+    run_processes(odd_modules, 4, kind)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------
+
+LAYOUTS = [
+    {"replicas": 2, "data_parallel": "shard", "vocabulary": "vocab-2", "schedule": "zbv"},
+    {"replicas": 1, "vocabulary": "vocab-1"},
+    {"replicas": 4, "data_parallel": "shard", "vocabulary": "vocab-2"},
+    {"replicas": 2, "data_parallel": "replicate", "vocabulary": "vocab-2", "schedule": "interleaved"},
+    {"replicas": 2, "data_parallel": "shard", "vocabulary": "first-last", "schedule": "zb-h1"},
+    {"replicas": 4, "data_parallel": "replicate", "vocabulary": "first-last"},
+]
+"""Of four processes; each goes on from the checkpoint of the one before, with the same batch for all replicas."""
+
+
+def through_layouts(folder: Path, tied: bool) -> None:
+    data = reference.batches(VOCABULARY, 16, TOKENS, len(LAYOUTS))
+    wanted = reference.train(copy.deepcopy(described(VOCABULARY, tied, FP64).model), data)
+    for number, options in enumerate(LAYOUTS):
+        case = Case("", tied=tied, schedule=options.get("schedule", "1f1b"), microbatches=2)
+        made = {"data_parallel": "replicate", "vocabulary": "vocab-2"} | options
+        pipeline = Pipeline(
+            described(VOCABULARY, tied, FP64),
+            microbatches=case.microbatches,
+            parameter_dtype=FP64,
+            self_check=False,
+            **made,
+        )
+        optimizer = reference.adamw(list(pipeline.parameters()))
+        group = pipeline.process_group
+        prepare_folder(folder, group)
+        found = find_latest(folder, group)
+        assert (found.checkpoint is None) == (number == 0)
+        if found.checkpoint is not None:
+            load(found.checkpoint, pipeline.parameter_shards(), optimizer, group)
+        loss = step(pipeline, split([data[number]], pipeline.replicas)[0]).loss
+        assert loss == pytest.approx(wanted.losses[number], rel=1e-8), (number, options)
+        optimizer.step()
+        assert_saved_once(pipeline, optimizer)
+        save(folder, number + 1, pipeline.parameter_shards(), optimizer, {}, group, keep=1)
+        if number + 1 == len(LAYOUTS):
+            weights = pipeline.full_state_dict()
+            if is_first(pipeline):
+                assert reference.worst(weights, wanted.weights)[0] <= 1e-8
+        pipeline.close()
+
+
+def assert_saved_once(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
+    """Parameters and two moments, and a number of steps for each parameter."""
+    team = Team(pipeline.process_group)
+    state = tensors_to_save(pipeline.parameter_shards(), optimizer, team)
+    local = [one.to_local() if isinstance(one, DTensor) else one for one in state.values()]
+    whole = dict(described(VOCABULARY, pipeline.description.tied, FP64).model.named_parameters())
+    saved = sum(team.gather(sum(tensor.numel() for tensor in local)))
+    assert saved == 3 * sum(parameter.numel() for parameter in whole.values()) + len(whole)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_goes_on_with_other_replicas_and_shards(tmp_path: Path, tied: bool) -> None:
+    run_processes(through_layouts, 4, tmp_path, tied)
+
+
+def saved_folder(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for kind in KINDS:
+        pipeline = make(Case(kind))
+        pipeline.save_pretrained(folder / kind)
+        if is_first(pipeline):
+            loaded = AutoModelForCausalLM.from_pretrained(folder / kind, dtype=FP64).state_dict()
+            for name, tensor in described(VOCABULARY, False, FP64).model.state_dict().items():
+                assert torch.equal(loaded[name], tensor), name
+        again = Pipeline(
+            str(folder / kind), microbatches=1, replicas=2, data_parallel=kind, parameter_dtype=FP64, self_check=False
+        )
+        ids = torch.arange(6).reshape(1, 6)
+        assert again.evaluate(ids).loss == pytest.approx(pipeline.evaluate(ids.expand(3, 6)).loss, rel=1e-12)
+        pipeline.close()
+        again.close()
+
+
+def test_a_saved_model_loads_in_transformers_and_here(tmp_path: Path) -> None:
+    run_processes(saved_folder, 4, tmp_path)
+
+
+# --- bad input -------------------------------------------------------------------------------------------
+
+
+class WithNumber(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.number = nn.Parameter(torch.tensor(1.0))
+
+
+def bad_input() -> None:
+    def mesh(shape: tuple[int, ...], *names: str) -> DeviceMesh:
+        return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+    for text, options in {
+        'one named "pp"': {"mesh": mesh((2, 2), "dp", "tp"), "replicas": None},
+        "axes {'tp': 2} beside": {"mesh": mesh((2, 2), "tp", "pp"), "replicas": None},
+        "1 x 2 processes (dp x pp, ranks": {"mesh": mesh((2, 2), "dp", "pp")["pp"], "replicas": None},
+        "replicas: 3, expected a divisor of 4": {"replicas": 3},
+        "replicas: 0, expected a whole number": {"replicas": 0},
+        "replicas: 4, expected 2": {"mesh": mesh((2, 2), "dp", "pp"), "replicas": 4},
+        "data_parallel: 'sharded', expected 'replicate' or 'shard'": {"data_parallel": "sharded"},
+    }.items():
+        with pytest.raises(InputError) as caught:
+            Pipeline(described(VOCABULARY, False, FP64), microbatches=1, **options)
+        assert text in str(caught.value)
+    layers = [WithNumber() for _ in range(2)]
+    with pytest.raises(InputError, match=r"layers\.0\.number of .* is a single number"):
+        Pipeline.from_modules(
+            nn.Embedding(9, 8), layers, None, nn.Linear(8, 9), microbatches=1, replicas=2, data_parallel="shard"
+        )
+    with pytest.raises(InputError, match="1 x 3 processes"):
+        Pipeline(described(VOCABULARY, False, FP64), mesh=DeviceMesh("cpu", [0, 1, 2], mesh_dim_names=("pp",)))
+    one_refuses()
+
+
+def one_refuses() -> None:
+    """A batch that one first process refuses is refused by all, and nothing is lost."""
+    pipeline = make(Case("replicate", microbatches=2))
+    good, bad = torch.zeros(2, 4, dtype=torch.int64), torch.zeros(3, 4, dtype=torch.int64)
+    for refusing in range(2):
+        with pytest.raises(InputError) as caught:
+            pipeline.step(bad if pipeline.replica == refusing else good)
+        said = "3 sequences" if pipeline.replica == refusing else "of another pipeline"
+        assert (said if pipeline.device == 0 else "the first process of the pipeline") in str(caught.value)
+    assert pipeline.step(good).loss > 0
+    pipeline.close()
+
+
+def test_bad_input_is_one_sentence_on_every_process() -> None:
+    run_processes(bad_input, 4)
