@@ -1,0 +1,118 @@
+"""`evenpipe profile` and `evenpipe train --trace` on real processes: files that the other commands read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import run_processes
+
+from evenpipe.cli.main import main
+from evenpipe.errors import InputError
+from evenpipe.schedule import Kind
+from evenpipe.schedule.files import read_costs
+from evenpipe.schedule.trace_file import read_trace
+from evenpipe.train import profile as profile_module
+from evenpipe.train import trainer
+from evenpipe.train.config_file import load_config
+from evenpipe.train.data import prepare
+
+CONFIG = """
+[model]
+architecture = "llama"
+self_check = false
+[model.config]
+hidden_size = 16
+intermediate_size = 32
+num_hidden_layers = 4
+num_attention_heads = 2
+max_position_embeddings = 64
+[data]
+files = "text.txt"
+sequence_length = 32
+[tokenizer]
+vocabulary_size = 300
+[pipeline]
+processes = 2
+schedule = "{schedule}"
+vocabulary = "{vocabulary}"
+microbatches = 3
+[training]
+steps = 3
+[output]
+folder = "run"
+tensorboard = false
+export = false
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in; processes are those of the tests."""
+
+    def launch(function: Any, *arguments: Any, processes: int, **_: Any) -> list[Any]:
+        return run_processes(function, processes, *arguments)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(profile_module, "launch", launch)
+    Path("text.txt").write_text("def f(x):\n    return x\n" * 200)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vocabulary", "stages"),
+    [("1f1b", "vocab-2", 2), ("zbv", "first-last", 4)],
+)
+def test_profile_writes_every_kind_of_pass(
+    schedule: str, vocabulary: str, stages: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("config.toml").write_text(CONFIG.format(schedule=schedule, vocabulary=vocabulary))
+    assert main(["profile", "config.toml", "--steps", "1", "-o", "costs.toml"]) == 0
+    assert capsys.readouterr().out == "wrote costs.toml\n"
+    costs = read_costs("costs.toml")
+    for kind in "FBIWR":
+        times = getattr(costs, kind)
+        assert len(times) == stages and min(times) > 0, kind
+    assert costs.contention >= 1
+    assert costs.p2p > 0 or costs.links["p2p"].time > 0
+    if vocabulary == "vocab-2":
+        for kind in "SCTEG":
+            times = getattr(costs, kind)
+            assert len(times) == 2 and min(times) > 0, kind
+        assert {*costs.collectives, *costs.links} >= {"broadcast", "statistics", "reduce", "embedding"}
+    assert Path("costs.toml").read_text().startswith("# Seconds per microbatch, measured: ")
+    for other in {"zb-h1", schedule}:
+        if stages == 2 or other == "zbv":
+            size = ["--devices", "2", "--microbatches", "6", "--vocabulary", vocabulary]
+            assert main(["simulate", "--schedule", other, *size, "--costs", "costs.toml", "--json"]) == 0
+            assert json.loads(capsys.readouterr().out)["makespan"] > 0
+            assert main(["draw", "--schedule", other, *size, "--costs", "costs.toml", "-o", "picture.svg"]) == 0
+            capsys.readouterr()
+
+
+def test_profile_refuses_what_does_not_go_together() -> None:
+    Path("config.toml").write_text(CONFIG.format(schedule="1f1b", vocabulary="vocab-2"))
+    config = load_config("config.toml", ["pipeline.processes=5"])
+    with pytest.raises(InputError, match="at most 4, the layers of the model"):
+        profile_module.profile(config, steps=1)
+    with pytest.raises(InputError, match="steps is 0"):
+        profile_module.profile(load_config("config.toml"), steps=0)
+
+
+def test_training_writes_traces_of_chosen_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("config.toml").write_text(CONFIG.format(schedule="zb-h1", vocabulary="vocab-2"))
+    config = load_config("config.toml")
+    config = replace(config, output=replace(config.output, trace_steps=(1, 3)))
+    prepare(config)
+    run_processes(trainer.train, 2, config)
+    assert sorted(path.name for path in Path("run/traces").iterdir()) == ["step-00000001.json", "step-00000003.json"]
+    trace = read_trace("run/traces/step-00000003.json")
+    assert trace.about["schedule"] == "zb-h1" and trace.about["step"] == 3
+    assert {entry.item.kind for entry in trace.devices[0].passes} >= {Kind.F, Kind.I, Kind.S, Kind.C, Kind.T}
+    capsys.readouterr()
+    assert main(["draw", "run/traces/step-00000003.json", "-o", "step.html"]) == 0
+    assert main(["profile", "--from", "run/traces/step-00000001.json", "run/traces/step-00000003.json"]) == 0
+    assert "\nF = [" in capsys.readouterr().out
