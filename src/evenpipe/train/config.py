@@ -156,6 +156,8 @@ class PipelineConfig(Section):
     checkpointing: tuple[str, ...] = ("none",)
     """What layers keep for their backward: "none" (all is kept), "full" (only the layer's input; its forward runs a
     second time), "selective" (the results of matrix products and of attention too), or a list with one per layer."""
+    costs: str | None = None
+    """A cost file (`evenpipe profile` writes one) that the schedule is arranged by; none: FLOPs."""
     timeout_seconds: float = 600.0
     """After so many seconds without progress the run ends with an error that names the pass and the peer awaited."""
 
@@ -173,6 +175,7 @@ class PipelineConfig(Section):
             self.require("memory_limit", fits, accepted)
         if not self.checkpointing or not set(self.checkpointing) <= {"none", "full", "selective"}:
             self.require("checkpointing", False, "none, full, selective, or a list with one of these per layer")
+        self.require("costs", self.costs is None or Path(self.costs).is_file(), "an existing file, or none")
         self._check_names()
 
     def _check_names(self) -> None:
