@@ -34,6 +34,9 @@ from evenpipe.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
 
+NCCL_LATER_SECONDS = 60.0
+"""How much longer than the limit of a wait NCCL waits before it ends the process itself."""
+
 
 @dataclass(slots=True)
 class Traffic:
@@ -42,6 +45,11 @@ class Traffic:
     messages: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
+
+
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Their names since torch 2.13, which warns of the older ones."""
 
 
 class Handle:
@@ -88,8 +96,11 @@ class Handle:
                     work.wait()
         except RuntimeError as error:
             raise communicator.failed(error, self.what, needed_by, self._peers) from error
-        if watch is not None and communicator.wait_blocks:
-            watch.arrived()
+        if watch is not None:
+            if communicator.wait_blocks:
+                watch.arrived()
+            else:
+                watch.arrives_when(communicator.mark().query, communicator.timeout_seconds)
         if self._finish is not None:
             self._finish()
         self._works, self._tensors, self._finish = (), (), None
@@ -105,10 +116,14 @@ class Communicator:
         rank: int,
         group: dist.ProcessGroup | None,
         *,
+        torch_device: torch.device,
+        timeout_seconds: float,
         staging: Staging | None,
         watch: Watch | None,
     ) -> None:
         self.name = name
+        self.timeout_seconds = timeout_seconds
+        self._torch_device = torch_device
         self.members = members
         self.rank = rank
         self.position = members.index(rank)
@@ -119,6 +134,12 @@ class Communicator:
         self.wait_blocks = group is None or dist.get_backend(group) == "gloo"
         self.traffic = Traffic()
         self._staging = staging
+
+    def mark(self) -> torch.cuda.Event:
+        """An event that is done when the current stream of the GPU has come this far."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._torch_device))
+        return event
 
     # -- messages ----------------------------------------------------------------------------------
 
@@ -164,9 +185,7 @@ class Communicator:
         def start(host: Tensor, host_output: Tensor) -> Any:
             # torch numbers the members of a group by rank, whatever their order here.
             if self._by_rank:
-                return dist.all_gather_into_tensor(
-                    host_output.flatten(), host.flatten(), group=self.group, async_op=True
-                )
+                return ALL_GATHER(host_output.flatten(), host.flatten(), group=self.group, async_op=True)
             rows = [host_output[self.members.index(member)] for member in sorted(self.members)]
             return dist.all_gather(rows, host, group=self.group, async_op=True)
 
@@ -188,7 +207,7 @@ class Communicator:
         return self._collective(
             what,
             None,
-            lambda host, host_output: dist.reduce_scatter_tensor(
+            lambda host, host_output: REDUCE_SCATTER(
                 host_output.flatten(), host.flatten(), group=self.group, async_op=True
             ),
             reads=tensor,
@@ -356,16 +375,27 @@ class Communicators:
             if len(members) > 1:
                 # A group does not inherit the timeout of the default one. Eager initialisation (device_id) gives NCCL
                 # one communicator per group from the start, and none per pair at the first message.
+                # What NCCL does when the limit has passed names nobody: the watch comes first.
+                limit_seconds = timeout_seconds + (NCCL_LATER_SECONDS if nccl else 0.0)
                 group = dist.new_group(
                     list(members),
-                    timeout=timedelta(seconds=timeout_seconds),
+                    timeout=timedelta(seconds=limit_seconds),
                     backend="nccl" if nccl else "gloo",
                     group_desc=name,
                     device_id=self.torch_device if nccl else None,
                 )
             if rank in members:
                 assert name not in self._by_name, f"process {rank} belongs to two groups named {name}"
-                self._by_name[name] = Communicator(name, tuple(members), rank, group, staging=staging, watch=watch)
+                self._by_name[name] = Communicator(
+                    name,
+                    tuple(members),
+                    rank,
+                    group,
+                    torch_device=self.torch_device,
+                    timeout_seconds=timeout_seconds,
+                    staging=staging,
+                    watch=watch,
+                )
 
     def __getitem__(self, name: str) -> Communicator:
         return self._by_name[name]

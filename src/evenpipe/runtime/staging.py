@@ -12,6 +12,7 @@ class Staging:
     """Copies between a GPU and pinned host memory, for processes that share a GPU. Not yet run on one."""
 
     def __init__(self, torch_device: torch.device) -> None:
+        self._torch_device = torch_device
         self._stream = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
 
     def to_host(
@@ -40,7 +41,7 @@ class Staging:
 
     def _copy_out(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """On a stream of its own, after what the current one has been given so far; complete on return."""
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._torch_device))
         with torch.cuda.stream(self._stream):
             for tensor, host in pairs:
                 host.copy_(tensor, non_blocking=True)
