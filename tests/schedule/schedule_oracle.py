@@ -155,8 +155,9 @@ def program_is_sound(program: Program, sound: Program) -> bool:
             (device, item) for device, row in enumerate(of.rows) for item in row if isinstance(item, Transfer)
         )
 
-    def sequence(device: int, communicator: str) -> list[tuple[str, int, int, int]]:
-        row = [item for item in program.rows[device] if isinstance(item, Transfer)]
+    def sequence(device: int, communicator: str, other: int) -> list[tuple[str, int, int, int]]:
+        """What both devices issue on a communicator, in the order of the first."""
+        row = [item for item in program.rows[device] if isinstance(item, Transfer) and other in item.members]
         return [same_transfer(item, device) for item in row if item.communicator == communicator]
 
     return (
@@ -169,9 +170,10 @@ def program_is_sound(program: Program, sound: Program) -> bool:
             if isinstance(item, Transfer)
         )
         and all(
-            sequence(device, name) == sequence(members[0], name)
+            sequence(device, name, other) == sequence(other, name, device)
             for name, members in program.communicators.items()
             for device in members
+            for other in members
         )
         and completes(program, lambda transfer: transfer.communicator)
         and completes(program, lambda transfer: "")

@@ -12,6 +12,7 @@ from .costs import EQUAL_COSTS, CopyEngine, Costs, Link
 from .deadlock import DeadlockError
 from .dependencies import Dependencies, Route
 from .faults import Fault, Report
+from .flows import PER_PAIR, SHARING
 from .layers import even_split, split_by_cost
 from .order import Order
 from .passes import Item, Kind, Pass, Transfer, TransferKind, parts_of
@@ -26,7 +27,9 @@ from .transforms import add_communication, add_recompute, add_vocabulary, forwar
 __all__ = [
     "EQUAL_COSTS",
     "MODES",
+    "PER_PAIR",
     "SCHEDULES",
+    "SHARING",
     "Cause",
     "CopyEngine",
     "Costs",

@@ -52,20 +52,23 @@ def check_program(program: Program, limits: Limits | None = None) -> Report:
     passes = tuple(tuple(item if isinstance(item, Pass) else None for item in row) for row in program.rows)
     order = Order(program.placement, program.microbatches, passes, program.barriers, program.forward_only)
     faults: list[Fault] = []
-    if not program_is_sound(program, Dependencies.of(program)):
-        out_of_place, out_of_order, graph = _order_faults(order, program.rows)
-        unplaced, misplaced = check_transfers(program)
+    dependencies = Dependencies.of(program, program.sharing)
+    if not program_is_sound(program, dependencies):
+        out_of_place, out_of_order, graph = _order_faults(order, program.rows, dependencies)
+        unplaced, misplaced = check_transfers(program, dependencies)
         faults = [*out_of_place, *out_of_order, *unplaced, *misplaced]
         if not out_of_order and not misplaced:
             faults += check_completion(program, graph)
     return _report(program, order, faults, limits)
 
 
-def _order_faults(order: Order, rows: Rows) -> tuple[list[Fault], list[Fault], Graph]:
+def _order_faults(
+    order: Order, rows: Rows, dependencies: Dependencies | None = None
+) -> tuple[list[Fault], list[Fault], Graph]:
     """Faults of what stands in no row or in the wrong one, those of the order of rows, and the graph."""
     out_of_place: list[Fault] = []
     out_of_order: list[Fault] = []
-    graph = Graph.of(order, absent_is_done=True)
+    graph = Graph.of(order, dependencies, absent_is_done=True)
     if not passes_in_place(order, graph.places):
         out_of_place += check_passes(order, rows)
     if graph.stop != graph.first[1:]:

@@ -15,10 +15,9 @@ Carried = tuple[int, int]
 """Number of a route and a microbatch: one transfer, at whichever member."""
 
 
-def check_transfers(program: Program) -> tuple[list[Fault], list[Fault]]:
+def check_transfers(program: Program, dependencies: Dependencies) -> tuple[list[Fault], list[Fault]]:
     """Faults of the transfers of `program`: those out of place (missing, repeated, unknown, wrongly addressed), and
     those that stand at the wrong place (too early or late, in another order than on another member)."""
-    dependencies = Dependencies.of(program)
     places: list[dict[Carried, int]] = []
     out_of_place: list[Fault] = []
     out_of_order: list[Fault] = []
@@ -103,13 +102,13 @@ def _missing(program: Program, dependencies: Dependencies, places: list[dict[Car
 
 
 def _other_order(program: Program, dependencies: Dependencies, places: list[dict[Carried, int]]) -> Iterator[Fault]:
-    """Members of a communicator that issue its transfers in another order than its first member does."""
+    """Members of a transfer that issue those of its communicator in another order than its first member does, of those
+    that both issue."""
     issued: dict[tuple[str, int], list[Carried]] = {}  # by communicator and device, in the order of the row
     for device, found in enumerate(places):
         for carried in found:
             issued.setdefault((dependencies.routes[carried[0]].communicator, device), []).append(carried)
-    for communicator, members in {route.communicator: route.members for route in dependencies.routes}.items():
-        first, *others = members
+    for communicator, (first, *others) in dict.fromkeys((r.communicator, r.members) for r in dependencies.routes):
         for device in others:
             reference = [carried for carried in issued.get((communicator, first), ()) if carried in places[device]]
             own = [carried for carried in issued.get((communicator, device), ()) if carried in places[first]]

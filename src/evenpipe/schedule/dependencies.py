@@ -13,7 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Protocol
 
-from .flows import Flow, Site, flows
+from .flows import PER_PAIR, Flow, Site, flows
 from .passes import HOP_KINDS, ROLE, STAGE_KINDS, VOCABULARY_KINDS, Kind, Pass, Transfer, TransferKind, parts_of
 from .placement import Placement
 
@@ -79,18 +79,20 @@ class Schedulable(Protocol):
 class Dependencies:
     """The routes of one placement, and the rule of every pass in it. With one device there are no routes."""
 
-    def __init__(self, placement: Placement, barriers: int = 0, forward_only: bool = False) -> None:
-        """`barriers` and `forward_only` as in `Order`."""
+    def __init__(
+        self, placement: Placement, barriers: int = 0, forward_only: bool = False, sharing: str = PER_PAIR
+    ) -> None:
+        """`barriers` and `forward_only` as in `Order`, `sharing` as in `Program`."""
         self.placement = placement
         everything = list(flows(placement, barriers, forward_only))
-        self.routes = tuple(_routes([flow for flow in everything if not flow.local]))
+        self.routes = tuple(_routes([flow for flow in everything if not flow.local], sharing))
         self._rules = _rules(placement, barriers, forward_only, everything, self.routes)
         self._route_of = {(*route.end(device), device): route for route in self.routes for device in route.members}
 
     @classmethod
-    def of(cls, order: Schedulable) -> Dependencies:
-        """Those of an order or program."""
-        return cls(order.placement, order.barriers, order.forward_only)
+    def of(cls, order: Schedulable, sharing: str = PER_PAIR) -> Dependencies:
+        """Those of an order or program; `sharing` is that of the program."""
+        return cls(order.placement, order.barriers, order.forward_only, sharing)
 
     def rule(self, device: int, kind: Kind, stage: int | None) -> Rule:
         """The rule of a kind and stage on a device; an empty one for what does not belong there."""
@@ -139,9 +141,9 @@ class Dependencies:
         return tuple((site.device, site.at(transfer.microbatch, transfer.slice)) for site in sites)
 
 
-def _routes(between_devices: list[Flow]) -> list[Route]:
+def _routes(between_devices: list[Flow], sharing: str) -> list[Route]:
     return [
-        Route(number, flow.kind, flow.members, flow.root, flow.communicator, flow.producers, flow.consumers)
+        Route(number, flow.kind, flow.members, flow.root, flow.communicator(sharing), flow.producers, flow.consumers)
         for number, flow in enumerate(between_devices)
     ]
 

@@ -20,6 +20,17 @@ from dataclasses import dataclass
 from .passes import HOP_KINDS, Kind, Pass, TransferKind
 from .placement import Placement
 
+PER_PAIR, PER_KIND, ONE = SHARING = ("per-pair", "per-kind", "one")
+"""How transfers share communicators:
+
+    per-pair    one for each ordered pair of devices and direction (F:0>1), one for each collective; both of the rows
+                share one
+    per-kind    one for all hops forward (F), one for all hops back (B), one for each collective
+    one         one for everything (ALL)
+
+Each costs memory (with NCCL 0.5 to 0.7 GB on a GPU), and transfers of one communicator wait for each other.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -62,12 +73,13 @@ class Flow:
             return self.consumers[0].device
         return None
 
-    @property
-    def communicator(self) -> str:
-        """One per ordered pair and direction for hops (F:0>1), one for each collective; both of the rows share one."""
+    def communicator(self, sharing: str = PER_PAIR) -> str:
+        """Name of the communicator that carries it, which others share as `sharing`, one of `SHARING`, says."""
+        if sharing == ONE:
+            return "ALL"
         if self.kind in HOP_KINDS:
-            source, destination = self.members
-            return f"{'F' if self.kind is TransferKind.SEND_F else 'B'}:{source}>{destination}"
+            direction = "F" if self.kind is TransferKind.SEND_F else "B"
+            return direction if sharing == PER_KIND else "{}:{}>{}".format(direction, *self.members)
         return TransferKind.ROWS.value if self.kind is TransferKind.ROW_GRADIENTS else self.kind.value
 
 

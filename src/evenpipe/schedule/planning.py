@@ -10,6 +10,7 @@ from evenpipe.errors import InputError
 
 from .check import check_order, check_program
 from .costs import Costs
+from .flows import PER_PAIR
 from .order import Order
 from .passes import SHARDING_KINDS
 from .program import Program
@@ -88,29 +89,33 @@ def plan_program(
     microbatches: int,
     mode: str = "balanced",
     costs: Costs | None = None,
+    *,
+    sharing: str = PER_PAIR,
     **options: Any,
 ) -> tuple[Order, Program]:
     """The order of a schedule in a vocabulary mode, and its program with communication, which is checked.
 
-    A program whose barriers are those of the mode is returned as it stands. Arguments and errors as for `plan_order`.
+    A program whose barriers are those of the mode is returned as it stands, with communicators shared as `sharing`
+    says. Arguments and errors as for `plan_order`; `sharing` is one of `SHARING`.
     """
     as_it_stands = isinstance(schedule, Program) and schedule.barriers == BARRIERS[vocabulary_mode(mode)]
     if isinstance(schedule, Program) and as_it_stands:
         check_program(schedule).raise_if_faulty()  # before its order is: faults are to show the rows as they were given
     order = plan_order(schedule, devices, microbatches, mode, costs, **options)
     if isinstance(schedule, Program) and as_it_stands:
-        return order, schedule
-    program = add_communication(order, costs)
+        program = schedule if schedule.sharing == sharing else schedule.shared(sharing)
+    else:
+        program = add_communication(order, costs, sharing)
     check_program(program).raise_if_faulty()
     return order, program
 
 
-def evaluation_program(order: Order, costs: Costs | None = None) -> Program:
+def evaluation_program(order: Order, costs: Costs | None = None, sharing: str = PER_PAIR) -> Program:
     """The program that evaluates in the placement of `order`: forwards and losses only, checked.
 
-    `costs` as for `plan_order`.
+    `costs` as for `plan_order`, `sharing` as for `plan_program`.
     """
-    program = add_communication(forward_only(order, costs), costs)
+    program = add_communication(forward_only(order, costs), costs, sharing)
     check_program(program).raise_if_faulty()
     return program
 

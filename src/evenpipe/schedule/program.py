@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .dependencies import Dependencies
+from .flows import PER_PAIR
 from .order import Order, validate_shape
 from .passes import Item, Pass, Transfer
 from .placement import Placement
@@ -13,7 +14,8 @@ from .text import Shape, infer, rows_from_csv, rows_to_csv
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What each device computes and communicates. Fields are those of `Order`; rows hold transfers too.
+    """What each device computes and communicates. Fields are those of `Order`; rows hold transfers too, and `sharing`,
+    one of `SHARING`, tells which of them share a communicator.
 
     A device issues a transfer when it comes to it, without waiting for it to complete; the first pass that uses its
     data waits (`Dependencies.waits_for`).
@@ -24,6 +26,7 @@ class Program:
     rows: tuple[tuple[Item | None, ...], ...]
     barriers: int = 0
     forward_only: bool = False
+    sharing: str = PER_PAIR
 
     def __post_init__(self) -> None:
         validate_shape(self.placement, self.microbatches, len(self.rows), self.barriers)
@@ -41,8 +44,31 @@ class Program:
 
     @property
     def communicators(self) -> dict[str, tuple[int, ...]]:
-        """Members of each communicator that the program uses, by name, in the order of first use by device."""
-        return {item.communicator: item.members for row in self.rows for item in row if isinstance(item, Transfer)}
+        """Members of each communicator that the program uses, by name, in the order of first use by device.
+
+        Of one that carries transfers of several groups of members, all of these, ascending.
+        """
+        groups: dict[str, set[tuple[int, ...]]] = {}
+        for row in self.rows:
+            for item in row:
+                if isinstance(item, Transfer):
+                    groups.setdefault(item.communicator, set()).add(item.members)
+        return {
+            name: next(iter(members)) if len(members) == 1 else tuple(sorted(set().union(*members)))
+            for name, members in groups.items()
+        }
+
+    def shared(self, sharing: str) -> Program:
+        """The same transfers at the same places, on communicators that are shared as `sharing` says."""
+        dependencies = Dependencies.of(self, sharing)
+
+        def readdressed(item: Item | None, device: int) -> Item | None:
+            if isinstance(item, Transfer) and (route := dependencies.route_of(item, device)):
+                return replace(item, communicator=route.communicator)
+            return item
+
+        rows = tuple(tuple(readdressed(item, device) for item in row) for device, row in enumerate(self.rows))
+        return replace(self, rows=rows, sharing=sharing)
 
     def to_csv(self) -> str:
         """One line per device, readable by `from_csv` and, where it has all the kinds, by torch's runtime."""

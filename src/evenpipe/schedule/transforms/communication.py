@@ -5,28 +5,36 @@ that is predicted to end later. So each row is a part of one list of all passes 
 (equal ones as the event model came to them), in which nothing stands before what it needs. Devices that walk such
 rows cannot deadlock, even if every operation blocked, whatever the number of communicators and however their library
 serialises them; and a receive stands before the pass that runs while its data becomes ready.
+
+Where kinds of transfers share a communicator, one that is late keeps those behind it waiting. The reduce of dX has the
+most to wait for, the slowest of all devices: there its instant is a quarter of an interval (the work of the busiest
+device per microbatch) before the backward that uses it, if that is later.
 """
 
 from __future__ import annotations
 
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
-from evenpipe.schedule.dependencies import Route
+from evenpipe.schedule.dependencies import Dependencies, Route
+from evenpipe.schedule.flows import PER_PAIR
 from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import HOP_KINDS, Item, Transfer
+from evenpipe.schedule.passes import HOP_KINDS, Item, Kind, Transfer, TransferKind
+from evenpipe.schedule.places import ABSENT
 from evenpipe.schedule.program import Program
-from evenpipe.schedule.timing import durations, run
+from evenpipe.schedule.timing import Run, durations, run
+
+from .vocabulary import interval_of
 
 
-def add_communication(order: Order, costs: Costs | None = None) -> Program:
+def add_communication(order: Order, costs: Costs | None = None, sharing: str = PER_PAIR) -> Program:
     """The program of `order`: its passes in their order, and the transfers that they need.
 
-    `costs` (equal ones by default) predict when passes end. Raises DeadlockError when the order cannot complete, and
-    InputError when a cost is missing.
+    `costs` (equal ones by default) predict when passes end; `sharing` as in `Program`. Raises DeadlockError when the
+    order cannot complete, and InputError when a cost is missing.
     """
-    lowering = Lowering(order, costs)
+    lowering = Lowering(order, costs, sharing)
     rows = tuple(lowering.row(device) for device in range(order.devices))
-    return Program(order.placement, order.microbatches, rows, order.barriers, order.forward_only)
+    return Program(order.placement, order.microbatches, rows, order.barriers, order.forward_only, sharing)
 
 
 class Lowering:
@@ -35,12 +43,14 @@ class Lowering:
     Timing takes the whole order, a row only its own passes and transfers.
     """
 
-    def __init__(self, order: Order, costs: Costs | None = None) -> None:
+    def __init__(self, order: Order, costs: Costs | None = None, sharing: str = PER_PAIR) -> None:
         """Arguments and errors as for `add_communication`."""
-        self._graph = graph = Graph.of(order)
+        self._graph = graph = Graph.of(order, Dependencies.of(order, sharing))
         times = run(order, graph, durations(order, graph, EQUAL_COSTS if costs is None else costs))
         passes = len(graph.items)
         instants = times.end[:passes] + times.start[passes:]
+        if sharing != PER_PAIR:
+            _delay_reduces(order, graph, times, instants)
         self._place = [NOWHERE] * graph.size
         """By number, the place in the one list that all rows are parts of."""
         for place, number in enumerate(sorted(times.happened, key=instants.__getitem__)):
@@ -77,6 +87,20 @@ class Lowering:
             if route.kind not in HOP_KINDS:
                 self._collectives[numbers.start] = shared
         return shared
+
+
+def _delay_reduces(order: Order, graph: Graph, times: Run, instants: list[float]) -> None:
+    """Moves the instants of DX to a quarter of an interval before the backward of the last stage, not earlier."""
+    placement = order.placement
+    places = graph.places[placement.last_device].at
+    quarter = interval_of(order, graph, times) / 4
+    for route, numbers in graph.by_route():
+        if route.kind is not TransferKind.DX or len(numbers) != order.microbatches:
+            continue
+        for kind in (Kind.B, Kind.I):
+            for number, backward in zip(numbers, places.get((kind, placement.stages - 1), ()), strict=False):
+                if backward != ABSENT:
+                    instants[number] = max(instants[number], times.start[backward] - quarter)
 
 
 NOWHERE = -1

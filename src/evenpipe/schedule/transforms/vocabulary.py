@@ -265,10 +265,11 @@ def _companions(part: Pass, start: int, end: int, order: Order, barriers: int) -
 
 
 def interval_of(order: Order, graph: Graph, times: Run) -> float:
-    """Work of the busiest device per microbatch."""
+    """Work of the busiest device per microbatch, without vocabulary passes."""
     work = [0.0] * order.devices
-    for number, device in enumerate(graph.device_of):
-        work[device] += times.end[number] - times.start[number]
+    for number, (device, item) in enumerate(zip(graph.device_of, graph.items, strict=True)):
+        if item.kind not in VOCABULARY_KINDS:
+            work[device] += times.end[number] - times.start[number]
     return max(work) / order.microbatches
 
 
