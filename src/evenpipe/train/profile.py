@@ -155,7 +155,8 @@ def _token_ids(pipeline: Pipeline, config: Config, tokens: int, step: int) -> to
     """[sequences, tokens]: id k is drawn about as often as 1 / (k + 1)."""
     generator = torch.Generator().manual_seed(step)
     rows = pipeline.description.vocabulary_size
-    share = torch.rand(config.pipeline.sequences_per_step, tokens, generator=generator, dtype=torch.float64)
+    sequences = pipeline.microbatches * config.pipeline.microbatch_size
+    share = torch.rand(sequences, tokens, generator=generator, dtype=torch.float64)
     return (float(rows) ** share).long().sub_(1).clamp_(0, rows - 1)
 
 
