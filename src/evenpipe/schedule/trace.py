@@ -13,7 +13,7 @@ from typing import Any
 
 from .costs import Costs
 from .dependencies import Dependencies, Route
-from .passes import Pass, Transfer
+from .passes import HOP_KINDS, Pass, Transfer
 from .program import Program
 from .timeline import Cause, Event, Timeline
 
@@ -163,7 +163,7 @@ class Trace:
 
     def timeline(self) -> Timeline:
         """Passes as they ran, and beside them the transfers: each from the moment when its last member had issued it
-        to the moment when this device found it complete."""
+        to the moment when this device found it complete, or of a hop either of both."""
         return _Drawing(self).timeline()
 
 
@@ -175,10 +175,14 @@ class _Drawing:
         self.dependencies = Dependencies.of(trace.program)
         self.issued: dict[tuple[int, int, int], tuple[float, int]] = {}
         """By transfer: when its last member issued it, and which one that was."""
+        self.arrived: dict[tuple[int, int, int], float] = {}
+        """By hop: when either end first found it complete. A send is only asked for long after it."""
         for device, row in enumerate(trace.devices):
             for transfer in row.transfers:
                 key = self._key(transfer.item, device)
                 self.issued[key] = max(self.issued.get(key, (transfer.issued, device)), (transfer.issued, device))
+                if transfer.complete is not None and transfer.item.kind in HOP_KINDS:
+                    self.arrived[key] = min(self.arrived.get(key, transfer.complete), transfer.complete)
 
     def timeline(self) -> Timeline:
         devices = range(len(self.trace.devices))
@@ -201,8 +205,9 @@ class _Drawing:
 
     def _transfers(self, device: int) -> Iterator[Event]:
         for transfer in self.trace.devices[device].transfers:
-            start, issuer = self.issued[self._key(transfer.item, device)]
-            end = transfer.returned if transfer.complete is None else transfer.complete
+            key = self._key(transfer.item, device)
+            start, issuer = self.issued[key]
+            end = self.arrived.get(key, transfer.returned if transfer.complete is None else transfer.complete)
             last = _last_before(self.trace.devices[issuer].passes, start)
             yield Event(device, transfer.item, start, max(start, end), _behind(last, issuer))
 
