@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -224,6 +225,147 @@ def test_a_time_out_tells_who_waits_for_whom(circle, end):
         assert cause in describe([outcome])
         assert re.search(end, describe([outcome]))
         assert outcome.seconds < SOON_SECONDS
+
+
+def waits_on_a_gpu() -> None:
+    """The host goes on, and what the GPU waits for does not come: no library says so. An event stands for the GPU."""
+    worker, _ = start(timeout_seconds=20.0)
+    watch, arrived = worker.watch, threading.Event()
+    if worker.rank == 0:
+        for number in range(3):
+            watch.awaiting(f"0RECV_B{number}", f"0B{number}", "B:1>0", (1,))
+            watch.arrives_when(arrived.is_set if number == 1 else lambda: True, 1.0)
+        assert str(watch.waiting) == "0RECV_B0 for 0B0 from process 1"  # until the watch has asked
+        while watch.cause is None:  # the first is found done; then the second counts
+            time.sleep(0.01)
+        assert watch.cause.text == (
+            "process 0 timed out awaiting 0RECV_B1 for 0B1 from process 1; process 1 does not wait"
+        )
+        time.sleep(50)
+    time.sleep(50)
+
+
+def test_a_wait_on_a_gpu_has_a_limit_too():
+    outcomes = run_outcomes(waits_on_a_gpu, 2, group=False)
+    cause = "process 0 timed out awaiting 0RECV_B1 for 0B1 from process 1; process 1 does not wait"
+    check(outcomes[0], cause, "0RECV_B1 for 0B1 from process 1")
+    assert f"evenpipe: {cause}\n" in outcomes[1].printed
+
+
+def waits_on_a_gpu_end() -> None:
+    worker, _ = start(timeout_seconds=20.0)
+    for number in range(30):
+        worker.watch.awaiting(f"0RECV_B{number}", "", "B:1>0", (1,))
+        worker.watch.arrives_when(lambda: True, 0.5)
+        time.sleep(0.05)
+    worker.watch.arrives_when(lambda: False, 0.5)  # of nothing: no wait was announced
+    time.sleep(1.0)
+    assert worker.watch.cause is None and worker.watch.waiting is None
+    worker.watch.finish()
+
+
+def test_many_short_waits_on_a_gpu_are_no_long_one():
+    run_processes(waits_on_a_gpu_end, 2, group=False)
+
+
+# -- under torchrun --------------------------------------------------------------------------------
+
+
+def victims_of_sigterm(how: str) -> None:
+    """What torchrun's agent does to the others as soon as one has failed: 0 is deaf in gloo, 2 computes."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "a run"
+    worker, communicators = start()
+    if worker.rank == 1:
+        time.sleep(0.3)
+        if how == "leaves":
+            worker.watch.finish()
+        for rank in (0, 2):
+            os.kill(int(worker.watch._peers.beat(rank)[1].pid), signal.SIGTERM)
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(50 if how == "terminated" else 3)
+    elif worker.rank == 0:
+        receive_backward(communicators, 0)
+    else:
+        time.sleep(50)
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("dies", r"process 1 \(pid \d+\) has died: killed, out of memory or crashed"),
+        ("leaves", r"process 1 \(pid \d+\) has ended while others still needed it"),
+        ("terminated", r"process [02] \(pid \d+\) was ended by signal 15 \(SIGTERM\)"),
+    ],
+)
+def test_whom_torchrun_ends_says_why(how, cause):
+    outcomes = run_outcomes(victims_of_sigterm, 3, how, group=False)
+    texts = [f"{outcomes[rank].exception or ''} {outcomes[rank].printed}" for rank in (0, 2)]
+    assert all(re.search(cause, text) for text in texts), describe(outcomes)
+    # Who settles that it was the signal is itself the origin, and says nothing of what it awaited.
+    assert how == "terminated" or "process 0 was awaiting 0RECV_B2 for 0B2 from process 1" in texts[0]
+    assert all(outcomes[rank].seconds < SOON_SECONDS for rank in (0, 2))
+
+
+def forks_while_it_hears() -> None:
+    os.environ["TORCHELASTIC_RUN_ID"] = "a run"
+    worker, _ = start()
+    for _ in range(20):
+        child = os.fork()
+        if child == 0:
+            time.sleep(50)
+        os.kill(child, signal.SIGTERM)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+    time.sleep(1.0)
+    worker.watch.finish()
+    assert worker.watch.cause is None
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_forked_process_is_ended_by_sigterm_as_always():
+    run_processes(forks_while_it_hears, 2, group=False)
+
+
+def orphans() -> None:
+    """0 starts another process in its place and is gone: the launcher of that one has died. It computes."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "a run"
+    if int(os.environ["RANK"]) == 0 and os.fork() == 0:
+        parent = os.getppid()
+        worker, _ = start()
+        os.kill(parent, signal.SIGKILL)
+        time.sleep(50)
+        worker.watch.finish()
+    elif int(os.environ["RANK"]) == 0:
+        time.sleep(50)
+    else:
+        start()
+        time.sleep(50)
+
+
+def test_a_run_whose_launcher_has_died_ends():
+    outcomes = run_outcomes(orphans, 2, group=False)
+    text = "evenpipe: the launcher of this process has died: killed, out of memory or crashed\n"
+    assert text in outcomes[1].printed, describe(outcomes)
+    assert outcomes[1].seconds < SOON_SECONDS
+
+
+def a_stopped_one_beside() -> None:
+    """1 is stopped, and 0 fails before anyone has found that."""
+    worker, _ = start(silence_seconds=30.0)
+    if worker.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.5)
+    if worker.rank == 0:
+        worker.watch.report_exception(ValueError("boo"))
+        worker.watch.finish()
+        raise ValueError("boo")
+    time.sleep(50)
+
+
+def test_a_stopped_process_does_not_outlive_the_run():
+    outcomes = run_outcomes(a_stopped_one_beside, 3, group=False)
+    assert [outcome.exit_code for outcome in outcomes] == [1, -9, 3], describe(outcomes)
+    assert outcomes[1].seconds < outcomes[0].seconds + 1.0, "killed by the harness, not by its peers"
 
 
 # -- no false alarms -------------------------------------------------------------------------------

@@ -49,7 +49,21 @@ class Bell:
             signal.set_wakeup_fd(before)  # somebody else's loop; then the handler alone rings
         signal.signal(signal.SIGTERM, lambda number, _: self.ring(number))
         self._hears_sigterm = True
-        os.register_at_fork(after_in_child=self.fall_silent)
+        # A signal to the child must not come before the child has let go of the pipe, which rings here.
+        os.register_at_fork(
+            before=lambda: self._hold(signal.SIG_BLOCK),
+            after_in_parent=lambda: self._hold(signal.SIG_UNBLOCK),
+            after_in_child=self._in_child,
+        )
+
+    def _hold(self, how: int) -> None:
+        if self._hears_sigterm:
+            signal.pthread_sigmask(how, [signal.SIGTERM])
+
+    def _in_child(self) -> None:
+        if self._hears_sigterm:
+            self.fall_silent()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
     def fall_silent(self) -> None:
         """SIGTERM ends the process again."""
