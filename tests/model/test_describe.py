@@ -334,6 +334,15 @@ def test_only_the_experts_that_a_token_meets_are_counted() -> None:
     router, mlp = 2 * 8 * 64, 2 * 3 * 64 * 96
     expected = layer_flops(describe(dense), 10)[0] + mlp + router
     assert layer_flops(describe(experts), 10)[0] == expected
+    # Layer 1 is dense; layers beside it have a router and two of five experts.
+    projections = 2 * (64 * 96 * 2 + 64 * 48 * 2) + 4 * 10 * 96
+    sparse, mlp = 2 * 5 * 64 + 2 * (2 * 3 * 64 * 40), 2 * 3 * 64 * 96
+    flops = layer_flops(describe(tiny_config("qwen3_moe")), 10)
+    assert flops == [projections + one for one in (sparse, mlp, sparse, sparse)]
+    # Biases of experts are no matrices.
+    projections = 2 * (64 * 96 * 2 + 64 * 48 * 2) + 4 * 10 * 96
+    flops = layer_flops(describe(tiny_config("gpt_oss", sliding_window=16)), 10)
+    assert flops == [projections + 2 * 4 * 64 + 2 * (2 * 3 * 64 * 96)] * 4
 
 
 def test_common_settings_are_used() -> None:

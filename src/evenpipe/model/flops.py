@@ -31,15 +31,17 @@ def head_flops(description: Description) -> float:
 
 
 def _matrices(description: Description, index: int) -> float:
+    """Experts are held as [experts, ..., ...], beside biases [experts, ...] that are no matrices."""
     experts = _first(description, EXPERTS)
+    share = (_first(description, EXPERTS_PER_TOKEN) or experts or 1) / (experts or 1)
     total = 0.0
-    for parameter in description.layer(index).parameters():
-        if parameter.ndim < 2:
-            continue
-        share = 1.0
-        if parameter.ndim == 3 and experts and parameter.shape[0] == experts:
-            share = (_first(description, EXPERTS_PER_TOKEN) or experts) / experts
-        total += 2.0 * parameter.numel() * share
+    for module in description.layer(index).modules():
+        matrices = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim > 1]
+        of_experts = [one for one in matrices if experts and one.ndim == 3 and one.shape[0] == experts]
+        if of_experts:
+            total += sum(2.0 * one.numel() for one in of_experts) * share
+        else:
+            total += sum(2.0 * one.numel() for one in matrices)
     return total
 
 

@@ -147,7 +147,7 @@ def probe_router_loss(model: PreTrainedModel, hidden_size: int, layers_name: str
     except Exception as error:  # whatever a family's code raises on a forward without layers
         raise _refused(architecture, f"what it does with it is not seen ({type(error).__name__})") from error
     if not alone or found.get("attention_mask") is not mask or not _agrees(router_loss, theirs):
-        raise _refused(architecture, "its loss of the routers is another than that of Mixtral")
+        raise _refused(architecture, "its loss of the routers is another than Mixtral's")
     return router_loss
 
 

@@ -40,7 +40,7 @@ class RouterLosses:
         self._totals: Tensor | None = None
         self._gradient: Tensor | None = None
         self.value: Tensor | None = None
-        """This step's loss, coefficient included, this replica's share of the mean, fp64: on the last stage's device."""
+        """fp64, on the last stage's device: this step's loss with its coefficient, this replica's share of the mean."""
 
     def begin(self, program: Program, values: dict[Key, Tensor], take: Callable[[Key], Tensor]) -> None:
         """A step begins.
