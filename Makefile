@@ -39,7 +39,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/balance.py
+	$(BIN)/python benchmarks/balance.py --schedules 1f1b --hidden-size 512 --microbatches 16 --memory
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
