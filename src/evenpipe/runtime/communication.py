@@ -34,6 +34,10 @@ from evenpipe.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
 
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Their names since torch 2.13, which warns of the older ones."""
+
 NCCL_LATER_SECONDS = 60.0
 """How much longer than the limit of a wait NCCL waits before it ends the process itself."""
 
@@ -45,11 +49,6 @@ class Traffic:
     messages: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
-
-
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Their names since torch 2.13, which warns of the older ones."""
 
 
 class Handle:

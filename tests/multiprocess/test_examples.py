@@ -1,0 +1,64 @@
+"""What stands in examples/ runs as it stands; configurations with a smaller model and fewer steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SMALL = (
+    *(
+        "training.steps=2",
+        "checkpoint.every_steps=none",
+        "data.corpus=python-standard-library:json",
+        "data.sequence_length=32",
+    ),
+    *("tokenizer.vocabulary_size=300", "model.config.hidden_size=16", "model.config.head_dim=8"),
+    *("model.config.num_attention_heads=2", "model.config.num_key_value_heads=1", "model.config.num_hidden_layers=8"),
+    *("output.tensorboard=false", "output.export=false", "model.self_check=false"),
+)
+
+
+def run(*arguments: object, folder: Path) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "110", "NO_COLOR": "1"}
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"{arguments}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_a_schedule_of_ones_own_in_twenty_lines(tmp_path: Path) -> None:
+    printed = run(EXAMPLES / "own_schedule.py", "step.svg", folder=tmp_path)
+    assert "sound; most stage activations in flight, per device: 4 4" in printed
+    assert len(re.findall(r"^device \d .*S.*I.*T.*W", printed, re.MULTILINE)) == 2
+    assert (tmp_path / "step.svg").read_text().startswith("<svg")
+    error = re.search(r"error of 39 gradients against one process: (\S+)", printed)
+    assert error and float(error[1]) <= 1e-10
+    source = (EXAMPLES / "own_schedule.py").read_text()
+    function = source[source.index("def eager") : source.index("CONFIG =")].strip().splitlines()
+    assert len([line for line in function if line.strip()]) <= 22  # its signature and its docstring are two of them
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "in_flight"), [("zbv", "zbv", [6, 6]), ("v_half", "v-half", [8, 8, 8, 8])]
+)
+def test_configurations_of_split_backward(name: str, schedule: str, in_flight: list[int], tmp_path: Path) -> None:
+    run("-m", "evenpipe.cli.main", "train", EXAMPLES / f"{name}.toml", *SMALL, folder=tmp_path)
+    (report,) = tmp_path.glob("runs/*/report.json")
+    content = json.loads(report.read_text())
+    assert (content["steps"], content["schedule"]["name"]) == (2, schedule)
+    assert content["schedule"]["stages"] == 2 * len(in_flight)
+    assert content["schedule"]["in_flight"] == in_flight  # those of the schedule, and one per stage for the barrier
