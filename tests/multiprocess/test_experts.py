@@ -10,15 +10,19 @@ import copy
 import itertools
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import pytest
 import reference
 import torch
+import torch.distributed as dist
 from families import PROMISED_EXPERTS, tiny_config, whole_model
 from harness import run_processes
+from transformers import AutoModelForCausalLM
 
 from evenpipe.model import describe
 from evenpipe.runtime import Pipeline
+from evenpipe.schedule import add_recompute, plan_order
 
 STEPS, TOKENS, MICROBATCHES = 3, 7, 4
 SCHEDULES, MODES = ("1f1b", "zb-h1", "zbv"), ("first-last", "vocab-2")
@@ -32,6 +36,14 @@ class Case:
     router: bool
     masked: bool = False
     checkpointing: str = "none"
+    recomputed: bool = False
+    data_parallel: str | None = None
+    """Of two replicas, each with half of the data."""
+
+    def order(self) -> Any:
+        if not self.recomputed:
+            return self.schedule
+        return lambda devices, microbatches: add_recompute(plan_order(self.schedule, devices, microbatches, self.mode))
 
 
 CASES = {
@@ -52,6 +64,12 @@ OTHERS = [
     Case("1f1b", "first-last", True, masked=True),
     Case("1f1b", "vocab-1", True, checkpointing="full"),
     Case("zbv", "vocab-2", True, checkpointing="selective"),
+    Case("zb-h1", "vocab-2", True, recomputed=True),
+]
+REPLICAS = [
+    Case("zb-h1", "vocab-2", True, data_parallel="replicate"),
+    Case("1f1b", "first-last", True, data_parallel="replicate"),
+    Case("zbv", "vocab-2", True, data_parallel="shard"),
 ]
 
 
@@ -117,20 +135,27 @@ def expected(family: str, layers: int, router: bool, masked: bool) -> reference.
 
 def run_case(family: str, layers: int, case: Case) -> str | None:
     """What is wrong, on the first process."""
+    replicas = 1 if case.data_parallel is None else 2
     pipeline = Pipeline(
         described(family, layers, case.router),
-        schedule=case.schedule,
+        schedule=case.order(),
         vocabulary=case.mode,
-        microbatches=MICROBATCHES,
+        microbatches=MICROBATCHES // replicas,
         parameter_dtype=torch.float64,
         checkpointing=case.checkpointing,
+        replicas=replicas,
+        data_parallel=case.data_parallel or "replicate",
         self_check=False,
     )
+    own = slice(pipeline.replica * MICROBATCHES // replicas, (pipeline.replica + 1) * MICROBATCHES // replicas)
     optimizer = reference.adamw(list(pipeline.parameters()))
     losses, gradients = [], {}
     for number, (ids, labels, mask) in enumerate(data_of(case.masked)):
         pipeline.zero_grad()
-        result = pipeline.step(ids, labels, attention_mask=mask)
+        given = (ids[own], labels[own]), {"attention_mask": None if mask is None else mask[own]}
+        evaluated = pipeline.evaluate(*given[0], **given[1]).loss
+        result = pipeline.step(*given[0], **given[1])
+        assert abs(evaluated / result.loss - 1) < 1e-12, "families without dropout lose the same in evaluation"
         losses.append(result.loss)
         assert (result.router_loss > 0) == case.router
         if number == 0:
@@ -138,7 +163,7 @@ def run_case(family: str, layers: int, case: Case) -> str | None:
         optimizer.step()
     weights = pipeline.full_state_dict()
     pipeline.close()
-    if pipeline.device:
+    if pipeline.device or pipeline.replica:
         return None
     wanted = expected(family, layers, case.router, case.masked)
     gradient, name = reference.worst(gradients, wanted.gradients)
@@ -160,6 +185,48 @@ def run_family(family: str, layers: int, cases: list[Case]) -> list[str]:
 def test_experts_train_as_in_one_process(family: str, processes: int) -> None:
     faults = run_processes(run_family, processes, family, 2 * processes, CASES[processes], timeout_seconds=300)[0]
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_replicas_share_the_mean_over_all_microbatches(family: str) -> None:
+    faults = run_processes(run_family, 4, family, 4, REPLICAS, timeout_seconds=300)[0]
+    assert not faults, "\n".join(faults)
+
+
+def from_a_folder(folder: str) -> list[str]:
+    """Loaded from transformers' folder, trained a step, and written again."""
+    faults = []
+    for family in [*PROMISED_EXPERTS[:3], "deepseek_v3"]:
+        model = whole_model(tiny_config(family), torch.float32)
+        given, written = f"{folder}/{family}", f"{folder}/{family}-trained"
+        if dist.get_rank() == 0:
+            model.save_pretrained(given)
+        dist.barrier()
+        pipeline = Pipeline(given, schedule="zbv", microbatches=2, self_check=False)
+        ids, labels = reference.batches(503, 2, TOKENS, 1)[0]
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        loss = pipeline.step(ids, labels).loss
+        optimizer.step()
+        pipeline.save_pretrained(written)
+        pipeline.close()
+        if dist.get_rank():
+            continue
+        model.config._experts_implementation = "grouped_mm"  # the default, which the pipeline has taken
+        expected = reference.loss_of(model.train(), ids, labels)
+        expected.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        read, report = AutoModelForCausalLM.from_pretrained(written, output_loading_info=True)
+        if any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+            faults.append(f"{family}: {report}")
+        state = model.state_dict()
+        worst, name = reference.worst({key: value.detach() for key, value in read.state_dict().items()}, state)
+        if not (worst < 1e-6 and abs(loss / expected.item() - 1) < 1e-6):
+            faults.append(f"{family}: {name} {worst:.1e}, loss {loss} and {expected.item()}")
+    return faults
+
+
+def test_from_a_folder_to_a_folder_through_a_step(tmp_path) -> None:
+    assert run_processes(from_a_folder, 2, str(tmp_path))[0] == []
 
 
 def test_masks_and_recomputation() -> None:
