@@ -8,13 +8,19 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install train test lint format bench clean
+# Of make fault-test.
+RUNS ?= 100
+SEED ?= 0
+
+.PHONY: help install train test fault-test gpu-test lint format bench clean
 
 help:
-	@echo "make train   train the quickstart model on 4 local processes and print text that it writes"
-	@echo "make test    run all tests"
-	@echo "make lint    ruff and mypy"
-	@echo "make bench   measure vocabulary modes against each other and against torch's own schedule"
+	@echo "make train       train the quickstart model on 4 local processes and print text that it writes"
+	@echo "make test        run all tests"
+	@echo "make lint        ruff and mypy"
+	@echo "make bench       measure vocabulary modes against each other and against torch's own schedule"
+	@echo "make fault-test  processes fail in random places of 100 random runs; RUNS=1 SEED=123 repeats one"
+	@echo "make gpu-test    everything that needs an NVIDIA GPU, where there is one"
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -28,6 +34,12 @@ train: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+fault-test: $(STAMP)
+	$(BIN)/python tests/faults/run_faults.py --runs $(RUNS) --seed $(SEED)
+
+gpu-test: $(STAMP)
+	$(BIN)/python tests/gpu/run_gpu.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,252 @@
+"""What is run on a machine with an NVIDIA GPU. Each case is a function of the device that returns figures, or raises.
+
+All of them but the last group run on a CPU just as well, which is how they are themselves tested where there is no GPU.
+Functions that `launch` runs stand at the top level, and so does all that they need.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from evenpipe.runtime import Pipeline, initialise_worker, launch
+
+Figures = dict[str, Any]
+
+VOCABULARY, SEQUENCES, TOKENS = 1003, 12, 32
+
+FP32_LIMIT = 1e-5
+"""Relative Frobenius error per gradient, against transformers in one process."""
+
+BF16_LIMIT = 1.5
+"""Times the error of transformers in bf16, both against fp32."""
+
+SHARED = [
+    # schedule, vocabulary mode: 4 processes on one GPU
+    ("1f1b", "vocab-2"),
+    ("1f1b", "first-last"),
+    ("zb-h1", "vocab-2"),
+    ("zbv", "vocab-2"),
+    ("interleaved", "vocab-1"),
+]
+
+
+def llama() -> Any:
+    """The same weights wherever it is called: drawn on the host."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def batch() -> Tensor:
+    return torch.randint(0, VOCABULARY, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def one_process(torch_device: str, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of transformers, microbatches and processes unheard of; tensors on the host."""
+    model = llama().to(torch_device)
+    rotary = [(name, buffer.clone()) for name, buffer in model.named_buffers()]
+    model.to(dtype)
+    for name, buffer in rotary:  # .to() rounds the rotary frequencies too, which no bf16 model of transformers does
+        module, _, leaf = name.rpartition(".")
+        model.get_submodule(module)._buffers[leaf] = buffer
+    ids = batch().to(torch_device)
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+    loss = functional.cross_entropy(logits, ids[:, 1:].flatten())
+    loss.backward()
+    return loss.item(), {
+        name: parameter.grad.float().cpu() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+
+
+def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Largest relative Frobenius error over the gradients."""
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    return max(
+        float(torch.linalg.vector_norm(found[name] - wanted[name]) / torch.linalg.vector_norm(wanted[name]))
+        for name in wanted
+    )
+
+
+# --- pipelines against one process ---------------------------------------------------------------------------
+
+
+def step(schedule: str, vocabulary: str, compute_dtype: torch.dtype, on_a_stream: bool) -> Figures:
+    """Runs in every process: two steps, the second of which counts; gradients on the first process, as numpy."""
+    worker = initialise_worker()
+    pipeline = Pipeline(
+        llama(),
+        schedule=schedule,
+        vocabulary=vocabulary,
+        microbatches=6,
+        compute_dtype=compute_dtype,
+        self_check=False,
+    )
+    stream = torch.cuda.Stream(worker.torch_device) if on_a_stream and worker.torch_device.type == "cuda" else None
+    seconds = 0.0
+    for _ in range(2):
+        pipeline.zero_grad()
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(worker.torch_device))
+        begun = time.perf_counter()
+        with torch.cuda.stream(stream):  # None: nothing changes
+            result = pipeline.step(batch() if pipeline.device == 0 else None)
+            loss = result.loss
+        seconds = time.perf_counter() - begun
+        if stream is not None:
+            torch.cuda.current_stream(worker.torch_device).wait_stream(stream)
+    gradients = pipeline.full_gradients()
+    return {
+        "loss": loss,
+        "step_seconds": seconds,
+        "gradients": {name: gradient.float().numpy() for name, gradient in gradients.items()},
+        "backends": dist.get_backend_config() if dist.is_initialized() else "",
+        "torch_device": str(worker.torch_device),
+    }
+
+
+def compare(
+    torch_device: str,
+    processes: int,
+    schedule: str,
+    vocabulary: str,
+    *,
+    compute_dtype: torch.dtype = torch.float32,
+    on_a_stream: bool = False,
+) -> Figures:
+    """A pipeline on processes that share the machine's devices, against transformers in one process on one of them."""
+    given = (schedule, vocabulary, compute_dtype, on_a_stream)
+    results = launch(step, *given, processes=processes, torch_device=torch_device, preload=("gpu_cases",))
+    found = {name: torch.from_numpy(gradient) for name, gradient in results[0]["gradients"].items()}
+    loss, wanted = one_process(torch_device, torch.float32)
+    figures: Figures = {
+        "gradient_error": worst(found, wanted),
+        "loss_error": abs(results[0]["loss"] - loss) / loss,
+        "step_seconds": results[0]["step_seconds"],
+        "backends": results[0]["backends"],
+    }
+    assert all(result["loss"] == results[0]["loss"] for result in results)
+    if torch_device == "cuda":
+        assert all(result["torch_device"].startswith("cuda:") for result in results)
+        # More processes than GPUs: NCCL would refuse, so gloo takes over through host memory.
+        assert ("nccl" in figures["backends"]) == (processes <= torch.cuda.device_count()), figures["backends"]
+    if compute_dtype == torch.float32:
+        assert figures["gradient_error"] <= FP32_LIMIT, figures
+        assert figures["loss_error"] <= FP32_LIMIT, figures
+    else:
+        _, rounded = one_process(torch_device, compute_dtype)
+        ratios = {
+            name: float(torch.linalg.vector_norm(found[name] - wanted[name]))
+            / float(torch.linalg.vector_norm(rounded[name] - wanted[name]))
+            for name in wanted
+        }
+        figures["times_the_error_of_one_process"] = max(ratios.values())
+        assert figures["times_the_error_of_one_process"] <= BF16_LIMIT, figures
+    return figures
+
+
+def alone(torch_device: str) -> Figures:
+    """One process: with a GPU of its own, NCCL."""
+    return compare(torch_device, 1, "1f1b", "vocab-2")
+
+
+# --- only with a GPU -----------------------------------------------------------------------------------------
+
+
+def nccl_operations() -> Figures:
+    """NCCL's own operations in a group of one, and the watch's mark behind them."""
+    worker = initialise_worker()
+    tensor = torch.full((1000,), 3.0, device=worker.torch_device)
+    dist.all_reduce(tensor)
+    group = dist.new_group([0], backend="nccl", device_id=worker.torch_device)
+    gathered = [torch.empty_like(tensor)]
+    dist.all_gather(gathered, tensor, group=group)
+    torch.cuda.synchronize()
+    dist.destroy_process_group(group)
+    return {"value": gathered[0].sum().item(), "backends": dist.get_backend_config()}
+
+
+def nccl(torch_device: str) -> Figures:
+    """A default group with NCCL is opened eagerly on the process's own device."""
+    (figures,) = launch(nccl_operations, processes=1, torch_device=torch_device, preload=("gpu_cases",))
+    assert figures["value"] == 3000.0 and "nccl" in figures["backends"], figures
+    return figures
+
+
+def staging(torch_device: str) -> Figures:
+    """What is sent is what the GPU computes last, and what arrives is what it reads next, however busy it is."""
+    from evenpipe.runtime.staging import Staging
+
+    device = torch.device(torch_device, torch.cuda.current_device())
+    copies = Staging(device)
+    matrix = torch.randn(4096, 4096, device=device) / 64
+    value, rounds = torch.ones(4096, 512, device=device), 0
+    for rounds in range(1, 21):
+        for _ in range(10):
+            value = matrix @ value  # queued: the host is far ahead
+        value = value / value.abs().max()
+        reads, writes = value.clone(), torch.empty_like(value)
+        (host, buffer), finish = copies.to_host(reads, writes, None)
+        assert host.is_pinned() and buffer.is_pinned()
+        buffer.copy_(host)  # what a network would do
+        assert finish is not None
+        finish()
+        assert torch.equal(writes, value), f"round {rounds}"
+        del host, buffer, finish  # the memory is free again, though a copy from it may be under way
+        (other,), _ = copies.to_host(None, torch.empty_like(value), None)
+        other.fill_(float("nan"))
+        assert torch.equal(writes, value), f"round {rounds}"
+    empty, _ = copies.to_host(torch.empty(0, 8, device=device), None, None)
+    assert empty[0].shape == (0, 8)
+    return {"rounds": rounds}
+
+
+def marks(torch_device: str) -> Figures:
+    """An event behind a wait is done only when the GPU has come that far."""
+    device = torch.device(torch_device, torch.cuda.current_device())
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(500_000_000)  # clock cycles: a quarter of a second
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    early = event.query()
+    torch.cuda.synchronize(device)
+    assert not early and event.query()
+    return {"done_before": early, "done_after": event.query()}
+
+
+CASES: dict[str, Callable[[str], Figures]] = {
+    "one process": alone,
+    **{
+        f"4 processes, {schedule}, {vocabulary}, fp32": lambda device, given=(schedule, vocabulary): compare(
+            device, 4, *given
+        )
+        for schedule, vocabulary in SHARED
+    },
+    "4 processes, 1f1b, vocab-2, bf16": lambda device: compare(
+        device, 4, "1f1b", "vocab-2", compute_dtype=torch.bfloat16
+    ),
+    "4 processes, zbv, vocab-2, bf16": lambda device: compare(
+        device, 4, "zbv", "vocab-2", compute_dtype=torch.bfloat16
+    ),
+    "I and W on a stream of the caller's": lambda device: compare(device, 4, "zb-h1", "vocab-2", on_a_stream=True),
+    "NCCL in a group of one": nccl,
+    "copies between GPU and host": staging,
+    "marks in a stream": marks,
+}
+
+ON_A_CPU_TOO = [name for name in CASES if CASES[name] not in (nccl, staging, marks)]

@@ -1,0 +1,62 @@
+"""`make gpu-test`: runs all cases of gpu_cases.py on this machine's GPU and writes down the figures.
+
+    python tests/gpu/run_gpu.py [--output benchmarks/results/gpu_test.json]
+
+Without a GPU it says so and ends with exit code 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).resolve().parent)]
+
+from gpu_here import no_gpu  # noqa: E402
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu_test.json"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Runs evenpipe on this machine's GPU.")
+    parser.add_argument("--output", type=Path, default=RESULTS, help=f"default {RESULTS.name} in benchmarks/results")
+    parser.add_argument("--case", action="append", help="only this one; may be repeated")
+    arguments = parser.parse_args()
+    reason = no_gpu()
+    if reason is not None:
+        print(f"The GPU tests were skipped: {reason}.")
+        return 0
+    from gpu_cases import CASES
+
+    figures, failed = {}, []
+    for name in arguments.case or CASES:
+        begun = time.perf_counter()
+        try:
+            figures[name] = {"passed": True, **CASES[name]("cuda")}
+        except Exception as error:
+            traceback.print_exc()
+            figures[name] = {"passed": False, "error": f"{type(error).__name__}: {error}"}
+            failed.append(name)
+        seconds = time.perf_counter() - begun
+        print(f"{'FAILED' if name in failed else 'passed'}  {name}  ({seconds:.1f} s)  {figures[name]}", flush=True)
+    machine = {
+        "gpu": torch.cuda.get_device_name(),
+        "gpus": torch.cuda.device_count(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+    }
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps({"machine": machine, "cases": figures}, indent=1) + "\n")
+    print(f"{len(figures) - len(failed)} of {len(figures)} passed; figures in {arguments.output}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""The cases of `make gpu-test`, where there is a GPU; elsewhere a stand-in for each mechanism on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing.forkserver
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gpu_cases import CASES, ON_A_CPU_TOO
+from gpu_here import no_gpu
+
+from evenpipe.runtime import staging, worker
+from evenpipe.runtime.communication import Communicator
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server():
+    """One for this module, that finds its cases; one that was started before knows other modules."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RANK", raising=False)
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]))
+        multiprocessing.forkserver._forkserver._stop()
+        yield
+    multiprocessing.forkserver._forkserver._stop()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(no_gpu() is not None, reason=str(no_gpu()))
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name: str) -> None:
+    CASES[name]("cuda")
+
+
+@pytest.mark.parametrize("name", ["one process", "4 processes, zbv, vocab-2, fp32", "4 processes, 1f1b, vocab-2, bf16"])
+def test_the_cases_themselves_on_a_cpu(name: str, monkeypatch) -> None:
+    assert name in ON_A_CPU_TOO
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    figures = CASES[name]("cpu")
+    assert figures["gradient_error"] > 0 or name == "one process"
+
+
+@pytest.mark.skipif(no_gpu() is None, reason="there is a GPU")
+def test_without_a_gpu_the_program_says_so(tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    program = [sys.executable, str(Path(__file__).with_name("run_gpu.py")), "--output", str(output)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"The GPU tests were skipped: {no_gpu()}.\n"
+    assert not output.exists()
+
+
+# -- which device, which library -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "local_rank", "count", "expected"),
+    [
+        (None, 0, 0, "cpu"),
+        (None, 0, 4, "cuda:0"),
+        (None, 3, 4, "cuda:3"),
+        (None, 3, 1, "cuda:0"),  # several processes share it
+        (None, 5, 4, "cuda:1"),
+        ("cuda", 2, 4, "cuda:2"),
+        ("cuda:1", 2, 4, "cuda:1"),
+        ("cpu", 2, 4, "cpu"),
+        ("cuda", 0, 0, "torch_device: 'cuda', but this process sees 0 GPUs"),
+        ("cuda:4", 0, 4, "torch_device: 'cuda:4', but this process sees 4 GPUs"),
+    ],
+)
+def test_the_device_of_a_process(wanted, local_rank, count, expected, monkeypatch) -> None:
+    used = []
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"))
+    if expected.startswith("torch_device"):
+        with pytest.raises(ValueError, match=expected):
+            worker._own_device(wanted)
+        return
+    device, identity = worker._own_device(wanted)
+    assert str(device) == expected
+    assert used == ([device] if device.type == "cuda" else [])
+    assert identity == (f"GPU-{device.index}" if device.type == "cuda" else "")
+
+
+@pytest.mark.parametrize(
+    ("identities", "expected"),
+    [(["GPU-a"], True), (["GPU-a", "GPU-b"], True), (["GPU-a", "GPU-a"], False), (["GPU-a", "GPU-b", "GPU-a"], False)],
+)
+def test_nccl_only_where_no_two_processes_share_a_gpu(identities, expected) -> None:
+    values: dict[str, bytes] = {}
+    store = SimpleNamespace(set=lambda key, value: values.update({key: value.encode()}), get=values.__getitem__)
+    for rank in reversed(range(1, len(identities))):
+        with contextlib.suppress(KeyError):  # the first process has not spoken yet; a real store would wait
+            worker._each_its_own(identities[rank], store, rank, len(identities))
+    found = [worker._each_its_own(identities[rank], store, rank, len(identities)) for rank in range(len(identities))]
+    assert found == [expected] * len(identities)
+
+
+# -- a GPU that computes late: streams in which nothing runs before somebody waits --------------------
+
+
+class Stream:
+    """Work that is queued, and done when the host synchronises or another stream that was told to wait is."""
+
+    def __init__(self, *_) -> None:
+        self.queued: list = []
+
+    def wait_stream(self, other: Stream) -> None:
+        work = list(other.queued)
+        self.queued.append(lambda: [run() for run in work])
+
+    def synchronize(self) -> None:
+        while self.queued:
+            self.queued.pop(0)()
+
+
+class LateTensor:
+    """A tensor on a GPU: copies to and from it are queued in the current stream."""
+
+    def __init__(self, gpu: Gpu, value: torch.Tensor) -> None:
+        self.gpu, self.value = gpu, value
+        self.shape, self.dtype = value.shape, value.dtype
+
+    def copy_(self, host: HostTensor, non_blocking: bool) -> None:
+        assert non_blocking and host.pinned
+        self.gpu.stream.queued.append(lambda: self.value.copy_(host.value))
+
+
+class HostTensor:
+    def __init__(self, gpu: Gpu, value: torch.Tensor, pinned: bool) -> None:
+        self.gpu, self.value, self.pinned = gpu, value, pinned
+
+    def copy_(self, late: LateTensor, non_blocking: bool) -> None:
+        assert non_blocking and self.pinned
+        self.gpu.stream.queued.append(lambda: self.value.copy_(late.value))
+
+
+class Gpu:
+    def __init__(self, monkeypatch) -> None:
+        self.default = self.stream = Stream()
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.stream)
+        monkeypatch.setattr(torch.cuda, "stream", self.using)
+        monkeypatch.setattr(
+            staging.torch,
+            "empty",
+            lambda shape, dtype, pin_memory: HostTensor(self, torch.full(shape, -1.0), pin_memory),
+        )
+
+    @contextlib.contextmanager
+    def using(self, stream: Stream):
+        before, self.stream = self.stream, stream
+        yield
+        self.stream = before
+
+
+def test_what_is_sent_is_what_the_gpu_has_been_asked_to_compute(monkeypatch) -> None:
+    zeros = [torch.zeros(4) for _ in range(3)]
+    gpu = Gpu(monkeypatch)
+    copies = staging.Staging(torch.device("cuda", 0))
+    reads, writes, both = (LateTensor(gpu, value) for value in zeros)
+    gpu.stream.queued.append(lambda: [reads.value.fill_(5.0), both.value.fill_(7.0)])  # not yet done
+    hosts, finish = copies.to_host(reads, writes, both)
+    assert [host.value.tolist() for host in hosts] == [[5.0] * 4, [-1.0] * 4, [7.0] * 4]
+    hosts[1].value.fill_(8.0)  # what arrives
+    hosts[2].value.fill_(9.0)
+    finish()
+    gpu.default.synchronize()
+    assert [tensor.value.tolist() for tensor in (reads, writes, both)] == [[5.0] * 4, [8.0] * 4, [9.0] * 4]
+
+
+def test_a_plain_receive_does_not_wait_for_the_gpu(monkeypatch) -> None:
+    zero = torch.zeros(4)
+    gpu = Gpu(monkeypatch)
+    copies = staging.Staging(torch.device("cuda", 0))
+    gpu.stream.queued.append(lambda: pytest.fail("the host waited"))
+    hosts, finish = copies.to_host(None, LateTensor(gpu, zero), None)
+    assert len(hosts) == 1 and finish is not None
+    reads_only = copies.to_host(None, None, None)
+    assert reads_only == ([], None)
+
+
+def test_a_mark_stands_in_the_current_stream_of_the_own_device(monkeypatch) -> None:
+    recorded = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=recorded.append))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    communicator = Communicator(
+        "X", (0,), 0, None, torch_device=torch.device("cuda", 2), timeout_seconds=1.0, staging=None, watch=None
+    )
+    communicator.mark()
+    assert recorded == ["stream of cuda:2"]
+
+
+def test_figures_of_a_gpu_run_if_there_are_any() -> None:
+    file = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu_test.json"
+    if not file.exists():
+        pytest.skip("nobody has run make gpu-test on a machine with a GPU yet")
+    cases = json.loads(file.read_text())["cases"]
+    assert cases and all(figures["passed"] for figures in cases.values())
