@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -332,16 +333,19 @@ def places_of_the_sums() -> list[tuple[str, str, list[str]]]:
     found = []
     for schedule, mode in itertools.product(SCHEDULES, MODES):
         pipeline = make(Case("replicate", schedule, mode, tied=False))
-        places = []
+        issued = []
         replicas = pipeline._groups.replicas
         plain = replicas.all_reduce
 
-        def noted(tensor, what, plain=plain, places=places, pipeline=pipeline):
-            places.append(f"{what} after {pipeline._walker._pass_text}")
+        def noted(tensor, what, plain=plain, issued=issued):
+            issued.append((what, time.perf_counter()))
             return plain(tensor, what)
 
         replicas.all_reduce = noted
-        pipeline.step(torch.arange(15).reshape(3, 5))
+        passes = pipeline.step(torch.arange(15).reshape(3, 5), record_passes=True).record.passes
+        places = [
+            f"{what} after {[entry.item for entry in passes if entry.end <= moment][-1]}" for what, moment in issued
+        ]
         row = " ".join(map(str, (item for item in pipeline.order.rows[0] if item is not None)))
         found.append((mode, row, places) if pipeline.device == 0 else (mode, "", places))
         pipeline.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,35 +83,22 @@ class Groups:
 
     def replica_mesh(self) -> DeviceMesh | None:
         """This device in every pipeline, as an axis that FSDP2 shards over; None for one pipeline."""
-        return self._mesh(self.replicas, "dp")
+        return None if self.replicas is None else self._mesh([self.replicas], self.replicas.members, "dp")
 
     def row_mesh(self, *, sharded: bool) -> DeviceMesh | None:
         """How rows of the vocabulary lie over processes, for checkpoints: over the pipeline, then over its replicas if
-        they are sharded. None: over all processes, or none.
-        """
-        grid = self._grid
-        if self.replicas is None:
-            return None
-        if not sharded or self.pipeline is None:
-            return self._mesh(self.replicas if sharded else self.pipeline, "dp" if sharded else "pp")
-        assert self.pipeline.group is not None and self.replicas.group is not None
-        rows = [list(grid.column(device)) for device in range(grid.devices)]
-        return DeviceMesh.from_group(
-            [self.pipeline.group, self.replicas.group],
-            self._torch_device.type,
-            mesh=torch.tensor(rows),
-            mesh_dim_names=("pp", "dp"),
-        )
+        they are sharded. None for a single process that holds all."""
+        replicas = self.replicas if sharded else None
+        if self.pipeline is None:
+            return self.replica_mesh() if sharded else None
+        if replicas is None:
+            return self._mesh([self.pipeline], self.pipeline.members, "pp")
+        columns = [self._grid.column(device) for device in range(self._grid.devices)]
+        return self._mesh([self.pipeline, replicas], columns, "pp", "dp")
 
-    def _mesh(self, communicator: Communicator | None, name: str) -> DeviceMesh | None:
-        if communicator is None or communicator.group is None:
-            return None
-        return DeviceMesh.from_group(
-            communicator.group,
-            self._torch_device.type,
-            mesh=torch.tensor(communicator.members),
-            mesh_dim_names=(name,),
-        )
+    def _mesh(self, communicators: Sequence[Communicator], ranks: Sequence[Any], *names: str) -> DeviceMesh:
+        groups = [communicator.group for communicator in communicators if communicator.group is not None]
+        return DeviceMesh.from_group(groups, self._torch_device.type, mesh=torch.tensor(ranks), mesh_dim_names=names)
 
     # --- what processes say ----------------------------------------------------------------------------------
 

@@ -216,7 +216,7 @@ class _Layout:
             else:
                 groups = given.get_all_groups()
                 mesh = DeviceMesh.from_group(
-                    groups if len(groups) > 1 else groups[0],
+                    groups,
                     device_type,
                     mesh=given.mesh,
                     mesh_dim_names=given.mesh_dim_names,
