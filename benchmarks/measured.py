@@ -23,6 +23,7 @@ import json
 import os
 import statistics
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a microbatch")
     parser.add_argument("--profiled-microbatches", type=int, default=8)
+    parser.add_argument("--profile-each", action="store_true", help="a profile for every number of microbatches")
     parser.add_argument("--profiled-steps", type=int, default=6)
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--warm-up", type=int, default=1)
@@ -201,8 +203,10 @@ def main() -> None:
     results: dict[str, Any] = {"settings": asdict(settings), **machine(torch.device("cpu")), "cases": []}
     head = ("step s", "predicted", "error", "idle s", "predicted", "error", "untraced", "traced")
     print("{:<17}{:<12}{:>3}{:>9}{:>10}{:>9}{:>15}{:>15}{:>9}{:>9}{:>8}".format("schedule", "vocabulary", "m", *head))
-    for schedule, mode in cases:
-        for result in run_case(settings, schedule, mode, given.microbatches):
+    groups = [[size] for size in given.microbatches] if given.profile_each else [given.microbatches]
+    for (schedule, mode), sizes in product(cases, groups):
+        profiled = sizes[0] if given.profile_each else given.profiled_microbatches
+        for result in run_case(replace(settings, profiled_microbatches=profiled), schedule, mode, sizes):
             results["cases"].append(result)
             print_case(result)
         if given.output is not None:
