@@ -18,25 +18,39 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from evenpipe.errors import InputError, RunError
+from evenpipe.model import persistent_buffers
 from evenpipe.train import export as module
 from evenpipe.train.checkpoint import save
 from evenpipe.train.export import export_checkpoint
 
 FAMILIES = (
     "cohere2",
+    "deepseek_v3",
     "gemma2",
     "gemma3_text",
     "gpt_neox",
     "granite",
     "llama",
     "mistral",
+    "mixtral",
     "olmo2",
+    "olmoe",
     "phi3",
     "qwen2",
     "qwen3",
+    "qwen3_moe",
     "smollm3",
     "starcoder2",
 )
+EXPERTS = {
+    "mixtral": {"num_local_experts": 3},
+    "olmoe": {"num_experts": 3, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "deepseek_v3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1}
+    | {"topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "num_key_value_heads": 4}
+    | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+}
+"""Stored one by one, or with a buffer beside the parameters."""
 IDS = torch.arange(24).reshape(2, 12) * 5 % 97
 
 
@@ -54,18 +68,21 @@ def build(family: str = "llama", **changes: Any) -> PreTrainedModel:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    config = CONFIG_MAPPING[family](**values | changes)
+    config = CONFIG_MAPPING[family](**values | EXPERTS.get(family, {}) | changes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
+        for _, buffer in persistent_buffers(model):
+            buffer.add_(torch.rand_like(buffer))
     return model
 
 
 def checkpoint_of(model: PreTrainedModel, folder: Path, step: int = 7, **metadata: Any) -> Path:
-    """What a run of one process saves: parameters, optimizer state, and the model's config."""
-    shards = {name: Shard(parameter) for name, parameter in model.named_parameters()}
+    """What a run of one process saves: parameters, saved buffers, optimizer state, and the model's config."""
+    buffers = {name: torch.nn.Parameter(buffer, requires_grad=False) for name, buffer in persistent_buffers(model)}
+    shards = {name: Shard(parameter) for name, parameter in (*model.named_parameters(), *buffers.items())}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(input_ids=IDS, labels=IDS).loss.backward()
     optimizer.step()
@@ -84,6 +101,8 @@ def assert_same_model(folder: Path, model: PreTrainedModel) -> None:
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     expected = dict(model.named_parameters())
     assert dict(loaded.named_parameters()).keys() == expected.keys()
+    for (name, buffer), (_, other) in zip(persistent_buffers(loaded), persistent_buffers(model), strict=True):
+        assert torch.equal(buffer, other), name
     for name, parameter in loaded.named_parameters():
         assert parameter.dtype == expected[name].dtype, name
         assert torch.equal(parameter, expected[name]), name

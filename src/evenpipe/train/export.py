@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from evenpipe.errors import InputError, RunError
-from evenpipe.model import Description, describe, disk_tensors, save_tensors, write_folder_metadata
+from evenpipe.model import Description, describe, disk_tensors, persistent_buffers, save_tensors, write_folder_metadata
 from evenpipe.train.agreement import describe_os_error
 from evenpipe.train.checkpoint import read_tensors
 from evenpipe.train.checkpoint_folder import RUN, Checkpoint, find_latest, is_checkpoint, open_checkpoint
@@ -165,13 +165,14 @@ def _tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name on disk, whole tensor on the CPU), each read when it is asked for."""
     index = read_index(checkpoint.path, checkpoint.manifest)
+    buffers = {name for name, _ in persistent_buffers(description.skeleton)}
 
     def held() -> Iterator[tuple[str, torch.Tensor]]:
         for name in description.shapes:
             entry = checkpoint.manifest.tensors[PARAMETERS + name]
             tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
             read_tensors(checkpoint, index, {PARAMETERS + name: tensor})
-            yield name, tensor if dtype is None else tensor.to(dtype)
+            yield name, tensor if dtype is None or name in buffers else tensor.to(dtype)
 
     return disk_tensors(description, held())
 
