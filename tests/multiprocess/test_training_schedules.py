@@ -73,16 +73,20 @@ PARTS = [
     (2, {"schedule": "zbv", "vocabulary": "first-last"}, 2),
     (3, {"schedule": "1f1b", "vocabulary": "vocab-2"}, 4),
     (2, {"schedule": "v-half", "vocabulary": "vocab-1", "checkpointing": "full"}, 5),
+    (4, {"schedule": "zb-h1", "vocabulary": "vocab-2", "replicas": 2, "microbatches": 2}, 7),
+    (4, {"schedule": "zbv", "replicas": 2, "microbatches": 2, "data_parallel": "shard"}, 8),
     (2, {"schedule": "interleaved", "vocabulary": "interlaced", "layers_per_stage": [1, 1, 1, 1]}, None),
 ]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_resumed_under_another_schedule_and_placement_the_losses_agree(tmp_path: Path, tied: bool) -> None:
-    path = write_config(tmp_path, steps=7, tied=tied)
+@pytest.mark.parametrize(("tied", "parts"), [(True, PARTS), (False, [PARTS[0], PARTS[1], PARTS[-1]])])
+def test_resumed_under_another_schedule_and_placement_the_losses_agree(
+    tmp_path: Path, tied: bool, parts: list[tuple[int, dict[str, Any], int | None]]
+) -> None:
+    path = write_config(tmp_path, steps=9, tied=tied)
     prepare(load_config(path, [f"data.cache_folder={tmp_path / 'data'}"]), say=lambda text: None)
     run_processes(train_with, 2, str(path), str(tmp_path / "whole" / "run"), None, {}, timeout_seconds=120)
-    for processes, pipeline, until in PARTS:
+    for processes, pipeline, until in parts:
         folder = str(tmp_path / "parts" / "run")
         run_processes(train_with, processes, str(path), folder, until, pipeline, timeout_seconds=120)
     expected, found = curve(tmp_path / "whole"), curve(tmp_path / "parts")

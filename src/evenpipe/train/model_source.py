@@ -61,6 +61,7 @@ def check_schedule(config: Config, model: PreTrainedConfig) -> None:
     from evenpipe.runtime.given_schedule import read_schedule
     from evenpipe.runtime.layout import runnable_order
     from evenpipe.schedule import plan_program
+    from evenpipe.schedule.files import read_costs
 
     pipeline, layers = config.pipeline, model.num_hidden_layers
     devices, microbatches = pipeline.devices, pipeline.microbatches_per_step
@@ -82,8 +83,9 @@ def check_schedule(config: Config, model: PreTrainedConfig) -> None:
             f"pipeline.microbatches is {microbatches}, but must be {order.microbatches}, as many as the order in"
             f" {pipeline.schedule} has"
         )
-    if not isinstance(given.schedule, str):
-        plan_program(given.schedule, devices, microbatches, pipeline.vocabulary)  # is it sound, and of this mode?
+    costs = None if pipeline.costs is None else read_costs(pipeline.costs)
+    if costs is not None or not isinstance(given.schedule, str):  # is it sound, of this mode, and has a time for all?
+        plan_program(given.schedule, devices, microbatches, pipeline.vocabulary, costs, **given.options)
     stages, split = order.placement.stages, pipeline.layers_per_stage
     if split is not None and len(split) != stages:
         raise InputError(
