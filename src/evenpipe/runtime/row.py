@@ -1,0 +1,55 @@
+"""The row of a program as its device walks it: everything that can be known before the first step, looked up once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
+from evenpipe.schedule.releases import releases
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One item of a row."""
+
+    item: Item
+    run: Callable[[Any], None]
+    """Called with the item."""
+    text: str
+    arrived: tuple[Transfer, ...]
+    """What this device has sent and knows to have arrived once a pass has its inputs."""
+
+
+class Row:
+    """One device's row of a program."""
+
+    def __init__(
+        self,
+        program: Program,
+        device: int,
+        passes: Mapping[Kind, Callable[[Pass], None]],
+        transfers: Mapping[TransferKind, Callable[[Transfer], None]],
+    ) -> None:
+        """`passes` and `transfers`: what to do for each kind."""
+        self.program = program
+        self.last_stage = program.placement.stages - 1
+        self.gradients = not program.forward_only
+        self.split: set[tuple[int | None, int | None]] = set()
+        """Stage and microbatch of those whose backward is I and W."""
+        self.recomputed: set[tuple[int | None, int | None]] = set()
+        """Of those that have R."""
+        arrived = releases(program, device)
+        steps: list[Step] = []
+        for position, item in enumerate(program.rows[device]):
+            if isinstance(item, Transfer):
+                steps.append(Step(item, transfers[item.kind], str(item), ()))
+            elif item is not None:
+                steps.append(Step(item, passes[item.kind], str(item), arrived.get(position, ())))
+                for part in parts_of(item):
+                    if part.kind is Kind.I:
+                        self.split.add((part.stage, part.microbatch))
+                    elif part.kind is Kind.R:
+                        self.recomputed.add((part.stage, part.microbatch))
+        self.steps = tuple(steps)

@@ -1,0 +1,131 @@
+"""What passes and transfers of one device hand to each other within a step.
+
+    results of passes ---> put ---> transfers out ---> sent, until they have arrived
+                                    transfers in  ---> arriving ---> taken by the first pass that uses them
+
+Values are found by (what, stage, microbatch). A value is taken out by its only user, so that memory falls as the
+program says; nothing is left over at the end of a step.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch import Tensor
+
+from evenpipe.runtime.communication import Handle
+from evenpipe.runtime.recording import Recording
+from evenpipe.schedule import Pass, Transfer
+
+Key = tuple[str, int, int]
+"""What it is, of which stage (-1: of none), of which microbatch."""
+
+SENDS_IN_FLIGHT = 2
+"""Transfers of one kind between the same devices that may be unfinished before the oldest is waited for: bounds what is
+kept alive where nothing tells that it has arrived. Waiting for an earlier transfer at a later point of the program
+cannot deadlock, since all rows are parts of one list."""
+
+
+class Values:
+    """Those of the step under way, and when the pass under way had all that it needs.
+
+    Attributes:
+        here: made on this device, or by a local neighbour.
+        recording: takes time stamps, where the step is recorded.
+    """
+
+    def __init__(self) -> None:
+        self.here: dict[Key, Tensor] = {}
+        self.recording: Recording | None = None
+        self.busy = 0.0
+        """Processor seconds inside passes since `clear`."""
+        self._arriving: dict[Key, tuple[Tensor, Handle]] = {}
+        self._sent: dict[Transfer, list[Handle]] = {}
+        self._pass = ""
+        self._ready = False
+        self._ready_at: Any = None
+        self._processor = 0.0
+
+    # --- passes ----------------------------------------------------------------------------------------------
+
+    def begin(self, text: str) -> None:
+        """A pass begins to gather what it needs."""
+        self._pass = text
+        self._ready = False
+
+    def ready(self) -> None:
+        """The pass has what it needs: from here on it computes. Of several that run as one the first counts."""
+        if not self._ready:
+            self._ready = True
+            if self.recording is not None:
+                self._ready_at = self.recording.stamp()
+            self._processor = time.thread_time()
+
+    def finish(self, item: Pass) -> None:
+        """The pass is over."""
+        processor = time.thread_time() - self._processor
+        self.busy += processor
+        if self.recording is not None:
+            self.recording.passes.append((item, self._ready_at, self.recording.stamp(), processor))
+
+    # --- values ----------------------------------------------------------------------------------------------
+
+    def take(self, key: Key) -> Tensor:
+        """A value made here or received; waits until it is there."""
+        value = self.here.pop(key, None)
+        if value is not None:
+            return value
+        tensor, handle = self._arriving.pop(key)
+        self._wait(handle, self._pass)
+        return tensor
+
+    def arriving(self, key: Key, tensor: Tensor, handle: Handle) -> None:
+        """What a transfer will fill, or has to be over with before it is used."""
+        self._arriving[key] = (tensor, handle)
+
+    # --- what was given away ---------------------------------------------------------------------------------
+
+    def sent(self, item: Transfer, handle: Handle) -> None:
+        """A transfer gives something away, in one message or more. It lives until `arrived`, or until too many like it
+        are under way."""
+        messages = self._sent.get(item)
+        if messages is not None:
+            messages.append(handle)
+            return
+        self._sent[item] = [handle]
+        alike = [other for other in self._sent if other.kind is item.kind and other.members == item.members]
+        if len(alike) > SENDS_IN_FLIGHT:
+            self.arrived(alike[0])
+
+    def arrived(self, item: Transfer) -> None:
+        """Lets go of what was sent, and waits for it if need be."""
+        for handle in self._sent.pop(item, ()):
+            self._wait(handle, "")
+
+    def _wait(self, handle: Handle, needed_by: str) -> None:
+        if self.recording is None:
+            handle.wait(needed_by)
+            return
+        started = self.recording.stamp()
+        handle.wait(needed_by)
+        self.recording.waits.append((handle.what, needed_by, started, self.recording.stamp()))
+
+    # --- the step --------------------------------------------------------------------------------------------
+
+    def all_arrived(self) -> None:
+        """At the end of a step: waits for what is still on its way to others."""
+        while self._sent:
+            self.arrived(next(iter(self._sent)))
+
+    @property
+    def left(self) -> tuple[Key, ...]:
+        """What nobody has taken."""
+        return (*self.here, *self._arriving)
+
+    def clear(self) -> None:
+        """Forgets what a step that failed may have left."""
+        self.here.clear()
+        self._arriving.clear()
+        self._sent.clear()
+        self.busy = 0.0
