@@ -110,6 +110,13 @@ PRODUCTS = [
 
 
 def _selectively(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return run_checkpointed(forward, "selective", args, kwargs)
+
+
+def run_checkpointed(forward: Forward, choice: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch's own checkpointing, "full" or "selective"; torch.compile knows it."""
+    if choice == "full":
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     contexts = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 

@@ -12,11 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from evenpipe.model import Description, build_stage, fill_parameters, fill_rows, persistent_buffers
 from evenpipe.parallel import ShardedModule
 from evenpipe.runtime.checkpointing import Switch, checkpoint_layer
+from evenpipe.runtime.compilation import compile_layer
 from evenpipe.runtime.experts import split_experts
 from evenpipe.runtime.layout import Layout
 from evenpipe.runtime.parameters import Matrix, ParameterShard, ShardedMatrix, Sharding, StageParameters
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
-from evenpipe.runtime.weight_gradients import WeightGradients, split_layers
+from evenpipe.runtime.weight_gradients import WeightGradients, report_unsplit, split_layers
+from evenpipe.schedule import Kind, parts_of
 from evenpipe.vocabulary import LossOptions, Shard
 
 
@@ -85,6 +87,7 @@ def build(
     torch_device: torch.device,
     seed: int,
     checkpointing: tuple[str, ...],
+    compile_layers: bool = False,
     sharding: Sharding | None = None,
     row_mesh: DeviceMesh | None = None,
     broadcast: Callable[[torch.Tensor], None] | None = None,
@@ -130,7 +133,10 @@ def build(
         held.unsplit += [name for name in split_layers(module, held.weight_gradients) if name not in experts]
         for index in range(first, last):
             layer = module.get_submodule(f"{description.structure.layers_name}.{index}")
-            checkpoint_layer(layer, checkpointing[index], held.checkpointing, torch_device)
+            if compile_layers:
+                compile_layer(layer, held.weight_gradients, checkpointing[index], held.checkpointing)
+            else:
+                checkpoint_layer(layer, checkpointing[index], held.checkpointing, torch_device)
         for name, buffer in persistent_buffers(module):
             shared = nn.Parameter(buffer, requires_grad=False)
             layers_own = name.startswith(f"{description.structure.layers_name}.")  # all stages have the others
@@ -157,6 +163,9 @@ def build(
         held.shards[name] = ParameterShard(found.parameter, start, shape, saved_here=saved_here, mesh=mesh)
         held.matrices.append(found)
         return found
+
+    if any(part.kind is Kind.I for item in layout.program.order.rows[device] if item for part in parts_of(item)):
+        report_unsplit(held.unsplit)
 
     embedding_shard, head_shard = layout.embedding_shards[device], layout.head_shards[device]
     embedding = matrix(description.embedding_name, embedding_shard)

@@ -85,6 +85,8 @@ class Pipeline:
         checkpointing: what a layer keeps for its backward: "none" (all of it is kept), "full" (only the layer's input; its
             forward runs a second time), "selective" (the results of products and of attention too), or one of these
             per layer. The backward of a microbatch with R in the order finds everything.
+        compile_layers: run every layer through torch.compile, with any schedule. What stands before and after the layers
+            is not compiled, nor are embedding, output layer and loss; the first step takes longer.
         costs: measured pass times that the schedule is arranged by; default: FLOPs.
         torch_device: where this process computes; default: its own GPU where there is one, else the CPU.
         self_check: first compare a cut and a whole copy of the architecture, shrunken, on the first process.
@@ -112,6 +114,7 @@ class Pipeline:
         seed: int = 0,
         layers_per_stage: Sequence[int] | None = None,
         checkpointing: str | Sequence[str] = "none",
+        compile_layers: bool = False,
         costs: Costs | None = None,
         torch_device: torch.device | str | None = None,
         self_check: bool = True,
@@ -135,6 +138,7 @@ class Pipeline:
         )
         options = _loss_options(loss or LossOptions(), self.description)
         self._checkpointing = checkpointing_of_layers(checkpointing, self.description.layers)
+        self._compile_layers = compile_layers
         self._model_costs = _model_costs(self.description)
         self.layout: Layout = build_layout(
             devices=self.devices,
@@ -205,6 +209,7 @@ class Pipeline:
             torch_device=self.torch_device,
             seed=seed,
             checkpointing=self._checkpointing,
+            compile_layers=self._compile_layers,
             sharding=sharding,
             row_mesh=groups.row_mesh(sharded=self._sharded),
             broadcast=None if replicas is None or self.description.model is None else self._broadcast,

@@ -165,12 +165,12 @@ class SplitLinear(nn.Linear):
     """`nn.Linear` whose weight gradient can wait. Made by `split_layers` only."""
 
     _weight_gradients: WeightGradients
-    _tapped: Tapped | None = None
+    _tapped: Taps | None = None
     """Set by `compilation.py` while it calls the layer of the model that this one belongs to."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self._tapped is not None:
-            return self._tapped(input, False)
+            return _TappedLinear.apply(input, False, *self._tapped)
         if not torch.compiler.is_compiling() and _is_split(self, input):
             return _Linear.apply(input, self, False)
         return functional.linear(input, self.weight, self.bias)
@@ -180,18 +180,18 @@ class SplitConv1D(Conv1D):
     """transformers' `Conv1D` (GPT-2: a linear layer with the weight transposed) whose weight gradient can wait."""
 
     _weight_gradients: WeightGradients
-    _tapped: Tapped | None = None
+    _tapped: Taps | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self._tapped is not None:
-            return self._tapped(x, True)
+            return _TappedLinear.apply(x, True, *self._tapped)
         if not torch.compiler.is_compiling() and _is_split(self, x):
             return _Linear.apply(x, self, True)
         return super().forward(x)
 
 
-Tapped = Callable[[Tensor, bool], Tensor]
-"""(input, whether the weight is transposed) -> output."""
+Taps = tuple[Tensor, Tensor | None, Tensor, Tensor]
+"""Weight and bias, detached; the taps for the input and for the gradient of the output."""
 
 _SPLIT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: SplitLinear, Conv1D: SplitConv1D}
 
@@ -243,6 +243,24 @@ def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
     if gradient.is_contiguous():
         return gradient.matmul(weight)
     return (gradient.reshape(-1, weight.shape[0]) @ weight).view(*gradient.shape[:-1], weight.shape[1])
+
+
+class _TappedLinear(torch.autograd.Function):
+    """x W^T + b, whose backward hands out x and the gradient of the output [tokens, ...] as the gradients of taps."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, transposed: bool, *given: Tensor) -> Tensor:
+        """given: `Taps`."""
+        weight, bias, _, _ = given
+        ctx.save_for_backward(hidden, weight)
+        ctx.transposed = transposed
+        return functional.linear(hidden, weight.t() if transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        columns, rows = hidden.reshape(-1, hidden.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        return input_gradient(gradient, weight.t() if ctx.transposed else weight), None, None, None, columns, rows
 
 
 def _in_rows(hidden: Tensor) -> bool:

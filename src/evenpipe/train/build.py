@@ -26,6 +26,7 @@ def build_pipeline(
         "data_parallel": config.pipeline.data_parallel,
         "layers_per_stage": config.pipeline.layers_per_stage,
         "checkpointing": _one_or_per_layer(config.pipeline.checkpointing),
+        "compile_layers": config.pipeline.compile_layers,
         "costs": None if config.pipeline.costs is None else read_costs(config.pipeline.costs),
         "loss": LossOptions(
             label_smoothing=config.loss.label_smoothing, z_loss=config.loss.z_loss, keep=config.loss.keep

@@ -156,6 +156,9 @@ class PipelineConfig(Section):
     checkpointing: tuple[str, ...] = ("none",)
     """What layers keep for their backward: "none" (all is kept), "full" (only the layer's input; its forward runs a
     second time), "selective" (the results of matrix products and of attention too), or a list with one per layer."""
+    compile_layers: bool = False
+    """Run every layer through torch.compile; the first steps take longer. Embedding, output layer and loss are not
+    compiled."""
     costs: str | None = None
     """A cost file (`evenpipe profile` writes one) that the schedule is arranged by; none: FLOPs."""
     timeout_seconds: float = 600.0

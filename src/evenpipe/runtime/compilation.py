@@ -1,0 +1,198 @@
+"""Layers compiled by torch.compile, whose backward can still be split.
+
+A compiled region cannot put tensors into a queue: its backward is a graph of its own, which would use the memory of a
+queued tensor for something else. So what W needs leaves the region as gradients. Each linear layer that is split gets
+two more inputs, *taps*, with the shapes of its input and of its output's gradient; they take no memory and nobody reads
+them. The region's backward returns the input and the output's gradient as "the gradients of the taps", and the node
+outside of the region where the taps come from queues them. No break in the graph and no copy, and what stays between I
+and W is what stays without compilation.
+
+    hidden ---> _Taps ---> taps, detached weights, hidden ---> [ compiled layer ] ---> output
+    queue  <--- _Taps <--- x and g of every linear layer  <--- [ its backward   ] <--- gradient
+
+Weights go in detached: a compiled region gives every parameter that it sees a gradient, if only an empty one, and hooks
+of the parameter would run in I.
+
+Compiled are the decoder layers, one by one; layers of one structure share what was compiled. Not compiled: the rest of
+the model's own forward (masks, rotary tables, what stands before and after the layers), the vocabulary layers and the
+loss, and W. A linear layer that is used several times, or on something else than all tokens, has its weight gradient in
+I. Checkpointing of a compiled layer is torch's own inside of the region: there it costs no host time, and the compiler
+leaves out what the backward does not need.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evenpipe.runtime.checkpointing import Switch, run_checkpointed
+from evenpipe.runtime.random_state import RandomState
+from evenpipe.runtime.weight_gradients import SplitConv1D, SplitLinear, Taps, WeightGradients, linear_entry
+
+Forward = Callable[..., Any]
+Linear = SplitLinear | SplitConv1D
+
+
+def compile_layer(
+    layer: nn.Module, queue: WeightGradients, checkpointing: str, switch: Switch, *, backend: str = "inductor"
+) -> None:
+    """Compiles a layer's forward, and its backward with it, when it is first called; hooks of the layer stay outside.
+
+    Args:
+        queue: the one that `split_layers` got.
+        checkpointing: "none", "full" or "selective".
+        switch: while it is off, the layer keeps everything for its backward.
+        backend: of torch.compile.
+    """
+    if hasattr(layer, "gradient_checkpointing"):
+        layer.gradient_checkpointing = False  # type: ignore[assignment]
+    compiled = _CompiledLayer(layer, queue, checkpointing, switch, backend)
+    layer.forward = functools.update_wrapper(compiled, layer.forward)
+
+
+class _CompiledLayer:
+    """In place of a layer's forward."""
+
+    def __init__(
+        self, layer: nn.Module, queue: WeightGradients, checkpointing: str, switch: Switch, backend: str
+    ) -> None:
+        self._layer, self._queue, self._checkpointing, self._switch = layer, queue, checkpointing, switch
+        own = vars(layer).get("forward")
+        self._forward: Forward = type(layer).forward if own is None else _without_layer(own)
+        self._plain, self._tapped = _compiled(backend)
+        self._linears: list[Linear] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        choice = "none" if self._switch.off or not torch.is_grad_enabled() else self._checkpointing
+        if self._queue.under_way is None or not torch.is_grad_enabled():
+            return self._plain(self._forward, self._layer, choice, args, kwargs)
+        hidden = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+        if hidden is None or not hidden.requires_grad:
+            return self._plain(self._forward, self._layer, choice, args, kwargs)
+        if self._linears is None:
+            self._linears = self._find_linears(hidden, args, kwargs)
+        taps = _Taps.apply(hidden, self._linears)
+        given: list[Taps] = []
+        for index, linear in enumerate(self._linears):
+            bias = None if linear.bias is None else linear.bias.detach()
+            given.append((linear.weight.detach(), bias, taps[2 * index], taps[2 * index + 1]))
+        try:
+            return self._tapped(self._forward, self._layer, choice, args, kwargs, linears=self._linears, given=given)
+        except BaseException:
+            _clear_taps(self._linears)
+            raise
+
+    @torch.no_grad()
+    def _find_linears(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Linear]:
+        """The layers that get taps, found by one forward without a graph: those used once, on all tokens, whose
+        parameters no other layer without taps uses."""
+        tokens = hidden.numel() // hidden.shape[-1]
+        uses: Counter[nn.Module] = Counter()
+        partial: set[nn.Module] = set()
+
+        def count(linear: nn.Module, arguments: tuple[Any, ...]) -> None:
+            uses[linear] += 1
+            if arguments[0].numel() // arguments[0].shape[-1] != tokens:
+                partial.add(linear)
+
+        linears = [one for one in self._layer.modules() if isinstance(one, Linear)]
+        hooks = [linear.register_forward_pre_hook(count) for linear in linears]
+        under_way, self._queue.under_way = self._queue.under_way, None
+        try:
+            with RandomState.of(hidden.device).restored():
+                self._forward(self._layer, *args, **kwargs)
+        finally:
+            self._queue.under_way = under_way
+            for hook in hooks:
+                hook.remove()
+        tapped = [one for one in linears if uses[one] == 1 and one not in partial and one.weight.requires_grad]
+        others = {parameter for one in linears if one not in tapped for parameter in one.parameters(recurse=False)}
+        return [one for one in tapped if others.isdisjoint(one.parameters(recurse=False))]
+
+
+def _without_layer(own: Forward) -> Forward:
+    def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    return forward
+
+
+@functools.cache
+def _compiled(backend: str) -> tuple[Forward, Forward]:
+    return torch.compile(_run, backend=backend), torch.compile(_run_tapped, backend=backend)
+
+
+def _run(forward: Forward, layer: nn.Module, choice: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compiled: a layer whose parameters have their gradients in the backward."""
+    if choice == "none":
+        return forward(layer, *args, **kwargs)
+    return run_checkpointed(functools.partial(forward, layer), choice, args, kwargs)
+
+
+def _run_tapped(
+    forward: Forward,
+    layer: nn.Module,
+    choice: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    linears: list[Linear],
+    given: list[Taps],
+) -> Any:
+    """Compiled: a layer whose linear layers hand out what W needs."""
+
+    def set_taps() -> None:
+        for linear, taps in zip(linears, given, strict=True):
+            linear._tapped = taps
+
+    if torch.compiler.is_compiling():  # torch allows nothing to be set inside of what is checkpointed
+        set_taps()
+        result = _run(forward, layer, choice, args, kwargs)
+        _clear_taps(linears)
+        return result
+
+    def with_taps(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        set_taps()
+        try:
+            return forward(layer, *args, **kwargs)
+        finally:
+            _clear_taps(linears)
+
+    # Here torch.compile has given up (its limit of recompilations, for one): the backward may run this again.
+    return _run(with_taps, layer, choice, args, kwargs)
+
+
+def _clear_taps(linears: list[Linear]) -> None:
+    for linear in linears:
+        linear._tapped = None
+
+
+class _Taps(torch.autograd.Function):
+    """Makes two taps for each linear layer, and queues what comes back as their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, linears: list[Linear]) -> tuple[Tensor, ...]:
+        """hidden: only there so that the taps need gradients; of its shape the number of tokens counts."""
+        ctx.linears = linears
+        ctx.set_materialize_grads(False)
+        tokens = hidden.numel() // hidden.shape[-1]
+        taps: list[Tensor] = []
+        for linear in linears:
+            weight = linear.weight
+            outside, inside = weight.shape if isinstance(linear, SplitLinear) else reversed(weight.shape)
+            taps += (weight.new_empty(1).expand(tokens, width) for width in (inside, outside))
+        return tuple(taps)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
+        for index in reversed(range(len(ctx.linears))):  # as autograd would come to them
+            linear, hidden, gradient = ctx.linears[index], gradients[2 * index], gradients[2 * index + 1]
+            if hidden is not None and gradient is not None:
+                entry = linear_entry(linear, hidden.detach(), gradient.detach(), isinstance(linear, SplitConv1D))
+                linear._weight_gradients.add(entry)
+        return None, None
