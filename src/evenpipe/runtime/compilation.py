@@ -17,12 +17,14 @@ Compiled are the decoder layers, one by one; layers of one structure share what 
 the model's own forward (masks, rotary tables, what stands before and after the layers), the vocabulary layers and the
 loss, and W. A linear layer that is used several times, or on something else than all tokens, has its weight gradient in
 I. Checkpointing of a compiled layer is torch's own inside of the region: there it costs no host time, and the compiler
-leaves out what the backward does not need.
+leaves out what the backward does not need. Where torch.compile finds no single graph (experts that loop over their
+tokens), a layer without checkpointing is compiled in pieces, and one with it is not compiled, which is logged.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -30,16 +32,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evenpipe.runtime.checkpointing import Switch, run_checkpointed
+from evenpipe.runtime.checkpointing import Switch, checkpointed, run_checkpointed
 from evenpipe.runtime.random_state import RandomState
 from evenpipe.runtime.weight_gradients import SplitConv1D, SplitLinear, Taps, WeightGradients, linear_entry
+
+logger = logging.getLogger(__name__)
 
 Forward = Callable[..., Any]
 Linear = SplitLinear | SplitConv1D
 
 
 def compile_layer(
-    layer: nn.Module, queue: WeightGradients, checkpointing: str, switch: Switch, *, backend: str = "inductor"
+    layer: nn.Module,
+    queue: WeightGradients,
+    checkpointing: str,
+    switch: Switch,
+    torch_device: torch.device,
+    *,
+    backend: str = "inductor",
 ) -> None:
     """Compiles a layer's forward, and its backward with it, when it is first called; hooks of the layer stay outside.
 
@@ -51,7 +61,11 @@ def compile_layer(
     """
     if hasattr(layer, "gradient_checkpointing"):
         layer.gradient_checkpointing = False  # type: ignore[assignment]
-    compiled = _CompiledLayer(layer, queue, checkpointing, switch, backend)
+    own = vars(layer).get("forward")
+    forward: Forward = type(layer).forward if own is None else lambda layer, *args, **kwargs: own(*args, **kwargs)
+    plain = functools.partial(forward, layer)
+    eager = plain if checkpointing == "none" else checkpointed(plain, checkpointing, switch, torch_device)
+    compiled = _CompiledLayer(layer, forward, eager, queue, checkpointing=checkpointing, switch=switch, backend=backend)
     layer.forward = functools.update_wrapper(compiled, layer.forward)
 
 
@@ -59,21 +73,44 @@ class _CompiledLayer:
     """In place of a layer's forward."""
 
     def __init__(
-        self, layer: nn.Module, queue: WeightGradients, checkpointing: str, switch: Switch, backend: str
+        self,
+        layer: nn.Module,
+        forward: Forward,
+        eager: Forward,
+        queue: WeightGradients,
+        *,
+        checkpointing: str,
+        switch: Switch,
+        backend: str,
     ) -> None:
-        self._layer, self._queue, self._checkpointing, self._switch = layer, queue, checkpointing, switch
-        own = vars(layer).get("forward")
-        self._forward: Forward = type(layer).forward if own is None else _without_layer(own)
-        self._plain, self._tapped = _compiled(backend)
+        self._layer, self._forward, self._queue = layer, forward, queue
+        self._eager = eager
+        """The layer without compilation."""
+        self._checkpointing, self._switch = checkpointing, switch
+        self._plain, self._tapped = _compiled(backend, whole=checkpointing != "none")
         self._linears: list[Linear] | None = None
+        self._gave_up = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        choice = "none" if self._switch.off or not torch.is_grad_enabled() else self._checkpointing
-        if self._queue.under_way is None or not torch.is_grad_enabled():
-            return self._plain(self._forward, self._layer, choice, args, kwargs)
+        if self._gave_up:
+            return self._eager(*args, **kwargs)
+        try:
+            return self._call(args, kwargs)
+        except _unsupported() as error:
+            # A graph in pieces cannot be checkpointed: what is compiled may not be in the same pieces the second time.
+            self._gave_up = True
+            kind, reason = type(self._layer).__name__, str(error).strip().splitlines()[0]
+            logger.warning("not compiled, since it is checkpointed and no single graph: %s (%s)", kind, reason)
+            return self._eager(*args, **kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with_graph = torch.is_grad_enabled()
+        choice = self._checkpointing if with_graph and not self._switch.off else "none"
         hidden = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
-        if hidden is None or not hidden.requires_grad:
+        split = with_graph and self._queue.under_way is not None and hidden is not None and hidden.requires_grad
+        if not split:
             return self._plain(self._forward, self._layer, choice, args, kwargs)
+        assert hidden is not None
         if self._linears is None:
             self._linears = self._find_linears(hidden, args, kwargs)
         taps = _Taps.apply(hidden, self._linears)
@@ -115,16 +152,17 @@ class _CompiledLayer:
         return [one for one in tapped if others.isdisjoint(one.parameters(recurse=False))]
 
 
-def _without_layer(own: Forward) -> Forward:
-    def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs)
-
-    return forward
-
-
 @functools.cache
-def _compiled(backend: str) -> tuple[Forward, Forward]:
-    return torch.compile(_run, backend=backend), torch.compile(_run_tapped, backend=backend)
+def _compiled(backend: str, *, whole: bool) -> tuple[Forward, Forward]:
+    """whole: refuse what is no single graph."""
+    return tuple(torch.compile(run, backend=backend, fullgraph=whole) for run in (_run, _run_tapped))  # type: ignore[return-value]
+
+
+def _unsupported() -> tuple[type[BaseException], ...]:
+    """What torch.compile raises where a single graph was asked for and it found none, or too many."""
+    from torch._dynamo import exc
+
+    return exc.Unsupported, exc.FailOnRecompileLimitHit
 
 
 def _run(forward: Forward, layer: nn.Module, choice: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -134,7 +134,7 @@ def build(
         for index in range(first, last):
             layer = module.get_submodule(f"{description.structure.layers_name}.{index}")
             if compile_layers:
-                compile_layer(layer, held.weight_gradients, checkpointing[index], held.checkpointing)
+                compile_layer(layer, held.weight_gradients, checkpointing[index], held.checkpointing, torch_device)
             else:
                 checkpoint_layer(layer, checkpointing[index], held.checkpointing, torch_device)
         for name, buffer in persistent_buffers(module):
