@@ -22,7 +22,7 @@ from evenpipe.runtime.worker import Worker, initialise_worker, meet
 SILENCE_SECONDS = 1.5
 """Limit in these tests: six beats."""
 
-SOON_SECONDS = 8.0
+SOON_SECONDS = 12.0
 """By then all must have ended, start included; a wait in gloo lasts 20 s."""
 
 
@@ -225,6 +225,21 @@ def test_a_time_out_tells_who_waits_for_whom(circle, end):
         assert cause in describe([outcome])
         assert re.search(end, describe([outcome]))
         assert outcome.seconds < SOON_SECONDS
+
+
+def one_makes_no_group() -> None:
+    worker = initialise_worker(timeout_seconds=2.0, silence_seconds=30.0, torch_device="cpu")
+    if worker.rank == 1:
+        time.sleep(50)
+    Communicators([("X", range(3))], timeout_seconds=2.0, watch=worker.watch)
+
+
+def test_who_makes_no_communicator_is_named():
+    outcomes = run_outcomes(one_makes_no_group, 3, group=False)
+    cause = r"process [02] timed out awaiting communicator X from processes \d, \d; process 1 does not wait"
+    for rank in (0, 2):
+        assert re.search(cause, f"{outcomes[rank].exception or ''} {outcomes[rank].printed}"), describe(outcomes)
+        assert outcomes[rank].seconds < SOON_SECONDS
 
 
 def waits_on_a_gpu() -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import accumulate
@@ -369,6 +370,8 @@ class Communicators:
                     "processes share a GPU: communication goes through host memory, for tests rather than for speed"
                 )
         self._by_name: dict[str, Communicator] = {}
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        others = tuple(other for other in range(world) if other != rank)  # making a group takes all of them
         for name, members in groups:
             group = None
             if len(members) > 1:
@@ -376,13 +379,14 @@ class Communicators:
                 # one communicator per group from the start, and none per pair at the first message.
                 # What NCCL does when the limit has passed names nobody: the watch comes first.
                 limit_seconds = timeout_seconds + (NCCL_LATER_SECONDS if nccl else 0.0)
-                group = dist.new_group(
-                    list(members),
-                    timeout=timedelta(seconds=limit_seconds),
-                    backend="nccl" if nccl else "gloo",
-                    group_desc=name,
-                    device_id=self.torch_device if nccl else None,
-                )
+                with watch.during(f"communicator {name}", "default", others) if watch else nullcontext():
+                    group = dist.new_group(
+                        list(members),
+                        timeout=timedelta(seconds=limit_seconds),
+                        backend="nccl" if nccl else "gloo",
+                        group_desc=name,
+                        device_id=self.torch_device if nccl else None,
+                    )
             if rank in members:
                 assert name not in self._by_name, f"process {rank} belongs to two groups named {name}"
                 self._by_name[name] = Communicator(
