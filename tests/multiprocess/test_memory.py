@@ -26,7 +26,7 @@ from evenpipe.schedule.timeline import peak_activations
 class Case:
     schedule: str
     mode: str = "vocab-2"
-    microbatches: int = 12
+    microbatches: int = 9
     vocabulary: int = 64
     tokens: int = 32
     stages: int = 8
