@@ -119,7 +119,8 @@ def run_case(case: Case, number: int) -> list[str]:
         {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))},
         {"mesh": DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("dp", "pp"))},
     ]
-    pipeline = make(case, **ways[number % len(ways)])
+    checkpointing = ("none", "full", "selective")[number % 3]
+    pipeline = make(case, checkpointing=checkpointing, **ways[number % len(ways)])
     optimizer = reference.adamw(list(pipeline.parameters()))
     losses, norms = [], []
     gradients: dict[str, Tensor] = {}

@@ -223,17 +223,17 @@ class ShardedModule:
             (self._replicas, sum(sizes) + len(parameters)), dtype=first.dtype, device=first.device
         )  # zeros: the padding of the last replicas' rows
         parts = rows.split([*sizes, len(parameters)], dim=1)
+        counts = parts[-1]
+        counts.fill_(1)
         missing = []
-        counts = torch.ones(len(parameters))
-        for index, (parameter, part) in enumerate(zip(parameters, parts, strict=False)):
+        for index, (parameter, part) in enumerate(zip(parameters, parts[:-1], strict=True)):
             gradient = parameter.take_gradient()
             if gradient is None:
                 missing.append(parameter)
-                counts[index] = 0
+                counts[:, index] = 0
                 continue
             for replica, chunk in enumerate(gradient.split(parameter.chunk) if parameter.chunk else ()):
                 part[replica, : chunk.numel()].view(chunk.shape).copy_(chunk)
-        parts[-1].copy_(counts.expand_as(parts[-1]))
         output = rows.new_empty(rows.shape[1])
         handle = self._shards.reduce_scatter(output, rows, f"gradients of {self._what}")
         return _Reduction(handle, output, list(parameters), missing)

@@ -90,17 +90,18 @@ class ReplicatedGradients:
             return
         what = f"gradients of {part}"
         small = [parameter for parameter in parameters if parameter.numel() < ALONE_ELEMENTS]
-        counts = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
-        pieces = [_gradient(parameter).flatten() for parameter in small]
-        first = torch.cat([*pieces, counts.to(parameters[0].device, parameters[0].dtype, non_blocking=True)])
+        counts = parameters[0].new_ones(len(parameters), requires_grad=False)
+        missing = [index for index, parameter in enumerate(parameters) if parameter.grad is None]
+        if missing:
+            counts[missing] = 0
+        first = torch.cat([*(_gradient(parameter).flatten() for parameter in small), counts])
         buckets = [_Bucket(self._sums.all_reduce(first, what), first, small)]
         for parameter in parameters:
             if parameter.numel() >= ALONE_ELEMENTS:
                 gradient = _gradient(parameter).contiguous()
                 buckets.append(_Bucket(self._sums.all_reduce(gradient, what), gradient, [parameter]))
         start = first.numel() - len(parameters)
-        missing = {one: start + index for index, one in enumerate(parameters) if one.grad is None}
-        self._under_way.append(_Part(what, buckets, missing))
+        self._under_way.append(_Part(what, buckets, {parameters[index]: start + index for index in missing}))
 
     @torch.no_grad()
     def finish(self) -> None:
