@@ -1,8 +1,8 @@
 """Every schedule gives what transformers gives in one process: loss, gradients, weights after three steps of AdamW.
 
 Schedule x vocabulary mode x devices x microbatches (also fewer than devices, and no multiple of them) x tied and untied
-x what a forward keeps. Batches change from step to step, in sequences and in length. Where a pipeline adds in the order
-of one process, it gives the same bits. After a step nothing of it is left.
+x what a forward keeps x how transfers share communicators. Batches change from step to step, in sequences and in
+length. Where a pipeline adds in the order of one process, it gives the same bits. After a step nothing of it is left.
 
 A covering part runs by default; `EVENPIPE_TEST_MATRIX=full` runs all of it.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import os
 import random
 import time
@@ -27,7 +28,7 @@ from test_gradients import llama
 
 from evenpipe.model import describe
 from evenpipe.runtime import Pipeline
-from evenpipe.schedule import SCHEDULES, Order, add_recompute, plan_order
+from evenpipe.schedule import SCHEDULES, SHARING, Order, add_recompute, plan_order
 
 MODES = ("first-last", "vocab-1", "vocab-2")
 BARRIERS = {"first-last": 0, "vocab-1": 2, "vocab-2": 1}
@@ -46,10 +47,12 @@ class Case:
     microbatches: int
     tied: bool = False
     kept: str = "all"
+    communicators: str = "per-pair"
 
     def __str__(self) -> str:
         name = self.schedule if isinstance(self.schedule, str) else f"an order\n{self.schedule.to_csv()}"
-        return f"{self.mode}, m = {self.microbatches}, tied: {self.tied}, keeps {self.kept}, {name}"
+        kept = f"keeps {self.kept}, communicators {self.communicators}"
+        return f"{self.mode}, m = {self.microbatches}, tied: {self.tied}, {kept}, {name}"
 
 
 @cache
@@ -104,6 +107,7 @@ def faults_of(case: Case) -> list[str]:
         microbatches=case.microbatches,
         parameter_dtype=DTYPE,
         checkpointing="full" if case.kept == "inputs of layers" else "none",
+        communicators=case.communicators,
         self_check=False,
     )
     first, devices = pipeline.device == 0, pipeline.devices
@@ -171,14 +175,8 @@ def check(processes: int, cases: list[Case]) -> None:
 def matrix(processes: int) -> list[Case]:
     """All of it: 14 schedules x 3 modes x 5 numbers of microbatches, tied and untied, whatever a forward keeps."""
     counts = sorted({1, 2, processes, processes + 1, 2 * processes + 1})
-    return [
-        Case(name, mode, microbatches, tied, kept)
-        for name in SCHEDULES
-        for mode in MODES
-        for microbatches in counts
-        for tied in (False, True)
-        for kept in KEPT
-    ]
+    cases = itertools.product(SCHEDULES, MODES, counts, (False, True), KEPT)
+    return [Case(*case, SHARING[number % 3]) for number, case in enumerate(cases)]
 
 
 def covering(processes: int) -> list[Case]:
@@ -188,7 +186,7 @@ def covering(processes: int) -> list[Case]:
     if processes != 2:  # one mode of each schedule, another one for each number of processes
         pairs = [(name, MODES[(number + processes) % 3]) for number, name in enumerate(SCHEDULES)]
     return [
-        Case(name, mode, counts[number % 5], number % 4 == 1, KEPT[(number // 2) % 3])
+        Case(name, mode, counts[number % 5], number % 4 == 1, KEPT[(number // 2) % 3], SHARING[number // 3 % 3])
         for number, (name, mode) in enumerate(pairs)
     ]
 
@@ -202,7 +200,8 @@ def random_cases(processes: int, number: int) -> list[Case]:
     rng = random.Random(processes)
     orders = [random_order(seed, processes, rng.randint(1, 5), LAYERS) for seed in range(number)]
     return [
-        Case(order, rng.choice(MODES), order.microbatches, rng.random() < 0.5, rng.choice(KEPT)) for order in orders
+        Case(order, rng.choice(MODES), order.microbatches, rng.random() < 0.5, rng.choice(KEPT), rng.choice(SHARING))
+        for order in orders
     ]
 
 

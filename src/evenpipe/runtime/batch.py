@@ -11,7 +11,9 @@ the vocabulary shards meet, and lets both ends of an exchange of embedding rows 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -314,19 +316,20 @@ def cut(
     weights = weights.to(torch_device, dtype)
     size = sequences // microbatches
 
-    def part(tensor: Tensor | None, index: int) -> Tensor | None:
-        return None if tensor is None else tensor[index * size : (index + 1) * size]
+    def parts(tensor: Tensor | None) -> Iterable[Tensor | None]:
+        return repeat(None, microbatches) if tensor is None else tensor.split(size)
 
     return Batch(
         microbatches=tuple(
-            Microbatch(
-                token_ids=input_ids[index * size : (index + 1) * size],
-                targets=targets[index * size : (index + 1) * size].reshape(-1),
-                weights=weights[index * size : (index + 1) * size].reshape(-1),
-                position_ids=part(position_ids, index),
-                attention_mask=part(attention_mask, index),
+            Microbatch(*fields)
+            for fields in zip(
+                input_ids.split(size),
+                targets.flatten().split(size * tokens),
+                weights.flatten().split(size * tokens),
+                parts(position_ids),
+                parts(attention_mask),
+                strict=True,
             )
-            for index in range(microbatches)
         ),
         sequences=sequences,
         sequence_length=tokens,

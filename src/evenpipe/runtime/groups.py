@@ -56,8 +56,7 @@ class Groups:
         listed: list[tuple[str, Sequence[int]]] = []
         if grid.devices > 1:
             placement = layout.program.placement
-            members = {**layout.program.communicators, **layout.evaluation.communicators}
-            devices = [*sorted(members.items()), ("control", tuple(range(grid.devices)))]
+            devices = [*sorted(layout.communicators.items()), ("control", tuple(range(grid.devices)))]
             if tied_twice:
                 devices.append(("tied", (placement.first_device, placement.last_device)))
             listed += [

@@ -9,9 +9,12 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import (
+    PER_PAIR,
+    SHARING,
     Costs,
     Kind,
     Order,
+    Placement,
     Program,
     Schedule,
     evaluation_program,
@@ -21,6 +24,8 @@ from evenpipe.schedule import (
 )
 from evenpipe.schedule.layers import even_split, split_by_cost
 from evenpipe.schedule.passes import VOCABULARY_KINDS
+from evenpipe.schedule.registry import options_of
+from evenpipe.schedule.words import count
 from evenpipe.vocabulary import Shard, split
 
 RUNNABLE_KINDS = frozenset(Kind) - {Kind.O, Kind.L}
@@ -53,6 +58,11 @@ class Layout:
     costs: Costs
 
     @property
+    def communicators(self) -> dict[str, tuple[int, ...]]:
+        """Members (devices) of each communicator of both programs, by name."""
+        return {**self.evaluation.communicators, **self.program.communicators}
+
+    @property
     def sharded(self) -> bool:
         """Whether every device holds a part of the vocabulary, and E, G, S and T are passes of their own."""
         return _is_sharded(self.mode)
@@ -69,6 +79,7 @@ def build_layout(
     layers_per_stage: Sequence[int] | None = None,
     costs: Costs | None = None,
     schedule_options: Mapping[str, Any] | None = None,
+    communicators: str = PER_PAIR,
 ) -> Layout:
     """Places a model on devices.
 
@@ -78,25 +89,27 @@ def build_layout(
         layers_per_stage: None splits evenly, and by cost in the mode "redistribute".
         costs: pass times for the schedule, one F and B per stage *without* the vocabulary layers; None takes FLOPs.
         schedule_options: of the generator of a schedule that is given by name.
+        communicators: which transfers share one, one of `SHARING`.
 
     Raises:
-        InputError: an unknown name, more devices than layers, or a split that does not add up.
+        InputError: an unknown name, more stages than layers, or a split that does not add up.
     """
     mode = vocabulary_mode(vocabulary)
+    if communicators not in SHARING:
+        raise InputError(f"communicators: {communicators!r}, expected one of {', '.join(SHARING)}")
     options = dict(schedule_options or {})
     base = runnable_order(schedule, devices, microbatches, options)
-    stages = base.placement.stages
-    counts = _layers_per_stage(model, stages, devices, mode, layers_per_stage)
+    counts = _layers_per_stage(model, base.placement, mode, layers_per_stage, _more_or_fewer(schedule))
     bounds = [0]
-    for count in counts:
-        bounds.append(bounds[-1] + count)
+    for number in counts:
+        bounds.append(bounds[-1] + number)
     layers = tuple(pairwise(bounds))
     costs = costs or _flop_costs(model, layers, devices, mode)
     if isinstance(schedule, str):  # arranged anew, with costs
-        order, program = plan_program(schedule, devices, microbatches, mode, costs, **options)
+        order, program = plan_program(schedule, devices, microbatches, mode, costs, sharing=communicators, **options)
     else:
         given = schedule if isinstance(schedule, Program) else base
-        order, program = plan_program(given, devices, microbatches, mode, costs)
+        order, program = plan_program(given, devices, microbatches, mode, costs, sharing=communicators)
     placement = program.placement
     if _is_sharded(mode):
         embedding = head = tuple(split(rows, devices))
@@ -107,7 +120,7 @@ def build_layout(
         mode=mode,
         layers=layers,
         program=program,
-        evaluation=evaluation_program(order, costs),
+        evaluation=evaluation_program(order, costs, communicators),
         embedding_shards=embedding,
         head_shards=head,
         costs=costs,
@@ -122,6 +135,9 @@ def runnable_order(
     Raises InputError when there is none of this size, and when it has passes that the runtime cannot run so far.
     """
     whose = f" '{schedule}'" if isinstance(schedule, str) else ""
+    for name in ("name", "devices", "microbatches", "costs"):
+        if name in (options or {}):
+            raise InputError(f"schedule_options: {name} is no option of a schedule, but given beside it")
     if isinstance(schedule, str):
         order = generate(schedule, devices, microbatches, **(options or {}))
     elif options:
@@ -167,10 +183,19 @@ def _whole_on(holder: int, rows: int, devices: int) -> tuple[Shard, ...]:
     )
 
 
+def _more_or_fewer(schedule: Schedule) -> str:
+    """What a user can change so that there are fewer stages."""
+    if not isinstance(schedule, str) or schedule.endswith(".csv"):
+        return "take an order with fewer stages"
+    if "stages_per_device" in options_of(schedule):
+        return "take fewer devices, or a smaller stages_per_device in schedule_options"
+    return "take fewer devices, or a schedule with fewer stages per device"
+
+
 def _layers_per_stage(
-    model: ModelCosts, stages: int, devices: int, mode: str, given: Sequence[int] | None
+    model: ModelCosts, placement: Placement, mode: str, given: Sequence[int] | None, advice: str
 ) -> tuple[int, ...]:
-    layers = len(model.layers)
+    layers, stages, devices = len(model.layers), placement.stages, placement.devices
     if given is not None:
         if len(given) != stages or sum(given) != layers or min(given) < 0:
             raise InputError(
@@ -179,9 +204,8 @@ def _layers_per_stage(
             )
         return tuple(given)
     if stages > layers:
-        raise InputError(
-            f"devices: {devices} with {stages} stages, but the model has {layers} layers: expected a layer for each"
-        )
+        has = f"{devices} with {count(stages, 'stage')}, but the model has {count(layers, 'layer')}"
+        raise InputError(f"devices: {has}: expected one for each; {advice}")
     if mode == "redistribute":
         return split_by_cost(model.layers, stages, first_extra=0.0, last_extra=model.head)
     return even_split(layers, stages)

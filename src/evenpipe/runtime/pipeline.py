@@ -82,12 +82,15 @@ class Pipeline:
         compute_dtype: of activations and products; default bf16 on a GPU, else `parameter_dtype`.
         seed: of fresh weights.
         layers_per_stage: layers of each stage, first to last; default: an even split, by cost for "redistribute".
-        checkpointing: what a layer keeps for its backward: "none" (all of it is kept), "full" (only the layer's input; its
-            forward runs a second time), "selective" (the results of products and of attention too), or one of these
-            per layer. The backward of a microbatch with R in the order finds everything.
+        checkpointing: what a layer keeps for its backward: "none" (all of it is kept), "full" (only the layer's input;
+            its forward runs a second time), "selective" (the results of products and of attention too), or one of
+            these per layer. The backward of a microbatch with R in the order finds everything.
         compile_layers: run every layer through torch.compile, with any schedule. What stands before and after the layers
             is not compiled, nor are embedding, output layer and loss; the first step takes longer.
         costs: measured pass times that the schedule is arranged by; default: FLOPs.
+        communicators: "per-pair": one for each ordered pair of devices that send to each other and one for each kind of
+            collective. "per-kind": one for all hops forward, one for all hops back, one for each kind of collective.
+            "one": a single one. Each takes memory (with NCCL some 0.5 GB), and transfers of one wait for each other.
         torch_device: where this process computes; default: its own GPU where there is one, else the CPU.
         self_check: first compare a cut and a whole copy of the architecture, shrunken, on the first process.
         trust_remote_code: run Python code that comes with a hub model.
@@ -116,6 +119,7 @@ class Pipeline:
         checkpointing: str | Sequence[str] = "none",
         compile_layers: bool = False,
         costs: Costs | None = None,
+        communicators: str = "per-pair",
         torch_device: torch.device | str | None = None,
         self_check: bool = True,
         trust_remote_code: bool = False,
@@ -145,6 +149,7 @@ class Pipeline:
             microbatches=self.microbatches,
             schedule=given.schedule,
             schedule_options=given.options,
+            communicators=communicators,
             vocabulary=vocabulary,
             model=self._model_costs,
             rows=self.description.vocabulary_size,
