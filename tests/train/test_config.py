@@ -56,6 +56,7 @@ BAD_VALUES = [
     ("pipeline.memory_limit", 4, ["pipeline.memory_limit is [4.0]", 'left out with schedule "1f1b"']),
     ("pipeline.memory_limit", [4, 4], ["pipeline.memory_limit is [4.0, 4.0]", "one number above 0, or 1"]),
     ("pipeline.memory_limit", True, ["pipeline.memory_limit is true", "a list of number"]),
+    ("pipeline.communicators", "two", ['pipeline.communicators is "two"', "per-pair, per-kind"]),
     ("pipeline.checkpointing", "half", ['pipeline.checkpointing is ["half"]', "none, full, selective"]),
     ("pipeline.layers_per_stage", ["2"], ["pipeline.layers_per_stage[0]", "an integer"]),
     ("loss.label_smoothing", 1, ["loss.label_smoothing", "below 1"]),

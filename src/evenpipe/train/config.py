@@ -161,6 +161,9 @@ class PipelineConfig(Section):
     compiled."""
     costs: str | None = None
     """A cost file (`evenpipe profile` writes one) that the schedule is arranged by; none: FLOPs."""
+    communicators: Literal["per-pair", "per-kind", "one"] = "per-pair"
+    """Which transfers share a communicator: those of an ordered pair of devices or of one kind of collective, all hops
+    of a direction, or all. Fewer take less memory (with NCCL some 0.5 GB each), and transfers wait for each other."""
     timeout_seconds: float = 600.0
     """After so many seconds without progress the run ends with an error that names the pass and the peer awaited."""
 
