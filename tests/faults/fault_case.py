@@ -27,8 +27,9 @@ FAULTS = {
     "hangs": (r"timed out awaiting .*process V (does not wait|awaits)",) * 2,  # it may have announced a wait
     "os._exit(7)": (r"process V \(pid \d+\) has died", r"process V \(pid \d+\) ended with exit code 7"),
     "sys.exit(5)": (r"process V \(pid \d+\) has ended while others", r"process V failed: SystemExit: 5"),
-    "ArithmeticError": (r"process V failed: ArithmeticError: a bad number",) * 2,
-    "MemoryError": (r"process V failed: MemoryError",) * 2,
+    # With a colon: as whoever saves a checkpoint puts it.
+    "ArithmeticError": (r"process V(:| failed:) ArithmeticError: a bad number",) * 2,
+    "MemoryError": (r"process V(:| failed:) MemoryError",) * 2,
     "KeyboardInterrupt": (r"process V failed: KeyboardInterrupt",) * 2,
     "InputError": (r"loss: a bad number, expected a good one",) * 2,
     "OSError": (r"process V(:| failed: OSError: \[Errno 28\]) no space left on device",) * 2,

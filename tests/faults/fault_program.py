@@ -28,7 +28,8 @@ from evenpipe.runtime.worker import finish_worker
 from evenpipe.train.checkpoint import prepare_folder, save
 
 SILENCE_SECONDS = 2.0
-START_SECONDS = 8.0
+START_SECONDS = 30.0
+"""Time for processes to arrive, on a machine that may be busy."""
 HANG_SECONDS = 6.0
 """Limit of a wait in a case where a process hangs; elsewhere so long that reaching it is a fault."""
 FOLDER, CASE = "EVENPIPE_FAULT_FOLDER", "EVENPIPE_FAULT_CASE"

@@ -24,8 +24,8 @@ MARK = "EVENPIPE_FAULT_MARK"
 """In the environment of everything that these runs start."""
 
 LIMIT_SECONDS = 20.0
-"""From the fault to the end of all processes; for one that hangs, from the end of the limit of a wait. Every way in
-which this could go wrong takes 30 s or more: limits of torch's launcher and of waits."""
+"""From the fault to the end of all processes; where nothing but the limit of a wait can tell, from the end of that.
+Every way in which this could go wrong takes 30 s or more: limits of torch's launcher and of waits."""
 
 HARD_LIMIT_SECONDS = 150.0
 """Until a run that does not end is killed. Starting takes 10 to 20 s of it on a busy machine, under torchrun."""
@@ -77,7 +77,7 @@ def run(case: Case) -> Verdict:
         if not (folder / "fault").exists():
             return Verdict(case, 0.0, "", message, (*complaints, "the fault never happened"))
         at, _, place = (folder / "fault").read_text().partition(" ")
-        seconds = ended - float(at) - (fault_program.HANG_SECONDS if case.how == "hangs" else 0.0)
+        seconds = ended - float(at) - _known_seconds(case)
         if seconds > LIMIT_SECONDS:
             complaints.append(f"it took {seconds:.1f} s, expected at most {LIMIT_SECONDS:g} s")
         return Verdict(case, seconds, place, message, tuple(complaints))
@@ -154,6 +154,15 @@ def _by_torchrun(case: Case, folder: Path) -> tuple[str, list[str]]:
             ):
                 complaints.append(f"process {rank} does not say what it was awaiting")
     return message, complaints
+
+
+def _known_seconds(case: Case) -> float:
+    """How long nobody can know of the fault: the limit of a wait, or of the start."""
+    before_meeting = case.where == "start" and case.share < 0.25
+    unseen = ("hangs", "freezes") if case.started_by == "launch" else ("hangs", "freezes", "SIGSTOP")
+    if before_meeting and case.how in unseen:
+        return fault_program.START_SECONDS
+    return fault_program.HANG_SECONDS if case.how == "hangs" else 0.0
 
 
 def _path() -> str:
