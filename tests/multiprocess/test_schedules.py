@@ -28,7 +28,10 @@ from test_gradients import llama
 
 from evenpipe.model import describe
 from evenpipe.runtime import Pipeline
-from evenpipe.schedule import SCHEDULES, SHARING, Order, add_recompute, plan_order
+from evenpipe.runtime.accounting import ByteCounter
+from evenpipe.runtime.batch import Batch, Inputs, Totals, cut
+from evenpipe.schedule import SCHEDULES, SHARING, Order, TransferKind, add_recompute, plan_order
+from evenpipe.schedule.timeline import peak_activations
 
 MODES = ("first-last", "vocab-1", "vocab-2")
 BARRIERS = {"first-last": 0, "vocab-1": 2, "vocab-2": 1}
@@ -120,7 +123,7 @@ def faults_of(case: Case) -> list[str]:
             gradients = pipeline.full_gradients()
         optimizer.step()
     weights = pipeline.full_state_dict()
-    faults = [f"left of a step: {made}" for made in left_of_a_step(pipeline, data(case.microbatches)[0])]
+    faults = left_of_a_step(pipeline, data(case.microbatches)[0])
     pipeline.close()
     if first:
         wanted = expected(case.microbatches, case.tied)
@@ -140,7 +143,11 @@ def faults_of(case: Case) -> list[str]:
 
 
 def left_of_a_step(pipeline: Pipeline, batch: tuple[torch.Tensor, torch.Tensor]) -> list[str]:
-    """Tensors that a step has made and not given back, without the collector's help. Gradients are there before."""
+    """Tensors that a step has made and not given back, without the collector's help, and too many buffers.
+
+    Gradients are there before, and so is the room that the vocabulary layers use again in every step with microbatches
+    of one size: this one has as many tokens as the step before it.
+    """
     gc.disable()
     with pipeline.count_bytes() as counted:
         inputs = [tensor.clone() for tensor in batch] if pipeline.device == 0 else [None, None]
@@ -153,7 +160,19 @@ def left_of_a_step(pipeline: Pipeline, batch: tuple[torch.Tensor, torch.Tensor])
             os.sched_yield()
         left = [str(made) for made in counted.survivors()]
     gc.enable()
-    return left
+    return [f"left of a step: {made}" for made in left] + too_many_buffers(pipeline, counted)
+
+
+def too_many_buffers(pipeline: Pipeline, counted: ByteCounter) -> list[str]:
+    """Buffers of hops that lived at once: those for hidden states become the inputs of forwards in flight."""
+    program = pipeline.layout.program
+    in_flight = int(peak_activations(program.order.passes(pipeline.device)))
+    stages = len(program.placement.stages_of(pipeline.device))
+    faults = []
+    for kind, limit in ((TransferKind.RECV_F, in_flight + 2 * stages), (TransferKind.RECV_B, in_flight)):
+        most = counted.most(lambda made, kind=kind: made.item is not None and made.item.kind is kind).storages
+        faults += [f"{most} buffers of {kind} at once, {in_flight} forwards in flight"] * (most > limit)
+    return faults
 
 
 def faults_of_all(cases: list[Case]) -> list[str]:
@@ -209,3 +228,35 @@ def random_cases(processes: int, number: int) -> list[Case]:
 def test_any_order_gives_it_too(processes: int) -> None:
     """Random placements and sequences, with B, I and W, R and joint passes in one order."""
     check(processes, random_cases(processes, 60 if FULL else 6))
+
+
+def errors_with_unequal_microbatches(schedules: list[str]) -> list[str]:
+    """One step of three microbatches of other sizes, walked as it stands; largest error of a gradient of each case."""
+    sizes = ((2, 6), (1, 9), (3, 4))
+    parts = [reference.batches(VOCABULARY, sequences, tokens, 1, seed=7)[0] for sequences, tokens in sizes]
+    valid = sum(int((labels[:, 1:] != reference.IGNORE).sum()) for _, labels in parts)
+    totals = Totals(weight=float(valid), valid_tokens=valid)
+    cuts = [cut(Inputs(ids, labels), totals, microbatches=1, dtype=DTYPE) for ids, labels in parts]
+    batch = Batch(tuple(one.microbatches[0] for one in cuts), 0, 0, valid)
+    model = copy.deepcopy(described(False).model)
+    for ids, labels in parts:
+        share = int((labels[:, 1:] != reference.IGNORE).sum()) / valid
+        (reference.loss_of(model, ids, labels) * share).backward()
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = []
+    for schedule, mode in itertools.product(schedules, MODES):
+        options = {"schedule": schedule, "vocabulary": mode, "microbatches": 3, "parameter_dtype": DTYPE}
+        pipeline = Pipeline(described(False), **options, self_check=False)
+        pipeline._walker.walk(pipeline.layout.program, batch)
+        gradients = pipeline.full_gradients()
+        pipeline.close()
+        if pipeline.device == 0:
+            error, name = reference.worst(gradients, wanted)
+            found += [f"{schedule}, {mode}: gradient of {name} off by {error:.1e}"] * (not error <= 1e-10)
+    return found
+
+
+def test_microbatches_of_other_sizes_in_one_step() -> None:
+    """Nothing in a program says how large microbatches are."""
+    faults = run_processes(errors_with_unequal_microbatches, 2, ["1f1b", "zbv"])
+    assert not faults[0], "\n".join(faults[0])
