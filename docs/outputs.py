@@ -43,7 +43,8 @@ def render(page: str, folder: Path) -> str:
             run([sys.executable, "-c", body])
         elif language == "sh":
             for line in body.splitlines():
-                run(["sh", "-c", re.sub(r"^evenpipe ", f"{sys.executable} -m evenpipe.cli.main ", line)])
+                command = re.sub(r"^evenpipe ", "python -m evenpipe.cli.main ", line)
+                run(["sh", "-c", re.sub(r"^python ", f"{sys.executable} ", command)])
         elif language == "text":
             body = "".join(printed)
             printed.clear()

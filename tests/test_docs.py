@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -45,10 +46,12 @@ def test_the_commands_of_the_readme(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     evenpipe = [sys.executable, "-m", "evenpipe.cli.main"]
     shown = [words for words in commands("evenpipe ") if words[1] in {"train", "generate", "export"}]
-    assert len(shown) == 3
+    shown = [words for words in shown if "--trace" not in words]
+    assert [words[1] for words in shown] == ["train", "train", "train", "generate", "export"]
     run([*evenpipe, "train", "examples/quickstart.toml", *SMALL], tmp_path)  # what `make train` runs
     for words in shown:
-        run([*evenpipe, *words[1:], *(SMALL if words[1] == "train" else ())], tmp_path)
+        if words[2] not in {"examples/zbv.toml", "examples/v_half.toml"}:  # tests/multiprocess/test_examples.py
+            run([*evenpipe, *words[1:], *(SMALL if words[1] == "train" else ())], tmp_path)
     assert (tmp_path / "exported" / "model.safetensors").is_file()
     (words,) = commands("torchrun ")
     folder = "output.folder=runs/torchrun"
@@ -56,10 +59,27 @@ def test_the_commands_of_the_readme(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "torchrun" / "model" / "config.json").is_file()
 
 
+def test_the_commands_about_measured_steps_of_the_readme(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    shown = commands("evenpipe ")
+    (first,) = (number for number, words in enumerate(shown) if "--trace" in words)
+    measured = shown[first : first + 4]
+    assert [words[1] for words in measured] == ["train", "draw", "profile", "simulate"]
+    small = [*SMALL, "training.steps=3", "model.config.num_hidden_layers=4", "model.self_check=false"]
+    for words in measured:
+        configured = 3 if words[1] in {"train", "profile"} else len(words)  # overrides stand behind the configuration
+        given = [*words[1:configured], *(small if configured == 3 else ()), *words[configured:]]
+        run([sys.executable, "-m", "evenpipe.cli.main", *given], tmp_path)
+    report = json.loads((tmp_path / "runs" / "zbv" / "report.json").read_text())["schedule"]
+    assert (report["name"], report["stages"], report["in_flight"]) == ("zbv", 4, [6, 6])
+    assert (tmp_path / "measured.html").is_file()
+    assert "F = " in (tmp_path / "costs.toml").read_text()
+
+
 def test_the_schedule_commands_of_the_readme(tmp_path: Path) -> None:
     pytest.importorskip("ortools")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    shown = {words[1]: words[1:] for words in commands("evenpipe ")}
+    shown = {words[1]: words[1:] for words in reversed(commands("evenpipe "))}  # the first of each
     evenpipe = [sys.executable, "-m", "evenpipe.cli.main"]
     table = run([*evenpipe, *shown["simulate"]], tmp_path).splitlines()
     assert "\n".join(line for line in table if line.split()[:1] == ["schedule"] or "vocab-2" in line) in README
@@ -90,7 +110,7 @@ def test_the_page_on_schedules_has_every_name() -> None:
 
 def test_make_targets_of_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"`?make (\w+)", README):
+    for target in re.findall(r"`?make ([\w-]+)", README):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
