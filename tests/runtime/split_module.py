@@ -111,7 +111,7 @@ class Fused(Split):
         raise AssertionError("nothing is split here")
 
 
-def difference(make: Callable[[], nn.Module], batches: list[Any], passes: str) -> list[str]:
+def difference(make: Callable[[], nn.Module], batches: list[Any], passes: str, split: type[Split] = Split) -> list[str]:
     """What is not bit for bit what F and B of the same microbatches give.
 
     Sums over microbatches follow the order of the W passes in the parameters of linear layers, of the I passes in all
@@ -124,10 +124,10 @@ def difference(make: Callable[[], nn.Module], batches: list[Any], passes: str) -
         fused[kind] = Fused(copy.deepcopy(module), batches)
         fused[kind].run(forwards)
         fused[kind].run(" ".join(f"B{token[1:]}" for token in passes.split() if token[0] in ("B", kind)))
-    split = Split(module, batches)
-    split.run(passes)
-    assert not len(split.queue)
-    return unequal(split, fused["W"], fused["I"])
+    runner = split(module, batches)
+    runner.run(passes)
+    assert not len(runner.queue)
+    return unequal(runner, fused["W"], fused["I"])
 
 
 def unequal(split: Split, plain: Split, plain_in_order_of_I: Split | None = None) -> list[str]:

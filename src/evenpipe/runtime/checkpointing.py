@@ -55,7 +55,7 @@ def checkpointing_of_layers(given: str | Sequence[str], layers: int) -> tuple[st
         InputError: an unknown choice, or not as many as the model has layers.
     """
     accepted = ", ".join(f'"{choice}"' for choice in CHOICES)
-    choices = (given,) * layers if isinstance(given, str) else tuple(given)
+    choices = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,) * layers
     for choice in choices:
         if choice not in CHOICES:
             raise InputError(f"checkpointing: {choice!r}, expected one of {accepted}, or one of these per layer")

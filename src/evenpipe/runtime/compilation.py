@@ -99,8 +99,7 @@ class _CompiledLayer:
         except _unsupported() as error:
             # A graph in pieces cannot be checkpointed: what is compiled may not be in the same pieces the second time.
             self._gave_up = True
-            kind, reason = type(self._layer).__name__, str(error).strip().splitlines()[0]
-            logger.warning("not compiled, since it is checkpointed and no single graph: %s (%s)", kind, reason)
+            _report(type(self._layer).__name__, str(error).strip().splitlines()[0])
             return self._eager(*args, **kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -152,6 +151,11 @@ class _CompiledLayer:
         return [one for one in tapped if others.isdisjoint(one.parameters(recurse=False))]
 
 
+@functools.cache  # once
+def _report(kind: str, reason: str) -> None:
+    logger.warning("layers not compiled, since they are checkpointed and no single graph: %s (%s)", kind, reason)
+
+
 @functools.cache
 def _compiled(backend: str, *, whole: bool) -> tuple[Forward, Forward]:
     """whole: refuse what is no single graph."""
@@ -162,14 +166,22 @@ def _unsupported() -> tuple[type[BaseException], ...]:
     """What torch.compile raises where a single graph was asked for and it found none, or too many."""
     from torch._dynamo import exc
 
-    return exc.Unsupported, exc.FailOnRecompileLimitHit
+    return exc.Unsupported, exc.UserError, exc.UncapturedHigherOrderOpError, exc.FailOnRecompileLimitHit
 
 
 def _run(forward: Forward, layer: nn.Module, choice: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compiled: a layer whose parameters have their gradients in the backward."""
     if choice == "none":
         return forward(layer, *args, **kwargs)
-    return run_checkpointed(functools.partial(forward, layer), choice, args, kwargs)
+    run = run_checkpointed if torch.compiler.is_compiling() else _run_uncompiled
+    return run(functools.partial(forward, layer), choice, args, kwargs)
+
+
+@torch.compiler.disable
+def _run_uncompiled(forward: Forward, choice: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Where torch.compile has given up on a whole frame: without this it would compile pieces of it, but not when the
+    backward runs them again."""
+    return run_checkpointed(forward, choice, args, kwargs)
 
 
 def _run_tapped(
@@ -188,7 +200,9 @@ def _run_tapped(
         for linear, taps in zip(linears, given, strict=True):
             linear._tapped = taps
 
-    if torch.compiler.is_compiling():  # torch allows nothing to be set inside of what is checkpointed
+    # The first question puts a guard on `choice`: pieces that are compiled without checkpointing are not for others.
+    # Inside of what is checkpointed nothing may be set.
+    if choice == "none" or torch.compiler.is_compiling():
         set_taps()
         result = _run(forward, layer, choice, args, kwargs)
         _clear_taps(linears)
@@ -201,7 +215,7 @@ def _run_tapped(
         finally:
             _clear_taps(linears)
 
-    # Here torch.compile has given up (its limit of recompilations, for one): the backward may run this again.
+    # Not compiled after all: the backward may run this again, and then it needs its taps again.
     return _run(with_taps, layer, choice, args, kwargs)
 
 

@@ -1,0 +1,258 @@
+"""What a checkpointed layer keeps, how often it runs, and that its gradients are those of plain autograd to the bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from split_module import Fused, Products, Split, Storages, data, difference, trunk
+from torch import Tensor, nn
+
+from evenpipe.errors import InputError
+from evenpipe.runtime.checkpointing import Switch, checkpoint_layer, checkpointing_of_layers
+
+CPU = torch.device("cpu")
+PASSES = ("F0 F1 F2 I0 I1 I2 W0 W1 W2", "F0 F1 I0 F2 B1 I2 W0 W2", "F0 B0 F1 B1 F2 B2")
+
+
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    return list(module.h if hasattr(module, "h") else module.layers)
+
+
+def checkpointed(module: nn.Module, *choices: str, switch: Switch | None = None) -> nn.Module:
+    layers = layers_of(module)
+    for layer, choice in zip(layers, choices * len(layers), strict=False):
+        checkpoint_layer(layer, choice, switch or Switch(), CPU)
+    return module
+
+
+class Checkpointed(Split):
+    """Checkpointing comes after the copy for the fused run: the copy of a bound forward is the original's."""
+
+    choices: tuple[str, ...] = ("full",)
+
+    def __init__(self, module: nn.Module, batches: list[Any]) -> None:
+        super().__init__(checkpointed(module, *self.choices), batches)
+
+
+@pytest.mark.parametrize("choices", [("full",), ("selective",), ("full", "none"), ("selective", "full")])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_those_of_plain_layers_bit_for_bit(
+    family: str, dtype: torch.dtype, choices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT-2 draws dropout: the second forward draws it again, and what is drawn afterwards stays the same."""
+    monkeypatch.setattr(Checkpointed, "choices", choices)
+    for passes in PASSES:
+        assert difference(lambda: trunk(family, dtype), data(3, 2, dtype=dtype), passes, split=Checkpointed) == []
+
+
+class Blocks(nn.Module):
+    """Layers whose forward is called with everything that a layer of transformers may get, and more."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scale = hidden.mean()
+        for layer in self.layers:
+            hidden, scale = layer(hidden, None, scale=scale, factors=(2.0, torch.ones(32)))
+        return hidden * scale
+
+
+class Block(nn.Module):
+    shared = nn.Linear(32, 32)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.dropout, self.down = nn.Linear(32, 64), nn.Dropout(0.5), nn.Linear(64, 32, bias=False)
+        self.everywhere = Block.shared
+
+    def forward(self, hidden: Tensor, mask: None, *, scale: Tensor, factors: tuple[float, Tensor]) -> Any:
+        hidden = self.everywhere(hidden) * factors[0] + factors[1]
+        return hidden + self.down(self.dropout(self.up(hidden).relu()) * scale), scale + hidden.mean()
+
+
+def test_other_differentiable_arguments_tuples_of_results_and_parameters_of_several_layers() -> None:
+    assert difference(Blocks, data(3, 2, dtype=torch.float32), PASSES[1], split=Checkpointed) == []
+
+
+# --- how often -------------------------------------------------------------------------------------------------------
+
+
+def forwards_in(passes: str, choice: str, switch: Switch | None = None) -> dict[str, list[int]]:
+    """For every module of the layers: its forwards in each of the passes."""
+    module = trunk("llama", torch.float32)
+    runner = Split(checkpointed(module, choice, switch=switch), data(1, dtype=torch.float32))
+    found: dict[str, list[int]] = {}
+    for prefix, layer in enumerate(layers_of(module)):
+        for name, part in layer.named_modules():
+            if name:  # hooks of the layer itself stay outside of what runs again
+                counts = found.setdefault(f"{prefix}.{name}", [])
+                part.register_forward_pre_hook(lambda *_, counts=counts: counts.__setitem__(-1, counts[-1] + 1))
+    runner._split = {0} if "I" in passes else set()
+    for token in passes.split():
+        for counts in found.values():
+            counts.append(0)
+        runner._passes[token[0]](0)
+    return found
+
+
+@pytest.mark.parametrize("choice", ["full", "selective"])
+@pytest.mark.parametrize(("passes", "forwards"), [("F0 I0 W0", [1, 1, 0]), ("F0 B0", [1, 1])])
+def test_each_forward_runs_exactly_twice_and_never_in_W(choice: str, passes: str, forwards: list[int]) -> None:
+    found = forwards_in(passes, choice)
+    assert len(found) > 20 and all(counts == forwards for counts in found.values()), found
+
+
+def test_with_the_switch_off_a_layer_keeps_everything() -> None:
+    assert all(counts == [1, 0, 0] for counts in forwards_in("F0 I0 W0", "full", Switch(off=True)).values())
+
+
+def products_in(passes: str, choice: str) -> list[int]:
+    runner = Split(checkpointed(trunk("llama", torch.float32), choice), data(1, dtype=torch.float32))
+    runner._split = {0} if "I" in passes else set()
+    counts = []
+    for token in passes.split():
+        with Products() as products:
+            runner._passes[token[0]](0)
+        counts.append(products.count)
+    return counts
+
+
+def test_products_that_run_again() -> None:
+    """A Llama layer has 7 linear layers and an attention (whose backward is not counted). "full" runs them again, but
+    for the last one, whose result nobody wants; "selective" none."""
+    layers = 2
+    for passes, backward in (("F0 I0 W0", [7, 7]), ("F0 B0", [14])):
+        plain = [layers * count for count in (7 + 1, *backward)]
+        assert products_in(passes, "none") == products_in(passes, "selective") == plain
+        plain[1] += layers * (6 + 1)
+        assert products_in(passes, "full") == plain
+
+
+# --- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_a_fully_checkpointed_layer_keeps_its_input_until_I_and_what_W_needs_until_W() -> None:
+    tokens, width = 10, 32
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(3)
+            )
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            for layer in self.layers:
+                hidden = layer(hidden)
+            return hidden
+
+    runner = Split(checkpointed(Layers(), "full"), [])
+    unit = tokens * width * 4
+    gc.collect()
+    gc.disable()
+    try:
+        with Storages() as storages:
+            runner.batches, runner._split = [(torch.randn(1, tokens, width), torch.randn(1, tokens, width))], {0}
+            runner.forward(0)
+            runner.outputs.clear()
+            assert storages.alive == (1 + 3) * unit  # the gradient to come, and an input each
+            runner.input_gradient(0)
+            runner.batches.clear()
+            runner.input_gradients.clear()
+            assert storages.alive == 3 * (1 + 4 + 4 + 1) * unit  # input and output gradient of both linear layers
+            runner.weight_gradient(0)
+            runner.module.zero_grad()
+            assert storages.alive == 0
+    finally:
+        gc.enable()
+
+
+def test_a_changed_input_is_an_error() -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            hidden = self.layers[0](hidden)
+            output = self.layers[1](hidden)
+            hidden.add_(1)
+            return output
+
+    runner = Split(checkpointed(Changing(), "full"), [(torch.randn(2, 4), torch.randn(2, 4))])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        runner.run("F0 B0")
+
+
+def test_a_layer_that_computes_something_else_the_second_time_is_an_error() -> None:
+    class Forgetful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls = nn.Linear(4, 4), 0
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            self.calls += 1
+            return self.linear(hidden) if self.calls > 1 else self.linear(hidden).exp()
+
+    layer = Forgetful()
+    checkpoint_layer(layer, "full", Switch(), CPU)
+    with pytest.raises(RuntimeError, match="depends on something else than its arguments"):
+        layer(torch.randn(2, 4, requires_grad=True)).sum().backward()
+
+
+def test_hooks_on_saved_tensors_around_a_layer_see_its_input_alone() -> None:
+    layer = Block()
+    checkpoint_layer(layer, "full", Switch(), CPU)
+    hidden, scale = torch.randn(2, 32, requires_grad=True), torch.ones((), requires_grad=True)
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor.shape), lambda packed: packed):
+        layer(hidden, None, scale=scale, factors=(1.0, torch.ones(32)))
+    assert seen == [hidden.shape, scale.shape]
+
+
+def test_the_mechanism_of_transformers_is_switched_off() -> None:
+    module = trunk("llama", torch.float32)
+    plain = Fused(copy.deepcopy(module), data(1, dtype=torch.float32))
+    plain.run("F0 B0")
+    module.gradient_checkpointing_enable()
+    assert layers_of(module)[0].gradient_checkpointing
+    checkpointed(module, "full")
+    assert not layers_of(module)[0].gradient_checkpointing
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "layers", "expected"),
+    [
+        ("none", 2, ("none", "none")),
+        ("selective", 3, ("selective",) * 3),
+        (["full", "none"], 2, ("full", "none")),
+        (("selective",), 1, ("selective",)),
+    ],
+)
+def test_one_choice_or_one_per_layer(given: Any, layers: int, expected: tuple[str, ...]) -> None:
+    assert checkpointing_of_layers(given, layers) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("some", 'checkpointing: \'some\', expected one of "none", "full", "selective"'),
+        (["full", True], "checkpointing: True"),
+        (["full"], "checkpointing: 1 choices, expected one for each of the model's 2 layers"),
+        (True, "checkpointing: True"),
+    ],
+)
+def test_other_values_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message.replace("(", r"\(")):
+        checkpointing_of_layers(given, 2)
