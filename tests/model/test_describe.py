@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import transformers
-from families import COMMON, EXPERTS, FAMILIES, GROUPED, PADDING, VOCABULARY, tiny_config, whole_model
+from families import COMMON, FAMILIES, GROUPED, PADDING, PROMISED_EXPERTS, VOCABULARY, tiny_config, whole_model
 from torch import nn
 
 from evenpipe.errors import InputError
@@ -32,7 +32,7 @@ def test_what_happens_to_logits_is_measured(name) -> None:
     assert (description.logit_scale, description.soft_cap) == LOGITS[name]
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *EXPERTS])
+@pytest.mark.parametrize("name", [*FAMILIES, *PROMISED_EXPERTS, "deepseek_v3"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_facts(name, tied) -> None:
     config = tiny_config(name, tied=tied)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from families import COMMON, EXPERTS, FAMILIES, GROUPED, PADDING, build_stages, tiny_config
+from families import COMMON, EXPERTS, FAMILIES, GROUPED, PADDING, PROMISED_EXPERTS, build_stages, tiny_config
 from torch import nn
 
 from evenpipe.errors import InputError
@@ -22,7 +22,7 @@ def fresh(description, cuts, seed=0, dtype=torch.float32) -> dict[str, torch.Ten
     return found
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *EXPERTS])
+@pytest.mark.parametrize("name", [*FAMILIES, *PROMISED_EXPERTS, "deepseek_v3"])
 def test_every_layout_starts_from_the_same_weights(name) -> None:
     description = describe(tiny_config(name))
     whole, *others = (fresh(description, cuts) for cuts in LAYOUTS)
@@ -50,7 +50,7 @@ def test_values_are_drawn_in_fp32_and_cast(dtype) -> None:
     assert all(torch.equal(reference[key].to(dtype), cast[key]) for key in reference)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *EXPERTS])
+@pytest.mark.parametrize("name", [*FAMILIES, *PROMISED_EXPERTS, "deepseek_v3"])
 def test_the_distribution_is_that_of_transformers(name) -> None:
     """Mean and spread of every parameter; with 4000 values and more the spread is known to a few percent."""
     _, settings = (FAMILIES | EXPERTS)[name]

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 import transformers
-from families import EXPERTS, build_stages, tiny_config, tokens_and_labels, whole_model
+from families import EXPERTS, PROMISED_EXPERTS, build_stages, tiny_config, tokens_and_labels, whole_model
 from torch.nn import functional
 from transformers.models.mixtral import modeling_mixtral
 
@@ -60,17 +60,12 @@ def test_forwards_of_ones_own_are_refused() -> None:
         describe(AndSomethingElse(with_loss("mixtral")))
 
 
-def masks():
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[1, -4:] = mask[0, 2:5] = 0
-    return None, mask
+MASK = torch.tensor([[1, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * 8 + [0] * 4])  # padding and a hole
+CASES = [(name, (1, 3), MASK) for name in WITH] + [(name, (1, 3), None) for name in PROMISED_EXPERTS]
+CASES += [("mixtral", cuts, MASK) for cuts in ((2, 2), (0, 4), (), (1, 2, 3))]
 
 
-CASES = [(name, (1, 3)) for name in WITH] + [("mixtral", cuts) for cuts in ((2, 2), (0, 4), (), (1, 2, 3))]
-
-
-@pytest.mark.parametrize(("name", "cuts"), CASES)
-@pytest.mark.parametrize("mask", masks(), ids=["all tokens", "padding and a hole"])
+@pytest.mark.parametrize(("name", "cuts", "mask"), CASES)
 def test_stages_give_the_value_and_the_gradients_of_the_whole(name, mask, cuts) -> None:
     whole = whole_model(with_loss(name))
     description = describe(whole)

@@ -153,9 +153,9 @@ def run_case(family: str, layers: int, case: Case) -> str | None:
     for number, (ids, labels, mask) in enumerate(data_of(case.masked)):
         pipeline.zero_grad()
         given = (ids[own], labels[own]), {"attention_mask": None if mask is None else mask[own]}
-        evaluated = pipeline.evaluate(*given[0], **given[1]).loss
+        evaluated = pipeline.evaluate(*given[0], **given[1]).loss if number == 0 else None
         result = pipeline.step(*given[0], **given[1])
-        assert abs(evaluated / result.loss - 1) < 1e-12, "families without dropout lose the same in evaluation"
+        assert evaluated is None or abs(evaluated / result.loss - 1) < 1e-12, "nothing is random in these families"
         losses.append(result.loss)
         assert (result.router_loss > 0) == case.router
         if number == 0:
@@ -187,9 +187,8 @@ def test_experts_train_as_in_one_process(family: str, processes: int) -> None:
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_replicas_share_the_mean_over_all_microbatches(family: str) -> None:
-    faults = run_processes(run_family, 4, family, 4, REPLICAS, timeout_seconds=300)[0]
+def test_replicas_share_the_mean_over_all_microbatches() -> None:
+    faults = run_processes(run_family, 4, "mixtral", 4, REPLICAS, timeout_seconds=300)[0]
     assert not faults, "\n".join(faults)
 
 
