@@ -434,6 +434,35 @@ def test_a_missing_process_is_named():
     run_processes(one_is_missing, 3, group=False)
 
 
+def one_dies_before_all_are_here(how: str) -> None:
+    """1 is here and dies, or never comes; torchrun sends SIGTERM to the others, which wait for 2 as well."""
+    rank = int(os.environ["RANK"])
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, False, wait_for_workers=False)
+    if rank == 1:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if how == "dies":
+            meet(store, rank, 4, 60.0)
+        time.sleep(50)
+    if rank == 2:
+        time.sleep(50)
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    message = {
+        "dies": r"process 1 \(pid \d+\) has died: killed, out of memory or crashed, before all processes had started",
+        "comes not": r"processes 1, 2 of 4 had not started when SIGTERM came",
+    }[how]
+    with pytest.raises(RunError, match=f"^{message}$"):
+        meet(store, rank, 4, 60.0)
+    store.add("found", 1)
+    while store.add("found", 0) < 2:  # nobody takes the end of another for the cause
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["dies", "comes not"])
+def test_who_dies_before_all_have_started_is_named(how):
+    outcomes = run_outcomes(one_dies_before_all_are_here, 4, how, group=False)
+    assert [outcomes[rank].exit_code for rank in (0, 3)] == [0, 0], describe(outcomes)
+
+
 def test_a_single_process_has_a_watch_that_does_nothing():
     outcome = run_outcomes(alone, 1, group=False)[0]
     assert outcome.exit_code == 0, describe([outcome])

@@ -15,27 +15,28 @@ from evenpipe.runtime.signs import Beat, Cause, Waiting, is_stopped, started
 class Peers:
     """The other processes, as seen from one."""
 
-    def __init__(self, store: Any, own: Beat, rank: int, *, is_known: bool = False) -> None:
-        """Tells the others of this machine of this process, unless that is known.
+    def __init__(self, store: Any, own: Beat, rank: int, *, key: str = "beat") -> None:
+        """Tells the others of this machine of this process.
 
         store: a client that no other thread blocks in.
+        key: under which beats stand in the store.
         """
         self._store = store
         self._own = own
         self._rank = rank
-        self._key = f"on {own.machine}"
-        if not is_known:
-            store.append(self._key, f" {rank}")
+        self._key = key
+        self._here = f"{key} on {own.machine}"
+        store.append(self._here, f" {rank}")
 
     def beat(self, rank: int) -> tuple[str, Beat | None]:
         """The beat of a process as text, and what it says; nothing before its first one. Never blocks."""
-        key = f"beat/{rank}"
+        key = f"{self._key}/{rank}"
         value = self._store.get(key).decode() if self._store.check([key]) else ""
         return value, Beat.load(value) if value else None
 
     def here(self) -> list[int]:
         """The other processes of this machine."""
-        return [rank for rank in map(int, self._store.get(self._key).split()) if rank != self._rank]
+        return sorted({int(rank) for rank in self._store.get(self._here).split()} - {self._rank})
 
     def death_of(self, rank: int) -> Cause | None:
         """A cause, if that process ran on this machine and is no more. Elsewhere only silence tells."""

@@ -50,7 +50,7 @@ EXIT_CODE = 3
 LAUNCHER = -1
 """In place of a rank: the origin of a cause is who started the processes."""
 
-TOO_LONG = re.compile("[Tt]imed out|wait timeout")
+TOO_LONG = re.compile("[Tt]imed out|wait timeout|Application timeout")
 """What gloo says when a wait took too long, and what the store says."""
 
 BROKEN = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Application timeout caused")
@@ -120,7 +120,7 @@ class Watch:
         if hear_sigterm:
             self._bell.hear_sigterm()
         store = self._store.clone()
-        peers = Peers(store, self._beat, self.rank, is_known=True)
+        peers = Peers(store, self._beat, self.rank)
         self._thread = threading.Thread(target=self._run, args=(store, peers), name="evenpipe-watch", daemon=True)
         self._thread.start()
 

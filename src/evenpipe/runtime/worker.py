@@ -6,12 +6,14 @@ The same under torchrun and under `launch`. Outside both, a process is alone: no
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -24,7 +26,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime.signs import Board, processes
+from evenpipe.runtime.peers import Peers
+from evenpipe.runtime.signs import Beat, Board, machine, processes, started
 from evenpipe.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -96,6 +99,11 @@ def initialise_worker(
 
         sys.excepthook = report
     return worker
+
+
+def current_watch() -> Watch | None:
+    """The watch of this process, if there are others to watch."""
+    return None if _this is None or _this.world_size == 1 else _this.watch
 
 
 def finish_worker() -> None:
@@ -170,17 +178,48 @@ def meet(store: Any, rank: int, world_size: int, limit_seconds: float) -> None:
     """Waits until all processes are here, before anything that would wait for a missing one without naming it.
 
     Raises:
-        RunError: the limit passed; names the missing ones.
+        RunError: the limit passed, or SIGTERM came, as from torchrun when one has failed; names the missing ones. Or
+            one that was here already has died on this machine.
     """
-    store.set(f"here/{rank}", "")
+    own = Beat(0, machine(), os.getpid(), started(os.getpid()) or "")
+    store.set(f"here/{rank}", own.dump())
+    peers = Peers(store, own, rank, key="here")
     store.add("arrived", 1)
     deadline, pause = time.monotonic() + limit_seconds, 0.005
-    while store.add("arrived", 0) < world_size:
-        if time.monotonic() > deadline:
-            missing = [other for other in range(world_size) if not store.check([f"here/{other}"])]
-            raise RunError(f"{processes(missing)} of {world_size} did not start within {limit_seconds:g} s")
-        time.sleep(pause)
-        pause = min(2 * pause, 0.5)
+    with _sigterm_noticed() as terminated:
+        while store.add("arrived", 0) < world_size:
+            fault = None
+            if (death := peers.first_death(peers.here())) is not None:
+                fault = f"{death.text}, before all processes had started"
+            elif terminated or time.monotonic() > deadline:
+                missing = [other for other in range(world_size) if not store.check([f"here/{other}"])]
+                if missing:
+                    in_time = f"did not start within {limit_seconds:g} s"
+                    what = "had not started when SIGTERM came" if terminated else in_time
+                    fault = f"{processes(missing)} of {world_size} {what}"
+            if fault is not None or store.check(["no start"]):  # the first finding holds: others follow from it
+                raise RunError(store.compare_set("no start", "", fault or "").decode())
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+    if terminated:
+        os.kill(os.getpid(), signal.SIGTERM)  # came too late for this; the watch hears it
+
+
+@contextlib.contextmanager
+def _sigterm_noticed() -> Iterator[list[int]]:
+    """SIGTERM fills the list, unless the program handles that signal itself."""
+    numbers: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield numbers
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    if before is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: numbers.append(number))
+    try:
+        yield numbers
+    finally:
+        if before is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _own_device(wanted: torch.device | str | None) -> tuple[torch.device, str]:

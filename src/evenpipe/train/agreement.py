@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from evenpipe.errors import InputError, RunError
+from evenpipe.runtime.worker import current_watch
 
 T = TypeVar("T")
 
@@ -33,10 +34,17 @@ class Team:
         if not self.distributed:
             return [value]
         values: list[Any] = [None] * self.size
+        watch = current_watch()
+        if watch is not None:
+            ranks = dist.get_process_group_ranks(self.group)
+            others = tuple(rank for rank in ranks if rank != watch.rank)
+            watch.awaiting("the work of all processes on files", "", "files", others)
         try:
             dist.all_gather_object(values, value, group=self.group)
         except RuntimeError as error:
-            raise RunError(describe_lost_process(error)) from error
+            raise (RunError(describe_lost_process(error)) if watch is None else watch.explain(error)) from error
+        if watch is not None:
+            watch.arrived()
         return values
 
     def everywhere(self, work: Callable[[], T]) -> list[T]:
