@@ -1,0 +1,176 @@
+"""Compiled layers in split backwards: the gradients of plain autograd, nothing more in the queue, no break in a graph.
+
+Most of it with the back-end "aot_eager", which traces as inductor does but calls torch's own kernels: bit for bit. One
+case goes through inductor itself, where there is a compiler.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from split_module import Fused, Split, data, difference, trunk
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from evenpipe.runtime import compilation
+from evenpipe.runtime.checkpointing import Switch
+from evenpipe.runtime.compilation import compile_layer
+
+CPU = torch.device("cpu")
+PASSES = "F0 F1 I0 F2 B1 I2 W2 W0"
+"""Split and fused, of changing lengths, W in another order than I."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_yet() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    compilation._report.cache_clear()
+    yield
+    torch._dynamo.reset()
+
+
+class Compiled(Split):
+    choice, backend = "none", "aot_eager"
+
+    def __init__(self, module: nn.Module, batches: list[Any]) -> None:
+        super().__init__(module, batches)
+        self.switch = Switch()
+        for layer in module.h if hasattr(module, "h") else module.layers:
+            compile_layer(layer, self.queue, self.choice, self.switch, CPU, backend=self.backend)
+
+
+@pytest.mark.parametrize(("family", "choice"), [("llama", "none"), ("gpt2", "full")])
+def test_split_and_fused_backwards_of_compiled_layers(
+    family: str, choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT-2 draws dropout, which "full" has to draw again."""
+    monkeypatch.setattr(Compiled, "choice", choice)
+    assert difference(lambda: trunk(family, torch.float32), data(3, 2, dtype=torch.float32), PASSES, Compiled) == []
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 3  # for both layers: split, for one length and for any; fused
+
+
+def test_between_I_and_W_stay_input_and_output_gradient_of_each_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    queued: list[Tensor] = []
+    entry = compilation.linear_entry
+
+    def watched(layer: Any, hidden: Tensor, gradient: Tensor, transposed: bool) -> Any:
+        queued.extend((hidden, gradient))
+        return entry(layer, hidden, gradient, transposed)
+
+    monkeypatch.setattr(compilation, "linear_entry", watched)
+    monkeypatch.setattr(Compiled, "choice", "selective")
+    runner = Compiled(trunk("llama", torch.float32, num_hidden_layers=1), data(1, 2, dtype=torch.float32))
+    runner.run("F0 I0")
+    tokens, hidden, r, q = 10, 32, 2 / 4, 48 / 32
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in queued}
+    assert sum(storages.values()) == (12 + 4 * r + 6 * q) / 2 * tokens * hidden * 4
+    assert len(runner.queue._entries[0, 0]) == 7
+    runner.run("W0")
+
+
+def test_no_hook_of_a_linear_layer_runs_in_I() -> None:
+    runner = Compiled(Layers(nn.Linear(8, 8)), data(1, width=8, dtype=torch.float32))
+    seen: list[str] = []
+    for name, parameter in runner.module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    runner.run("F0 I0")
+    assert seen == []
+    runner.run("W0")
+    assert seen == ["layers.0.inside.0.weight", "layers.0.inside.0.bias"]
+
+
+class Layer(nn.Module):
+    def __init__(self, *inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = nn.ModuleList(inside)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for one in self.inside:
+            hidden = one(hidden)
+        return hidden
+
+
+class Layers(nn.Module):
+    def __init__(self, *inside: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(*inside)])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layers[0](hidden)
+
+
+class OfTheFirstToken(nn.Linear):
+    """No: a subclass. Its child is used on one token only."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.gate = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) + self.gate(hidden[:, :1])
+
+
+class Broken(nn.Module):
+    """No single graph."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return hidden.sin()
+
+
+def test_layers_used_twice_or_on_some_tokens_have_their_gradient_in_I() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        twice = nn.Linear(8, 8)
+        return Layers(
+            twice, nn.GELU(), OfTheFirstToken(), twice, nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
+        )
+
+    batches = data(2, width=8, dtype=torch.float32)
+    plain, runner = Fused(make(), batches), Compiled(make(), batches)
+    plain.run("F0 F1 B0 B1")
+    runner.run("F0 F1 I0 I1")
+    assert [len(entries) for entries in runner.queue._entries.values()] == [1, 1]
+    runner.run("W0 W1")
+    expected = dict(plain.module.named_parameters())
+    for name, parameter in runner.module.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("choice", ["none", "full"])
+def test_no_single_graph(choice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Compiled in pieces, or, where it is checkpointed, not at all, and the user is told."""
+    monkeypatch.setattr(Compiled, "choice", choice)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Layers(nn.Linear(8, 8), Broken(), nn.Linear(8, 8))
+
+    with caplog.at_level(logging.WARNING, logger="evenpipe"):
+        assert difference(make, data(2, width=8, dtype=torch.float32), "F0 F1 I0 I1 W0 W1", Compiled) == []
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (choice == "full") and all("not compiled" in text and "Layer" in text for text in told)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler (g++) on the CPU")
+def test_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its buffers are used again within a backward: what is queued must not be among them."""
+    monkeypatch.setattr(Compiled, "backend", "inductor")
+    torch.manual_seed(0)
+    module = Layers(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 8))
+    batches = [(torch.randn(2, 6, 8), torch.randn(2, 6, 8)) for _ in range(2)]
+    plain, runner = Fused(copy.deepcopy(module), batches), Compiled(module, batches)
+    plain.run("F0 F1 B0 B1")
+    runner.run("F0 F1 I0 I1 W0 W1")
+    expected = dict(plain.module.named_parameters())
+    for name, parameter in module.named_parameters():
+        wanted = expected[name].grad
+        assert torch.linalg.vector_norm(parameter.grad - wanted) <= 1e-5 * torch.linalg.vector_norm(wanted), name
