@@ -129,6 +129,7 @@ def run_torch_files(folder: Path) -> None:
             file = own / f"{name}-{file_format}.csv"
             file.write_text(text)
             whole, sharded = trained(file, "first-last"), trained(str(file), "vocab-2")
+            assert whole.predict("vocab-2").busy == sharded.predict().busy
             if file_format == "compute_comms":  # as torch lowered it, UNSHARD and REDUCE_GRAD included
                 assert whole.program == from_torch(text)
                 assert any("UNSHARD" in str(item) for item in whole.program.rows[0])
@@ -161,6 +162,11 @@ def run_ours(folder: Path) -> None:
     assert trained(one_at_a_time(devices, 3), "first-last").microbatches == 3
     assert trained("zbv", "vocab-1").microbatches == 4 * devices
     assert trained("interleaved", "vocab-2", 3, schedule_options={"stages_per_device": 3}).order.placement.stages == 6
+
+    options = {"stages_per_device": 4}  # more stages than layers
+    cut = {"layers_per_stage": [1, 1, 1, 1, 1, 1, 0, 0], "schedule_options": options}
+    redistributed = trained("interleaved", "redistribute", 3, **cut)
+    assert redistributed.predict("first-last").makespan == redistributed.predict().makespan
 
     # A program is walked as it stands: communication derived from other costs, or written by hand, stays.
     _, program = plan_program("v-half", devices, 3, "vocab-2")

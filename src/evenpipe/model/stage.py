@@ -239,13 +239,14 @@ def _place_hooks(layers: nn.ModuleList, description: Description, stage: Stage, 
     for index, layer in enumerate(layers):
         if not first <= index < last:
             layer.forward = identity_forward(argument, returns)
+    # Behind the last layer, without one of its own, it is the last layer that stands in which receives and hands on.
+    receiving = layers[min(first, len(layers) - 1)]
     if not stage.is_first:
-        # Without a local layer it is the last layer that stands in which receives, so that what follows gets it.
-        layers[min(first, len(layers) - 1)].register_forward_pre_hook(_inject(relay, argument), with_kwargs=True)
+        receiving.register_forward_pre_hook(_inject(relay, argument), with_kwargs=True)
     if not stage.is_last and first < last:
         layers[last - 1].register_forward_hook(_capture_output(relay))
     elif not stage.is_last:
-        layers[first].register_forward_pre_hook(_capture_input(relay, argument), with_kwargs=True)
+        receiving.register_forward_pre_hook(_capture_input(relay, argument), with_kwargs=True)
 
 
 def _inject(relay: Relay, argument: str):

@@ -23,7 +23,7 @@ from evenpipe.schedule import (
     vocabulary_mode,
 )
 from evenpipe.schedule.layers import even_split, split_by_cost
-from evenpipe.schedule.passes import VOCABULARY_KINDS
+from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS
 from evenpipe.schedule.registry import options_of
 from evenpipe.schedule.words import count
 from evenpipe.vocabulary import Shard, split
@@ -164,10 +164,9 @@ def flop_costs(model: ModelCosts, layout: Layout) -> Costs:
 
 
 def without_vocabulary(order: Order) -> Order:
-    """The order as it was before vocabulary passes were added."""
-    rows = tuple(
-        tuple(item for item in row if item is not None and item.kind not in VOCABULARY_KINDS) for row in order.rows
-    )
+    """The order as it was before vocabulary passes were added, for any mode."""
+    others = VOCABULARY_KINDS | SHARDING_KINDS
+    rows = tuple(tuple(item for item in row if item is not None and item.kind not in others) for row in order.rows)
     return Order(order.placement, order.microbatches, rows)
 
 

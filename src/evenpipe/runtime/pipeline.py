@@ -529,10 +529,15 @@ class Pipeline:
         )
 
     def predict(self, vocabulary: str | None = None) -> Timeline:
-        """The simulated step of this pipeline, or of it in another vocabulary mode. Times in FLOPs per token."""
+        """The simulated step of this pipeline, or of it in another vocabulary mode. Times in FLOPs per token.
+
+        Stages have the same layers in both, but where one of them is redistribute.
+        """
         layout = self.layout
         if vocabulary is not None and vocabulary_mode(vocabulary) != layout.mode:
+            cut_anew = "redistribute" in (layout.mode, vocabulary) and len(layout.layers) <= self.description.layers
             layout = build_layout(
+                layers_per_stage=None if cut_anew else [last - first for first, last in layout.layers],
                 devices=self.devices,
                 microbatches=self.microbatches,
                 schedule=without_vocabulary(layout.program.order),

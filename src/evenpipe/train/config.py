@@ -143,6 +143,8 @@ class PipelineConfig(Section):
     memory_limit: tuple[float, ...] | None = None
     """Stage activations that a device may hold at most, for schedules that plan by it: zb-auto, v-budget; one number,
     or one per device; none: as much as 1f1b holds."""
+    costs: str | None = None
+    """A cost file (`evenpipe profile` writes one) that the schedule is arranged by; none: FLOPs."""
     vocabulary: str = "balanced"
     """Where embedding and output layer live: first-last, redistribute, interlaced, vocab-1, vocab-2; "balanced" is
     vocab-2."""
@@ -159,8 +161,6 @@ class PipelineConfig(Section):
     compile_layers: bool = False
     """Run every layer through torch.compile; the first steps take longer. Embedding, output layer and loss are not
     compiled."""
-    costs: str | None = None
-    """A cost file (`evenpipe profile` writes one) that the schedule is arranged by; none: FLOPs."""
     communicators: Literal["per-pair", "per-kind", "one"] = "per-pair"
     """Which transfers share a communicator: those of an ordered pair of devices or of one kind of collective, all hops
     of a direction, or all. Fewer take less memory (with NCCL some 0.5 GB each), and transfers wait for each other."""

@@ -42,7 +42,7 @@ class ScheduleReport:
     microbatches: int
     """Of a step and replica."""
     communicators: int
-    """That the program of a replica uses for what it sends."""
+    """That a replica uses for what its program sends."""
     in_flight: tuple[int, ...]
     """Most stage activations that each device holds at a time."""
 

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime import Pipeline, StepResult, initialise_worker
+from evenpipe.runtime import StepResult, initialise_worker
+from evenpipe.schedule import Timeline
 from evenpipe.schedule.trace_file import write_trace
 from evenpipe.train.build import build_pipeline
 from evenpipe.train.checkpoint import load, save
@@ -327,12 +328,13 @@ class _Run:
         if self.metrics is None:
             return
         config, seconds = self.config.pipeline, self._training_seconds
-        prediction = _prediction(pipeline, pipeline.layout.mode)
+        timeline = pipeline.predict()
+        prediction = _prediction(timeline, pipeline.layout.mode)
         predicted_step_seconds = None
         if pipeline.torch_device.type == "cpu" and self.steps_taken:
             work = sum(busy for busy, _ in table) / pipeline.replicas / self.steps_taken
             predicted_step_seconds = prediction.makespan * work / sum(prediction.busy)
-        placement, program = pipeline.order.placement, pipeline.program
+        placement = pipeline.order.placement
         report = RunReport(
             steps=self.steps_taken,
             tokens=self.steps_taken * self.batches.tokens_per_batch,
@@ -345,8 +347,8 @@ class _Run:
                 devices=pipeline.devices,
                 stages=placement.stages,
                 microbatches=pipeline.microbatches,
-                communicators=len(program.communicators),
-                in_flight=pipeline.predict().peak_in_flight,
+                communicators=len(pipeline.layout.communicators),
+                in_flight=timeline.peak_in_flight,
             ),
             devices=tuple(
                 DeviceReport(
@@ -364,15 +366,14 @@ class _Run:
                 for device in [process % pipeline.devices]
             ),
             prediction=prediction,
-            baseline=_prediction(pipeline, BASELINE),
+            baseline=_prediction(pipeline.predict(BASELINE), BASELINE),
             predicted_step_seconds=predicted_step_seconds,
         )
         write_report(report, self.config.run_folder / "report.json")
         self.metrics.say(report_text(report))
 
 
-def _prediction(pipeline: Pipeline, mode: str) -> Prediction:
-    timeline = pipeline.predict(mode)
+def _prediction(timeline: Timeline, mode: str) -> Prediction:
     return Prediction(vocabulary=mode, makespan=timeline.makespan, busy=timeline.busy, bubble_rate=timeline.bubble_rate)
 
 
