@@ -38,7 +38,7 @@ def text(program: Program, device: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("schedule", "devices", "microbatches", "device", "expected"), TABLE)
-def test_where(schedule: str, devices: int, microbatches: int, device: int, expected: dict[str, str]) -> None:  # noqa: PLR0917
+def test_where(schedule: str, devices: int, microbatches: int, device: int, expected: dict[str, str]) -> None:
     _, program = plan_program(schedule, devices, microbatches, "first-last")
     assert text(program, device) == expected
 
