@@ -34,12 +34,11 @@ from torch import Tensor, nn
 
 from evenpipe.runtime.checkpointing import Switch, checkpointed, run_checkpointed
 from evenpipe.runtime.random_state import RandomState
-from evenpipe.runtime.weight_gradients import SplitConv1D, SplitLinear, Taps, WeightGradients, linear_entry
+from evenpipe.runtime.weight_gradients import Linear, SplitConv1D, SplitLinear, Taps, WeightGradients, linear_entry
 
 logger = logging.getLogger(__name__)
 
 Forward = Callable[..., Any]
-Linear = SplitLinear | SplitConv1D
 
 
 def compile_layer(

@@ -81,16 +81,17 @@ class WeightGradients:
         The uses of one parameter within the microbatch are summed before they are added, as autograd does it.
         """
         entries = self._entries.pop(key)
-        uses = Counter(parameter for entry in entries for parameter in entry.parameters)
-        sums: dict[nn.Parameter, Tensor] = {}
+        uses = Counter([id(parameter) for entry in entries for parameter in entry.parameters])
+        sums: dict[int, Tensor] = {}
         entries.reverse()
         while entries:
             entry = entries.pop()  # its tensors are let go one after the other
             for parameter, gradient in zip(entry.parameters, entry.gradients(), strict=True):
-                uses[parameter] -= 1
-                summed = sums.pop(parameter).add_(gradient) if parameter in sums else gradient
-                if uses[parameter]:
-                    sums[parameter] = summed
+                number = id(parameter)
+                summed = sums.pop(number).add_(gradient) if number in sums else gradient
+                uses[number] -= 1
+                if uses[number]:
+                    sums[number] = summed
                 else:
                     accumulate(parameter, summed)
 
@@ -193,6 +194,8 @@ class SplitConv1D(Conv1D):
 Taps = tuple[Tensor, Tensor | None, Tensor, Tensor]
 """Weight and bias, detached; the taps for the input and for the gradient of the output."""
 
+Linear = SplitLinear | SplitConv1D
+
 _SPLIT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: SplitLinear, Conv1D: SplitConv1D}
 
 
@@ -206,25 +209,25 @@ def _is_linear(module: nn.Module) -> bool:
     )
 
 
-def _is_split(layer: SplitLinear | SplitConv1D, hidden: Tensor) -> bool:
+def _is_split(layer: Linear, hidden: Tensor) -> bool:
     """Whether this use of a layer goes through the queue. Without a graph there is nothing to split; a layer whose
     input needs no gradient would not be reached by I; where the weight is frozen, the bias's gradient is soon made."""
-    return (
-        layer._weight_gradients.under_way is not None
-        and hidden.requires_grad
-        and layer.weight.requires_grad
-        and torch.is_grad_enabled()
-    )
+    if layer._weight_gradients.under_way is None or not hidden.requires_grad or not torch.is_grad_enabled():
+        return False
+    weight = layer._parameters["weight"]
+    return weight is not None and weight.requires_grad
 
 
 class _Linear(torch.autograd.Function):
     """x W^T + b. The parameters stay outside of autograd: their hooks would run in I, before there is a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, layer: SplitLinear | SplitConv1D, transposed: bool) -> Tensor:
-        ctx.layer, ctx.transposed, ctx.in_rows = layer, transposed, transposed or _in_rows(hidden)
-        weight, bias = layer.weight, layer.bias  # not detached: torch asks them in which way it multiplies
+    def forward(ctx: Any, hidden: Tensor, layer: Linear, transposed: bool) -> Tensor:
+        parameters = layer._parameters  # a module's attributes are slow
+        weight, bias = parameters["weight"], parameters["bias"]
+        assert weight is not None
         ctx.save_for_backward(hidden)
+        ctx.of = layer, transposed, transposed or bias is None or _in_rows(hidden)
         if only_saves():  # the forward runs again for what it saves, and this is the last of it
             return hidden.new_empty((*hidden.shape[:-1], weight.shape[1 if transposed else 0]))
         return functional.linear(hidden, weight.t() if transposed else weight, bias)
@@ -232,9 +235,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (hidden,) = ctx.saved_tensors
-        layer, transposed = ctx.layer, ctx.transposed
-        weight, gradient = layer.weight.detach(), gradient.detach()
-        layer._weight_gradients.add(linear_entry(layer, hidden.detach(), gradient, transposed, ctx.in_rows))
+        layer, transposed, in_rows = ctx.of
+        # The gradient has no graph; the input has one, which would stay alive until W.
+        layer._weight_gradients.add(linear_entry(layer, hidden.detach(), gradient, transposed, in_rows))
+        weight = layer._parameters["weight"]
         return input_gradient(gradient, weight.t() if transposed else weight), None, None
 
 
@@ -270,28 +274,26 @@ def _in_rows(hidden: Tensor) -> bool:
     return dimensions <= 2 or (dimensions == 3 and hidden.stride(0) == hidden.stride(1) * hidden.size(1))
 
 
-def linear_entry(
-    layer: SplitLinear | SplitConv1D, hidden: Tensor, gradient: Tensor, transposed: bool, in_rows: bool = True
-) -> Entry:
+def linear_entry(layer: Linear, hidden: Tensor, gradient: Tensor, transposed: bool, in_rows: bool = True) -> Entry:
     """One use of a linear layer.
 
     Args:
-        hidden: its input [..., in].
-        gradient: of its output [..., out]. The caller detached both.
+        hidden: its input [..., in], detached.
+        gradient: of its output [..., out], without a graph.
         transposed: whether the weight is [in, out], as in `Conv1D`, and not [out, in].
         in_rows: how the bias's gradient is summed: over rows, or over all dimensions at once. Differs in the last bit.
     """
-    weight, bias = layer.weight, layer.bias
-    assert isinstance(weight, nn.Parameter)
+    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    assert weight is not None
 
     def of_weight() -> Tensor:
         rows, columns = gradient.reshape(-1, gradient.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
         return columns.t() @ rows if transposed else rows.t() @ columns
 
-    if not isinstance(bias, nn.Parameter) or not bias.requires_grad:
+    if bias is None or not bias.requires_grad:
         return Entry((weight,), lambda: (of_weight(),))
 
     def of_bias() -> Tensor:
-        return gradient.sum(tuple(range(gradient.dim() - 1))) if not in_rows else gradient.reshape(-1, len(bias)).sum(0)
+        return gradient.reshape(-1, len(bias)).sum(0) if in_rows else gradient.sum(tuple(range(gradient.dim() - 1)))
 
     return Entry((weight, bias), lambda: (of_weight(), of_bias()))
