@@ -85,8 +85,8 @@ class Pipeline:
         checkpointing: what a layer keeps for its backward: "none" (all of it is kept), "full" (only the layer's input;
             its forward runs a second time), "selective" (the results of products and of attention too), or one of
             these per layer. The backward of a microbatch with R in the order finds everything.
-        compile_layers: run every layer through torch.compile, with any schedule. What stands before and after the layers
-            is not compiled, nor are embedding, output layer and loss; the first step takes longer.
+        compile_layers: run every layer through torch.compile, with any schedule. What stands before and after the
+            layers is not compiled, nor are embedding, output layer and loss; the first step takes longer.
         costs: measured pass times that the schedule is arranged by; default: FLOPs.
         communicators: "per-pair": one for each ordered pair of devices that send to each other and one for each kind of
             collective. "per-kind": one for all hops forward, one for all hops back, one for each kind of collective.
