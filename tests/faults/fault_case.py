@@ -26,7 +26,7 @@ FAULTS = {
     "freezes": (r"process V gave no sign of life for", r"process V \(pid \d+\) gave no sign of life for"),
     "hangs": (r"timed out awaiting .*process V (does not wait|awaits)",) * 2,  # it may have announced a wait
     "os._exit(7)": (r"process V \(pid \d+\) has died", r"process V \(pid \d+\) ended with exit code 7"),
-    "sys.exit(5)": (r"process V \(pid \d+\) has ended while others", r"process V failed: SystemExit: 5"),
+    "sys.exit(5)": (r"process V \(pid \d+\) has (ended while others|died)", r"process V failed: SystemExit: 5"),
     # With a colon: as whoever saves a checkpoint puts it.
     "ArithmeticError": (r"process V(:| failed:) ArithmeticError: a bad number",) * 2,
     "MemoryError": (r"process V(:| failed:) MemoryError",) * 2,

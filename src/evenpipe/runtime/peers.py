@@ -29,10 +29,13 @@ class Peers:
         store.append(self._here, f" {rank}")
 
     def beat(self, rank: int) -> tuple[str, Beat | None]:
-        """The beat of a process as text, and what it says; nothing before its first one. Never blocks."""
-        key = f"{self._key}/{rank}"
-        value = self._store.get(key).decode() if self._store.check([key]) else ""
-        return value, Beat.load(value) if value else None
+        """The beat of a process as text, and what it says. Before the first one, what it said when it met the others;
+        nothing before that. Never blocks."""
+        for key in (f"{self._key}/{rank}", f"here/{rank}"):
+            if self._store.check([key]):
+                value = self._store.get(key).decode()
+                return value, Beat.load(value)
+        return "", None
 
     def here(self) -> list[int]:
         """The other processes of this machine."""
@@ -77,7 +80,9 @@ class Peers:
         paths = [(waiting, begin)]
         while paths:
             waiting, text = paths.pop(0)
-            for peer in waiting.peers if waiting is not None else ():
+            if waiting is None:
+                continue
+            for peer in waiting.peers:
                 beat = self.beat(peer)[1]
                 # In a collective all wait for the same; of interest is who does something else.
                 if beat is None or _same(beat.waiting, waiting):
