@@ -49,7 +49,7 @@ def output_shard(options: LossOptions, torch_device: str, *, one_barrier: bool, 
 
 
 def step(layer: OutputShard, batch: Batch, torch_device: str, *, one_barrier: bool, gradients: bool = True) -> None:
-    layer.begin()
+    layer.clear()
     for index, microbatch in enumerate(batch.microbatches):
         hidden = torch.ones(microbatch.tokens, HIDDEN, device=torch_device)
         statistics = layer.forward(hidden, microbatch, index, gradients=gradients)
@@ -73,7 +73,7 @@ def test_the_output_layer(options: LossOptions, one_barrier: bool, gradients: bo
 def test_the_barrier_copies_nothing() -> None:
     """S has moved the labels; only who calls `combine` with labels on the host pays a copy, and waits for none."""
     layer, batch = output_shard(LossOptions(), "meta", one_barrier=True), batch_of(4, 9, torch_device="meta")
-    layer.begin()
+    layer.clear()
     microbatch = batch.microbatches[0]
     statistics = layer.forward(torch.ones(microbatch.tokens, HIDDEN, device="meta"), microbatch, 0, gradients=True)
     with BlockingCopies() as copies:
