@@ -102,13 +102,10 @@ class _CompiledLayer:
             return self._eager(*args, **kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with_graph = torch.is_grad_enabled()
-        choice = self._checkpointing if with_graph and not self._switch.off else "none"
+        choice = self._checkpointing if torch.is_grad_enabled() and not self._switch.off else "none"
         hidden = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
-        split = with_graph and self._queue.under_way is not None and hidden is not None and hidden.requires_grad
-        if not split:
+        if hidden is None or not self._queue.takes(hidden):
             return self._plain(self._forward, self._layer, choice, args, kwargs)
-        assert hidden is not None
         if self._linears is None:
             self._linears = self._find_linears(hidden, args, kwargs)
         taps = _Taps.apply(hidden, self._linears)

@@ -82,9 +82,7 @@ def run_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights
     Returns: [tokens, hidden_size].
     """
     compiling = torch.compiler.is_compiling()  # asked first: what the queue says changes from pass to pass
-    if compiling or not (
-        experts._weight_gradients.under_way is not None and torch.is_grad_enabled() and hidden.requires_grad
-    ):
+    if compiling or not experts._weight_gradients.takes(hidden):
         return experts._run_otherwise(experts, hidden, top_k_index, top_k_weights)
     tokens, choices = top_k_index.shape
     first = "gate_up_proj" if experts.has_gate else "up_proj"

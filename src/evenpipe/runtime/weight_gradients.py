@@ -64,6 +64,11 @@ class WeightGradients:
         """Microbatches between their I and their W."""
         return len(self._entries)
 
+    def takes(self, hidden: Tensor) -> bool:
+        """Whether the weight gradient of what is computed from `hidden` now can wait. Without a graph there is nothing
+        to split, and a layer whose input needs no gradient would not be reached by I."""
+        return self.under_way is not None and hidden.requires_grad and torch.is_grad_enabled()
+
     def begin(self, key: Key) -> None:
         """I of that microbatch begins: it has a W, even if no layer leaves anything for it."""
         self.under_way = key
@@ -210,9 +215,9 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_split(layer: Linear, hidden: Tensor) -> bool:
-    """Whether this use of a layer goes through the queue. Without a graph there is nothing to split; a layer whose
-    input needs no gradient would not be reached by I; where the weight is frozen, the bias's gradient is soon made."""
-    if layer._weight_gradients.under_way is None or not hidden.requires_grad or not torch.is_grad_enabled():
+    """Whether this use of a layer goes through the queue. Where the weight is frozen, the bias's gradient is soon
+    made."""
+    if not layer._weight_gradients.takes(hidden):
         return False
     weight = layer._parameters["weight"]
     return weight is not None and weight.requires_grad
