@@ -21,23 +21,21 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import platform
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of torch about torch
 
-import torch
+import common
 import torch.distributed as dist
-import transformers
+from common import llama, option, token_ids
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     Schedule1F1B,
@@ -46,9 +44,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch_pipeline import TorchPipeline
-from transformers import LlamaConfig
 
-import evenpipe
 from evenpipe.runtime import Pipeline, launch
 from evenpipe.runtime.accounting import ByteCounter
 
@@ -63,37 +59,18 @@ LIMIT = 1.02
 """What the upper bound of the ratio of step times must not exceed."""
 
 
-@dataclass(frozen=True)
-class Settings:
+@dataclass(frozen=True, kw_only=True)
+class Settings(common.Settings):
     """What is measured."""
 
-    processes: int
-    layers: int
-    hidden_size: int
-    vocabulary: int
-    tokens: int
-    """Per microbatch, one sequence."""
-    microbatches: int
-    repetitions: int
-    warm_up: int
-
-
-def model_config(settings: Settings) -> LlamaConfig:
-    width = settings.hidden_size
-    return LlamaConfig(
-        vocab_size=settings.vocabulary,
-        hidden_size=width,
-        intermediate_size=int(2.75 * width) // 64 * 64,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=width // 64,
-        num_key_value_heads=width // 64,
-        max_position_embeddings=settings.tokens,
-        tie_word_embeddings=False,
-    )
+    vocabulary: int = option(4096, "rows of embedding and output layer")
+    microbatches: int = option(8, "of a step")
+    repetitions: int = option(30, "measured steps of each runtime")
+    warm_up: int = option(2, "steps that do not count")
 
 
 def build(runtime: str, schedule: str, checkpointing: str, settings: Settings) -> Pipeline | TorchPipeline:
-    config, kind = model_config(settings), SCHEDULES[schedule]
+    config, kind = llama(settings, settings.vocabulary), SCHEDULES[schedule]
     if runtime == TORCH:
         return TorchPipeline(
             config,
@@ -117,8 +94,7 @@ def parameters(arm: Pipeline | TorchPipeline) -> Iterator[tuple[str, nn.Paramete
 
 
 def batch(settings: Settings) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, settings.vocabulary, (settings.microbatches, settings.tokens), generator=generator)
+    return token_ids(settings, settings.vocabulary, settings.microbatches)
 
 
 # --- measuring -----------------------------------------------------------------------------------------------
@@ -254,42 +230,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--checkpointing", nargs="+", choices=("none", "full"), default=["none", "full"])
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--vocabulary", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of a microbatch")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--repetitions", type=int, default=30)
-    parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--no-memory", action="store_true", help="leave out the runs that measure memory")
-    parser.add_argument("--output", type=Path, help="JSON file for all figures")
+    common.add_arguments(parser, Settings)
     given = parser.parse_args()
-    settings = Settings(
-        **{field: getattr(given, field) for field in Settings.__dataclass_fields__}  # named as the arguments are
-    )
-    results: dict[str, Any] = {
-        "settings": asdict(settings),
-        "versions": {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "evenpipe": evenpipe.__version__,
-            "python": platform.python_version(),
-        },
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "limit": LIMIT,
-        "cases": [],
-    }
+    settings = common.settings_of(given, Settings)
+    results = common.Results(settings, given.output, limit=LIMIT)
     print(LINE.format(*HEADER))
     for checkpointing in given.checkpointing:
         for schedule in given.schedules:
             found = compare(schedule, checkpointing, settings, memory=not given.no_memory)
-            results["cases"].append(found)
+            results.add(found)
             print(line(found), flush=True)
-            if given.output is not None:
-                given.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    plain = [found for found in results["cases"] if found["checkpointing"] == "none"]
+    plain = [found for found in results.cases if found["checkpointing"] == "none"]
     if plain:
         slow = [found["schedule"] for found in plain if found["step_ratio"][2] > LIMIT]
         heavy = [

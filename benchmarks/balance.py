@@ -22,26 +22,23 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import platform
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of torch about torch
 
-import torch
+import common
 import torch.distributed as dist
-from torch import Tensor
+from common import llama, option, token_ids
 from torch.distributed.pipelining import Schedule1F1B
 from torch_pipeline import TorchPipeline
 from transformers import LlamaConfig
 
-import evenpipe
 from evenpipe.model import describe, layer_flops
 from evenpipe.plan.measured import compare
 from evenpipe.runtime import Pipeline, launch
@@ -53,35 +50,20 @@ MORE = {"1f1b": ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2
 """Arms of a schedule; of all others they are `MODES`."""
 
 
-@dataclass(frozen=True)
-class Settings:
+@dataclass(frozen=True, kw_only=True)
+class Settings(common.Settings):
     """What is measured."""
 
-    processes: int
-    layers: int
-    hidden_size: int
-    tokens: int
-    """Per microbatch, one sequence."""
-    microbatches: int
-    repetitions: int
-    warm_up: int
+    microbatches: int = option(8, "of a step")
+    repetitions: int = option(8, "measured steps of each arm")
+    warm_up: int = option(1, "steps that do not count")
 
 
 def model_config(settings: Settings, ratio: float) -> LlamaConfig:
     """A Llama whose output layer costs `ratio` times one of its layers, in FLOPs."""
-    width = settings.hidden_size
-    config = LlamaConfig(
-        vocab_size=64,  # until it is known how many make the ratio
-        hidden_size=width,
-        intermediate_size=int(2.75 * width) // 64 * 64,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=width // 64,
-        num_key_value_heads=width // 64,
-        max_position_embeddings=settings.tokens,
-        tie_word_embeddings=False,
-    )
+    config = llama(settings, 64)  # until it is known how many rows make the ratio
     layer = layer_flops(describe(config), settings.tokens)[0]
-    config.vocab_size = round(ratio * layer / (2 * width) / 64) * 64
+    config.vocab_size = round(ratio * layer / (2 * settings.hidden_size) / 64) * 64
     return config
 
 
@@ -94,17 +76,11 @@ def build(schedule: str, mode: str, config: LlamaConfig, settings: Settings) -> 
     return Pipeline(config, schedule=schedule, vocabulary=mode, microbatches=settings.microbatches, self_check=False)
 
 
-def batch(config: LlamaConfig, settings: Settings) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    shape = (settings.microbatches, settings.tokens)
-    return torch.randint(0, config.vocab_size, shape, generator=generator)
-
-
 def measure_steps(schedule: str, config: LlamaConfig, settings: Settings) -> dict[str, dict[str, Any]]:
     """Interleaved steps of all arms in one set of processes: seconds, busy seconds and the loss of every step; on the
     first process also the prediction from one more step, which is traced."""
     arms = {name: build(schedule, name, config, settings) for name in MORE.get(schedule, MODES)}
-    ids = batch(config, settings)
+    ids = token_ids(settings, config.vocab_size, settings.microbatches)
     result: dict[str, dict[str, Any]] = {name: {"seconds": [], "busy": [], "loss": []} for name in arms}
     for repetition in range(settings.warm_up + settings.repetitions):
         if repetition == settings.warm_up:
@@ -136,7 +112,7 @@ def measure_steps(schedule: str, config: LlamaConfig, settings: Settings) -> dic
 def measure_memory(schedule: str, mode: str, config: LlamaConfig, settings: Settings) -> int:
     """Highest resident memory of this process, in bytes, over building and two steps of one arm."""
     arm = build(schedule, mode, config, settings)
-    ids = batch(config, settings)
+    ids = token_ids(settings, config.vocab_size, settings.microbatches)
     for _ in range(2):
         arm.step(ids)
         arm.zero_grad()
@@ -219,37 +195,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), metavar="NAME")
     parser.add_argument("--ratios", type=float, nargs="+", default=[2.0, 8.0, 20.0])
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of a microbatch")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--repetitions", type=int, default=4)
-    parser.add_argument("--warm-up", type=int, default=1)
     parser.add_argument("--memory", action="store_true", help="measure peak memory too, in runs of their own")
-    parser.add_argument("--output", type=Path, help="JSON file for all figures")
+    common.add_arguments(parser, Settings)
     given = parser.parse_args()
-    settings = Settings(**{name: getattr(given, name) for name in Settings.__dataclass_fields__})
-    results: dict[str, Any] = {
-        "settings": asdict(settings),
-        "torch": torch.__version__,
-        "evenpipe": evenpipe.__version__,
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "cases": [],
-    }
+    settings = common.settings_of(given, Settings)
+    results = common.Results(settings, given.output)
     for ratio in given.ratios:
         rows = model_config(settings, ratio).vocab_size
         print(f"\noutput layer = {ratio:g} transformer layers (vocabulary {rows:,})")
         print(LINE.format("", "", *HEADER))
         for schedule in given.schedules:
             found = run_case(schedule, ratio, settings, memory=given.memory)
-            results["cases"].append(found)
+            results.add(found)
             print_case(found)
-            if given.output is not None:
-                given.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print()
-    print_summary(results["cases"])
+    print_summary(results.cases)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Does a step take as long as was predicted, on this machine?
 
-    python benchmarks/measured.py [--microbatches 1 2 4 8 16] [--repetitions 7] [--output FILE.json]
+    python benchmarks/measured.py [--microbatches 1 2 4 8 16] [--rounds 3] [--output FILE.json]
 
 For every schedule and vocabulary mode `evenpipe profile` measures the costs, at one number of microbatches; then steps
 of every number of microbatches run in turn, traced, and each is compared with the simulation of the program that it
 ran. The last cases are an order made bad on purpose: C stands right behind S, so that every device waits for the
-statistics at once. Printed are medians:
+statistics at once. A machine that others share changes its speed from one minute to the next, between a profile and
+the steps too: so there are several rounds over all cases, each with profiles of its own. Printed are medians of the
+steps of a round, and at the end the medians of all rounds:
 
     step        seconds from the first start of a pass to the last end of one, measured and predicted
     error       of the prediction, in percent of the measured step
@@ -19,21 +21,19 @@ Everything runs on the CPU, one thread per process.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
+import common
+from common import llama, option, token_ids
 
 from evenpipe.plan.measured import compare
 from evenpipe.runtime import initialise_worker, launch
-from evenpipe.runtime.trace import machine
 from evenpipe.schedule import Costs, Kind, Order, Pass, plan_order
 from evenpipe.schedule.trace_file import trace_from_dict, trace_to_dict
 from evenpipe.train.build import build_pipeline
@@ -46,33 +46,21 @@ BAD = "C right behind S"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(common.Settings):
     """What is measured."""
 
-    processes: int
-    layers: int
-    hidden_size: int
-    vocabulary: int
-    tokens: int
-    """Per microbatch, one sequence."""
-    profiled_microbatches: int
-    profiled_steps: int
-    repetitions: int
-    warm_up: int
+    hidden_size: int = option(512, "of the model; heads have 64")
+    vocabulary: int = option(8192, "rows of embedding and output layer")
+    profiled_microbatches: int = option(8, "of the steps that costs are taken from")
+    profiled_steps: int = option(4, "that costs are taken from, for every form of backward")
+    repetitions: int = option(4, "measured steps of every number of microbatches, in each round")
+    warm_up: int = option(1, "steps that do not count")
+    rounds: int = option(3, "over all cases")
 
 
 def configuration(settings: Settings, schedule: str, mode: str, microbatches: int) -> Config:
-    width = settings.hidden_size
-    model = {
-        "hidden_size": width,
-        "intermediate_size": int(2.75 * width) // 64 * 64,
-        "num_hidden_layers": settings.layers,
-        "num_attention_heads": width // 64,
-        "num_key_value_heads": width // 64,
-        "max_position_embeddings": settings.tokens,
-        "vocab_size": settings.vocabulary,
-        "tie_word_embeddings": False,
-    }
+    model = llama(settings, settings.vocabulary).to_diff_dict()
+    del model["model_type"]
     return Config(
         model=ModelConfig(architecture="llama", config=model, self_check=False),
         data=DataConfig(corpus="python-standard-library", sequence_length=settings.tokens),  # of which nothing is read
@@ -110,8 +98,7 @@ def measure(settings: Settings, schedule: str, mode: str, sizes: list[int], cost
     found: list[dict[str, Any]] = [{"traces": [], "untraced": [], "traced": []} for _ in arms]
     for repetition in range(settings.warm_up + settings.repetitions):
         for size, pipeline, figures in zip(sizes, arms, found, strict=True):
-            generator = torch.Generator().manual_seed(repetition)
-            ids = torch.randint(0, settings.vocabulary, (size, settings.tokens), generator=generator)
+            ids = token_ids(settings, settings.vocabulary, size, repetition)
             for traced in (False, True):
                 result = pipeline.step(ids, record_passes=traced)
                 pipeline.zero_grad()
@@ -156,6 +143,10 @@ def run_case(settings: Settings, schedule: str, mode: str, sizes: list[int]) -> 
     return results
 
 
+NAMES = ("step s", "predicted", "error", "idle s", "predicted", "error", "untraced", "traced")
+HEADER = "{:<17}{:<12}{:>3}{:>9}{:>10}{:>9}{:>15}{:>15}{:>9}{:>9}{:>8}".format("schedule", "vocabulary", "m", *NAMES)
+
+
 def print_case(result: dict[str, Any]) -> None:
     idle = " ".join(f"{seconds:.3f}" for seconds in result["idle_seconds"])
     predicted = " ".join(f"{seconds:.3f}" for seconds in result["predicted_idle_seconds"])
@@ -173,46 +164,52 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
     parser.add_argument("--modes", nargs="+", default=list(MODES))
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of a microbatch")
-    parser.add_argument("--profiled-microbatches", type=int, default=8)
     parser.add_argument("--profile-each", action="store_true", help="a profile for every number of microbatches")
-    parser.add_argument("--profiled-steps", type=int, default=6)
-    parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--warm-up", type=int, default=1)
     parser.add_argument("--no-bad-order", action="store_true", help="leave out the order made bad on purpose")
-    parser.add_argument("--output", type=Path, help="JSON file for all figures")
+    common.add_arguments(parser, Settings)
     given = parser.parse_args()
-    settings = Settings(
-        processes=given.processes,
-        layers=given.layers,
-        hidden_size=given.hidden_size,
-        vocabulary=given.vocabulary,
-        tokens=given.tokens,
-        profiled_microbatches=given.profiled_microbatches,
-        profiled_steps=given.profiled_steps,
-        repetitions=given.repetitions,
-        warm_up=given.warm_up,
-    )
+    settings = common.settings_of(given, Settings)
     cases = [(schedule, mode) for schedule in given.schedules for mode in given.modes]
     if not given.no_bad_order:
         cases.append((BAD, "vocab-2"))
-    results: dict[str, Any] = {"settings": asdict(settings), **machine(torch.device("cpu")), "cases": []}
-    head = ("step s", "predicted", "error", "idle s", "predicted", "error", "untraced", "traced")
-    print("{:<17}{:<12}{:>3}{:>9}{:>10}{:>9}{:>15}{:>15}{:>9}{:>9}{:>8}".format("schedule", "vocabulary", "m", *head))
+    results = common.Results(settings, given.output)
     groups = [[size] for size in given.microbatches] if given.profile_each else [given.microbatches]
-    for (schedule, mode), sizes in product(cases, groups):
-        profiled = sizes[0] if given.profile_each else given.profiled_microbatches
-        for result in run_case(replace(settings, profiled_microbatches=profiled), schedule, mode, sizes):
-            results["cases"].append(result)
-            print_case(result)
-        if given.output is not None:
-            given.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    for number in range(settings.rounds):
+        print(f"\nround {number + 1}\n{HEADER}")
+        for (schedule, mode), sizes in product(cases, groups):
+            profiled = sizes[0] if given.profile_each else settings.profiled_microbatches
+            for result in run_case(replace(settings, profiled_microbatches=profiled), schedule, mode, sizes):
+                results.add(result | {"round": number + 1})
+                print_case(result)
+    print(f"\nmedians of {settings.rounds} rounds\n{HEADER}")
+    medians = [median_case(found) for found in by_case(results.cases)]
+    for result in medians:
+        print_case(result)
     for name in ("step_error", "idle_error"):
-        print(f"largest {name.replace('_', ' ')}: {100 * max(abs(one[name]) for one in results['cases']):.1f} %")
+        print(f"largest {name.replace('_', ' ')}: {100 * max(abs(one[name]) for one in medians):.1f} %")
+
+
+def by_case(results: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The results of all rounds, case by case."""
+    cases: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for one in results:
+        cases.setdefault((one["schedule"], one["vocabulary"], one["microbatches"]), []).append(one)
+    return list(cases.values())
+
+
+def median_case(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The medians of every figure over the rounds of one case; of errors, those of each round's own prediction."""
+
+    def median(values: list[Any]) -> Any:
+        if isinstance(values[0], list):
+            return [statistics.median(column) for column in zip(*values, strict=True)]
+        return statistics.median(values)
+
+    return {
+        name: value if isinstance(value, (str, int)) else median([one[name] for one in found])
+        for name, value in found[0].items()
+        if name not in ("costs", "steps", "round")
+    }
 
 
 if __name__ == "__main__":
