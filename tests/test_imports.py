@@ -10,7 +10,8 @@ import pytest
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "evenpipe"
 
 # room -> rooms of ours that it may import. `errors` (two exception classes) is open to all. `interop` turns what others
-# write into orders and programs, and knows nothing but `schedule`; so `runtime` takes torch's schedules from it.
+# write into orders and programs, and knows nothing but `schedule`; so `runtime` takes torch's schedules from it. `memory`
+# traces the very stages that `runtime` will run.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "schedule": set(),
@@ -21,8 +22,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel": set(),
     "costs": {"schedule", "vocabulary", "model"},
     "runtime": {"schedule", "interop", "vocabulary", "model", "parallel"},
-    "memory": {"schedule", "simulate", "vocabulary", "model", "costs"},
-    "plan": {"memory", "simulate", "costs", "schedule"},
+    "memory": {"schedule", "simulate", "vocabulary", "model", "costs", "runtime"},
+    "plan": {"memory", "simulate", "costs", "schedule", "model"},
     "interop": {"schedule"},
     "train": {"schedule", "simulate", "draw", "vocabulary", "model", "parallel", "costs", "runtime", "memory", "plan"},
 }
