@@ -1,0 +1,249 @@
+"""All bytes of one device: what its stages, its vocabulary layers, its parameters and the framework need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from evenpipe.errors import InputError
+from evenpipe.schedule import Kind, parts_of
+from evenpipe.schedule.passes import Pass
+from evenpipe.schedule.planning import BARRIERS
+from evenpipe.vocabulary import split
+
+from .bytes import StageBytes, StateBytes, VocabularyBytes
+from .framework import Framework
+from .heads import Head, whole_head
+from .kernels import Kernels
+from .model_bytes import ModelBytes
+from .parallelism import Parallelism
+from .parameters import Held, padded_rows
+from .programs import Planned
+from .states import ELEMENT_BYTES, Dtypes, state_bytes
+from .vocabulary import Machine, VocabularyShape, batch_bytes, vocabulary_bytes
+
+COPIES_NOTHING = ("full", "attention")
+"""Checkpointing that does not keep the result of attention."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Everything about a run beside the model and the program."""
+
+    parallelism: Parallelism
+    sequence: int
+    microbatch_size: int
+    kernels: Kernels
+    checkpointing: tuple[str, ...]
+    """Of each layer."""
+    dtypes: Dtypes
+    framework: Framework
+    vocabulary: str
+    """Mode."""
+    on_cpu: bool
+    offloaded: float
+    foreach: bool
+    traced: bool
+
+    @property
+    def element(self) -> int:
+        """Bytes of an activation."""
+        return ELEMENT_BYTES[self.dtypes.compute]
+
+    @property
+    def machine(self) -> Machine:
+        """For the vocabulary layers."""
+        return "cpu" if self.on_cpu else "gpu"
+
+    @property
+    def tokens_here(self) -> int:
+        """Of a microbatch, before sequence parallelism."""
+        return self.microbatch_size * self.sequence // self.parallelism.cp
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Norms and residuals are cut along the sequence."""
+        return self.parallelism.sequence_parallel and self.parallelism.tp > 1
+
+    @property
+    def sharded(self) -> bool:
+        """Every device holds a part of the vocabulary."""
+        return BARRIERS[self.vocabulary] > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceBytes:
+    """Of one device."""
+
+    stages: Mapping[int, StageBytes]
+    vocabulary: VocabularyBytes
+    state: StateBytes
+    fixed: int
+    """From the first step to the last: inputs, workspaces, placeholders."""
+
+    @classmethod
+    def of(cls, source: ModelBytes, plan: Planned, run: Run, device: int) -> DeviceBytes:
+        """Raises InputError where a stage has no closed form and cannot be traced."""
+        placement, parallelism = plan.program.placement, run.parallelism
+        last_stage = placement.stages - 1
+        split_backwards = _splits(plan, device)
+        stages: dict[int, StageBytes] = {}
+        held, buffers = Held(), 0
+        for stage in placement.stages_of(device):
+            first, last = plan.bounds[stage]
+            ends = (stage == 0, stage == last_stage)
+            own = source.parameters.stage(first, last, parallelism.tp, is_first=ends[0], is_last=ends[1])
+            held += own
+            buffers += source.parameters.buffers(first, last)
+            stages[stage] = _stage(source, run, (first, last), ends, own=own, split=split_backwards)
+        rows = _rows(source, plan, run, device)
+        of_vocabulary = source.parameters.vocabulary(
+            *rows, one_matrix=source.description.tied and (run.sharded or rows[0] == rows[1])
+        )
+        state = state_bytes(
+            held + of_vocabulary,
+            run.dtypes,
+            run.framework,
+            zero=parallelism.zero,
+            replicas=parallelism.replicas,
+            offloaded=run.offloaded,
+            foreach=run.foreach,
+        )
+        hidden = next(iter(stages.values())).input
+        return cls(
+            stages=stages,
+            vocabulary=_vocabulary(source, plan, run, device, rows=rows, hidden=hidden),
+            state=state,
+            fixed=_fixed(plan, run, device, held=held, hidden=hidden) + buffers,
+        )
+
+
+def _splits(plan: Planned, device: int) -> bool:
+    row = plan.program.rows[device]
+    return any(part.kind is Kind.I for item in row if isinstance(item, Pass) for part in parts_of(item))
+
+
+def _stage(
+    source: ModelBytes, run: Run, bounds: tuple[int, int], ends: tuple[bool, bool], *, own: Held, split: bool
+) -> StageBytes:
+    (first, last), parallelism = bounds, run.parallelism
+    whole = parallelism.tp == parallelism.cp == 1
+    if run.traced and not whole:
+        raise InputError(f"traced: with tp = {parallelism.tp} and cp = {parallelism.cp}, expected 1 for both")
+    if run.traced or (whole and not source.has_closed_form):
+        return source.traced_stage(
+            first,
+            last,
+            is_first=ends[0],
+            is_last=ends[1],
+            microbatch_size=run.microbatch_size,
+            sequence=run.sequence,
+            dtypes=run.dtypes,
+            checkpointing=run.checkpointing,
+            kernels=run.kernels,
+            split=split,
+        )
+    found = source.closed_stage(
+        first,
+        last,
+        is_first=ends[0],
+        is_last=ends[1],
+        microbatch_size=run.microbatch_size,
+        sequence=run.sequence,
+        element=run.element,
+        checkpointing=run.checkpointing,
+        kernels=run.kernels,
+        tp=parallelism.tp,
+        sequence_parallel=parallelism.sequence_parallel,
+        cp=parallelism.cp,
+    )
+    gradient = ELEMENT_BYTES[run.dtypes.gradients]
+    found = replace(found, gradients=own.trained * gradient, input_gradients=own.unsplit * gradient)
+    copies = _attention_copies(source, run, first, last)
+    if copies:
+        found = replace(found, stored=found.stored + copies, forward_peak=found.forward_peak + copies)
+    return found
+
+
+def _attention_copies(source: ModelBytes, run: Run, first: int, last: int) -> int:
+    """The results of attention a second time, where the framework needs them in two orders."""
+    exchanged = run.parallelism.cp > 1 and run.parallelism.cp_exchange == "all-to-all"
+    if not run.framework.attention_copies or not (run.microbatch_size > 1 or exchanged):
+        return 0
+    total = 0
+    for shape, choice in zip(source.shapes[first:last], run.checkpointing[first:last], strict=True):
+        if choice not in COPIES_NOTHING:
+            total += run.tokens_here * shape.heads * shape.value_size * run.element // run.parallelism.tp
+    return total
+
+
+# --- vocabulary ------------------------------------------------------------------------------------------------------
+
+
+def _rows(source: ModelBytes, plan: Planned, run: Run, device: int) -> tuple[int, int]:
+    """Of the embedding and of the output layer, on each GPU of a device."""
+    tp = run.parallelism.tp
+    rows = padded_rows(source.description.vocabulary_size, run.framework.vocabulary_multiple * tp)
+    placement = plan.program.placement
+    if run.sharded:
+        own = split(rows, placement.devices * tp)[device * tp].rows
+        return own, own
+    part = -(-rows // tp)
+    return part * (device == placement.first_device), part * (device == placement.last_device)
+
+
+def _vocabulary(
+    source: ModelBytes, plan: Planned, run: Run, device: int, *, rows: tuple[int, int], hidden: int
+) -> VocabularyBytes:
+    description, placement = source.description, plan.program.placement
+    multiple = run.framework.vocabulary_multiple * run.parallelism.tp
+    shape = VocabularyShape(
+        rows=padded_rows(description.vocabulary_size, multiple),
+        hidden_size=description.hidden_size,
+        sequences=run.microbatch_size,
+        tokens=run.sequence // run.parallelism.cp,
+        element=run.element,
+        gradient_element=ELEMENT_BYTES[run.dtypes.gradients],
+        bias=description.head_bias_name is not None,
+        tied=description.tied,
+    )
+    found = vocabulary_bytes(
+        run.vocabulary,
+        device,
+        placement,
+        shape,
+        kernels=run.kernels,
+        machine=run.machine,
+        tensor_parallel=run.parallelism.tp,
+    )
+    if run.sharded:
+        return found
+    if run.framework.placeholders and device == placement.first_device:
+        found = replace(
+            found, embedding_backward_peak=rows[0] * description.hidden_size * run.element
+        )  # the gradient of all rows, before it is added to the sum
+    if device == placement.last_device and run.kernels.loss != "evenpipe":
+        head = Head(
+            tokens=run.tokens_here,
+            rows=rows[1],
+            hidden_size=description.hidden_size,
+            element=run.element,
+            hidden=hidden,
+            gathers=run.sequence_parallel,
+        )
+        found = whole_head(found, head, run.kernels.loss, run.framework)
+    return found
+
+
+def _fixed(plan: Planned, run: Run, device: int, *, held: Held, hidden: int) -> int:
+    """What a device holds whatever it is doing, beside states."""
+    framework, placement = run.framework, plan.program.placement
+    shards = placement.devices if run.sharded else 1
+    total = batch_bytes(run.tokens_here * plan.program.microbatches, machine=run.machine, shards=shards)
+    if not run.on_cpu:
+        total += framework.workspace
+    if framework.placeholders:
+        total += sum(size for _, size in held.products) * run.element
+    if framework.holds_sent_gradient and device != placement.first_device:
+        total += hidden
+    return total

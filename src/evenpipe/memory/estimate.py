@@ -1,0 +1,292 @@
+"""Memory of every device of a training run, from a model, a way of running it in parallel, and a card.
+
+    found = estimate(describe("Qwen/Qwen3-8B"), Parallelism(dp=2, tp=2, pp=2), sequence=8192, memory=80 * 2**30)
+    found.verdict, found.devices[0].peak_allocated, found.devices[0].binding_event
+
+Bytes of stages come from closed forms, or from a trace of the stage where a model has none (`traced=True` always); the
+program is the one that `evenpipe train` would run; each row of it is replayed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evenpipe.costs.hardware import Hardware
+from evenpipe.errors import InputError
+from evenpipe.model import Description
+from evenpipe.schedule import Schedule, vocabulary_mode
+
+from .bytes import DeviceMemory
+from .device import DeviceBytes, Run
+from .framework import FRAMEWORKS, Framework
+from .kernels import PRESETS, Kernels
+from .model_bytes import ModelBytes
+from .parallelism import Parallelism
+from .programs import Planned, planned
+from .replay import replay
+from .reserved import CUDA, HOST, ProcessMemory, process_memory
+from .states import MIXED, SINGLE, Dtypes
+from .verdict import Verdict, verdict_of, worst
+
+TERMS = ("parameters", "gradients", "optimizer", "activations", "vocabulary", "buffers", "transient")
+"""What a device's peak consists of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceEstimate:
+    """One device of a pipeline: each of its GPUs (all tensor and context ranks, all replicas) holds this. Bytes."""
+
+    device: int
+    stages: tuple[int, ...]
+    layers: int
+    memory: DeviceMemory
+    process: ProcessMemory
+    verdict: Verdict | None
+    """None where no card was given."""
+
+    @property
+    def binding_event(self) -> str:
+        """When it is full."""
+        return self.memory.binding_event
+
+    @property
+    def terms(self) -> Mapping[str, int]:
+        """Of `TERMS`, at that moment; they add up to what tensors hold."""
+        return {name: self.memory.terms.get(name, 0) for name in TERMS}
+
+    @property
+    def peak_allocated(self) -> int:
+        """`torch.cuda.max_memory_allocated`."""
+        return self.process.allocated
+
+    @property
+    def peak_reserved(self) -> int:
+        """`torch.cuda.max_memory_reserved`, likely."""
+        return self.process.reserved
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        beside = self.process.process
+        return {
+            "device": self.device,
+            "stages": list(self.stages),
+            "layers": self.layers,
+            **self.terms,
+            "peak_allocated": self.peak_allocated,
+            "peak_reserved": self.peak_reserved,
+            "process": {"least": round(beside.least), "likely": round(beside.likely), "most": round(beside.most)},
+            "communicators": self.process.communicators,
+            "binding_event": self.binding_event,
+            "verdict": self.verdict,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """All devices of a pipeline."""
+
+    devices: tuple[DeviceEstimate, ...]
+    parallelism: Parallelism
+    schedule: str
+    vocabulary: str
+    microbatches: int
+    layers_per_stage: tuple[int, ...]
+    dtypes: Dtypes
+    memory: int | None
+    """Of a card."""
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Of the worst device; None where no card was given."""
+        verdicts = [device.verdict for device in self.devices if device.verdict is not None]
+        return worst(verdicts) if verdicts else None
+
+    @property
+    def fits(self) -> bool | None:
+        """For certain, as far as calibration goes; None where no card was given."""
+        return None if self.verdict is None else self.verdict == "fits"
+
+    @property
+    def fullest(self) -> DeviceEstimate:
+        """The device that holds most."""
+        return max(self.devices, key=lambda device: device.process.process.most)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        axes = {name: getattr(self.parallelism, name) for name in ("dp", "tp", "cp", "pp", "zero")}
+        return {
+            "parallelism": {**axes, "gpus": self.parallelism.gpus},
+            "schedule": self.schedule,
+            "vocabulary": self.vocabulary,
+            "microbatches": self.microbatches,
+            "layers_per_stage": list(self.layers_per_stage),
+            "devices": [device.to_dict() for device in self.devices],
+            "gpu_memory": self.memory,
+            "verdict": self.verdict,
+            "fits": self.fits,
+        }
+
+
+def estimate(
+    description: Description,
+    parallelism: Parallelism | None = None,
+    *,
+    sequence: int,
+    microbatch_size: int = 1,
+    microbatches: int | None = None,
+    schedule: Schedule = "1f1b",
+    options: Mapping[str, Any] | None = None,
+    vocabulary: str = "balanced",
+    kernels: Kernels | str = "transformers",
+    checkpointing: str | Sequence[str] = "none",
+    layers_per_stage: Sequence[int] | None = None,
+    dtypes: Dtypes | None = None,
+    hardware: Hardware | None = None,
+    memory: int | None = None,
+    framework: Framework | None = None,
+    offloaded: float = 0.0,
+    foreach: bool = False,
+    traced: bool = False,
+) -> Estimate:
+    """The memory of every device.
+
+    Args:
+        sequence: tokens of a sequence, before context parallelism.
+        microbatch_size: sequences of a microbatch.
+        microbatches: of a step and replica; None: 4 per device, or those of the program.
+        schedule: a name with its generator's `options`, an order, or a program that is planned already.
+        vocabulary: the mode.
+        kernels: which implementations run, or the name of a preset.
+        checkpointing: "none", "full" or "selective" for all layers or one for each; in closed form also Megatron-LM's
+            selective choices (`layers.REGIONS`).
+        layers_per_stage: None: split evenly, and by cost with "redistribute".
+        dtypes: None: bf16 with fp32 masters and gradients, on a CPU fp32 throughout.
+        hardware: None: some NVIDIA GPU.
+        memory: bytes of a card; None: those of the hardware. Without either there is no verdict.
+        framework: None: the one that the preset of kernels belongs to.
+        offloaded: share of the optimizer's state that is in the host's memory.
+        foreach: the optimizer works on all tensors at a time (a fused one does not).
+        traced: run the stages without memory instead of closed forms; without tensor and context parallelism only.
+
+    Raises InputError for sizes that do not divide, for unknown names, and where a model has no closed form and the
+    layout cannot be traced.
+    """
+    parallelism = parallelism or Parallelism()
+    for name, value in (("sequence", sequence), ("microbatch_size", microbatch_size)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{name} is {value!r}, expected a whole number of at least 1")
+    if sequence % parallelism.cp:
+        raise InputError(f"sequence is {sequence}, expected a multiple of cp = {parallelism.cp}")
+    chosen = _kernels(kernels)
+    on_cpu = hardware is not None and hardware.torch_device == "cpu"
+    if memory is None and hardware is not None:
+        memory = hardware.memory_bytes
+    plan = planned(
+        description,
+        schedule,
+        devices=parallelism.pp,
+        microbatches=microbatches,
+        vocabulary=vocabulary,
+        layers_per_stage=layers_per_stage,
+        options=options,
+    )
+    run = Run(
+        parallelism=parallelism,
+        sequence=sequence,
+        microbatch_size=microbatch_size,
+        kernels=chosen,
+        checkpointing=_choices(checkpointing, description.layers),
+        dtypes=dtypes or (SINGLE if on_cpu else MIXED),
+        framework=framework or _framework(kernels, chosen),
+        vocabulary=plan.mode,
+        on_cpu=on_cpu,
+        offloaded=offloaded,
+        foreach=foreach,
+        traced=traced,
+    )
+    source = model_bytes(description)
+    source.parameters.check(parallelism.tp)
+    return Estimate(
+        devices=tuple(_device(source, plan, run, device, memory) for device in range(plan.program.devices)),
+        parallelism=parallelism,
+        schedule=schedule if isinstance(schedule, str) else "given",
+        vocabulary=vocabulary_mode(vocabulary),
+        microbatches=plan.program.microbatches,
+        layers_per_stage=plan.layers_per_stage,
+        dtypes=run.dtypes,
+        memory=memory,
+    )
+
+
+def _device(source: ModelBytes, plan: Planned, run: Run, device: int, memory: int | None) -> DeviceEstimate:
+    held = DeviceBytes.of(source, plan, run, device)
+    found = replay(
+        plan.program,
+        device,
+        held.stages,
+        held.vocabulary,
+        held.state,
+        batch=held.fixed,
+        gradients_exist=run.framework.gradients_exist,
+    )
+    process = process_memory(
+        found.peak,
+        HOST if run.on_cpu else CUDA,
+        communicators=plan.communicators(device, run.parallelism, run.framework),
+        second_stream=run.parallelism.cp > 1,
+    )
+    placement = plan.program.placement
+    stages = placement.stages_of(device)
+    return DeviceEstimate(
+        device=device,
+        stages=tuple(stages),
+        layers=sum(plan.layers_per_stage[stage] for stage in stages),
+        memory=found,
+        process=process,
+        verdict=None if memory is None else verdict_of(process, memory),
+    )
+
+
+# --- what was asked for ----------------------------------------------------------------------------------------------
+
+
+def _kernels(kernels: Kernels | str) -> Kernels:
+    if isinstance(kernels, Kernels):
+        return kernels
+    if kernels not in PRESETS:
+        raise InputError(f"kernels is '{kernels}', expected one of {', '.join(PRESETS)}")
+    return PRESETS[kernels]
+
+
+def _framework(given: Kernels | str, kernels: Kernels) -> Framework:
+    names = [given] if isinstance(given, str) else [name for name, preset in PRESETS.items() if preset == kernels]
+    return FRAMEWORKS[names[0] if names else "transformers"]
+
+
+def _choices(checkpointing: str | Sequence[str], layers: int) -> tuple[str, ...]:
+    choices = (checkpointing,) * layers if isinstance(checkpointing, str) else tuple(checkpointing)
+    if len(choices) == 1:
+        choices *= layers
+    if len(choices) != layers:
+        raise InputError(f"checkpointing: {len(choices)} choices, expected one for each of the model's {layers} layers")
+    return choices
+
+
+# --- models that were read already -----------------------------------------------------------------------------------
+
+KEPT_MODELS = 4
+_models: OrderedDict[int, tuple[Description, ModelBytes]] = OrderedDict()
+
+
+def model_bytes(description: Description) -> ModelBytes:
+    """What is known of a model, read once: estimates of many layouts of one model share it."""
+    key = id(description)
+    found = _models.get(key)
+    if found is None or found[0] is not description:
+        _models[key] = found = (description, ModelBytes(description))
+        if len(_models) > KEPT_MODELS:
+            _models.popitem(last=False)
+    return found[1]

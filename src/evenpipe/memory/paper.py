@@ -1,0 +1,115 @@
+"""The estimator of arXiv 2411.06465 (Fujii, Watanabe, Yokota, 2024), as its authors' code computes it, to compare with.
+
+It looks at the first device of a pipeline only and rejects what is above 80 % of a card. Formulas, conventions and four
+values to check them by: `okoge-kaz/Megatron-LM`, branch v0.9.0-tsubame, `megatron/training/theoretical_memory_usage.py`
+and `tools/memory_estimate/`. What the code does and a count would not is kept and marked (*).
+
+    h hidden, f width of the MLP, a heads of queries, k of keys and values, L layers, v padded vocabulary, s sequence,
+    b microbatch size, t TP, c CP, d DP, p PP
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from evenpipe.errors import InputError
+from evenpipe.model import Description
+
+from .parallelism import Parallelism
+
+FEASIBLE = 0.8
+"""Of a card's memory: below it none of the paper's 454 runs failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperShape:
+    """What its formula takes of a model."""
+
+    hidden_size: int
+    mlp_size: int
+    heads: int
+    key_value_heads: int
+    layers: int
+    vocabulary: int
+    tied: bool
+    gated: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperEstimate:
+    """Bytes of the first device."""
+
+    states: float
+    """Parameters, gradients, optimizer."""
+    activations: float
+
+    @property
+    def total(self) -> float:
+        return self.states + self.activations
+
+    def fits(self, memory: int) -> bool:
+        """By its rule, on a card with so many bytes."""
+        return self.total <= FEASIBLE * memory
+
+
+def paper_estimate(
+    shape: PaperShape,
+    parallelism: Parallelism,
+    *,
+    sequence: int,
+    microbatch_size: int = 1,
+    stages_per_device: int = 1,
+    gradient_bytes: int = 4,
+) -> PaperEstimate:
+    """The paper's estimate: sequence parallelism, FlashAttention, no dropout; with `zero` sharded over DP and CP."""
+    h, f, L, v = shape.hidden_size, shape.mlp_size, shape.layers, shape.vocabulary
+    r = shape.key_value_heads / shape.heads
+    t, p, b, s = parallelism.tp, parallelism.pp, microbatch_size, sequence / parallelism.cp
+    mlp_matrices = 3 / 2 if shape.gated else 1
+
+    layers = 2 * L * h * h * ((1 + r) + f / h * mlp_matrices + 1 / h)  # (*) norms are divided by t below
+    held = (layers / p + h * v) / t
+    if p == 1 and not shape.tied:  # (*) a last device of its own is not looked at
+        held += h * v / t + h
+    per_parameter = 2 + gradient_bytes + 12 / (parallelism.replicas if parallelism.zero else 1)
+
+    layer = s * b * h * (12 + 4 * r) + 8 * s * b * f  # (*) of a gated MLP four tensors, also where a kernel keeps three
+    tokens = 8 * s * b * h * p  # (*) 8 bytes per token id, times h
+    activations = (layer * L + tokens) / t
+    if stages_per_device > 1:
+        activations *= 1 + (p - 1) / (p * stages_per_device)
+    if p == 1:
+        activations += 4 * s * b * h * (1 + v / h) / t
+    return PaperEstimate(states=held * per_parameter, activations=activations)
+
+
+def paper_shape(description: Description) -> PaperShape:
+    """Read from a model's config. Raises InputError where a field that the formula needs has no number."""
+    config = None if description.config is None else description.config.get_text_config()
+
+    def number(*names: str) -> int:
+        for name in names:
+            value = getattr(config, name, None)
+            if isinstance(value, int):
+                return value
+        raise InputError(
+            f"the paper's formula needs {names[0]}, which {description.architecture}'s config does not have"
+        )
+
+    heads = number("num_attention_heads")
+    groups = getattr(config, "num_key_value_heads", None)
+    return PaperShape(
+        hidden_size=description.hidden_size,
+        mlp_size=number("intermediate_size", "n_inner"),
+        heads=heads,
+        key_value_heads=groups if isinstance(groups, int) else heads,
+        layers=description.layers,
+        vocabulary=description.vocabulary_size,
+        tied=description.tied,
+        gated=_gated(name for name, _ in description.layer(0).named_parameters()),
+    )
+
+
+def _gated(names: Iterable[str]) -> bool:
+    return any("gate" in name for name in names)

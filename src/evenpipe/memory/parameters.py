@@ -1,0 +1,249 @@
+"""Which parameters a GPU holds: the tensors of the model's skeleton, and what tensor parallelism leaves of each.
+
+Tensor parallelism as in Megatron-LM (arXiv 1909.08053, section 3): of two matrices in turn the first is cut by columns
+(outputs) and the second by rows (inputs), biases of the first with it, those of the second, norms and routers are whole
+everywhere. transformers' configs say which is which (`base_model_tp_plan`); where one does not, the last linear module
+of its parent is cut by rows and the others by columns. With fewer heads of keys and values than ranks, each rank holds
+one of them. The vocabulary matrices are cut by rows.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from torch import nn
+
+from evenpipe.errors import InputError
+from evenpipe.model import Description
+
+Cut = Literal["columns", "rows", "whole"]
+
+_KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value")
+_PACKED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "in_proj")
+_LINEAR = ("Linear", "Conv1D")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One parameter of the whole model."""
+
+    name: str
+    """Within its layer, or whole where it is of none."""
+    shape: tuple[int, ...]
+    cut: Cut
+    key_value_share: float
+    """Part of its outputs that are keys and values: 1 for their own matrices, 0 for most."""
+    trained: bool
+    linear: bool = False
+    """Of a linear module, whose weight gradient a split backward leaves to W."""
+
+    def local(self, tp: int, key_value_heads: int) -> int:
+        """Elements that one of `tp` ranks holds."""
+        elements = math.prod(self.shape)
+        if self.cut == "whole" or (self.cut == "rows" and len(self.shape) < 2):
+            return elements
+        if self.key_value_share and key_value_heads < tp:
+            elements += round(elements * self.key_value_share * (tp / key_value_heads - 1))
+        return -(-elements // tp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Parameters that one GPU holds of a part of the model."""
+
+    elements: int = 0
+    tensors: int = 0
+    """How many."""
+    trained: int = 0
+    """Elements that get a gradient."""
+    trained_tensors: int = 0
+    unsplit: int = 0
+    """Elements whose gradient is made in I: of what is no linear module."""
+    largest: int = 0
+    """Elements of the largest layer, or of the largest tensor where it is of no layer."""
+    products: frozenset[tuple[str, int]] = frozenset()
+    """How matrices are cut and their elements here, each pair once. Matrices of one parent that are cut alike count as
+    one, as frameworks with packed projections hold them."""
+
+    def __add__(self, other: Held) -> Held:
+        return Held(
+            elements=self.elements + other.elements,
+            tensors=self.tensors + other.tensors,
+            trained=self.trained + other.trained,
+            trained_tensors=self.trained_tensors + other.trained_tensors,
+            unsplit=self.unsplit + other.unsplit,
+            largest=max(self.largest, other.largest),
+            products=self.products | other.products,
+        )
+
+
+class Parameters:
+    """The parameters of a model, read once from its skeleton."""
+
+    def __init__(self, description: Description) -> None:
+        self._description = description
+        config = None if description.config is None else description.config.get_text_config()
+        heads = getattr(config, "num_attention_heads", None)
+        self.heads: int | None = heads if isinstance(heads, int) else None
+        groups = getattr(config, "num_key_value_heads", None)
+        self.key_value_heads: int = groups if isinstance(groups, int) else (self.heads or 1)
+        self._plan: dict[str, str] = dict(getattr(config, "base_model_tp_plan", None) or {})
+        self._held_by_layer: dict[tuple[int, int], Held] = {}
+        self._held_by_stage: dict[tuple[int, int, int, bool, bool], Held] = {}
+        self._buffers_by_stage: dict[tuple[int, int], int] = {}
+
+    @cached_property
+    def layers(self) -> tuple[tuple[Tensor, ...], ...]:
+        """Of every layer in turn; the same object for layers that are alike."""
+        known: dict[tuple[Tensor, ...], tuple[Tensor, ...]] = {}
+        found = (
+            tuple(self._tensors(self._description.layer(index), index)) for index in range(self._description.layers)
+        )
+        return tuple(known.setdefault(layer, layer) for layer in found)
+
+    def check(self, tp: int) -> None:
+        """Raises InputError where heads cannot be divided among `tp` ranks."""
+        if tp == 1:
+            return
+        if self.heads is not None and self.heads % tp:
+            raise InputError(f"tp is {tp}, expected a divisor of the model's {self.heads} attention heads")
+        if max(self.key_value_heads, tp) % min(self.key_value_heads, tp):
+            raise InputError(
+                f"tp is {tp}, expected a divisor or a multiple of the model's {self.key_value_heads} heads of keys "
+                "and values"
+            )
+
+    def stage(self, first: int, last: int, tp: int, *, is_first: bool, is_last: bool) -> Held:
+        """Of the layers from `first` to before `last`, with what stands before all layers and behind them, without the
+        vocabulary matrices."""
+        key = (first, last, tp, is_first, is_last)
+        if key not in self._held_by_stage:
+            structure = self._description.structure
+            held = Held()
+            for layer in self.layers[first:last]:
+                held += self._layer(layer, tp)
+            for name in (*structure.first_parameters * is_first, *structure.last_parameters * is_last):
+                elements = self._description.skeleton.get_parameter(name).numel()
+                held += _one(elements, trained=self._trained(name))
+            self._held_by_stage[key] = held
+        return self._held_by_stage[key]
+
+    def buffers(self, first: int, last: int) -> int:
+        """Bytes of what a stage of these layers keeps beside parameters: tables and constants of its own layers, and of
+        all that stands outside of layers."""
+        key = (first, last)
+        if key not in self._buffers_by_stage:
+            within = f"{self._description.structure.layers_name}."
+            own = tuple(f"{within}{index}." for index in range(first, last))
+            self._buffers_by_stage[key] = sum(
+                buffer.numel() * buffer.element_size()
+                for name, buffer in self._description.skeleton.named_buffers()
+                if name.startswith(own) or not name.startswith(within)
+            )
+        return self._buffers_by_stage[key]
+
+    def vocabulary(self, embedding_rows: int, head_rows: int, *, one_matrix: bool) -> Held:
+        """Of the vocabulary layers, from the rows that this GPU holds of each.
+
+        one_matrix: weights are tied, and both are the same rows of one matrix.
+        """
+        description = self._description
+        head = description.embedding_name if description.tied else description.head_name
+        sizes = [(description.embedding_name, embedding_rows * description.hidden_size)]
+        if not one_matrix:
+            sizes.append((head, head_rows * description.hidden_size))
+        if description.head_bias_name is not None:
+            sizes.append((description.head_bias_name, head_rows))
+        held = Held()
+        for name, elements in sizes:
+            if elements:
+                held += _one(elements, trained=self._trained(name))
+        return held
+
+    def _layer(self, tensors: tuple[Tensor, ...], tp: int) -> Held:
+        key = (id(tensors), tp)  # `layers` keeps them alive
+        if key not in self._held_by_layer:
+            sizes = [tensor.local(tp, self.key_value_heads) for tensor in tensors]
+            trained = [size for size, tensor in zip(sizes, tensors, strict=True) if tensor.trained]
+            self._held_by_layer[key] = Held(
+                elements=sum(sizes),
+                tensors=len(sizes),
+                trained=sum(trained),
+                trained_tensors=len(trained),
+                unsplit=sum(size for size, one in zip(sizes, tensors, strict=True) if one.trained and not one.linear),
+                largest=sum(sizes),
+                products=_products(tensors, sizes),
+            )
+        return self._held_by_layer[key]
+
+    def _trained(self, name: str) -> bool:
+        """A live model says which of its parameters are frozen; others have none."""
+        description = self._description
+        model = description.skeleton if description.model is None else description.model
+        trained: bool = model.get_parameter(name).requires_grad
+        return trained
+
+    def _tensors(self, layer: nn.Module, index: int) -> Iterator[Tensor]:
+        prefix = f"{self._description.structure.layers_name}.{index}"
+        for module_name, module in layer.named_modules():
+            cut = self._cut(layer, module_name, module)
+            leaf = module_name.rpartition(".")[2]
+            share = 0.0
+            if leaf in _KEYS_AND_VALUES:
+                share = 1.0
+            elif leaf in _PACKED and self.heads:
+                share = 2 * self.key_value_heads / (self.heads + 2 * self.key_value_heads)
+            for key, parameter in module.named_parameters(recurse=False):
+                name = f"{module_name}.{key}" if module_name else key
+                own = cut or self._planned(name) or "whole"
+                trained, linear = self._trained(f"{prefix}.{name}"), type(module).__name__ in _LINEAR
+                yield Tensor(name, tuple(parameter.shape), own, share, trained, linear)
+
+    def _cut(self, layer: nn.Module, name: str, module: nn.Module) -> Cut | None:
+        """How a module's parameters are cut; None: parameter by parameter."""
+        if self._plan:
+            return self._planned(name)
+        if type(module).__name__ not in _LINEAR:
+            return "whole"
+        parent = layer.get_submodule(name.rpartition(".")[0])
+        linear = [child for child in parent.children() if type(child).__name__ in _LINEAR]
+        return "rows" if module is linear[-1] and len(linear) > 1 else "columns"
+
+    def _planned(self, path: str) -> Cut | None:
+        """What the config's plan says of a module or parameter of a layer; None: nothing, or that it is whole."""
+        for pattern, way in self._plan.items():
+            _, found, rest = pattern.partition(".*.")
+            if found and fnmatch.fnmatchcase(path, rest):
+                kind = way.removeprefix("packed_")
+                return "columns" if kind.startswith("colwise") else "rows" if kind.startswith("rowwise") else None
+        return None
+
+
+def _products(tensors: Sequence[Tensor], sizes: Sequence[int]) -> frozenset[tuple[str, int]]:
+    found: dict[tuple[str, str], int] = {}
+    for tensor, size in zip(tensors, sizes, strict=True):
+        if len(tensor.shape) > 1 and tensor.cut != "whole":
+            parent = ".".join(tensor.name.split(".")[:-2])
+            found[parent, tensor.cut] = found.get((parent, tensor.cut), 0) + size
+    return frozenset((cut, size) for (_, cut), size in found.items())
+
+
+def _one(elements: int, *, trained: bool) -> Held:
+    return Held(
+        elements=elements,
+        tensors=1,
+        trained=elements if trained else 0,
+        trained_tensors=int(trained),
+        unsplit=elements if trained else 0,
+        largest=elements,
+    )
+
+
+def padded_rows(rows: int, multiple: int) -> int:
+    """Rows of a vocabulary matrix that is padded to a multiple."""
+    return -(-rows // multiple) * multiple

@@ -1,0 +1,126 @@
+"""What a GPU holds for the whole run: parameters, gradients, optimizer state, in every way of sharding them.
+
+Bytes per parameter that this reproduces, D = replicas that shard (dp * cp):
+
+    bf16 parameters, fp32 gradients, Adam                18          ZeRO-1  6 + 12/D
+    bf16 gradients                                       16                  4 + 12/D
+    fp16 parameters and gradients                        20                  4 + 16/D
+    fp32 throughout                                      16                  8 + 8/D
+    ZeRO-2                                                                   2 + (g + 12)/D and two layers' gradients
+    ZeRO-3 / FSDP2, masters in the optimizer                                 (2 + g + 12)/D and two whole layers
+    ZeRO-3 / FSDP2, fp32 parameters that are sharded                         (4 + g + 8)/D and two whole layers
+    an optimizer that chooses its precision                                  parameter + gradient + (main + m + v)/D
+
+Sources: Megatron-LM, docs/user-guide/features/dist_optimizer.md; arXiv 1910.02054 (ZeRO); `runtime/parameters.py` and
+`parallel/fsdp.py` for this library's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from evenpipe.errors import InputError
+
+from .bytes import StateBytes
+from .framework import EVENPIPE, Framework
+from .parameters import Held
+
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+STEP_COUNTER = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dtypes:
+    """Precisions of a run, by the names in `ELEMENT_BYTES`."""
+
+    compute: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Of products and activations."""
+    gradients: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of the sums over microbatches."""
+    masters: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of the parameters that the optimizer changes; where it is that of `compute` there is one set of them."""
+    moments: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    """Of the two moments of Adam."""
+
+    def __post_init__(self) -> None:
+        for name, accepted in _ACCEPTED.items():
+            if getattr(self, name) not in accepted:
+                raise InputError(f"dtypes: {name} is {getattr(self, name)!r}, expected {' or '.join(accepted)}")
+
+
+_ACCEPTED = {
+    "compute": ("bf16", "fp16", "fp32"),
+    "gradients": ("fp32", "bf16", "fp16"),
+    "masters": ("fp32", "bf16", "fp16"),
+    "moments": ("fp32", "bf16", "fp16", "fp8"),
+}
+
+MIXED = Dtypes()
+"""What `evenpipe train` does on GPU."""
+SINGLE = Dtypes(compute="fp32")
+"""And on CPU."""
+
+
+def state_bytes(
+    held: Held,
+    dtypes: Dtypes = MIXED,
+    framework: Framework = EVENPIPE,
+    *,
+    zero: int = 0,
+    replicas: int = 1,
+    offloaded: float = 0.0,
+    foreach: bool = False,
+) -> StateBytes:
+    """What one GPU holds of the parameters `held`.
+
+    Args:
+        zero: what is sharded over `replicas`: 1 the optimizer's state, 2 gradients too, 3 parameters too.
+        offloaded: share of the optimizer's state that is kept in the host's memory, 0 to 1.
+        foreach: the optimizer works on all tensors at a time and needs a temporary copy of them; a fused one does not.
+
+    Raises InputError for a share outside 0 to 1.
+    """
+    if not 0 <= offloaded <= 1:
+        raise InputError(f"offloaded is {offloaded}, expected a share between 0 and 1")
+    compute, gradient = ELEMENT_BYTES[dtypes.compute], ELEMENT_BYTES[dtypes.gradients]
+    master, moments = ELEMENT_BYTES[dtypes.masters], 2 * ELEMENT_BYTES[dtypes.moments]
+    two_sets = dtypes.masters != dtypes.compute
+    shards = replicas if zero >= 1 else 1
+    parameter_shards = replicas if zero == 3 else 1
+
+    masters_of_model = two_sets and framework.masters == "parameters"
+    own = held.elements * (master if masters_of_model else compute)
+    parameters = _part(own, parameter_shards)
+    in_optimizer = moments
+    if two_sets and not masters_of_model:
+        in_optimizer += master
+    if dtypes.gradients == "fp16":
+        in_optimizer += ELEMENT_BYTES["fp32"]  # the loss's scale is taken out of gradients in fp32
+    optimizer = _part(held.trained * in_optimizer, shards)
+    step_peak = _part(held.trained * master, shards) if foreach else 0
+    optimizer = round(optimizer * (1 - offloaded)) + STEP_COUNTER * held.trained_tensors * framework.step_counters
+
+    gradients = _part(held.trained * gradient, replicas if zero >= 2 else 1)
+    copies = held.elements * compute if masters_of_model else 0
+    unsharded = 0
+    if zero == 3 and replicas > 1:
+        if framework.gathered_for == "step":
+            copies, gradients = held.elements * compute, held.trained * gradient
+        else:
+            copies = 0
+            unsharded = 2 * held.largest * (compute + gradient)
+    elif zero == 2 and replicas > 1:
+        unsharded = 2 * held.largest * gradient
+    return StateBytes(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        copies=copies,
+        unsharded=unsharded,
+        step_peak=step_peak,
+    )
+
+
+def _part(size: int, shards: int) -> int:
+    return -(-size // shards)
