@@ -138,9 +138,11 @@ def _by_torchrun(case: Case, folder: Path) -> tuple[str, list[str]]:
         return "", ["torchrun did not end"]
     complaints = [] if exit_code else ["torchrun ended with exit code 0"]
     message = ""
-    for rank in _others(case, folder):
-        printed = folder / f"printed-{rank}"
-        text = printed.read_text(errors="replace") if printed.exists() else ""
+    printed = {rank: _printed(folder, rank) for rank in _others(case, folder)}
+    absent = _not_started("".join(printed.values()))
+    for rank, text in printed.items():
+        if rank in absent and not text:
+            continue
         said = re.search(f"[^\n]*({'|'.join(_expected(case))})[^\n]*", text)
         if said is None:
             last = text.strip().splitlines()[-1:] or ["nothing"]
@@ -154,6 +156,17 @@ def _by_torchrun(case: Case, folder: Path) -> tuple[str, list[str]]:
             ):
                 complaints.append(f"process {rank} does not say what it was awaiting")
     return message, complaints
+
+
+def _printed(folder: Path, rank: int) -> str:
+    file = folder / f"printed-{rank}"
+    return file.read_text(errors="replace") if file.exists() else ""
+
+
+def _not_started(text: str) -> set[int]:
+    """Of whom others say that they had not even begun when torchrun ended them: they cannot say anything."""
+    lists = re.findall(r"process(?:es)? ([\d, ]+) of \d had not started", text)
+    return {int(rank) for ranks in lists for rank in ranks.split(", ")}
 
 
 def _known_seconds(case: Case) -> float:
@@ -173,7 +186,7 @@ def _expected(case: Case) -> tuple[str, ...]:
     """What may be said about the victim: by the others and by who started them, as patterns."""
     patterns = FAULTS[case.how]
     if case.where == "start" and case.share < 0.25:
-        patterns = (*patterns, r"process V of \d (did not start within|had not started)")
+        patterns = (*patterns, r"process(es)? (\d, )*V(, \d)* of \d (did not start within|had not started)")
     if case.where == "start" and case.how == "hangs":  # while it too has announced them
         patterns = (*patterns, "timed out awaiting the first connections")
     return tuple(re.sub(r"\bV\b", str(case.victim), pattern) for pattern in patterns)
