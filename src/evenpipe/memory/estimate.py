@@ -236,7 +236,7 @@ def _device(source: ModelBytes, plan: Planned, run: Run, device: int, memory: in
         found.peak,
         HOST if run.on_cpu else CUDA,
         communicators=plan.communicators(device, run.parallelism, run.framework),
-        second_stream=run.parallelism.cp > 1,
+        context_parallel=run.parallelism.cp > 1,
     )
     placement = plan.program.placement
     stages = placement.stages_of(device)

@@ -1,0 +1,111 @@
+"""`evenpipe estimate` beside real runs of four processes: each one's peak, in closed form and traced.
+
+What is estimated is told what a user tells it: the model, the schedule, the sizes, and that it runs on a CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from harness import run_processes
+from transformers import LlamaConfig
+
+from evenpipe.costs.hardware import KNOWN
+from evenpipe.memory.estimate import estimate
+from evenpipe.memory.parallelism import Parallelism
+from evenpipe.model import describe
+from evenpipe.runtime import Pipeline
+
+DEVICES, MICROBATCHES, SEQUENCES, TOKENS, ROWS = 4, 8, 2, 64, 1536
+CPU = replace(KNOWN["H200"], name="this host", torch_device="cpu")
+CLOSE = 0.002
+"""What is left: which tokens are in which shard, taken to be as many everywhere. Whole vocabularies are exact but for the
+four bytes of the loss."""
+
+
+@dataclass(frozen=True)
+class Case:
+    schedule: str
+    mode: str
+    checkpointing: str = "none"
+    tied: bool = False
+
+
+CASES = [
+    *(Case(schedule, mode) for schedule in ("1f1b", "zbv", "v-half") for mode in ("first-last", "vocab-2")),
+    Case("1f1b", "first-last", "full"),
+    Case("interleaved", "vocab-1", "selective"),
+    Case("1f1b", "vocab-2", tied=True),
+    Case("zb-h1", "redistribute", tied=True),
+]
+
+
+def config(case: Case) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=ROWS,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=TOKENS,
+        tie_word_embeddings=case.tied,
+    )
+
+
+def count(cases: list[Case]) -> list[int]:
+    return [count_one(case) for case in cases]
+
+
+def count_one(case: Case) -> int:
+    pipeline = Pipeline(
+        config(case),
+        schedule=case.schedule,
+        vocabulary=case.mode,
+        microbatches=MICROBATCHES,
+        checkpointing=case.checkpointing,
+        self_check=False,
+    )
+    optimizer = torch.optim.AdamW(pipeline.parameters(), fused=True)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, ROWS, (MICROBATCHES * SEQUENCES, TOKENS), generator=generator)
+    gc.collect()
+    with pipeline.count_bytes() as counted:
+        for _ in range(2):
+            pipeline.step(ids)
+            optimizer.step()
+            pipeline.zero_grad()
+    pipeline.close()
+    return counted.peak
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[Case, list[int]]:
+    by_process = run_processes(count, DEVICES, CASES, timeout_seconds=240)
+    return {case: [found[number] for found in by_process] for number, case in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["closed", "traced"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_estimated_peaks_are_those_counted(case: Case, traced: bool, counted) -> None:
+    found = estimate(
+        describe(config(case)),
+        Parallelism(pp=DEVICES),
+        sequence=TOKENS,
+        microbatch_size=SEQUENCES,
+        microbatches=MICROBATCHES,
+        schedule=case.schedule,
+        vocabulary=case.mode,
+        checkpointing=case.checkpointing,
+        hardware=CPU,
+        traced=traced,
+    )
+    for device, peak in zip(found.devices, counted[case], strict=True):
+        error = device.peak_allocated / peak - 1
+        print(
+            f"{case} device {device.device}: {device.peak_allocated} of {peak} ({error:+.3%}), {device.binding_event}"
+        )
+        assert abs(error) < CLOSE, f"{device} and {peak}"
