@@ -1,0 +1,53 @@
+"""Which layers of a model are alike, so that what one of them allocates is what the others do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from evenpipe.model import Description
+
+_INDEX = re.compile(r"(layer_?)?(idx|index|id|number)")
+
+
+def kinds_of_layers(description: Description) -> tuple[int, ...]:
+    """A number for each layer of a model; layers with the same number have the same modules, shapes and settings.
+
+    Settings are what modules keep as plain attributes, but for their own number, and the entries of lists of the config
+    that are as long as the model has layers ("layer_types").
+    """
+    lists: list[Sequence[Any]] = []
+    if description.config is not None:
+        lists = [
+            values
+            for values in vars(description.config.get_text_config()).values()
+            if isinstance(values, (list, tuple)) and len(values) == description.layers
+        ]
+    found: dict[Any, int] = {}
+    return tuple(
+        found.setdefault((_settings(description.layer(index)), tuple(str(one[index]) for one in lists)), len(found))
+        for index in range(description.layers)
+    )
+
+
+def _settings(layer: nn.Module) -> tuple[Any, ...]:
+    return tuple((name, type(module), *_own_settings(module)) for name, module in layer.named_modules())
+
+
+def _own_settings(module: nn.Module) -> tuple[Any, ...]:
+    # A float decides at most by whether it is 0: a probability of dropout, a factor.
+    plain = tuple(
+        (name, bool(value) if isinstance(value, float) else value)
+        for name, value in sorted(vars(module).items())
+        if (value is None or isinstance(value, (bool, int, float, str))) and not _INDEX.fullmatch(name)
+    )
+    tensors = tuple(
+        (name, tuple(tensor.shape), tensor.requires_grad)
+        for table in (module._parameters, module._buffers)
+        for name, tensor in table.items()
+        if tensor is not None
+    )
+    return plain, tensors

@@ -1,0 +1,254 @@
+"""One stage under the tracker: its passes as the runtime's walker runs them, one microbatch after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from evenpipe.memory.bytes import StageBytes
+from evenpipe.memory.stretches import Profile, Stretch, joined
+from evenpipe.memory.tracker import Tracker
+from evenpipe.runtime.checkpointing import Switch, checkpoint_layer
+from evenpipe.runtime.experts import split_experts
+from evenpipe.runtime.parameters import StageParameters
+from evenpipe.runtime.weight_gradients import Entry, WeightGradients, split_layers
+
+KEY = (0, 0)
+"""Stage and microbatch of the one that is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a run of layers told, from which stages with more of the same layers follow."""
+
+    hidden: int
+    """Bytes of the stage's input."""
+    stored: int
+    queued: int
+    profiles: dict[str, Profile]
+    """By pass: "forward", "bare forward" (without a graph), "recompute", "backward", "input", "weight", and of the last
+    three "first ..." too, where no gradients exist yet."""
+    gradients: tuple[int, ...]
+    """Of each layer's parameters, and last of those outside of layers."""
+    input_gradients: tuple[int, ...]
+    """The part of it that is made in I."""
+
+    def over(self, places: Sequence[int]) -> StageBytes:
+        """A stage whose i-th layer is like the one at `places[i]`."""
+        itself = range(len(self.gradients) - 1)
+        total = {name: profile.over(places) for name, profile in self.profiles.items()}
+        more = {name: total[name].kept - profile.over(itself).kept for name, profile in self.profiles.items()}
+
+        def of_all(sizes: tuple[int, ...]) -> int:
+            return sizes[-1] + sum(sizes[place] for place in places)
+
+        def above(name: str) -> int:
+            return total[name].above if name in total else 0
+
+        split = "input" in total
+        return StageBytes(
+            input=self.hidden,
+            output=self.hidden,
+            stored=self.stored + more["forward"],
+            forward_peak=above("forward"),
+            backward_peak=above("backward"),
+            input_peak=above("input"),
+            queued=self.queued + more["forward"] + more["input"] if split else 0,
+            weight_peak=above("weight"),
+            recompute_peak=above("recompute"),
+            bare_forward_peak=above("bare forward") if "bare forward" in total else None,
+            gradients=of_all(self.gradients),
+            input_gradients=of_all(self.input_gradients) if split else 0,
+            first_backward_peak=above("first backward"),
+            first_input_peak=above("first input") if split else None,
+            first_weight_peak=above("first weight") if split else None,
+        )
+
+
+class _Queue(WeightGradients):
+    """The runtime's queue; says whose parameters W has come to."""
+
+    def __init__(self, at: Callable[[nn.Parameter], None]) -> None:
+        super().__init__()
+        self._at = at
+
+    def add(self, entry: Entry) -> None:
+        entry.gradients = partial(self._gradients, entry.parameters[0], entry.gradients)
+        super().add(entry)
+
+    def _gradients(self, parameter: nn.Parameter, gradients: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        self._at(parameter)
+        return gradients()
+
+
+class Bench:
+    """Runs the passes of one stage.
+
+    Args:
+        stage: with tensors that the tracker counts.
+        names: of the modules of its layers, first to last.
+        choices: the checkpointing of each layer.
+        argument: what layers call the hidden states.
+        shape: of the hidden states, [sequences, tokens, hidden_size]; `dtype` is theirs.
+    """
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        names: Sequence[str],
+        choices: Sequence[str],
+        *,
+        argument: str,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        tracker: Tracker,
+    ) -> None:
+        self._stage, self._names = stage, names
+        self._shape, self._dtype = shape, dtype
+        self._tracker = tracker
+        self._parameters = dict(StageParameters(stage, dtype))
+        self._queue, self._switch = _Queue(self._at_parameter), Switch()
+        split_experts(stage, self._queue)
+        split_layers(stage, self._queue)
+        layers = [stage.get_submodule(name) for name in names]
+        for layer, choice in zip(layers, choices, strict=True):
+            checkpoint_layer(layer, choice, self._switch, torch.device("cpu"))
+        self._place_of = {id(one): place for place, layer in enumerate(layers) for one in layer.parameters()}
+        for layer in layers:
+            layer.register_forward_pre_hook(partial(self._enters, argument), with_kwargs=True)
+        if layers:
+            layers[-1].register_forward_hook(self._leaves_the_last, prepend=True)
+        self._marks: list[Stretch] = []
+        self._weight_places: list[int] = []
+        self._began = 0
+        self._input_gradients: tuple[int, ...] = ()
+        self._profiles: dict[str, Profile] = {}
+
+    def trace(self, *, split: bool, recompute: bool) -> Trace:
+        """Every pass without gradients of parameters, and with them. `split`, `recompute`: as in `StageTracer`."""
+        self._microbatch(first=True)
+        hidden, stored, queued = self._microbatch()
+        gradients = self._gradient_sizes()
+        if recompute:
+            self._microbatch(recompute=True)
+        if split:
+            for master in self._parameters.values():
+                master.grad = None
+            self._microbatch(first=True, split=True)
+            hidden, stored, queued = self._microbatch(split=True)
+        return Trace(hidden, stored, queued, self._profiles, gradients, self._input_gradients if split else ())
+
+    # --- one microbatch -----------------------------------------------------------------------------------------
+
+    def _microbatch(self, *, first: bool = False, split: bool = False, recompute: bool = False) -> tuple[int, int, int]:
+        """F, R if asked for, and B or I and W. Returns the bytes of the input, stored ones and queued ones."""
+        tracker, which = self._tracker, "first " if first else ""
+        before = tracker.live
+        hidden = torch.empty(self._shape, dtype=self._dtype)
+        size = tracker.live - before
+        if recompute:
+            with torch.no_grad():
+                self._bare_forward(hidden)
+        edge = self._forward(hidden, "recompute" if recompute else "forward", split=split, keep_all=recompute)
+        stored = tracker.live - before - size
+
+        gradient = torch.empty_like(hidden)
+        if split:
+            self._queue.begin(KEY)
+        name = "after R" if recompute else which + ("input" if split else "backward")
+        with self._passing(name, backwards=True):
+            torch.autograd.backward((edge,), (gradient,))
+        self._queue.under_way = None
+        input_gradient = hidden.grad
+        hidden.grad = None
+        assert input_gradient is not None
+        del edge, gradient, hidden
+        queued = tracker.live - before - size
+        if split and first:
+            self._input_gradients = self._gradient_sizes()
+        if split:
+            with self._passing(f"{which}weight", backwards=True):
+                self._queue.compute(KEY)
+        del input_gradient
+        assert first or tracker.live == before, f"{tracker.live - before} bytes are left of a microbatch"
+        return size, stored, queued
+
+    def _bare_forward(self, hidden: Tensor) -> None:
+        with self._passing("bare forward"):
+            output = self._stage(hidden)
+        del output
+
+    def _forward(self, hidden: Tensor, name: str, *, split: bool, keep_all: bool) -> GradientEdge:
+        self._queue.under_way = KEY if split else None
+        self._switch.off = keep_all
+        with self._passing(name):
+            output = self._stage(hidden.requires_grad_())
+        self._switch.off = False
+        self._queue.under_way = None
+        return get_gradient_edge(output)
+
+    def _gradient_sizes(self) -> tuple[int, ...]:
+        """Gradients that exist, per layer and last outside of layers."""
+        sizes = [0] * (len(self._names) + 1)
+        for name, master in self._parameters.items():
+            places = [place for place, layer in enumerate(self._names) if name.startswith(f"{layer}.")]
+            if master.grad is not None:
+                sizes[places[0] if places else -1] += master.grad.nbytes
+        return tuple(sizes)
+
+    # --- stretches ----------------------------------------------------------------------------------------------
+
+    def _mark(self, _: Any = None) -> None:
+        """One stretch ends, and the next one begins."""
+        tracker = self._tracker
+        self._marks.append(Stretch(tracker.peak - self._began, tracker.live - self._began))
+        self._began = tracker.peak = tracker.live
+
+    @contextmanager
+    def _passing(self, name: str, *, backwards: bool = False) -> Iterator[None]:
+        """A pass runs inside."""
+        self._marks.clear()
+        self._weight_places.clear()
+        with self._tracker.span():
+            self._began = self._tracker.live
+            yield
+            self._mark()
+        marks, count = self._marks, len(self._names)
+        if name.endswith("weight"):
+            start, by_place = marks[0], dict(zip(self._weight_places, marks[1:], strict=True))
+            layers, end = [by_place.get(place, Stretch()) for place in range(count)], Stretch()
+        elif count:
+            assert len(marks) == count + 2, f"{name}: {len(marks)} stretches, expected those of {count} layers"
+            start, *layers, end = marks
+            if backwards:
+                layers.reverse()
+        else:
+            start, layers, end = joined(marks), [], Stretch()
+        self._profiles[name] = Profile(start, tuple(layers), end, backwards)
+
+    def _enters(self, argument: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """A forward comes to a layer, and later the backward leaves it."""
+        self._begins_at(args[0] if args else kwargs[argument])
+
+    def _leaves_the_last(self, _: nn.Module, args: Any, output: Any) -> None:
+        """A forward leaves the layers, and later the backward comes to them."""
+        self._begins_at(output[0] if isinstance(output, (tuple, list)) else output)
+
+    def _begins_at(self, hidden: Tensor) -> None:
+        self._mark()
+        if hidden.requires_grad and torch.is_grad_enabled():
+            hidden.register_hook(self._mark)
+
+    def _at_parameter(self, parameter: nn.Parameter) -> None:
+        """W comes to a layer's entries, which stand together."""
+        place = self._place_of.get(id(parameter))
+        if place is not None and self._weight_places[-1:] != [place]:
+            self._mark()
+            self._weight_places.append(place)

@@ -1,0 +1,110 @@
+"""A stage whose tensors have no memory: the real modules of transformers, run for what they would allocate.
+
+Three things are taken from a model before its forward runs without values: whether several sequences are packed into a
+row (they are not), whether rotary frequencies have to grow with the length (their number stays the same), and the
+values of its buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import masking_utils
+
+from evenpipe.memory.tracker import Tracker
+from evenpipe.model import Description
+from evenpipe.model.modules import ModuleStage
+from evenpipe.model.stage import Stage
+
+
+@contextmanager
+def without_memory() -> Iterator[Tracker]:
+    """Tensors made inside have no memory, and are counted."""
+    with _nothing_packed(), FakeTensorMode(allow_non_fake_inputs=True), Tracker() as tracker:
+        yield tracker
+
+
+@contextmanager
+def _nothing_packed() -> Iterator[None]:
+    """transformers looks at position ids for sequences that share a row; without values it would have to suppose some,
+    and make a mask. What it computes to find out is computed all the same."""
+    find = masking_utils.find_packed_sequence_indices
+
+    def found_none(position_ids: Tensor) -> None:
+        steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
+        (steps != 1).cumsum(-1)
+
+    masking_utils.find_packed_sequence_indices = found_none
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find
+
+
+def empty_stage(
+    description: Description,
+    first: int,
+    last: int,
+    *,
+    is_first: bool,
+    is_last: bool,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+) -> Stage | ModuleStage:
+    """Layers [first, last) on the meta device, wherever in the model they are: unlike a stage that is to be trained it
+    may own an end that it does not reach. For `give_storage`."""
+    build: Any = ModuleStage if description.config is None else Stage
+    stage: Stage | ModuleStage = build(
+        description,
+        first,
+        last,
+        is_first=is_first,
+        is_last=is_last,
+        dtype=dtype,
+        compute_dtype=compute_dtype,
+        torch_device="meta",
+    )
+    return stage
+
+
+def give_storage(stage: Stage | ModuleStage) -> None:
+    """Puts tensors of the mode in the place of a stage's parameters, buffers and tensors that are plain attributes."""
+    made: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        found = made.get(id(tensor))
+        if found is None:
+            found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                found = nn.Parameter(found, requires_grad=tensor.requires_grad)
+            made[id(tensor)] = found
+        return found
+
+    for module in _modules(stage):
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        for table in tables:
+            for name, value in list(table.items()):
+                if isinstance(value, Tensor):
+                    table[name] = fake(value)
+        if hasattr(module, "rope_type"):
+            module.rope_type = _as_it_is(module.rope_type)
+
+
+def _modules(stage: Stage | ModuleStage) -> Iterator[nn.Module]:
+    yield from stage.modules()
+    if isinstance(stage, Stage):
+        yield stage.whole
+    for embedding in stage._embedding:
+        yield from embedding.modules()
+
+
+def _as_it_is(rope_type: Any) -> Any:
+    """Of rotary embeddings whose frequencies follow the longest sequence so far ("dynamic"): leaves them."""
+    if isinstance(rope_type, dict):
+        return {name: _as_it_is(one) for name, one in rope_type.items()}
+    return "default" if isinstance(rope_type, str) and "dynamic" in rope_type else rope_type

@@ -1,0 +1,150 @@
+"""What the passes of a stage allocate, found by running them: for every module, and to judge the closed forms by.
+
+The stage is the one that `evenpipe train` runs, with its queue of weight gradients and its checkpointing, but its
+tensors have no memory (`FakeTensorMode` on the CPU), and a tracker counts their storages. Of layers that are alike a
+few stand for all (`stretches.window`).
+
+    tracer = StageTracer(description, microbatch_size=1, sequence=4096, compute_dtype=torch.bfloat16)
+    tracer.stage(0, 8, is_first=True, is_last=False)         # StageBytes
+
+Kernels that transformers does not run by itself are functions that save what those kernels save (`emulation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from evenpipe.errors import InputError
+from evenpipe.memory.alike import kinds_of_layers
+from evenpipe.memory.bench import Bench, Trace
+from evenpipe.memory.bytes import StageBytes
+from evenpipe.memory.emulation import emulated
+from evenpipe.memory.fakes import empty_stage, give_storage, without_memory
+from evenpipe.memory.kernels import PRESETS, Kernels
+from evenpipe.memory.stretches import window
+from evenpipe.model import Description
+from evenpipe.runtime.checkpointing import checkpointing_of_layers
+
+
+def trace_stage(
+    description: Description,
+    first: int,
+    last: int,
+    *,
+    is_first: bool,
+    is_last: bool,
+    microbatch_size: int,
+    sequence: int,
+    compute_dtype: torch.dtype = torch.float32,
+    parameter_dtype: torch.dtype = torch.float32,
+    checkpointing: str | Sequence[str] = "none",
+    split: bool = False,
+    recompute: bool = False,
+    kernels: Kernels = PRESETS["transformers"],
+) -> StageBytes:
+    """Of one stage, as `StageTracer.stage`; for several stages of a model keep a tracer."""
+    tracer = StageTracer(
+        description,
+        microbatch_size=microbatch_size,
+        sequence=sequence,
+        compute_dtype=compute_dtype,
+        parameter_dtype=parameter_dtype,
+        split=split,
+        recompute=recompute,
+        kernels=kernels,
+    )
+    return tracer.stage(first, last, is_first=is_first, is_last=is_last, checkpointing=checkpointing)
+
+
+class StageTracer:
+    """Traces the stages of one model.
+
+    Args:
+        microbatch_size: sequences of a microbatch, of `sequence` tokens each.
+        compute_dtype: of activations and products; parameters and gradients are kept in `parameter_dtype`.
+        split: some backwards are I and W.
+        recompute: some microbatches have R.
+    """
+
+    def __init__(
+        self,
+        description: Description,
+        *,
+        microbatch_size: int,
+        sequence: int,
+        compute_dtype: torch.dtype = torch.float32,
+        parameter_dtype: torch.dtype = torch.float32,
+        split: bool = False,
+        recompute: bool = False,
+        kernels: Kernels = PRESETS["transformers"],
+    ) -> None:
+        self._description = description
+        self._shape = (microbatch_size, sequence, description.hidden_size)
+        self._compute_dtype, self._parameter_dtype = compute_dtype, parameter_dtype
+        self._split, self._recompute = split, recompute
+        self._kernels = kernels
+        self._kinds = kinds_of_layers(description)
+        self._traces: dict[tuple[Any, ...], Trace] = {}
+
+    def stage(
+        self, first: int, last: int, *, is_first: bool, is_last: bool, checkpointing: str | Sequence[str] = "none"
+    ) -> StageBytes:
+        """The bytes of layers [first, last) with the ends that the stage owns.
+
+        checkpointing: of all layers of the model, or one choice for each of them.
+
+        Raises:
+            InputError: the stage cannot be run without values.
+        """
+        choices = checkpointing_of_layers(checkpointing, self._description.layers)[first:last]
+        found = self._stage(first, choices, is_first=is_first, is_last=is_last)
+        if self._recompute and any(choice != "none" for choice in choices):
+            plain = ("none",) * len(choices)
+            found = replace(found, recomputed=self._stage(first, plain, is_first=is_first, is_last=is_last))
+        return found
+
+    def _stage(self, first: int, choices: tuple[str, ...], *, is_first: bool, is_last: bool) -> StageBytes:
+        alike = list(zip(self._kinds[first : first + len(choices)], choices, strict=True))
+        start, width, places = window([alike.index(kind) for kind in alike])
+        run = alike[start : start + width]
+        key = (tuple(run), is_first, is_last)
+        trace = self._traces.get(key)
+        if trace is None:
+            ends = {"is_first": is_first, "is_last": is_last}
+            trace = self._traces[key] = self._run(first + start, [choice for _, choice in run], ends)
+        return trace.over(places)
+
+    def _run(self, first: int, choices: Sequence[str], ends: dict[str, bool]) -> Trace:
+        description = self._description
+        stage = empty_stage(
+            description,
+            first,
+            first + len(choices),
+            **ends,
+            dtype=self._parameter_dtype,
+            compute_dtype=self._compute_dtype,
+        )
+        layers = description.structure.layers_name
+        try:
+            with without_memory() as tracker, emulated(stage, self._kernels):
+                give_storage(stage)
+                bench = Bench(
+                    stage,
+                    [f"{layers}.{first + place}" for place in range(len(choices))],
+                    choices,
+                    argument=description.structure.layer_argument,
+                    shape=self._shape,
+                    dtype=self._compute_dtype,
+                    tracker=tracker,
+                )
+                return bench.trace(split=self._split, recompute=self._recompute)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise InputError(
+                f"model: {description.architecture} asks for the values of its tensors ({error}), so what its layers"
+                " allocate cannot be found without running them"
+            ) from error
