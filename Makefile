@@ -8,6 +8,8 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
+STARTING_PROCESSES := tests/multiprocess tests/faults tests/gpu
+
 # Of make fault-test.
 RUNS ?= 100
 SEED ?= 0
@@ -32,8 +34,10 @@ install: $(STAMP)
 train: $(STAMP)
 	$(BIN)/evenpipe train examples/quickstart.toml
 
+# Tests that start processes have the machine to themselves.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(STARTING_PROCESSES:%=--ignore=%)
+	$(BIN)/python -m pytest $(STARTING_PROCESSES)
 
 fault-test: $(STAMP)
 	$(BIN)/python tests/faults/run_faults.py --runs $(RUNS) --seed $(SEED)
