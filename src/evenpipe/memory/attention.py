@@ -1,0 +1,195 @@
+"""The attention of a layer: projections, rotation, and its core with a kernel or with all probabilities."""
+
+from __future__ import annotations
+
+from evenpipe.memory.cut import Sizes
+from evenpipe.memory.elementwise import WIDE
+from evenpipe.memory.kernels import Kernels
+from evenpipe.memory.norms import Norms
+from evenpipe.memory.sketch import Sketch, Tape
+from evenpipe.model.shape import LayerShape
+
+
+def is_eager(shape: LayerShape, kernels: Kernels) -> bool:
+    """Attention is computed with all of its probabilities."""
+    return kernels.attention == "eager" or (kernels.attention == "sdpa" and shape.attention == "eager")
+
+
+class Attention(Norms):
+    """Of one layer on one tape.
+
+    Args:
+        tables: cosines and sines; empty where nothing is rotated.
+        masked: attention needs a mask.
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        shape: LayerShape,
+        kernels: Kernels,
+        sizes: Sizes,
+        tables: tuple[Sketch, ...] = (),
+        masked: bool = False,
+        again: frozenset[str] = frozenset(),
+    ) -> None:
+        super().__init__(tape, shape, kernels, sizes, again)
+        self._tables, self._masked = tables, masked
+        self._is_flash = not is_eager(shape, kernels)
+
+    def _attention(self, hidden: Sketch) -> tuple[Sketch, Sketch | None]:
+        """Result, and the probabilities where there are any."""
+        query, key, value = self._projected(hidden)
+        if self._shape.rotary_size:
+            query, key = self._rotated(query, key)
+        if "core attention" in self._again:
+            core = self._tape.checkpointed(lambda *given: self._core(*given)[0], query, key, value)
+            return self._output(core), None
+        result, weights = self._core(query, key, value)
+        return self._output(result), weights
+
+    def _output(self, result: Sketch) -> Sketch:
+        shape, sizes = self._shape, self._sizes
+        return self._operations.linear(
+            result,
+            sizes.stream,
+            sizes.heads * shape.value_size * sizes.hidden,
+            sizes.hidden if shape.output_bias else 0,
+            "result of attention",
+            scattered=sizes.gathered,
+        )
+
+    def _projected(self, hidden: Sketch) -> tuple[Sketch, Sketch, Sketch]:
+        shape, sizes = self._shape, self._sizes
+        widths = (
+            sizes.heads * shape.query_size,
+            sizes.key_value_heads * shape.query_size,
+            sizes.key_value_heads * shape.value_size,
+        )
+        if shape.packed_qkv or self._kernels.packed_qkv:
+            packed = self._columns(hidden, sum(widths), shape.attention_bias, "packed queries, keys and values")
+            if shape.sliced_qkv:
+                query, key, value = (self._operations.part(packed, sizes.tokens * width) for width in widths)
+            else:
+                if shape.joined_rotary:
+                    packed = self._turned(packed)
+                query, key, value = self._operations.parts(packed, [sizes.tokens * width for width in widths])
+            return self._query_key_norm(query, sizes.heads), self._query_key_norm(key, sizes.key_value_heads), value
+        query = self._turned(self._columns(hidden, widths[0], shape.attention_bias, "queries"))
+        if not shape.late_query_key_norm:
+            query = self._query_key_norm(query, sizes.heads)
+        key = self._turned(self._columns(hidden, widths[1], shape.attention_bias, "keys"))
+        if not shape.late_query_key_norm:
+            key = self._query_key_norm(key, sizes.key_value_heads)
+        value = self._columns(hidden, widths[2], shape.attention_bias, "values")
+        if not self._is_flash:
+            value = self._turned(value)
+        if shape.late_query_key_norm:
+            query = self._query_key_norm(query, sizes.heads)
+            key = self._query_key_norm(key, sizes.key_value_heads)
+        return query, key, value
+
+    def _columns(self, hidden: Sketch, width: int, bias: bool, name: str) -> Sketch:
+        """A product whose result is cut over tensor parallelism, `width` columns here."""
+        sizes = self._sizes
+        weight = sizes.hidden * width
+        return self._operations.linear(
+            hidden, sizes.tokens * width, weight, width if bias else 0, name, gathered=sizes.gathered
+        )
+
+    def _turned(self, x: Sketch) -> Sketch:
+        """Heads before tokens, in place; the gradient comes in that order in memory too, and is copied back."""
+        if self._kernels.rotary == "fused" and self._is_flash and not self._shape.packed_qkv:
+            return x
+        return self._operations.turned(x)
+
+    def _query_key_norm(self, x: Sketch, heads: int) -> Sketch:
+        style, sizes = self._shape.query_key_norm, self._sizes
+        if style == "none":
+            return x
+        rows = sizes.tokens * heads if style == "head" else sizes.tokens
+        return self._normed(x, rows, x.elements // rows, "norm of queries and keys")
+
+    def _rotated(self, query: Sketch, key: Sketch) -> tuple[Sketch, Sketch]:
+        operations, element = self._operations, self._sizes.element
+        if self._kernels.rotary == "fused":
+            return operations.fused_rotary(query, key, self._tables)
+        if self._shape.wide_rotary:
+            query, key = operations.to(query, WIDE), operations.to(key, WIDE)
+        turned_query, turned_key = self._by_angles(query, "queries"), self._by_angles(key, "keys")
+        return operations.to(turned_query, element, "queries"), operations.to(turned_key, element, "keys")
+
+    def _by_angles(self, x: Sketch, name: str) -> Sketch:
+        """x cos + rotate_half(x) sin."""
+        operations, shape = self._operations, self._shape
+        rest = None
+        if shape.joined_rotary:
+            rotated = x.elements * shape.rotary_size // shape.query_size
+            x, rest = operations.part(x, rotated), operations.part(x, x.elements - rotated)
+        cosine, sine = self._tables
+        result = operations.add(operations.times_table(x, cosine), operations.times_table(self._half(x), sine), name)
+        return result if rest is None else operations.together((result, rest), name)
+
+    def _half(self, x: Sketch) -> Sketch:
+        operations = self._operations
+        first, second = operations.part(x, x.elements // 2), operations.part(x, x.elements // 2)
+        return operations.together((operations.scaled(second), first))
+
+    # --- core ---------------------------------------------------------------------------------------------------
+
+    def _core(self, query: Sketch, key: Sketch, value: Sketch) -> tuple[Sketch, Sketch | None]:
+        operations, sizes, shape, kernels = self._operations, self._sizes, self._shape, self._kernels
+        if not self._is_flash:
+            return self._eager(query, key, value)
+        mask = None
+        groups = sizes.heads // sizes.key_value_heads
+        if self._masked:
+            if groups > 1:
+                key, value = operations.repeated(key, groups), operations.repeated(value, groups)
+            size = sizes.batch * sizes.context**2
+            inverted = self._tape.new(size, 1)
+            mask = self._tape.new(size, sizes.element, "mask of one layer")
+            del inverted
+        result = operations.flash_attention(
+            query,
+            key,
+            value,
+            size=sizes.tokens * sizes.heads * shape.value_size,
+            rows=sizes.tokens * sizes.heads,
+            mask=mask,
+            others=(sizes.context_parallel - 1) * (key.elements + value.elements),
+        )
+        del mask
+        if shape.joined_rotary and kernels.attention == "sdpa" and kernels.rotary == "eager":
+            # The result lies in memory as the queries do, which were put together by heads.
+            result = operations.turned(result, copies=True, copies_gradient=False, name="attention, by tokens")
+        return result, None
+
+    def _eager(self, query: Sketch, key: Sketch, value: Sketch) -> tuple[Sketch, Sketch]:
+        operations, sizes, shape = self._operations, self._sizes, self._shape
+        groups = sizes.heads // sizes.key_value_heads
+        if groups > 1:
+            key, value = operations.repeated(key, groups), operations.repeated(value, groups)
+        scores = sizes.tokens * sizes.heads * sizes.context
+        # Matrices of all heads in one row: what lies by tokens has to be copied, unless there is one sequence alone.
+        lies_by_heads = shape.joined_rotary
+        weights = operations.scaled(
+            operations.product(
+                self._by_heads(query, lies_by_heads), self._by_heads(key, groups > 1 or lies_by_heads), scores
+            )
+        )
+        if shape.soft_cap:
+            weights = operations.scaled(weights)
+            weights = operations.elementwise(weights, "capped scores", saves_result=True)
+            weights = operations.scaled(weights)
+        weights = operations.offset(weights)  # plus the mask
+        if shape.wide_softmax:
+            weights = operations.to(weights, WIDE)
+        weights = operations.to(operations.softmax(weights, "probabilities"), sizes.element, "probabilities")
+        size = sizes.tokens * sizes.heads * shape.value_size
+        result = operations.product(weights, self._by_heads(value, groups > 1), size)
+        result = operations.turned(result, copies=True, copies_gradient=sizes.batch > 1, name="attention")
+        return result, weights
+
+    def _by_heads(self, x: Sketch, lies_so: bool) -> Sketch:
+        return x if lies_so or self._sizes.batch == 1 else self._operations.clone(x, x.storage.name)

@@ -1,0 +1,121 @@
+"""A transformer layer, written down once in the operations that it consists of: every family is one of its shapes.
+
+The order of operations and the life of variables are those of transformers' modules, so what `Operations` counts is
+what they hold; where `Kernels` says "fused", one operation stands for several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from evenpipe.errors import InputError
+from evenpipe.memory.attention import Attention
+from evenpipe.memory.sketch import Sketch
+
+SAVES_INPUT = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "mish")
+SAVES_RESULT = ("relu", "tanh", "sigmoid")
+"""Activations that are one operation with a backward of its own."""
+
+
+class Block(Attention):
+    """One layer on one tape."""
+
+    def __call__(self, hidden: Sketch) -> Sketch:
+        """The layer's output from its input."""
+        if self._shape.parallel:
+            return self._side_by_side(hidden)
+        add, norms = self._operations.add, self._shape.norms
+        residual = hidden
+        hidden, _weights = self._part("attention", self._attention_part, hidden)
+        if "after attention" in norms:
+            hidden = self._norm(hidden, "norm behind attention")
+        hidden = add(residual, self._scaled(hidden), "middle of the layer")
+        residual = hidden
+        hidden, _ = self._part("mlp", self._mlp_part, hidden)
+        if "after mlp" in norms:
+            hidden = self._norm(hidden, "norm behind the MLP")
+        return add(residual, self._scaled(hidden), "output")
+
+    def _side_by_side(self, hidden: Sketch) -> Sketch:
+        residual = hidden
+        hidden = self._norm(hidden, "norm")
+        attended, _weights = self._attention(hidden)
+        if "before mlp" in self._shape.norms:
+            hidden = self._norm(residual, "norm before the MLP")
+        hidden = self._mlp(hidden)
+        return self._operations.add(self._operations.add(residual, attended), hidden, "output")
+
+    def _part(
+        self, name: str, part: Callable[[Sketch], tuple[Sketch, Sketch | None]], hidden: Sketch
+    ) -> tuple[Sketch, Sketch | None]:
+        if name in self._again:
+            return self._tape.checkpointed(lambda one: part(one)[0], hidden), None
+        return part(hidden)
+
+    def _scaled(self, hidden: Sketch) -> Sketch:
+        return self._operations.scaled(hidden) if self._shape.scaled_residual else hidden
+
+    def _attention_part(self, hidden: Sketch) -> tuple[Sketch, Sketch | None]:
+        if "before attention" in self._shape.norms:
+            hidden = self._norm(hidden, "norm before attention")
+        return self._attention(hidden)
+
+    # --- MLP -----------------------------------------------------------------------------------------------------
+
+    def _mlp_part(self, hidden: Sketch) -> tuple[Sketch, Sketch | None]:
+        if "before mlp" in self._shape.norms:
+            hidden = self._norm(hidden, "norm before the MLP")
+        return self._mlp(hidden), None
+
+    def _mlp(self, hidden: Sketch) -> Sketch:
+        shape, sizes = self._shape, self._sizes
+        return self._operations.linear(
+            self._remade(self._inner(hidden), "activation"),
+            sizes.stream,
+            sizes.mlp * sizes.hidden,
+            sizes.hidden if shape.mlp_bias else 0,
+            "result of the MLP",
+            scattered=sizes.gathered,
+        )
+
+    def _inner(self, hidden: Sketch) -> Sketch:
+        """Between the products."""
+        operations, shape, sizes = self._operations, self._shape, self._sizes
+        fused = self._kernels.activation == "fused"
+        if not shape.gated:
+            up = self._columns(hidden, sizes.mlp, shape.mlp_bias, "up")
+            return operations.elementwise(up, "input of down") if fused else self._activated(up, "input of down")
+        if shape.packed_gate:
+            packed = self._columns(hidden, 2 * sizes.mlp, shape.mlp_bias, "gate and up")
+            if fused:
+                return operations.fused_packed_gate(packed, "input of down")
+            gate, up = operations.parts(packed, [sizes.tokens * sizes.mlp] * 2)
+            return operations.times(up, self._activated(gate, "activated gate"), "input of down")
+        if fused:
+            return operations.fused_gate(
+                self._columns(hidden, sizes.mlp, shape.mlp_bias, "gate"),
+                self._columns(hidden, sizes.mlp, shape.mlp_bias, "up"),
+                "input of down",
+            )
+        return operations.times(
+            self._activated(self._columns(hidden, sizes.mlp, shape.mlp_bias, "gate"), "activated gate"),
+            self._columns(hidden, sizes.mlp, shape.mlp_bias, "up"),
+            "input of down",
+        )
+
+    def _activated(self, x: Sketch, name: str) -> Sketch:
+        operations, function = self._operations, self._shape.activation
+        if function in SAVES_INPUT or function in SAVES_RESULT:
+            return operations.elementwise(x, name, saves_result=function in SAVES_RESULT)
+        if function == "relu2":
+            return operations.power(operations.elementwise(x, saves_result=True), name)
+        if function == "gelu_new":  # 0.5 x (1 + tanh(c (x + 0.044715 x^3)))
+            half = operations.scaled(x, "half of up")
+            inner = operations.scaled(operations.add(x, operations.scaled(operations.power(x))))
+            tangent = [operations.elementwise(inner, "tanh", saves_result=True)]
+            del inner
+            return operations.times(half, operations.offset(tangent.pop(), "1 + tanh"), name)
+        raise InputError(
+            f"activation: {function!r} is not known in closed form, expected one of "
+            f"{', '.join((*SAVES_INPUT, *SAVES_RESULT, 'relu2', 'gelu_new'))}"
+        )

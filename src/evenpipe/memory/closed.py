@@ -1,0 +1,239 @@
+"""The bytes of a stage in closed form: its layers one after the other, and its ends.
+
+Each layer is a stretch of the pass (`stretches.py`): the most that it needs, and what it leaves. So are what the
+model's own forward does before the layers (it runs whole in every stage, on zeros where the stage does not own it) and
+after them (the last norm).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from evenpipe.errors import InputError
+from evenpipe.memory.blocks import Block
+from evenpipe.memory.bytes import StageBytes
+from evenpipe.memory.cut import Sizes, sizes_of
+from evenpipe.memory.kernels import PRESETS, Kernels
+from evenpipe.memory.layers import LayerBytes, given, layer_bytes
+from evenpipe.memory.sketch import Tape, held
+from evenpipe.memory.stretches import Stretch, joined
+from evenpipe.model import Description
+from evenpipe.model.shape import LayerShape, layer_shapes
+
+
+class ClosedForms:
+    """The stages of one model; what `traced.StageTracer` finds by running them.
+
+    Raises:
+        InputError: a model type that is not known in closed form.
+    """
+
+    def __init__(self, description: Description) -> None:
+        self.shapes = layer_shapes(description)
+        self._begins = changes_embeddings(description)
+
+    def stage(
+        self,
+        first: int,
+        last: int,
+        *,
+        is_first: bool,
+        is_last: bool,
+        microbatch_size: int,
+        sequence: int,
+        element: int = 4,
+        checkpointing: str | Sequence[str] = "none",
+        kernels: Kernels = PRESETS["transformers"],
+        tp: int = 1,
+        sequence_parallel: bool = True,
+        cp: int = 1,
+    ) -> StageBytes:
+        """Of layers [first, last) with the ends that the stage owns.
+
+        Args:
+            element: bytes of an activation.
+            checkpointing: of `layers.REGIONS`, for all layers of the model or one for each of them.
+            tp, sequence_parallel, cp: as in `Parallelism`.
+
+        Raises:
+            InputError: as `layer_bytes`.
+        """
+        shapes = self.shapes
+        choices = [checkpointing] * len(shapes) if isinstance(checkpointing, str) else list(checkpointing)
+        if len(choices) != len(shapes):
+            raise InputError(f"checkpointing: {len(choices)} choices, expected one for each of {len(shapes)} layers.")
+        tokens, cut = microbatch_size * sequence, sequence_parallel and tp > 1
+
+        def layers(choices: Sequence[str]) -> list[LayerBytes]:
+            return [
+                layer_bytes(
+                    shape,
+                    kernels,
+                    tokens=tokens,
+                    sequence=sequence,
+                    element=element,
+                    tp=tp,
+                    sequence_parallel=cut,
+                    cp=cp,
+                    checkpointing=choice,
+                )
+                for shape, choice in zip(shapes[first:last], choices, strict=True)
+            ]
+
+        sizes = sizes_of(
+            shapes[0], tokens=tokens, sequence=sequence, element=element, tp=tp, sequence_parallel=cut, cp=cp
+        )
+        made: dict[str, int] = {}
+        for shape in set(shapes):
+            made |= given(shape, kernels, sizes)
+        ends = _Ends(
+            stream=sizes.stream * element,
+            made=sum(made.values()),
+            begins=is_first and self._begins,
+            norm=_norm_bytes(shapes[0], kernels, sizes, owned=is_last),
+            stands_in=not (is_first and is_last),
+            is_last=is_last,
+        )
+        stage = _Stage(layers(choices[first:last]), ends)
+        plain = ["none"] * (last - first)
+        again = None if choices[first:last] == plain else _Stage(layers(plain), ends).bytes(None)
+        return stage.bytes(again)
+
+
+def changes_embeddings(description: Description) -> bool:
+    """The first stage makes a new tensor of the rows that it gets: scaled, or with learned positions."""
+    structure, config = description.structure, description.config.get_text_config()
+    embedding = description.skeleton.get_submodule(structure.embedding_module)
+    scaled = type(embedding).forward is not nn.Embedding.forward or hasattr(config, "embedding_multiplier")
+    return scaled or bool(structure.first_parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """The norm behind the layers, or what it does to zeros where the stage does not own it."""
+
+    saved: int
+    saves_input: bool
+    forward_peak: int
+    backward_peak: int
+
+
+def _norm_bytes(shape: LayerShape, kernels: Kernels, sizes: Sizes, *, owned: bool) -> _Norm:
+    tape = Tape()
+    tape.recording = owned
+    hidden = tape.new(sizes.stream, sizes.element)
+    hidden.node = tape.leaf()
+    live, meter = tape.meter.live, tape.meter
+    meter.reset()
+    output = Block(tape, shape, kernels, sizes).last_norm(hidden)
+    forward_peak, saved = meter.peak - live, meter.live - live - output.bytes
+    if not owned:
+        return _Norm(0, False, forward_peak, 0)
+    assert output.node is not None
+    root, saves_input = output.node, any(one is hidden.storage for one in held(output.node))
+    del output
+    gradient = [tape.new(sizes.stream, sizes.element)]
+    live = meter.live
+    meter.reset()
+    tape.backward(root, gradient)
+    return _Norm(saved, saves_input, forward_peak, meter.peak - live)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ends:
+    """What a stage has beside its layers."""
+
+    stream: int
+    """Bytes of the hidden states."""
+    made: int
+    """Tables, masks and positions that the model's forward makes for all its layers."""
+    begins: bool
+    """It makes a tensor of its own for the first layer."""
+    norm: _Norm
+    is_last: bool
+    stands_in: bool
+    """Zeros stand in for hidden states that the stage does not have."""
+
+
+class _Stage:
+    """Layers and ends, pass by pass."""
+
+    def __init__(self, layers: Sequence[LayerBytes], ends: _Ends) -> None:
+        self._layers, self._ends = layers, ends
+        shared: dict[str, int] = {}
+        for layer in layers:
+            shared |= layer.shared
+        self._shared = sum(shared.values())
+
+    def bytes(self, recomputed: StageBytes | None) -> StageBytes:
+        """recomputed: of microbatches that have R, where that differs."""
+        stream = self._ends.stream
+        if not self._layers and not self._ends.is_last and not self._ends.begins:
+            return StageBytes(
+                input=stream,
+                output=stream,
+                stored=0,
+                forward_peak=0,
+                backward_peak=0,
+                input_peak=0,
+                queued=0,
+                weight_peak=0,
+            )
+        forward, bare = self._forward(bare=False), self._forward(bare=True)
+        return StageBytes(
+            input=stream,
+            output=stream,
+            stored=forward.kept - stream,
+            forward_peak=forward.above,
+            backward_peak=self._backward().above,
+            input_peak=self._backward(split=True).above,
+            queued=sum(layer.queued for layer in self._layers),
+            weight_peak=joined(Stretch(one.weight_peak, -one.queued) for one in reversed(self._layers)).above,
+            recompute_peak=forward.above if recomputed is None else recomputed.forward_peak,
+            bare_forward_peak=bare.above,
+            recomputed=recomputed,
+        )
+
+    def _input_goes(self, place: int) -> int:
+        """Bytes of a layer's input, which is the layer's before, unless it is the stage's."""
+        return self._ends.stream if place or self._ends.begins else 0
+
+    def _forward(self, *, bare: bool) -> Stretch:
+        ends, stream = self._ends, self._ends.stream
+        started = ends.made + (stream if ends.stands_in else 0)
+        begun = stream if ends.begins else 0
+        row = [Stretch(started + begun, started + begun)]
+        goes_at_end = started if bare else started - self._shared
+        for place, layer in enumerate(self._layers):
+            if bare:
+                row.append(Stretch(layer.bare_forward_peak, stream - self._input_goes(place)))
+            else:
+                goes = 0 if layer.saves_input else self._input_goes(place)
+                row.append(Stretch(layer.forward_peak, layer.saved + stream - goes))
+        norm = ends.norm
+        if not ends.is_last:
+            row.append(Stretch(norm.forward_peak, -goes_at_end))
+        else:
+            goes = 0 if norm.saves_input and not bare else stream
+            row.append(Stretch(norm.forward_peak, (0 if bare else norm.saved) + stream - goes - goes_at_end))
+        return joined(row)
+
+    def _backward(self, *, split: bool = False) -> Stretch:
+        ends, stream = self._ends, self._ends.stream
+        row = []
+        if ends.is_last:
+            norm = ends.norm
+            row.append(Stretch(norm.backward_peak, stream - norm.saved - (stream if norm.saves_input else 0)))
+        for place in reversed(range(len(self._layers))):
+            layer = self._layers[place]
+            # The gradient that the stage received is held by who received it.
+            received = place == len(self._layers) - 1 and not ends.is_last
+            kept = stream - layer.saved - (self._input_goes(place) if layer.saves_input else 0)
+            kept -= 0 if received and not (split and layer.queues_gradient) else stream
+            if split:
+                kept += layer.queued - (stream - self._input_goes(place) if layer.queues_input else 0)
+            row.append(Stretch(layer.input_peak if split else layer.backward_peak, kept))
+        return joined([*row, Stretch(0, -self._shared)])

@@ -1,0 +1,80 @@
+"""What one GPU has of a microbatch and of a layer when both are cut over tensor and context parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evenpipe.errors import InputError
+from evenpipe.model.shape import LayerShape
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of one microbatch on one GPU."""
+
+    batch: int
+    tokens: int
+    """Of this GPU: those of the microbatch over context parallelism."""
+    context: int
+    """Tokens that a token may look at."""
+    hidden: int
+    heads: int
+    key_value_heads: int
+    mlp: int
+    element: int
+    stream_tokens: int
+    """Tokens of the residual stream that are here."""
+    context_parallel: int
+
+    @property
+    def stream(self) -> int:
+        return self.stream_tokens * self.hidden
+
+    @property
+    def whole(self) -> int:
+        return self.tokens * self.hidden
+
+    @property
+    def gathered(self) -> int:
+        """For `Operations.linear`: elements of what has to be put together, 0 where all is here."""
+        return 0 if self.stream_tokens == self.tokens else self.whole
+
+
+def sizes_of(
+    shape: LayerShape, *, tokens: int, sequence: int, element: int, tp: int, sequence_parallel: bool, cp: int
+) -> Sizes:
+    """Sizes of one GPU.
+
+    Raises:
+        InputError: something cannot be cut as evenly as that.
+    """
+    batch = divided(tokens, sequence, "tokens of a microbatch over the sequence")
+    local = batch * divided(sequence, cp, "sequence over context parallelism")
+    heads = divided(shape.heads, tp, "heads over tensor parallelism")
+    key_value_heads = shape.key_value_heads
+    if key_value_heads < tp:
+        divided(tp, key_value_heads, "tensor parallelism over heads of keys and values")
+        key_value_heads = tp  # every GPU holds one whole head, some the same
+    return Sizes(
+        batch=batch,
+        tokens=local,
+        context=sequence,
+        hidden=shape.hidden_size,
+        heads=heads,
+        key_value_heads=divided(key_value_heads, tp, "heads of keys and values over tensor parallelism"),
+        mlp=divided(shape.mlp_size, tp, "size of the MLP over tensor parallelism"),
+        element=element,
+        stream_tokens=divided(local, tp, "tokens over sequence parallelism") if sequence_parallel else local,
+        context_parallel=cp,
+    )
+
+
+def divided(size: int, parts: int, what: str) -> int:
+    """size / parts.
+
+    Raises:
+        InputError: that is no whole number.
+    """
+    if size % parts:
+        raise InputError(f"{what}: {size} cannot be cut into {parts} equal parts")
+    return size // parts

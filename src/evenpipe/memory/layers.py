@@ -1,0 +1,275 @@
+"""Closed forms: what one transformer layer saves and needs, from its shape and the kernels alone.
+
+A layer is the list of operations that `blocks.py` writes down. Each says which named tensors it saves; what the layer
+saves is the sum of the distinct ones, and what it needs while it runs follows from when each comes and goes. For Llama
+with fused kernels, in units of H = sequence * microbatch size * hidden / (tp * cp), this is the known 12 + 4r + 6q
+(r: heads of keys and values per head of queries, q: size of the MLP over hidden size) and 12 + 4r + 8q with the
+activated gate kept: arXiv 2205.05198, section 4, carried over to gated MLPs and grouped heads.
+
+    layer_bytes(shape, PRESETS["fused"], tokens=4096, sequence=4096, element=2).saved
+
+Independent of torch: nothing here runs a model. `traced.py` is the judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from evenpipe.errors import InputError
+from evenpipe.memory.attention import is_eager
+from evenpipe.memory.blocks import Block
+from evenpipe.memory.cut import Sizes, sizes_of
+from evenpipe.memory.elementwise import WIDE
+from evenpipe.memory.kernels import Kernels
+from evenpipe.memory.sketch import Queued, Sketch, Storage, Tape, held
+from evenpipe.model.shape import LayerShape
+
+INPUT, GRADIENT = "input", "gradient of the output"
+"""Names of these storages."""
+
+REGIONS = {
+    "none": frozenset[str](),
+    "full": frozenset[str](),
+    "selective": frozenset[str](),
+    "core attention": frozenset({"core attention"}),
+    "norms": frozenset({"norms"}),
+    "activation": frozenset({"activation"}),
+    "mlp": frozenset({"mlp"}),
+    "attention": frozenset({"attention"}),
+}
+"""Checkpointing of a layer. The first three are those of `evenpipe train` (`runtime/checkpointing.py`); the others are
+what Megatron-LM calls selective: a part runs again (core attention; MLP with its norm; attention with its norm), or
+the results of norms or of the activation are made again from what is saved anyway."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBytes:
+    """Of one layer, one microbatch and one GPU. "Above": above what lived when the pass began."""
+
+    input: int
+    """The layer's input; its output is as large."""
+    saved: int
+    """What F leaves for the backward under the layer's checkpointing, beside input and output."""
+    saves_input: bool
+    """The input is among what it leaves. Else it can go once the layer has run."""
+    tensors: Mapping[str, int] = field(default_factory=dict)
+    """What the layer saves, by name; the input too, where it is saved. Tensors of one name are summed."""
+    shared: Mapping[str, int] = field(default_factory=dict)
+    """Tensors that the layers of a stage have in common and that stay until the backward: tables of positions, masks."""
+    forward_peak: int
+    """Within F, above; the layer's output lived not."""
+    bare_forward_peak: int
+    """Within an F without a graph, above."""
+    backward_peak: int
+    """Within B, above; the gradient of its output lived, and the gradients of parameters exist."""
+    input_peak: int
+    """Within I, above."""
+    queued: int
+    """What lives between I and W: inputs and output gradients of linear layers, whatever else holds them."""
+    queues_input: bool
+    """The layer's input is part of it."""
+    queues_gradient: bool
+    """The gradient of its output is part of it."""
+    weight_peak: int
+    """Within W, above."""
+
+    @property
+    def kept(self) -> int:
+        """What stays of the layer and its input from F to the backward."""
+        return self.saved + (self.input if self.saves_input else 0)
+
+
+@lru_cache(maxsize=4096)
+def layer_bytes(
+    shape: LayerShape,
+    kernels: Kernels,
+    *,
+    tokens: int,
+    sequence: int,
+    element: int,
+    tp: int = 1,
+    sequence_parallel: bool = True,
+    cp: int = 1,
+    checkpointing: str = "none",
+) -> LayerBytes:
+    """The bytes of one layer.
+
+    Args:
+        tokens: of the microbatch, before anything is cut: sequences times `sequence`.
+        element: bytes of an activation, 2 or 4.
+        tp, sequence_parallel, cp: as in `Parallelism`. Context parallelism is counted with the keys and values of all
+            other GPUs there while attention runs, and their gradients in its backward (ring or all-gather alike).
+        checkpointing: of `REGIONS`.
+
+    Raises:
+        InputError: a mixture of experts, dropout, an unknown choice, or sizes that cannot be cut evenly.
+    """
+    if checkpointing not in REGIONS:
+        raise InputError(f"checkpointing: {checkpointing!r}, expected one of {', '.join(REGIONS)}.")
+    if shape.experts:
+        raise InputError(f"experts: {shape.experts} in a layer, whose bytes depend on the routing, expected 0.")
+    if shape.dropout:
+        raise InputError("dropout: it is not 0 in this model's config, and its masks are not known in closed form.")
+    sizes = sizes_of(
+        shape,
+        tokens=tokens,
+        sequence=sequence,
+        element=element,
+        tp=tp,
+        sequence_parallel=sequence_parallel and tp > 1,
+        cp=cp,
+    )
+    return _measured(shape, kernels, sizes, checkpointing)
+
+
+def _measured(shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: str) -> LayerBytes:
+    """Runs the layer, once for what it saves and once for each kind of backward."""
+    bare, kept, fused, split = (Run(shape, kernels, sizes, checkpointing) for _ in range(4))
+    bare.tape.recording = False
+    bare.forward()
+    kept.forward()
+    tensors = _by_name(kept.saved_storages())
+    fused.forward()
+    split.tape.queue = []
+    split.forward()
+    input_peak = split.backward()
+    queued = {id(one): one for entry in split.tape.queue for one in (entry.hidden, entry.gradient)}
+    names = {one.name for one in queued.values()}
+    total = sum(one.bytes for one in queued.values())
+    del queued
+    return LayerBytes(
+        input=sizes.stream * sizes.element,
+        saved=kept.saved,
+        tensors=tensors,
+        shared=_shared(shape, kernels, sizes, checkpointing),
+        forward_peak=kept.peak,
+        bare_forward_peak=bare.peak,
+        backward_peak=fused.backward(),
+        input_peak=input_peak,
+        queued=total,
+        weight_peak=_weight_peak(split.tape, split.tape.queue),
+        saves_input=kept.holds_input(),
+        queues_input=INPUT in names,
+        queues_gradient=GRADIENT in names,
+    )
+
+
+class Run:
+    """One layer on a tape of its own."""
+
+    def __init__(self, shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: str) -> None:
+        self.tape = tape = Tape()
+        self._checkpointing = checkpointing
+        self.hidden: Sketch | None = tape.new(sizes.stream, sizes.element, INPUT)
+        self.hidden.node = tape.leaf()
+        names = _table_names(shape)
+        self._tables = tuple(tape.new(*_table(shape, sizes), name) for name in names)
+        masked = _masked(shape, kernels, sizes)
+        self._block = Block(tape, shape, kernels, sizes, self._tables, masked, REGIONS[checkpointing])
+        self._output: Sketch | None = None
+        self.peak = self.saved = 0
+
+    def forward(self) -> None:
+        """Leaves `peak` and `saved`."""
+        tape, meter = self.tape, self.tape.meter
+        live = meter.live
+        meter.reset()
+        assert self.hidden is not None
+        if self._checkpointing in ("full", "selective") and tape.recording:
+            keeps_products = self._checkpointing == "selective"
+            self._output = tape.checkpointed(self._block, self.hidden, keeps_products=keeps_products)
+        else:
+            self._output = self._block(self.hidden)
+        self.peak = meter.peak - live
+        self.saved = meter.live - live - self._output.bytes
+
+    def backward(self) -> int:
+        """The most that lives, above what lived before."""
+        tape, meter = self.tape, self.tape.meter
+        assert self._output is not None and self._output.node is not None
+        given = [tape.new(self._output.elements, self._output.element, GRADIENT)]
+        root, self._output = self._output.node, None
+        live = meter.live
+        meter.reset()
+        gradients = tape.backward(root, given)
+        del gradients
+        return meter.peak - live
+
+    def saved_storages(self) -> list[Storage]:
+        """What the graph holds, but for the tables that layers share."""
+        assert self._output is not None and self._output.node is not None
+        shared = {id(table.storage) for table in self._tables}
+        return [one for one in held(self._output.node) if id(one) not in shared]
+
+    def holds_input(self) -> bool:
+        """Whether the layer's graph keeps its input. Lets go of it otherwise."""
+        live = self.tape.meter.live
+        self.hidden = None
+        return self.tape.meter.live == live
+
+
+def _by_name(storages: list[Storage]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for one in storages:
+        found[one.name] = found.get(one.name, 0) + one.bytes
+    return found
+
+
+def _weight_peak(tape: Tape, queue: list[Queued]) -> int:
+    """W as `runtime/weight_gradients.py` does it: an entry goes when the next one is taken, and the last gradient that
+    was added is let go when the next one is made."""
+    meter = tape.meter
+    live = meter.live
+    meter.reset()
+    last: Storage | None = None
+    while queue:
+        entry = queue.pop(0)
+        made = [Storage(size, meter) for size in (entry.weight, entry.bias) if size]
+        last = made[-1] if made else None
+        del made
+    del last
+    return meter.peak - live
+
+
+# --- what layers share -------------------------------------------------------------------------------------------------
+
+
+def _table_names(shape: LayerShape) -> tuple[str, ...]:
+    return tuple(f"{name} of {shape.rotary_table}" for name in ("cosines", "sines")) if shape.rotary_size else ()
+
+
+def _table(shape: LayerShape, sizes: Sizes) -> tuple[int, int]:
+    """Elements, and bytes of each."""
+    return sizes.tokens // sizes.batch * shape.rotary_size, WIDE if shape.wide_table else sizes.element
+
+
+def _masked(shape: LayerShape, kernels: Kernels, sizes: Sizes) -> bool:
+    """torch's own attention needs a mask: of a window that is not longer than the sequence."""
+    window = shape.window
+    return kernels.attention == "sdpa" and window is not None and sizes.context >= window
+
+
+def _mask_bytes(shape: LayerShape, kernels: Kernels, sizes: Sizes) -> int:
+    """The mask that a layer is given, of truth values or, for eager attention, of numbers for every sequence."""
+    if is_eager(shape, kernels):
+        return sizes.batch * sizes.context**2 * sizes.element
+    return sizes.context**2 if _masked(shape, kernels, sizes) else 0
+
+
+def given(shape: LayerShape, kernels: Kernels, sizes: Sizes) -> dict[str, int]:
+    """Bytes of what the model's forward makes once and gives to every layer of this kind: tables, a mask, positions."""
+    elements, element = _table(shape, sizes)
+    found = dict.fromkeys(_table_names(shape), elements * element)
+    found[f"mask of {shape.window or 'all'}"] = _mask_bytes(shape, kernels, sizes)
+    found["positions"] = 8 * (sizes.tokens // sizes.batch)
+    return {name: size for name, size in found.items() if size}
+
+
+def _shared(shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: str) -> dict[str, int]:
+    """What stays of it: the tables, and everything where it has to be given again."""
+    everything = given(shape, kernels, sizes)
+    if checkpointing in ("full", "selective"):
+        return everything
+    return {name: everything[name] for name in _table_names(shape)}

@@ -1,0 +1,87 @@
+"""The norms of a layer, as transformers' modules or a kernel compute them."""
+
+from __future__ import annotations
+
+from evenpipe.memory.cut import Sizes
+from evenpipe.memory.elementwise import WIDE
+from evenpipe.memory.kernels import Kernels
+from evenpipe.memory.operations import Operations
+from evenpipe.memory.sketch import Remade, Sketch, Tape
+from evenpipe.model.shape import LayerShape
+
+
+class Norms:
+    """Of one layer on one tape.
+
+    Args:
+        again: parts of the layer that run again in the backward, of `layers.REGIONS`.
+    """
+
+    def __init__(
+        self, tape: Tape, shape: LayerShape, kernels: Kernels, sizes: Sizes, again: frozenset[str] = frozenset()
+    ) -> None:
+        self._tape, self._shape, self._kernels, self._sizes, self._again = tape, shape, kernels, sizes, again
+        self._operations = Operations(tape, fuses_weight_gradients=kernels.weight_gradient == "fused")
+
+    def _remade(self, made: Sketch, where: str) -> Sketch:
+        """Not kept but made again in the backward, where that is wanted."""
+        if where in self._again:
+            made.storage.again = Remade(self._tape, made.bytes, made.storage.name)
+        return made
+
+    def last_norm(self, hidden: Sketch) -> Sketch:
+        """The norm behind all layers."""
+        return self._norm(hidden, "last norm")
+
+    def _norm(self, hidden: Sketch, name: str) -> Sketch:
+        sizes = self._sizes
+        return self._remade(self._normed(hidden, sizes.stream_tokens, sizes.hidden, name), "norms")
+
+    def _normed(self, hidden: Sketch, rows: int, size: int, name: str) -> Sketch:
+        """rows: that are normalised for themselves, of `size` elements each."""
+        operations, shape, element = self._operations, self._shape, self._sizes.element
+        if self._kernels.norm == "fused":
+            return operations.fused_norm(hidden, rows, size, 2 if shape.norm_style == "torch" else 1, name)
+        if shape.norm_style == "torch":
+            return operations.layer_norm(hidden, rows, size, element, name)
+        if shape.norm_style == "centred":
+            return self._centred(hidden, rows, size, name)
+        if shape.norm_style == "plus one":
+            return self._plus_one(operations.to(hidden, WIDE), rows, size, name)
+        hidden = operations.to(hidden, WIDE, f"{name}, input in fp32")
+        variance = operations.mean(operations.power(hidden), rows)
+        hidden = operations.times_rows(hidden, self._deviation(variance), f"{name}, before the weight")
+        if shape.norm_style == "narrow":
+            narrow = operations.to(hidden, element, f"{name}, before the weight")
+            return operations.times_weight(narrow, size, element, name, first=True)
+        return operations.to(operations.times_weight(hidden, size, element, first=True), element, name)
+
+    def _deviation(self, variance: Sketch) -> Sketch:
+        """Its inverse, after a small number is added to the variance."""
+        return self._operations.inverse_root(self._operations.offset(variance), "statistics of norms")
+
+    def _plus_one(self, hidden: Sketch, rows: int, size: int, name: str) -> Sketch:
+        operations, element = self._operations, self._sizes.element
+        deviation = self._deviation(operations.mean(operations.power(hidden), rows))
+        output = operations.times_rows(hidden, deviation, f"{name}, before the weight")
+        weight = self._tape.new(size, WIDE) if element != WIDE else None
+        table = self._tape.new(size, WIDE, "weights of norms in fp32")
+        del hidden, deviation, weight
+        output = operations.times_weight(output, size, element, name, table=table)
+        return operations.to(output, element, name)
+
+    def _centred(self, hidden: Sketch, rows: int, size: int, name: str) -> Sketch:
+        operations, element = self._operations, self._sizes.element
+        hidden = operations.to(hidden, WIDE)
+        mean = operations.mean(hidden, rows)
+        difference = operations.minus_rows(hidden, mean, f"{name}, difference")
+        variance = operations.mean(operations.power(difference), rows)
+        del difference
+        hidden = operations.times_rows(
+            operations.minus_rows(hidden, mean, f"{name}, difference"),
+            self._deviation(variance),
+            f"{name}, before the weight",
+        )
+        table = None if element == WIDE else self._tape.new(size, WIDE, "weights of norms in fp32")
+        hidden = operations.times_weight(hidden, size, element, name, table=table, first=True)
+        return operations.to(hidden, element, name)

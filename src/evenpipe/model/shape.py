@@ -1,0 +1,335 @@
+"""What a model's layers consist of, as far as bytes and arithmetic depend on it: read from the config and its skeleton."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from evenpipe.errors import InputError
+from evenpipe.model.description import Description
+
+LOCAL = "sliding_attention"
+NORM_PLACES = ("before attention", "after attention", "before mlp", "after mlp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """One transformer layer. Sizes in elements."""
+
+    hidden_size: int
+    heads: int
+    """Of queries."""
+    key_value_heads: int
+    query_size: int
+    """Of one head of queries and keys."""
+    value_size: int
+    """Of one head of values."""
+    mlp_size: int
+    """Between the products of the MLP."""
+    gated: bool
+    """Two products go in, and one is the other's gate."""
+    activation: str
+    """As the config names it."""
+    norm: Literal["rms", "layer"]
+    norms: tuple[str, ...]
+    """Where the norms of the residual stream stand, of `NORM_PLACES`."""
+    query_key_norm: Literal["none", "head", "whole"]
+    """Queries and keys have norms: over each head, or over all heads at once."""
+    parallel: bool
+    """Attention and MLP read the same input and are added together."""
+    packed_qkv: bool
+    """Queries, keys and values are one matrix."""
+    packed_gate: bool
+    """Gate and up are one matrix."""
+    rotary_size: int
+    """Of a head, how much is rotated; 0: learned positions, or none."""
+    attention_bias: bool
+    """Of queries, keys and values."""
+    mlp_bias: bool
+    window: int | None
+    """Tokens that attention looks back on; None: all."""
+    experts: int = 0
+    """Of a mixture; 0: a dense MLP."""
+    experts_per_token: int = 0
+    shared_mlp_size: int = 0
+    """Of the experts that every token meets."""
+
+    output_bias: bool = False
+    """Of the product behind attention."""
+    norm_style: Literal["torch", "narrow", "wide", "plus one", "centred"] = "narrow"
+    """How transformers' module computes its norms: torch's own function; in fp32, rounded before the weight ("narrow")
+    or behind it ("wide"); with 1 + weight; with the mean taken away step by step."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """What transformers takes for this model by itself."""
+    sliced_qkv: bool = False
+    """Of a packed product each of the three is cut out by itself, so its gradient is as large as all of them."""
+    wide_softmax: bool = True
+    """Probabilities of eager attention are computed in fp32."""
+    soft_cap: bool = False
+    """Scores of attention are capped by a tanh."""
+    rotary_table: str = "rotary"
+    """Layers of one stage with the same name have the same tables of cosines and sines."""
+    wide_table: bool = False
+    """These tables are fp32 whatever the dtype of the hidden states."""
+    wide_rotary: bool = False
+    """Queries and keys are rotated in fp32."""
+    joined_rotary: bool = False
+    """Rotated and other columns are put together in a new tensor, however many the latter are."""
+    late_query_key_norm: bool = False
+    """Queries and keys are normalised when the values are there as well, not each at once."""
+    scaled_residual: bool = False
+    """What is added to the residual stream is multiplied by a number."""
+    dropout: bool = False
+    """Something is dropped at random while training."""
+
+    @property
+    def matrices(self) -> dict[str, int]:
+        """Elements of each matrix: query, key, value, output, gate, up, down; packed ones in their parts."""
+        hidden = self.hidden_size
+        found = {
+            "query": hidden * self.heads * self.query_size,
+            "key": hidden * self.key_value_heads * self.query_size,
+            "value": hidden * self.key_value_heads * self.value_size,
+            "output": hidden * self.heads * self.value_size,
+        }
+        return found | dict.fromkeys((("gate",) if self.gated else ()) + ("up", "down"), hidden * self.mlp_size)
+
+
+def layer_shapes(description: Description) -> tuple[LayerShape, ...]:
+    """The shape of every layer.
+
+    Raises:
+        InputError: of a model type that is not known here, or of a layer with parts that are not.
+    """
+    model_type = _model_type(description)
+    if model_type not in _KNOWN:
+        raise InputError(
+            f"model_type: {model_type!r} has layers that are not known in closed form, expected one of "
+            f"{', '.join(sorted(_KNOWN))}."
+        )
+    config = description.config.get_text_config()
+    styles: dict[type[nn.Module], Any] = {}
+    wide_table = _has_wide_table(description)
+    return tuple(_read(description, config, index, styles, wide_table) for index in range(description.layers))
+
+
+_KNOWN = frozenset(
+    [
+        "llama",
+        "qwen2",
+        "qwen3",
+        "mistral",
+        "gemma2",
+        "gemma3_text",
+        "phi3",
+        "olmo2",
+        "granite",
+        "smollm3",
+        "gpt_neox",
+        "cohere2",
+        "starcoder2",
+        "gpt2",
+        "phi",
+    ]
+)
+"""What `_read` looks at tells everything about layers of these types; what it cannot see is by type."""
+_JOINED_ROTARY = ("phi3", "phi", "gpt_neox")
+_WIDE_ROTARY, _SLICED_QKV, _NARROW_SOFTMAX = ("cohere2",), ("phi3",), ("gpt2",)
+_LATE_NORM = ("gemma3_text", "phi")
+
+_ATTENTION, _MLP = ("self_attn", "attention", "attn"), ("mlp",)
+_QUERIES, _PACKED_QKV = ("q_proj",), ("qkv_proj", "query_key_value", "c_attn")
+_OUTPUT = ("o_proj", "dense", "c_proj")
+_UP, _PACKED_GATE = ("up_proj", "c_fc", "fc1", "dense_h_to_4h"), ("gate_up_proj",)
+_DOWN = ("down_proj", "c_proj", "fc2", "dense_4h_to_h")
+_ACTIVATION = ("hidden_activation", "hidden_act", "activation_function")
+_DROPOUT = ("dropout", "pdrop")
+
+
+def _model_type(description: Description) -> str:
+    if description.config is None:
+        return description.architecture
+    return str(description.config.get_text_config().model_type)
+
+
+def _read(
+    description: Description, config: Any, index: int, styles: dict[type[nn.Module], Any], wide_table: bool
+) -> LayerShape:
+    layer = description.layer(index)
+    attention, mlp = _one_of(layer, _ATTENTION), _one_of(layer, _MLP)
+    heads = config.num_attention_heads
+    key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+    output, up, down = _one_of(attention, _OUTPUT), _one_of(mlp, _UP + _PACKED_GATE), _one_of(mlp, _DOWN)
+    queries = _one_of(attention, _QUERIES + _PACKED_QKV)
+    size = _rows(output, inputs=True) // heads
+    packed_qkv, packed_gate = not hasattr(attention, "q_proj"), hasattr(mlp, "gate_up_proj")
+    gated = packed_gate or hasattr(mlp, "gate_proj")
+    expected = heads * size + (2 * key_value_heads * size if packed_qkv else 0)
+    if _rows(queries) != expected:
+        raise _unknown(description, f"{_rows(queries)} columns of queries, where {heads} heads of {size} were expected")
+    places = _norm_places(description, layer)
+    norm = next(module for module in places.values())
+    kind = getattr(config, "layer_types", None)
+    kind = kind[index] if kind else None
+    rotary = getattr(config, "rope_parameters", None) or {}
+    by_kind = isinstance(rotary.get(kind), Mapping)
+    return LayerShape(
+        hidden_size=description.hidden_size,
+        heads=heads,
+        key_value_heads=key_value_heads,
+        query_size=size,
+        value_size=size,
+        mlp_size=_rows(down, inputs=True),
+        gated=gated,
+        activation=str(next(getattr(config, name) for name in _ACTIVATION if hasattr(config, name))),
+        norm="layer" if _style(norm, styles) in ("torch", "centred") else "rms",
+        norms=tuple(place for place in NORM_PLACES if place in places),
+        query_key_norm=_query_key_norm(attention, size),
+        parallel=bool(
+            getattr(config, "use_parallel_residual", "before mlp" not in places and "after mlp" not in places)
+        ),
+        packed_qkv=packed_qkv,
+        packed_gate=packed_gate,
+        rotary_size=int(size * rotary.get("partial_rotary_factor", 1.0)) if _rotates(config, index, kind) else 0,
+        attention_bias=queries.bias is not None,
+        output_bias=output.bias is not None,
+        mlp_bias=up.bias is not None,
+        window=_window(config, kind),
+        norm_style=_style(norm, styles),
+        attention="eager" if description.skeleton.config._attn_implementation == "eager" else "sdpa",
+        sliced_qkv=config.model_type in _SLICED_QKV,
+        wide_softmax=config.model_type not in _NARROW_SOFTMAX,
+        soft_cap=getattr(config, "attn_logit_softcapping", None) is not None,
+        rotary_table=str(kind) if by_kind else "rotary",
+        wide_table=wide_table,
+        wide_rotary=config.model_type in _WIDE_ROTARY,
+        joined_rotary=config.model_type in _JOINED_ROTARY,
+        late_query_key_norm=config.model_type in _LATE_NORM,
+        scaled_residual=hasattr(config, "residual_multiplier"),
+        dropout=any(isinstance(value, float) and value > 0 and _drops(name) for name, value in vars(config).items()),
+    )
+
+
+def _drops(name: str) -> bool:
+    return name.endswith(_DROPOUT) and not name.startswith(("embd", "embedding", "classifier", "summary"))
+
+
+def _one_of(module: nn.Module, names: tuple[str, ...]) -> Any:
+    for name in names:
+        if name in module._modules:
+            return module._modules[name]
+    raise InputError(f"model: {type(module).__name__} has none of {', '.join(names)}, by which its shape is read.")
+
+
+def _rows(linear: nn.Module, *, inputs: bool = False) -> int:
+    """Columns of the result of a linear layer, or of its input."""
+    weight = linear.weight
+    assert isinstance(weight, torch.Tensor)
+    return int(
+        weight.shape[(0 if isinstance(linear, Conv1D) else 1) if inputs else (1 if isinstance(linear, Conv1D) else 0)]
+    )
+
+
+def _norm_places(description: Description, layer: nn.Module) -> dict[str, nn.Module]:
+    """Where the norms of the residual stream stand. "post_attention_layernorm" is behind attention where the MLP has
+    another one of its own, and before the MLP elsewhere."""
+    found = {
+        name: module
+        for name, module in layer._modules.items()
+        if module is not None and name not in _ATTENTION + _MLP and any(True for _ in module.parameters())
+    }
+    own = "pre_feedforward_layernorm" in found or "post_feedforward_layernorm" in found
+    places = {
+        "input_layernorm": "before attention",
+        "ln_1": "before attention",
+        "post_attention_layernorm": "after attention" if own else "before mlp",
+        "ln_2": "before mlp",
+        "pre_feedforward_layernorm": "before mlp",
+        "post_feedforward_layernorm": "after mlp",
+    }
+    for name in found:
+        if name not in places:
+            raise _unknown(description, f"a part {name!r}")
+    return {places[name]: module for name, module in found.items()}
+
+
+def _unknown(description: Description, what: str) -> InputError:
+    return InputError(f"model_type: layers of {_model_type(description)!r} are not as expected: {what}.")
+
+
+def _query_key_norm(attention: nn.Module, size: int) -> Literal["none", "head", "whole"]:
+    norm = attention._modules.get("q_norm", attention._modules.get("q_layernorm"))
+    if norm is None:
+        return "none"
+    return "head" if norm.weight.shape[0] == size else "whole"  # type: ignore[index,union-attr]
+
+
+def _rotates(config: Any, index: int, kind: str | None) -> bool:
+    if getattr(config, "rope_parameters", None) is None:
+        return False
+    if config.model_type == "cohere2":
+        return kind == LOCAL
+    turns = getattr(config, "no_rope_layers", None)
+    return turns is None or bool(turns[index])
+
+
+def _window(config: Any, kind: str | None) -> int | None:
+    if kind is not None and kind != LOCAL:
+        return None
+    if kind is None and not getattr(config, "use_sliding_window", True):
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+# --- what is found by asking a module ----------------------------------------------------------------------------------
+
+
+def _style(norm: nn.Module, known: dict[type[nn.Module], Any]) -> Any:
+    if type(norm) not in known:
+        known[type(norm)] = norm_style(norm)
+    return known[type(norm)]
+
+
+@torch.no_grad()
+def norm_style(norm: nn.Module) -> Literal["torch", "narrow", "wide", "plus one", "centred"]:
+    """How a norm is computed (`LayerShape.norm_style`), from what it answers to four simple questions.
+
+    norm: with one weight, on any device; a copy is asked.
+    """
+    if isinstance(norm, nn.LayerNorm):
+        return "torch"
+    real = copy.deepcopy(norm).to_empty(device="cpu").float()
+    weight = next(real.parameters())
+    hidden = torch.arange(1.0, weight.shape[-1] + 1)
+    weight.zero_()
+    if real(hidden).any():
+        return "plus one"
+    weight.fill_(1.0)
+    if not real(torch.ones_like(hidden)).any():
+        return "centred"
+    # A weight that is multiplied behind the rounding brings its own dtype into the result.
+    return "narrow" if real(hidden.bfloat16()).dtype == torch.float32 else "wide"
+
+
+@torch.no_grad()
+def _has_wide_table(description: Description) -> bool:
+    """Whether tables of cosines come in fp32 for hidden states in bf16."""
+    base = description.skeleton.base_model
+    rotary = next((module for name, module in base.named_modules() if name.endswith("rotary_emb")), None)
+    if rotary is None:
+        return False
+    real = copy.deepcopy(rotary).to_empty(device="cpu")
+    for buffer in real.buffers():
+        buffer.zero_()
+    hidden = torch.zeros(1, 2, 2, dtype=torch.bfloat16)
+    kinds = getattr(real, "layer_types", None)
+    more = [kinds[0]] if kinds and "layer_type" in inspect.signature(rotary.forward).parameters else []
+    cosine, _ = real(hidden, torch.arange(2)[None], *more)
+    return bool(cosine.dtype == torch.float32)
