@@ -1,0 +1,165 @@
+"""The most that a device holds in a step, when, and what it consists of: its row of a program, with bytes.
+
+    replay(program, device, stages, vocabulary, state)      # DeviceMemory
+
+A row is walked once for all sizes (`walk`); for one set of sizes there is one product of a small matrix and a vector.
+Communication and what an allocator adds are no tensors and are counted elsewhere (`reserved`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenpipe.memory.bytes import DeviceMemory, StageBytes, StateBytes, VocabularyBytes
+from evenpipe.memory.walk import NO_STAGE, TERMS, Thing, Walk, walk
+from evenpipe.schedule import Program
+
+OPTIMIZER_STEP = "optimizer step"
+
+KEPT_WALKS = 256
+"""Of as many rows the walks are kept: a search comes back to the same program with other sizes."""
+
+
+def replay(
+    program: Program,
+    device: int,
+    stages: Mapping[int, StageBytes],
+    vocabulary: VocabularyBytes,
+    state: StateBytes,
+    *,
+    batch: int = 0,
+    gradients_exist: bool = True,
+    buffers_exist: bool = True,
+    curve: bool = False,
+) -> DeviceMemory:
+    """The peak of one device over a training step and the optimizer's step after it.
+
+    Args:
+        stages: at least those that the device holds, by number.
+        vocabulary: of this device.
+        state: its gradients are those of all parameters of the device.
+        batch: bytes of the step's inputs, which stay from its beginning to its end (`vocabulary.batch_bytes`).
+        gradients_exist: when the step begins. Of our own runtime they do not: `zero_grad` drops them.
+        buffers_exist: as after the first step; of meaning where the vocabulary's bytes have `handed_on` or `room`.
+        curve: also the bytes after every item of the row.
+    """
+    found = _arrays(program, device, gradients_exist=gradients_exist, buffers_exist=buffers_exist)
+    return found.memory(stages, vocabulary, state, batch=batch, curve=curve)
+
+
+class _Arrays:
+    """A walk as arrays."""
+
+    def __init__(self, program: Program, device: int, walked: Walk, *, gradients_exist: bool) -> None:
+        self._program = program  # held, so that its id stays its own
+        self._walk = walked
+        self._gradients_exist = gradients_exist
+        self._counts = np.array([moment.counts for moment in walked.moments], dtype=np.int64)
+        self._above = np.array([moment.above for moment in walked.moments], dtype=np.int64)
+        self._after = np.array(walked.after, dtype=np.int64)
+        self._rooms = np.array(walked.rooms, dtype=np.int64)
+        self._last = program.placement.stages - 1
+        self._terms = [TERMS.index(thing.term) for thing in walked.things]
+
+    def memory(
+        self,
+        stages: Mapping[int, StageBytes],
+        vocabulary: VocabularyBytes,
+        state: StateBytes,
+        *,
+        batch: int,
+        curve: bool,
+    ) -> DeviceMemory:
+        things = self._walk.things
+        sizes = np.array([_size(thing, stages, vocabulary) for thing in things], dtype=np.int64)
+        always = state.parameters + state.copies + state.unsharded + state.optimizer + batch
+        if self._gradients_exist:
+            always += state.gradients
+        held: NDArray[np.int64] = self._counts @ sizes
+        whole = held + np.append(sizes, 0)[self._above]
+        moment = int(whole.argmax()) if len(whole) else -1
+        peak = always + int(whole[moment]) if len(whole) else always
+        at_step = state.total + state.step_peak + int(self._rooms @ sizes)
+        values = tuple(int(size) for size in held[self._after] + always) if curve else ()
+        if at_step > peak or moment < 0:
+            terms = self._fixed(state, 0, gradients=True)
+            terms["vocabulary"] += int(self._rooms @ sizes)
+            terms["transient"] += state.step_peak
+            return DeviceMemory(peak=at_step, binding_event=OPTIMIZER_STEP, terms=terms, curve=values)
+        terms = self._fixed(state, batch, gradients=self._gradients_exist)
+        terms["parameters"] += state.unsharded
+        shares = self._counts[moment] * sizes
+        for term, share in zip(self._terms, shares, strict=True):
+            terms[TERMS[term]] += int(share)
+        terms["transient"] += int(whole[moment] - held[moment])
+        return DeviceMemory(peak=peak, binding_event=self._walk.labels[moment], terms=terms, curve=values)
+
+    @staticmethod
+    def _fixed(state: StateBytes, batch: int, *, gradients: bool) -> dict[str, int]:
+        """What does not depend on the moment."""
+        return {
+            "parameters": state.parameters + state.copies,
+            "gradients": state.gradients if gradients else 0,
+            "optimizer": state.optimizer,
+            "activations": 0,
+            "vocabulary": 0,
+            "buffers": batch,
+            "transient": 0,
+        }
+
+
+_kept: OrderedDict[tuple[int, int, bool, bool], _Arrays] = OrderedDict()
+
+
+def _arrays(program: Program, device: int, *, gradients_exist: bool, buffers_exist: bool) -> _Arrays:
+    key = (id(program), device, gradients_exist, buffers_exist)
+    found = _kept.get(key)
+    if found is None:
+        walked = walk(program, device, gradients_exist=gradients_exist, buffers_exist=buffers_exist)
+        found = _kept[key] = _Arrays(program, device, walked, gradients_exist=gradients_exist)
+        if len(_kept) > KEPT_WALKS:
+            _kept.popitem(last=False)
+    else:
+        _kept.move_to_end(key)
+    return found
+
+
+# --- sizes ----------------------------------------------------------------------------------------------------------
+
+RECOMPUTED = "recomputed_"
+
+
+def _size(thing: Thing, stages: Mapping[int, StageBytes], vocabulary: VocabularyBytes) -> int:
+    """Bytes of a thing. Its name is a field, or one of those below."""
+    if thing.stage == NO_STAGE:
+        of_vocabulary = _OF_VOCABULARY.get(thing.size)
+        size = getattr(vocabulary, thing.size) if of_vocabulary is None else of_vocabulary(vocabulary)
+        return int(size)
+    stage = stages[thing.stage]
+    if thing.size == "copied_gradient":
+        return 0 if vocabulary.gradient == stage.output else stage.output
+    name = thing.size
+    if name.startswith(RECOMPUTED):
+        stage, name = stage.recomputed or stage, name.removeprefix(RECOMPUTED)
+    given = getattr(stage, name, None)
+    return int(_OF_STAGE[name](stage) if given is None else given)
+
+
+_OF_VOCABULARY: Mapping[str, Callable[[VocabularyBytes], int]] = {
+    "stored": lambda one: one.stored - one.product - one.handed_on,
+    "output_peak": lambda one: one.output_peak - one.handed_on,
+}
+"""`product` and `handed_on` are things of their own."""
+
+_OF_STAGE: Mapping[str, Callable[[StageBytes], int]] = {
+    "weight_gradients": lambda one: one.gradients - one.input_gradients,
+    "bare_forward_peak": lambda one: one.forward_peak,
+    "first_backward_peak": lambda one: one.backward_peak + one.gradients,
+    "first_input_peak": lambda one: one.input_peak + one.input_gradients,
+    "first_weight_peak": lambda one: one.weight_peak + one.gradients - one.input_gradients,
+}
+"""What is not given."""

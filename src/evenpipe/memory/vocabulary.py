@@ -1,0 +1,414 @@
+"""Bytes of the embedding and the output layer: closed forms of what E, G, S, C and T allocate.
+
+They follow `evenpipe/vocabulary` line by line: every term is a tensor there. Letters, as in the mathematics there:
+
+    n  tokens of a microbatch      v  those that have a label      o  those whose label this shard owns
+    h  hidden size                 R  rows of the shard            P  shards
+    e  bytes of hidden states      a  of accumulators (4, or 8 for fp64)      q  of stored exponentials
+    k  statistics per token        b  tokens per block of logits
+
+Where a device's share of the tokens is not given, tokens are taken to be spread over the vocabulary evenly. Text is
+not: small ids are frequent, and the first shard owns most of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from evenpipe.memory.bytes import VocabularyBytes
+from evenpipe.memory.kernels import PRESETS, Kernels
+from evenpipe.schedule import Placement
+from evenpipe.schedule.planning import BARRIERS, vocabulary_mode
+from evenpipe.vocabulary import LossOptions, Shard, split
+from evenpipe.vocabulary.output import BLOCK_LOGITS
+from evenpipe.vocabulary.products import SLICE_ROWS
+
+INDEX = 8
+"""Bytes of an index or a token id."""
+FP64 = 8
+"""The loss is finished in fp64."""
+
+Machine = Literal["gpu", "cpu", "cpu without bf16"]
+""""gpu": products write into their accumulators, and the allocator hands memory on; "cpu": bf16 products have bf16
+results; "cpu without bf16": they are made in fp32, piece by piece."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyShape:
+    """One model's vocabulary layers and one microbatch."""
+
+    rows: int
+    """Of the embedding and of the output layer, whole."""
+    hidden_size: int
+    sequences: int
+    """Of a microbatch."""
+    tokens: int
+    """Of one sequence, those on this GPU."""
+    labelled: int | None = None
+    """Tokens of a microbatch that have a label; None: all but the last of each sequence."""
+    element: int = 2
+    """Bytes of hidden states."""
+    gradient_element: int = 4
+    """Bytes of the gradients of parameters."""
+    options: LossOptions = field(default_factory=LossOptions)
+    bias: bool = False
+    """The output layer has one."""
+    tied: bool = False
+    """The output layer's matrix is the embedding's."""
+
+
+def vocabulary_bytes(
+    mode: str,
+    device: int,
+    placement: Placement,
+    shape: VocabularyShape,
+    *,
+    kernels: Kernels = PRESETS["transformers"],
+    machine: Machine = "gpu",
+    tensor_parallel: int = 1,
+    token_share: float | None = None,
+) -> VocabularyBytes:
+    """Of one device and one microbatch.
+
+    Args:
+        mode: of the vocabulary; where it is whole ("first-last", "redistribute") only the first and the last stage's
+            device have something, and the kernel of the loss is that of `kernels`. Sharded, it is always our own.
+        tensor_parallel: ranks that share a device's rows.
+        token_share: of all tokens, those whose rows and labels are in this device's shard; None: its share of the rows.
+    """
+    barriers = BARRIERS[vocabulary_mode(mode)]
+    if barriers:
+        parts = placement.devices * tensor_parallel
+        shard = split(shape.rows, parts)[device * tensor_parallel]
+        letters = Letters.of(shape, shard, placement.devices, token_share, machine)
+        found = _sharded(letters, shape, one_barrier=barriers == 1)
+        if device != placement.first_device:
+            found = replace(found, rows_all=0)
+        return found
+    first, last = device == placement.first_device, device == placement.last_device
+    shard = split(shape.rows, tensor_parallel)[0]
+    letters = Letters.of(shape, shard, 1, 1.0, machine)
+    found = VocabularyBytes()
+    if last:
+        found = _whole(letters, shape) if kernels.loss == "evenpipe" else _framework(letters, shape, kernels.loss)
+    if first:
+        of_embedding = _embedding(letters, shape)
+        held_twice = last and shape.tied
+        found = replace(
+            found,
+            embedding_backward_peak=of_embedding.embedding_backward_peak,
+            embedding_gradients=0 if held_twice else of_embedding.embedding_gradients,
+        )
+    return found
+
+
+def batch_bytes(tokens: int, *, machine: Machine = "gpu", shards: int = 1, accumulator: int = 4) -> int:
+    """The inputs of one step on one device, from its beginning to its end.
+
+    Weights of tokens; where every device holds a part of the embedding, the tokens sorted by owner; and on a CPU token
+    ids, labels and targets, which otherwise stay in the host's memory.
+
+    Args:
+        tokens: of the whole step, all microbatches.
+        shards: of the embedding.
+    """
+    found = tokens * accumulator
+    if shards > 1:
+        found += 2 * INDEX * tokens
+    if machine != "gpu":
+        found += 3 * INDEX * tokens
+    return found
+
+
+# --- the shard ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Letters:
+    """What the formulas are made of; see above."""
+
+    n: int
+    v: int
+    o: int
+    h: int
+    R: int
+    held: int
+    """R with the rows that only pad the matrix."""
+    P: int
+    e: int
+    a: int
+    q: int
+    k: int
+    c: int
+    """Tokens whose embedding rows are here."""
+    start: int
+    """First row of the shard."""
+    machine: Machine
+    options: LossOptions
+    bias: bool
+
+    @classmethod
+    def of(cls, shape: VocabularyShape, shard: Shard, shards: int, share: float | None, machine: Machine) -> Letters:
+        n = shape.sequences * shape.tokens
+        v = shape.sequences * (shape.tokens - 1) if shape.labelled is None else shape.labelled
+        part = shard.tokens / shape.rows if share is None else share
+        a = 8 if shape.element == 8 else 4
+        return cls(
+            n=n,
+            v=v,
+            o=round(v * part) if shard.tokens else 0,
+            h=shape.hidden_size,
+            R=shard.tokens,
+            held=shard.rows,
+            P=shards,
+            e=shape.element,
+            a=a,
+            q=shape.element,
+            k=shape.options.statistics,
+            c=round(n * part),
+            start=shard.start,
+            machine=machine,
+            options=shape.options,
+            bias=shape.bias,
+        )
+
+    @property
+    def reuses(self) -> bool:
+        """Large tensors of S and T are handed on instead of given back."""
+        return self.machine != "gpu"
+
+    @property
+    def keeps(self) -> bool:
+        return self.options.keep == "probabilities"
+
+    @property
+    def b(self) -> int:
+        """Tokens per block, as `output.py` has it."""
+        given = self.options.rows_per_block
+        least = 1024 if self.keeps and self.e == self.a else 256
+        block = max(least, BLOCK_LOGITS // max(1, self.R) // 256 * 256) if given is None else given
+        return max(1, min(block, self.v))
+
+    @property
+    def needs_derivative(self) -> bool:
+        return self.options.soft_cap is not None and self.options.label_smoothing > 0
+
+    @property
+    def slow(self) -> bool:
+        """Products are made in fp32, in slices of the vocabulary."""
+        return self.machine == "cpu without bf16" and self.e != self.a
+
+    @property
+    def narrow(self) -> bool:
+        """Results of products are bf16 tensors."""
+        return self.machine == "cpu" and self.e != self.a
+
+    # --- temporaries of the three products ----------------------------------------------------------------------
+
+    def of_logits(self) -> int:
+        """X W^T, of one block."""
+        if not self.slow:
+            return 0
+        r = min(self.R, SLICE_ROWS)
+        return self.a * (self.b * self.h + r * self.h + self.b * r)
+
+    def of_hidden(self, tokens: int) -> int:
+        """E W."""
+        if self.slow:
+            r = min(self.R, SLICE_ROWS)
+            return self.a * r * (tokens + self.h)
+        return tokens * self.h * self.e if self.narrow else 0
+
+    def of_weight(self) -> int:
+        """E^T (r X), beside r X itself."""
+        r = min(self.R, SLICE_ROWS)
+        if self.slow:
+            return self.a * self.v * (self.h + r)
+        return r * self.h * self.q if self.narrow else 0
+
+
+def _left(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
+    """What S leaves: `stored`, `product`, `handed_on`, `room`."""
+    if not x.R or not x.v:
+        return VocabularyBytes(stored=_indices(x) + _copied_hidden(x))
+    exponentials = x.n * x.R * x.q * (2 if x.needs_derivative else 1) if x.keeps else 0
+    product = x.v * x.h * x.a * (2 if x.needs_derivative else 1) if one_barrier else 0
+    rooms = 0 if x.keeps else x.b * x.R * x.q
+    if x.q != x.a:
+        rooms += x.b * x.R * x.a
+    if x.options.soft_cap is not None:
+        rooms += x.b * x.R * x.a
+    maximum = x.v * x.a
+    return VocabularyBytes(
+        stored=_indices(x) + _copied_hidden(x) + maximum + exponentials + product,
+        product=product,
+        handed_on=exponentials if x.reuses else 0,
+        room=rooms if x.reuses else 0,
+        output_peak=0 if x.reuses else rooms,
+    )
+
+
+def _indices(x: Letters) -> int:
+    """Which tokens have labels, and which of these this shard owns: rows and columns."""
+    return INDEX * ((x.v if x.v < x.n else 0) + 2 * x.o)
+
+
+def _copied_hidden(x: Letters) -> int:
+    """X of the tokens that have labels; where all have one it is X itself, which stays."""
+    return x.v * x.h * x.e
+
+
+def _first_half(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
+    left = _left(x, one_barrier=one_barrier)
+    statistics = x.n * x.k * x.a
+    beside = left.output_peak  # rooms that are given back
+    per_row = 2 * x.b * x.a + INDEX * (x.o * x.b // max(1, x.v))  # maximum, sum, and rows of owned targets
+    blocks = max(x.of_logits(), per_row, x.of_hidden(x.b) if one_barrier else 0)
+    if x.needs_derivative:
+        blocks = max(blocks, x.b * x.R * x.q)
+    stored = left.stored if x.v < x.n else left.stored - _copied_hidden(x)
+    maximum = x.v * x.a if x.R and x.v else 0
+    in_blocks = stored - maximum + x.v * x.k * x.a + beside + blocks + (x.R * x.a if x.bias else 0)
+    spread = stored + x.v * x.k * x.a + (statistics if x.v < x.n else 0)
+    return replace(left, own_statistics=statistics, output_peak=max(in_blocks, spread))
+
+
+def _combine(x: Letters) -> tuple[int, int]:
+    """(peak, what stays): `combination.py`, in fp64 numbers per token and shard."""
+    vectors = 7 if x.options.label_smoothing else 6
+    table = x.P * x.n * x.k * FP64
+    # The exponential of every shard's maximum and its product with the sum, beside the maximum over all shards.
+    over_shards = (1 + 2 * x.P) * FP64
+    # Maximum, total, target, odds, negative log-probability, against, towards, log-sum-exp, tilt, weights, the two
+    # coefficients; all but the last result; the one under way in fp64, and whether a token counts.
+    over_tokens = 12 * FP64 + (vectors - 1) * x.a + FP64 + x.a + 1
+    if x.options.label_smoothing:  # what every shard says beside it, its sum, the losses, and the last product
+        over_tokens += (x.P + 3) * FP64
+    return table + x.n * max(over_shards, over_tokens), vectors * x.n * x.a
+
+
+def _hidden_gradient(x: Letters) -> int:
+    """The peak of making dX out of the product, beside the product."""
+    of_targets = x.o * (x.a + x.h * (x.e + x.a)) + x.v * x.a
+    spread = x.n * x.h * x.a if x.v < x.n else 0
+    uniform = x.v * x.a if x.options.label_smoothing else 0
+    return uniform + max(4 * x.v * x.a, of_targets, x.o * x.a + spread)
+
+
+def _second_half(x: Letters, *, makes_hidden_gradient: bool) -> int:
+    """The peak of adding to the weight gradient, with two barriers also of making dX."""
+    if not x.R or not x.v:
+        return x.n * x.h * x.a if makes_hidden_gradient else 0
+    product = x.v * x.h * x.a * (2 if x.needs_derivative else 1) if makes_hidden_gradient else 0
+    others = x.v * x.a * (2 if x.options.label_smoothing else 1)
+    scaled = x.v * x.h * x.q
+    cast = x.v * x.h * x.a + (scaled if x.q != x.a else 0)
+    of_weight = max(cast, scaled + x.of_weight())
+    of_targets = x.o * (x.a + x.h * (x.e + x.a))
+    kept = others + product
+    rooms = 0 if x.keeps else x.v * min(x.R, SLICE_ROWS) * (x.q + (x.a if x.q != x.a else 0))
+    peak = rooms + max(kept + of_weight, kept + (x.of_hidden(x.v) if makes_hidden_gradient else 0))
+    peak = max(peak, kept + of_targets)
+    return max(peak, kept + _hidden_gradient(x)) if makes_hidden_gradient else peak
+
+
+def _sharded(x: Letters, shape: VocabularyShape, *, one_barrier: bool) -> VocabularyBytes:
+    """Modes with shards: passes of their own on every device."""
+    left = _first_half(x, one_barrier=one_barrier)
+    combine_peak, combined = _combine(x)
+    rows = _embedding(x, shape)
+    return replace(
+        left,
+        rows_input=rows.rows_input,
+        rows_all=x.n * x.h * x.e,
+        hidden=x.n * x.h * x.e,
+        combine_peak=combine_peak,
+        combined=combined,
+        gradient_peak=_hidden_gradient(x) if one_barrier else 0,
+        backward_peak=_second_half(x, makes_hidden_gradient=not one_barrier),
+        statistics=x.P * left.own_statistics,
+        gradient=x.n * x.h * x.a,
+        embedding_peak=rows.embedding_peak,
+        embedding_backward_peak=rows.embedding_backward_peak,
+        output_gradients=_output_gradients(x, shape),
+        embedding_gradients=0 if shape.tied else rows.embedding_gradients,
+    )
+
+
+def _whole(x: Letters, shape: VocabularyShape) -> VocabularyBytes:
+    """All rows on the last stage's device: S and the loss in its F, T in its B, or dX in I and the rest in W."""
+    left = _first_half(x, one_barrier=False)
+    combine_peak, combined = _combine(x)
+    product = x.v * x.h * x.a * (2 if x.needs_derivative else 1)
+    return replace(
+        left,
+        combine_peak=combine_peak,
+        combined=combined,
+        gradient_peak=product + max(x.of_hidden(x.v), _hidden_gradient(x)),
+        backward_peak=_second_half(x, makes_hidden_gradient=True),
+        weight_peak=_second_half(x, makes_hidden_gradient=False),
+        gradient=x.n * x.h * x.a,
+        output_gradients=_output_gradients(x, shape),
+    )
+
+
+def _output_gradients(x: Letters, shape: VocabularyShape) -> int:
+    return x.held * (x.h + (1 if x.bias else 0)) * shape.gradient_element
+
+
+def _embedding(x: Letters, shape: VocabularyShape) -> VocabularyBytes:
+    """E and G on this shard's rows; where the embedding is whole, in the first stage's F and B."""
+    rows = x.c * x.h * x.e
+    shifted = INDEX * x.c
+    wide = x.c * x.h * shape.gradient_element if x.e != shape.gradient_element else 0
+    return VocabularyBytes(
+        rows_input=rows,
+        embedding_peak=rows + (shifted if x.start else 0),
+        embedding_backward_peak=shifted + wide,
+        embedding_gradients=x.held * x.h * shape.gradient_element,
+    )
+
+
+# --- output layers and losses of other frameworks -------------------------------------------------------------------
+
+
+CHUNKS = 8
+"""Of the loss in chunks."""
+
+
+def _framework(x: Letters, shape: VocabularyShape, loss: str) -> VocabularyBytes:
+    """A linear layer and a cross-entropy at the end of the last stage, on all n tokens. In bytes per logit:
+
+    fp32       logits in bf16, then in fp32, and their log-softmax, which alone stays; two gradients in fp32
+    bf16       all of it in bf16
+    in-place   Megatron-LM's vocabulary-parallel cross-entropy: bf16 logits become fp32 probabilities in place
+    fused      Transformer Engine's: the logits become their own gradient
+    chunked    a head and loss over chunks of the tokens, computed again in the backward, as torchtitan has it
+    """
+    logits = x.n * x.R
+    e, wide = x.e, 4
+    kept, forward, backward = {
+        "fp32": (wide, e + 2 * wide, 2 * wide),
+        "bf16": (e, 2 * e, 2 * e),
+        "in-place": (wide, e + wide, e),
+        "fused": (e, e, 0),
+        "chunked": (0, 0, 0),
+    }[loss]
+    hidden = x.n * x.h * x.e
+    per_token = 0 if loss == "chunked" else x.n * 4
+    found = VocabularyBytes(
+        stored=logits * kept + per_token,
+        output_peak=logits * forward + per_token,
+        backward_peak=logits * backward + hidden,
+        gradient_peak=logits * backward + hidden,
+        weight_peak=x.R * x.h * x.e,
+        gradient=hidden,
+        output_gradients=_output_gradients(x, shape),
+    )
+    if loss == "chunked":
+        in_chunk = logits * (e + 3 * wide) // CHUNKS
+        found = replace(
+            found, output_peak=logits * (e + 2 * wide) // CHUNKS, backward_peak=in_chunk + 2 * x.R * x.h * x.e + hidden
+        )
+    return found

@@ -1,0 +1,264 @@
+"""The replay against what is known of schedules, and against real steps of one process, item by item."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from evenpipe.memory.bytes import StageBytes, StateBytes, VocabularyBytes
+from evenpipe.memory.replay import OPTIMIZER_STEP, replay
+from evenpipe.memory.traced import StageTracer
+from evenpipe.memory.vocabulary import VocabularyShape, batch_bytes, vocabulary_bytes
+from evenpipe.memory.walk import SENDS_IN_FLIGHT, walk
+from evenpipe.runtime import Pipeline, values
+from evenpipe.schedule import Order, Pass, Placement, add_recompute, plan_program
+from evenpipe.vocabulary.products import _cpu_has_bf16
+
+NOTHING = StateBytes(parameters=0, gradients=0, optimizer=0)
+NO_VOCABULARY = VocabularyBytes()
+
+
+def counts(stored: int = 0, queued: int = 0, **others: int) -> StageBytes:
+    """A stage of which nothing has bytes but what is said."""
+    zero = dict.fromkeys(("input", "output", "forward_peak", "backward_peak", "input_peak", "weight_peak"), 0)
+    return StageBytes(**(zero | {"stored": stored, "queued": queued} | others))
+
+
+def peaks(name: str, devices: int, microbatches: int, stage: StageBytes, mode: str = "first-last", **options) -> list:
+    _, program = plan_program(name, devices, microbatches, mode, **options)
+    stages = dict.fromkeys(range(program.placement.stages), stage)
+    return [replay(program, device, stages, NO_VOCABULARY, NOTHING).peak for device in range(devices)]
+
+
+# --- how many are in flight: reference, section 3.5 -----------------------------------------------------------------
+
+SHAPES = [(4, 4), (4, 8), (4, 12), (8, 8), (8, 24), (3, 7), (5, 3)]
+
+
+@pytest.mark.parametrize(("p", "m"), SHAPES)
+def test_stored_activations_of_schedules_with_one_stage_per_device(p: int, m: int) -> None:
+    one = counts(stored=1)
+    assert peaks("gpipe", p, m, one) == [m] * p
+    assert peaks("1f1b", p, m, one) == [min(m, p - i) for i in range(p)]
+    assert peaks("zb-h1", p, m, one) == [min(m, p - i) for i in range(p)]
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 4), (4, 8), (8, 16)])
+@pytest.mark.parametrize("v", [2, 3])
+def test_stored_activations_of_interleaved_stages(p: int, m: int, v: int) -> None:
+    expected = [min(m * v, 2 * (p - i - 1) + (v - 1) * p + 1) for i in range(p)]
+    assert peaks("interleaved", p, m, counts(stored=1), stages_per_device=v) == expected
+    assert peaks("looped-bfs", p, m, counts(stored=1), stages_per_device=v) == [m * v] * p
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 12), (8, 24)])
+def test_what_waits_for_W_counts_as_well(p: int, m: int) -> None:
+    """ZB-H1: p - i wait for B and i for W; ZBV: 2p stages on every device."""
+    assert peaks("zb-h1", p, m, counts(stored=1, queued=1)) == [p] * p
+    assert peaks("zbv", p, m, counts(stored=1, queued=1)) == [2 * p] * p
+
+
+@pytest.mark.parametrize("p", [4, 6, 8])
+def test_half_of_the_memory(p: int) -> None:
+    """V-Half: about p stages of half a device's layers on every device."""
+    found = peaks("v-half", p, 3 * p, counts(stored=1, queued=1))
+    assert max(found) <= p + 2 and max(found) - min(found) <= 2
+
+
+@pytest.mark.parametrize(("mode", "more"), [("vocab-2", 1), ("vocab-1", 2)])
+@pytest.mark.parametrize(("p", "m"), [(4, 12), (8, 24)])
+def test_one_microbatch_more_for_each_barrier(p: int, m: int, mode: str, more: int) -> None:
+    assert peaks("1f1b", p, m, counts(stored=1), mode) == [p - i + more for i in range(p)]
+
+
+def test_inputs_of_microbatches_that_are_computed_again() -> None:
+    order, _ = plan_program("1f1b", 4, 8, "first-last")
+    _, program = plan_program(add_recompute(order), 4, 8, "first-last")
+    stages = dict.fromkeys(range(4), counts(stored=100, input=1))
+    first = replay(program, 0, stages, NO_VOCABULARY, NOTHING)
+    assert first.terms["activations"] == 100 + 4, "four inputs, and one microbatch whole"
+
+
+def test_the_bound_of_sends_is_that_of_the_runtime() -> None:
+    assert SENDS_IN_FLIGHT == values.SENDS_IN_FLIGHT
+
+
+# --- what is told ---------------------------------------------------------------------------------------------------
+
+
+def test_terms_add_up_and_the_event_is_named() -> None:
+    stage = counts(stored=10, input=3, output=3, forward_peak=14, backward_peak=7)
+    state = StateBytes(parameters=100, gradients=50, optimizer=200, copies=20, unsharded=5)
+    _, program = plan_program("1f1b", 4, 8, "first-last")
+    found = replay(program, 0, dict.fromkeys(range(4), stage), NO_VOCABULARY, state, batch=11, curve=True)
+    assert sum(found.terms.values()) == found.peak
+    assert found.terms["parameters"] == 125 and found.terms["buffers"] >= 11
+    assert found.binding_event == "B of stage 0, microbatch 0"
+    assert len(found.curve) == len(program.rows[0]) and found.curve[-1] == 386
+
+
+def test_the_step_of_the_optimizer_may_be_what_binds() -> None:
+    state = StateBytes(parameters=100, gradients=100, optimizer=200, step_peak=1000)
+    _, program = plan_program("1f1b", 2, 2, "first-last")
+    found = replay(program, 1, {1: counts(stored=7)}, NO_VOCABULARY, state)
+    assert (found.peak, found.binding_event) == (1400, OPTIMIZER_STEP)
+    assert found.terms["transient"] == 1000 and sum(found.terms.values()) == 1400
+
+
+def test_gradients_that_do_not_exist_are_made_by_the_first_backward() -> None:
+    stage = counts(stored=10, gradients=40, input_gradients=4, first_backward_peak=41)
+    state = StateBytes(parameters=100, gradients=40, optimizer=0)
+    _, program = plan_program("1f1b", 1, 3, "first-last")
+    before = replay(program, 0, {0: stage}, NO_VOCABULARY, state, gradients_exist=False, curve=True)
+    backward = next(position for position, item in enumerate(program.rows[0]) if str(item) == "0B0")
+    assert before.curve[backward - 1] == 110 and before.curve[backward] == 140
+    assert before.peak == 151 and before.binding_event == "B of stage 0, microbatch 0"
+    assert replay(program, 0, {0: stage}, NO_VOCABULARY, state).peak == 150
+
+
+def test_walks_have_few_moments() -> None:
+    """A step repeats itself: time for one set of sizes does not grow with the microbatches."""
+    short, long = (plan_program("1f1b", 4, m, "vocab-2")[1] for m in (16, 64))
+    moments = [len(walk(program, 1, gradients_exist=True, buffers_exist=True).moments) for program in (short, long)]
+    assert moments[0] == moments[1] < 200
+
+
+@pytest.mark.parametrize("mode", ["first-last", "interlaced", "vocab-1", "vocab-2"])
+@pytest.mark.parametrize(
+    "name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe-v"]
+)
+@pytest.mark.parametrize(("p", "m"), [(1, 4), (2, 4), (4, 8)])
+def test_nothing_is_left_of_any_schedule(name: str, mode: str, p: int, m: int) -> None:
+    """The walk itself asserts that everything held is dropped, once."""
+    if p == 1 and name in ("zbv", "v-half", "v-min", "dualpipe-v", "interleaved"):
+        pytest.skip("has several stages per device")
+    _, program = plan_program(name, p, m, mode)
+    for device in range(p):
+        for exist in (False, True):
+            walk(program, device, gradients_exist=exist, buffers_exist=exist)
+
+
+# --- against real steps ---------------------------------------------------------------------------------------------
+
+HIDDEN, TOKENS, ROWS, LAYERS = 32, 48, 512, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    order: str
+    """Of one device; stages in a loop."""
+    stages: int = 2
+    mode: str = "first-last"
+    checkpointing: str = "none"
+    bf16: bool = False
+
+
+def order_of(case: Case) -> Order:
+    row = tuple(Pass.parse(text) for text in case.order.split())
+    return Order(Placement(1, (0,) * case.stages), 3, (row,))
+
+
+FUSED = "0F0 0F1 1F0 1B0 1F1 0F2 1B1 0B0 0B1 1F2 1B2 0B2"
+SPLIT = "0F0 1F0 0F1 1I0 1F1 0I0 1W0 0F2 1B1 0I1 0W0 1F2 1I2 0B2 0W1 1W2"
+AGAIN = "0F0 1F0 1B0 0F1 1F1 0R0 0I0 1R1 1B1 0F2 0W0 1F2 0B1 1R2 1I2 0R2 0B2 1W2"
+
+CASES = [
+    Case("0F0 0B0 0F1 0F2 0B1 0B2", stages=1),
+    Case(FUSED),
+    Case(FUSED, mode="vocab-2"),
+    Case(FUSED, mode="vocab-1"),
+    Case(SPLIT),
+    Case(SPLIT, mode="vocab-2"),
+    Case(AGAIN),
+    Case(FUSED, checkpointing="full"),
+    Case(AGAIN, checkpointing="full"),
+    Case(FUSED, bf16=True),
+    Case(SPLIT, bf16=True, mode="vocab-2"),
+]
+
+
+def config() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=ROWS,
+        hidden_size=HIDDEN,
+        intermediate_size=80,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=TOKENS,
+        tie_word_embeddings=False,
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("exist", [False, True], ids=["gradients made", "gradients there"])
+def test_every_item_of_a_real_step_holds_what_is_predicted(case: Case, exist: bool) -> None:
+    """Within a few hundred bytes: scalars of the loss, and numbers per token that are gone before the next item."""
+    compute = torch.bfloat16 if case.bf16 else torch.float32
+    pipeline = Pipeline(
+        config(),
+        schedule=order_of(case),
+        vocabulary=case.mode,
+        microbatches=3,
+        checkpointing=case.checkpointing,
+        compute_dtype=compute,
+        self_check=False,
+    )
+    ids = torch.randint(0, ROWS, (3, TOKENS), generator=torch.Generator().manual_seed(0))
+    pipeline.step(ids)
+    if not exist:
+        pipeline.zero_grad()
+    gc.collect()
+    with pipeline.count_bytes() as counted:
+        pipeline.step(ids)
+    program, description = pipeline.program, pipeline.description
+    tracer = StageTracer(
+        description, microbatch_size=1, sequence=TOKENS, compute_dtype=compute, split=True, recompute=True
+    )
+    last = program.placement.stages - 1
+    stages = {
+        stage: tracer.stage(
+            *pipeline.layout.layers[stage],
+            is_first=stage == 0,
+            is_last=stage == last,
+            checkpointing=case.checkpointing,
+        )
+        for stage in range(last + 1)
+    }
+    machine = "cpu" if _cpu_has_bf16() else "cpu without bf16"
+    vocabulary = vocabulary_bytes(
+        case.mode,
+        0,
+        program.placement,
+        VocabularyShape(rows=ROWS, hidden_size=HIDDEN, sequences=1, tokens=TOKENS, element=compute.itemsize),
+        machine=machine,
+    )
+    state = StateBytes(
+        parameters=counted.started["parameters"],
+        gradients=counted.started["parameters"],
+        optimizer=0,
+        copies=counted.started["copies"],
+    )
+    buffers = sum(tensor.nbytes for module in pipeline._held.stages[0].modules() for tensor in module._buffers.values())
+    found = replay(
+        program,
+        0,
+        stages,
+        vocabulary,
+        state,
+        batch=batch_bytes(3 * TOKENS, machine=machine),
+        gradients_exist=exist,
+        curve=True,
+    )
+    real = [one.after for one in counted.items()]
+    assert len(real) == len(found.curve)
+    rows = zip(program.rows[0], found.curve, real, strict=True)
+    wrong = [
+        f"{item}: {predicted - measured:+d}" for item, predicted, measured in rows if abs(predicted - measured) > 600
+    ]
+    assert not wrong, f"{wrong} of {buffers}"
+    assert found.peak == pytest.approx(counted.peak, abs=1500)

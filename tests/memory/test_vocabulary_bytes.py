@@ -1,0 +1,242 @@
+"""Closed forms of the vocabulary layers against the functions themselves, counted with real tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from evenpipe.memory.kernels import PRESETS
+from evenpipe.memory.tracker import Span, Tracker
+from evenpipe.memory.vocabulary import Machine, VocabularyShape, vocabulary_bytes
+from evenpipe.runtime.batch import IGNORE_INDEX, Microbatch
+from evenpipe.runtime.parameters import Matrix
+from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
+from evenpipe.schedule import Placement
+from evenpipe.vocabulary import Buffers, LossOptions, output, products, split
+
+DEVICES, ROWS, HIDDEN, SEQUENCES, TOKENS = 4, 4096, 96, 2, 160
+N, V = SEQUENCES * TOKENS, SEQUENCES * (TOKENS - 1)
+
+OPTIONS = {
+    "plain": LossOptions(),
+    "blocks": LossOptions(rows_per_block=64),
+    "smoothing": LossOptions(label_smoothing=0.1),
+    "soft-cap": LossOptions(soft_cap=3.0),
+}
+
+
+class Small(Buffers):
+    """What the allocator of a GPU does: nothing is held here."""
+
+    def give(self, tensor: Tensor | None) -> None:
+        pass
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch):
+    """Lets products allocate what they do on a machine; what they compute does not matter."""
+
+    def run(machine: Machine) -> None:
+        if machine == "gpu":  # bf16 products write into their accumulators
+            monkeypatch.setattr(output, "logits_product", lambda x, w, scale, out, rounded=None: out.zero_())
+            monkeypatch.setattr(output, "hidden_product", lambda e, w, out: out.zero_())
+            monkeypatch.setattr(output, "weight_product", lambda e, x, out: out.zero_())
+        monkeypatch.setattr(products, "_cpu_has_bf16", lambda: machine == "cpu")
+
+    return run
+
+
+class Device:
+    """One device's shard of the output layer, whose passes are counted."""
+
+    def __init__(self, device: int, dtype: torch.dtype, options: LossOptions, machine: Machine, barriers: int) -> None:
+        shards = split(ROWS, DEVICES if barriers else 1)
+        self.shard = shards[device if barriers else 0]
+        self.barriers, self.dtype, self.shards = barriers, dtype, len(shards)
+        self.matrix = Matrix(nn.Parameter(torch.zeros(self.shard.rows, HIDDEN)), dtype)
+        self.matrix.gradient()
+        self.output = OutputShard(self.matrix, None, self.shard, options, one_barrier=barriers == 1)
+        if machine == "gpu":
+            self.output._buffers = Small()
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, ROWS, (SEQUENCES, TOKENS), generator=generator)
+        targets = torch.roll(ids, -1, 1)
+        targets[:, -1] = IGNORE_INDEX
+        weights = torch.full((N,), 1.0 / V)
+        self.microbatch = Microbatch(ids, targets.flatten(), weights, None, None)
+        owned = (targets >= self.shard.start) & (targets < self.shard.stop)
+        self.share = int(owned.sum()) / V
+        self.owned_ids = int(((ids >= self.shard.start) & (ids < self.shard.stop)).sum())
+
+    def run(self) -> dict[str, Span]:
+        """Every pass of the second microbatch: memory that is used again is there. Names are fields."""
+        spans: dict[str, Span] = {}
+        with Tracker() as tracker:
+            tracker.add(self.matrix.weight, self.matrix.gradient(), self.microbatch.targets, self.microbatch.weights)
+            for index in (0, 1):
+                hidden = torch.zeros(N, HIDDEN, dtype=self.dtype)
+                with tracker.span() as spans["output_peak"]:
+                    statistics = self.output.forward(hidden, self.microbatch, index, gradients=True)
+                with tracker.span() as spans["stored"]:
+                    del hidden
+                table = statistics[None] if self.shards == 1 else torch.stack([statistics] * self.shards)
+                with tracker.span() as spans["combine_peak"]:
+                    self.output.combine(table, self.microbatch, index, gradients=True)
+                with tracker.span() as spans["gradient_peak"]:
+                    gradient = self.output.hidden_gradient(index) if self.barriers == 1 else None
+                with tracker.span() as spans["backward_peak"]:
+                    part = self.output.backward(index)
+                del gradient, part, statistics, table
+        return spans
+
+
+def predicted(device: Device, number: int, dtype: torch.dtype, options: LossOptions, machine: Machine):
+    shape = VocabularyShape(
+        rows=ROWS,
+        hidden_size=HIDDEN,
+        sequences=SEQUENCES,
+        tokens=TOKENS,
+        element=dtype.itemsize,
+        options=options,
+    )
+    mode = {0: "first-last", 1: "vocab-2", 2: "vocab-1"}[device.barriers]
+    placement = Placement.linear(DEVICES if device.barriers else 1)
+    return vocabulary_bytes(mode, number, placement, shape, machine=machine, token_share=device.share)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("machine", ["gpu", "cpu", "cpu without bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("barriers", [0, 1, 2])
+def test_passes_allocate_what_is_predicted(
+    on, barriers: int, dtype: torch.dtype, machine: Machine, options: str
+) -> None:
+    """Large tensors exactly; scalars and what is as short as the batch may be off by little."""
+    on(machine)
+    number = 1 if barriers else 0
+    device = Device(number, dtype, OPTIONS[options], machine, barriers)
+    spans = device.run()
+    found = predicted(device, number, dtype, OPTIONS[options], machine)
+    small = 4 * V + 64  # one number per token
+    hidden = N * HIDDEN * dtype.itemsize
+    kept = spans["output_peak"].kept + spans["stored"].kept + hidden
+    assert kept == found.stored - found.handed_on + found.own_statistics
+    assert spans["output_peak"].above == pytest.approx(found.output_peak - found.handed_on, abs=small)
+    assert spans["combine_peak"].above == pytest.approx(found.combine_peak, abs=small)
+    assert spans["combine_peak"].kept == pytest.approx(found.combined, abs=64)
+    if barriers == 1:
+        assert spans["gradient_peak"].above == pytest.approx(found.gradient_peak, abs=small)
+        assert spans["gradient_peak"].kept == found.gradient - found.product
+    assert spans["backward_peak"].above == pytest.approx(found.backward_peak, abs=small)
+
+
+@pytest.mark.parametrize("machine", ["gpu", "cpu", "cpu without bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_whole_output_layer_whose_backward_is_split(on, dtype: torch.dtype, machine: Machine) -> None:
+    on(machine)
+    device = Device(0, dtype, LossOptions(), machine, 0)
+    found = predicted(device, 0, dtype, LossOptions(), machine)
+    with Tracker() as tracker:
+        tracker.add(
+            device.matrix.weight, device.matrix.gradient(), device.microbatch.targets, device.microbatch.weights
+        )
+        for index in (0, 1):
+            statistics = device.output.forward(
+                torch.zeros(N, HIDDEN, dtype=dtype), device.microbatch, index, gradients=True
+            )
+            device.output.combine(statistics[None], device.microbatch, index, gradients=True)
+            with tracker.span() as to_input:
+                gradient = device.output.hidden_gradient(index)
+            with tracker.span() as to_weight:
+                device.output.backward(index)
+            del gradient, statistics
+    assert to_input.above == pytest.approx(found.gradient_peak, abs=4 * V + 64) and to_input.kept == found.gradient
+    assert to_weight.above == pytest.approx(found.weight_peak, abs=4 * V + 64)
+
+
+@pytest.mark.parametrize("keep", ["probabilities", "nothing"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_keeping_nothing_leaves_hidden_states_alone(dtype: torch.dtype, keep: str) -> None:
+    options = LossOptions(keep=keep)
+    machine: Machine = "cpu" if products._cpu_has_bf16() else "cpu without bf16"
+    device = Device(1, dtype, options, machine, 2)
+    spans, found = device.run(), predicted(device, 1, dtype, options, machine)
+    assert spans["output_peak"].kept + spans["stored"].kept + N * HIDDEN * dtype.itemsize == pytest.approx(
+        found.stored - found.handed_on + found.own_statistics, abs=64
+    )
+    assert spans["output_peak"].above == pytest.approx(found.output_peak - found.handed_on, abs=4 * V + 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_rows_of_the_embedding(dtype: torch.dtype) -> None:
+    shards = split(ROWS, DEVICES)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, ROWS, (SEQUENCES, TOKENS), generator=generator)
+    for device in range(DEVICES):
+        matrix = Matrix(nn.Parameter(torch.zeros(shards[device].rows, HIDDEN)), dtype)
+        matrix.gradient()
+        embedding = EmbeddingShard(matrix, shards, device, None)
+        embedding.begin(type("Batch", (), {"microbatches": [Microbatch(ids, ids, ids, None, None)]})())
+        own = embedding.counts(0)[device]
+        shape = VocabularyShape(
+            rows=ROWS, hidden_size=HIDDEN, sequences=SEQUENCES, tokens=TOKENS, element=dtype.itemsize
+        )
+        found = vocabulary_bytes("vocab-2", device, Placement.linear(DEVICES), shape, token_share=own / N)
+        with Tracker() as tracker:
+            tracker.add(matrix.weight, matrix.gradient(), embedding._routes[0].token_ids)
+            with tracker.span() as forward:
+                rows = embedding.rows(0)
+            with tracker.span() as backward:
+                embedding.add_gradient(rows, 0)
+        assert (forward.above, forward.kept) == (found.embedding_peak, found.rows_input)
+        assert backward.above == found.embedding_backward_peak
+        assert found.embedding_gradients == matrix.gradient().nbytes
+        assert bool(found.rows_all) == (device == 0)
+
+
+# --- losses of frameworks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("loss", "peak"), [("fp32", 12), ("bf16", 6)])
+def test_cross_entropy_of_torch(loss: str, peak: int) -> None:
+    """Bytes per logit at most, parameters and what is not as large as the logits aside: reference, section 3.4."""
+    tokens, hidden_size, rows = 256, 16, 2048
+    weight = nn.Parameter(torch.zeros(rows, hidden_size, dtype=torch.bfloat16))
+    weight.grad = torch.zeros_like(weight)
+    hidden = torch.zeros(tokens, hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.zeros(tokens, dtype=torch.int64)
+
+    def value() -> Tensor:
+        logits = functional.linear(hidden, weight)
+        return functional.cross_entropy(logits.float() if loss == "fp32" else logits, labels)
+
+    with Tracker() as tracker:
+        tracker.add(weight, weight.grad, hidden, labels)
+        with tracker.span() as forward:
+            result = value()
+        with tracker.span() as backward:
+            result.backward()
+    shape = VocabularyShape(rows=rows, hidden_size=hidden_size, sequences=1, tokens=tokens, labelled=tokens)
+    kernels = replace(PRESETS["megatron"], loss=loss)
+    found = vocabulary_bytes("first-last", 0, Placement.linear(1), shape, kernels=kernels)
+    logits, rest = tokens * rows, 20 * tokens * hidden_size + 2 * rows * hidden_size
+    assert forward.kept == pytest.approx(found.stored, abs=rest)
+    assert forward.above == pytest.approx(found.output_peak, abs=rest)
+    assert backward.above == pytest.approx(found.backward_peak, abs=rest)
+    assert max(forward.above, forward.kept + backward.above) / logits == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize(("loss", "per_logit"), [("in-place", 6), ("fused", 2), ("fp32", 12), ("bf16", 6)])
+def test_published_bytes_per_logit(loss: str, per_logit: int) -> None:
+    """Llama-3's vocabulary, 8192 tokens: 6 bytes are 6.3 GB, 12 are 12.6 GB."""
+    shape = VocabularyShape(rows=128256, hidden_size=4096, sequences=1, tokens=8192)
+    kernels = replace(PRESETS["megatron"], loss=loss)
+    found = vocabulary_bytes("first-last", 3, Placement.linear(4), shape, kernels=kernels)
+    peak = max(found.output_peak, found.stored + found.backward_peak - found.gradient)
+    assert peak == pytest.approx(per_logit * 128256 * 8192, rel=0.01)
+    tensor_parallel = vocabulary_bytes("first-last", 3, Placement.linear(4), shape, kernels=kernels, tensor_parallel=8)
+    assert tensor_parallel.stored == pytest.approx(found.stored / 8, rel=0.01)
