@@ -25,7 +25,7 @@ class Peers:
         self._own = own
         self._rank = rank
         self._key = key
-        self._here = f"{key} on {own.machine}"
+        self._here = f"on {own.machine}"  # of all keys: who has met the others may die before its first beat
         store.append(self._here, f" {rank}")
 
     def beat(self, rank: int) -> tuple[str, Beat | None]:
