@@ -21,7 +21,8 @@ HERE = Path(__file__).parent / "published"
 MIB, GIB = 2**20, 2**30
 
 
-def llama(hidden: int, mlp: int, heads: int, groups: int, layers: int, vocabulary: int) -> Description:
+def llama(sizes: tuple[int, int, int, int], layers: int, vocabulary: int) -> Description:
+    hidden, mlp, heads, groups = sizes
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -51,7 +52,7 @@ ISSUE = {(1, 2, 0): 66.55, (1, 2, 1): 62.97, (2, 1, 0): 60.68, (4, 1, 0): 39.07,
 def wide() -> dict[tuple[str, int], Description]:
     """With one token more than the models have, which the tokenizer of those runs added."""
     keys = {(row["model"], int(row["layers"])) for row in rows("b200.csv")}
-    return {(name, layers): llama(*WIDTHS[name], layers, 128257) for name, layers in keys}
+    return {(name, layers): llama(WIDTHS[name], layers, 128257) for name, layers in keys}
 
 
 def on_b200(description: Description, row: dict[str, str]) -> Estimate:
@@ -116,7 +117,7 @@ class Cell:
 
 @pytest.fixture(scope="module")
 def cells() -> list[Cell]:
-    description = llama(4096, 14336, 32, 8, 32, 128256)
+    description = llama((4096, 14336, 32, 8), 32, 128256)
     shape = paper_shape(description)
     found = []
     for row in rows("llama-3.1-8b.csv"):

@@ -22,8 +22,8 @@ from evenpipe.runtime import Pipeline
 DEVICES, MICROBATCHES, SEQUENCES, TOKENS, ROWS = 4, 8, 2, 64, 1536
 CPU = replace(KNOWN["H200"], name="this host", torch_device="cpu")
 CLOSE = 0.002
-"""What is left: which tokens are in which shard, taken to be as many everywhere. Whole vocabularies are exact but for the
-four bytes of the loss."""
+"""What is left: which tokens are in which shard, taken to be as many everywhere. With a whole vocabulary it is the four
+bytes of the loss."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from evenpipe.costs.hardware import Hardware
@@ -94,9 +94,15 @@ class Estimate:
     vocabulary: str
     microbatches: int
     layers_per_stage: tuple[int, ...]
-    dtypes: Dtypes
+    run: Run
+    """Sizes, precisions, kernels."""
     memory: int | None
     """Of a card."""
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """Precisions."""
+        return self.run.dtypes
 
     @property
     def verdict(self) -> Verdict | None:
@@ -122,6 +128,9 @@ class Estimate:
             "schedule": self.schedule,
             "vocabulary": self.vocabulary,
             "microbatches": self.microbatches,
+            "microbatch_size": self.run.microbatch_size,
+            "sequence": self.run.sequence,
+            "dtypes": asdict(self.dtypes),
             "layers_per_stage": list(self.layers_per_stage),
             "devices": [device.to_dict() for device in self.devices],
             "gpu_memory": self.memory,
@@ -216,7 +225,7 @@ def estimate(
         vocabulary=vocabulary_mode(vocabulary),
         microbatches=plan.program.microbatches,
         layers_per_stage=plan.layers_per_stage,
-        dtypes=run.dtypes,
+        run=run,
         memory=memory,
     )
 

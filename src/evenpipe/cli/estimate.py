@@ -1,0 +1,179 @@
+"""`evenpipe estimate --model MODEL [--dp --tp --pp --cp ...] [--json]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from evenpipe.cli.schedule_arguments import add_json, numbers, refuse_too_large
+from evenpipe.errors import InputError
+
+SEQUENCE = 4096
+"""Tokens, where nothing is said and the model takes as many."""
+
+AXES = {
+    "dp": "replicas (default: 1)",
+    "tp": "tensor parallelism (default: 1)",
+    "cp": "context parallelism (default: 1)",
+    "pp": "devices of a pipeline (default: 1)",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, the layout, the schedule, what runs, and the card."""
+    parser.add_argument("--model", metavar="MODEL", required=True, help="hub name, folder or config.json")
+    layout = parser.add_argument_group("layout: GPUs = dp x tp x cp x pp")
+    for name, words in AXES.items():
+        layout.add_argument(f"--{name}", metavar="N", type=int, default=1, help=words)
+    layout.add_argument(
+        "--zero",
+        type=int,
+        choices=(0, 1, 2, 3),
+        default=0,
+        help="what is sharded over dp x cp: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too",
+    )
+    layout.add_argument(
+        "--no-sequence-parallel", action="store_true", help="with tp, norms and residuals are whole everywhere"
+    )
+    layout.add_argument(
+        "--cp-exchange",
+        choices=("ring", "all-to-all"),
+        default="ring",
+        help="what context parallelism sends: keys and values, or heads for tokens (default: %(default)s)",
+    )
+    layout.add_argument("--layers-per-stage", metavar="N,N,...", help="one per stage (default: an even split)")
+    batch = parser.add_argument_group("batch and schedule")
+    batch.add_argument("--sequence", metavar="TOKENS", type=int, help=f"length of a sequence (default: {SEQUENCE})")
+    batch.add_argument("--microbatch-size", metavar="N", type=int, default=1, help="sequences (default: 1)")
+    batch.add_argument("--microbatches", metavar="M", type=int, help="of a step and replica (default: 4 per device)")
+    batch.add_argument("--schedule", metavar="NAME|FILE.csv", default="1f1b", help="default: %(default)s")
+    batch.add_argument("--stages-per-device", metavar="V", type=int, help="for schedules that leave a choice")
+    batch.add_argument("--group-size", metavar="G", type=int, help="microbatches in turn, likewise")
+    batch.add_argument("--memory-limit", metavar="K[,K...]", help="stage activations, for schedules that plan by it")
+    batch.add_argument(
+        "--vocabulary",
+        metavar="MODE",
+        default="balanced",
+        help="first-last, redistribute, interlaced, vocab-1, vocab-2 or balanced (= vocab-2, the default)",
+    )
+    what = parser.add_argument_group("what runs")
+    what.add_argument(
+        "--kernels",
+        metavar="NAME",
+        default="transformers",
+        help="transformers (as evenpipe train runs it, the default), fused, megatron, transformer-engine",
+    )
+    what.add_argument("--checkpointing", metavar="CHOICE", default="none", help="none (default), selective or full")
+    what.add_argument("--compute-dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
+    what.add_argument("--gradient-dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
+    what.add_argument("--master-dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
+    what.add_argument("--moment-dtype", choices=("fp32", "bf16", "fp16", "fp8"), default="fp32")
+    what.add_argument(
+        "--offload-optimizer", metavar="SHARE", type=float, default=0.0, help="of its state, in the host's memory"
+    )
+    what.add_argument(
+        "--foreach-optimizer", action="store_true", help="the optimizer copies all parameters while it steps"
+    )
+    what.add_argument(
+        "--traced", action="store_true", help="run the stages without memory instead of closed forms (tp = cp = 1)"
+    )
+    card = parser.add_argument_group("the card")
+    card.add_argument("--gpu-memory", metavar="SIZE", help="what one of them has, such as 80GiB")
+    card.add_argument(
+        "--hardware", metavar="NAME|FILE.toml", help="A100-40G, A100-80G, H100-80G, H200, B200, or a measured file"
+    )
+    parser.add_argument(
+        "--compare-to-paper", action="store_true", help="the formula of arXiv 2411.06465 beside this estimate"
+    )
+    add_json(parser)
+    parser.epilog = (
+        "Memory of every device at the moment when it is fullest, from the config alone. Tensors are counted one by\n"
+        "one along the schedule; what the driver, communicators and the allocator add is a range.\n\n"
+        "fits: even with the most that was ever seen beside tensors. does not fit: not even with the least. at risk:\n"
+        "between them.\n\n"
+        "exit codes: 0 it fits, is at risk, or no card was named; 1 it does not fit; 2 the input is wrong"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Estimate and print."""
+    from evenpipe.cli.model_argument import read_model
+    from evenpipe.costs.hardware import find_hardware
+    from evenpipe.memory import estimate_report
+    from evenpipe.memory.estimate import estimate
+    from evenpipe.memory.paper import paper_estimate, paper_shape
+    from evenpipe.memory.parallelism import Parallelism
+    from evenpipe.memory.sizes import parse_size
+    from evenpipe.memory.states import ELEMENT_BYTES, Dtypes
+
+    memory = None if arguments.gpu_memory is None else parse_size(arguments.gpu_memory, "--gpu-memory")
+    hardware = None if arguments.hardware is None else find_hardware(arguments.hardware)
+    parallelism = Parallelism(
+        **{name: getattr(arguments, name) for name in AXES},
+        sequence_parallel=not arguments.no_sequence_parallel,
+        cp_exchange=arguments.cp_exchange,
+        zero=arguments.zero,
+    )
+    arguments.devices = parallelism.pp
+    refuse_too_large(arguments)
+    dtypes = Dtypes(
+        compute=arguments.compute_dtype,
+        gradients=arguments.gradient_dtype,
+        masters=arguments.master_dtype,
+        moments=arguments.moment_dtype,
+    )
+    description = read_model(arguments.model)
+    sequence = arguments.sequence or min(SEQUENCE, description.maximum_length or SEQUENCE)
+    limit = numbers("memory-limit", arguments.memory_limit)
+    options = {
+        "stages_per_device": arguments.stages_per_device,
+        "group_size": arguments.group_size,
+        "memory_limit": tuple(limit) if isinstance(limit, list) else limit,
+    }
+    found = estimate(
+        description,
+        parallelism,
+        sequence=sequence,
+        microbatch_size=arguments.microbatch_size,
+        microbatches=arguments.microbatches,
+        schedule=arguments.schedule,
+        options={name: value for name, value in options.items() if value is not None},
+        vocabulary=arguments.vocabulary,
+        kernels=arguments.kernels,
+        checkpointing=arguments.checkpointing,
+        layers_per_stage=_layers(arguments.layers_per_stage),
+        dtypes=dtypes,
+        hardware=hardware,
+        memory=memory,
+        offloaded=arguments.offload_optimizer,
+        foreach=arguments.foreach_optimizer,
+        traced=arguments.traced,
+    )
+    paper = None
+    if arguments.compare_to_paper:
+        stages = max(len(device.stages) for device in found.devices)
+        paper = paper_estimate(
+            paper_shape(description),
+            parallelism,
+            sequence=sequence,
+            microbatch_size=arguments.microbatch_size,
+            stages_per_device=stages,
+            gradient_bytes=ELEMENT_BYTES[dtypes.gradients],
+        )
+    if arguments.json:
+        values = {"model": arguments.model, **found.to_dict()}
+        if paper is not None:
+            values["paper"] = {"states": paper.states, "activations": paper.activations, "total": paper.total}
+        print(json.dumps(values), flush=True)
+    else:
+        print(estimate_report.text(description, found, paper), flush=True)
+    return 1 if found.verdict == "does not fit" else 0
+
+
+def _layers(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise InputError(f"--layers-per-stage is '{text}', expected whole numbers such as 9,8,8,7") from None

@@ -1,0 +1,120 @@
+"""An estimate for people: a table per device and term, what it comes to on the card, and the paper's beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from evenpipe.model import Description
+from evenpipe.schedule.words import count
+
+from .estimate import TERMS, Estimate
+from .paper import FEASIBLE, PaperEstimate
+from .sizes import GIB
+
+
+def text(description: Description, found: Estimate, paper: PaperEstimate | None = None) -> str:
+    """All of it."""
+    lines = [*_head(description, found), "", *_table(found), "", *_card(found)]
+    if paper is not None:
+        lines += ["", *_paper(found, paper)]
+    return "\n".join(lines)
+
+
+def _head(description: Description, found: Estimate) -> list[str]:
+    parallelism, run = found.parallelism, found.run
+    elements = sum(parameter.numel() for parameter in description.skeleton.parameters())
+    axes = [f"{name} {size}" for name in ("dp", "tp", "cp", "pp") if (size := getattr(parallelism, name)) > 1]
+    if parallelism.zero:
+        axes.append(f"zero {parallelism.zero}")
+    dtypes = found.dtypes
+    return [
+        f"{description.architecture}: {count(description.layers, 'layer')}, {elements / 1e9:.3g} B parameters,"
+        f" vocabulary {description.vocabulary_size}",
+        f"{count(parallelism.gpus, 'GPU')}{': ' + ', '.join(axes) if axes else ''}",
+        f"{found.schedule}, {found.vocabulary}, {count(found.microbatches, 'microbatch')} of {run.microbatch_size} x"
+        f" {run.sequence} tokens, {dtypes.compute} with gradients in {dtypes.gradients}",
+    ]
+
+
+def _table(found: Estimate) -> list[str]:
+    several = any(len(device.stages) > 1 for device in found.devices)
+    unit, size, digits = _unit(max(device.peak_allocated for device in found.devices))
+    head = ["device", *(["stages"] if several else []), "layers", *TERMS, "allocated", "reserved", "when it is fullest"]
+    rows = []
+    for device in found.devices:
+        figures = [*device.terms.values(), device.peak_allocated, device.peak_reserved]
+        rows.append(
+            [
+                str(device.device),
+                *([",".join(map(str, device.stages))] if several else []),
+                str(device.layers),
+                *(f"{figure / size:.{digits}f}" for figure in figures),
+                device.binding_event,
+            ]
+        )
+    return [f"{unit} on each GPU of a device, when it is fullest:", *_aligned(head, rows)]
+
+
+def _unit(most: int) -> tuple[str, int, int]:
+    return ("GiB", GIB, 2) if most >= GIB else ("MiB", 1 << 20, 2)
+
+
+def _card(found: Estimate) -> list[str]:
+    device = found.fullest
+    process = device.process.process
+    if process.most == device.peak_allocated:
+        whole = f"device {device.device} needs {_size(device.peak_allocated)} for tensors"
+    else:
+        libraries = count(device.process.communicators, "communicator")
+        whole = (
+            f"device {device.device} takes {_size(process.least)} to {_size(process.most)} of the card: allocated"
+            f" {_size(device.peak_allocated)}, and what the driver, {libraries} and the rest"
+            " of the allocator's segments take"
+        )
+    if found.memory is None:
+        return [f"{whole}.", "Say --gpu-memory or --hardware to be told whether it fits."]
+    verdict = f"{found.verdict}: {whole}; there are {_size(found.memory)}"
+    others = [one.device for one in found.devices if one.verdict != "fits" and one is not device]
+    if others:
+        verdict += f" (nor is it certain for device {', '.join(map(str, others))})"
+    return [f"{verdict}."]
+
+
+def _paper(found: Estimate, paper: PaperEstimate) -> list[str]:
+    ours = found.devices[0]
+    states = sum(ours.terms[name] for name in ("parameters", "gradients", "optimizer"))
+    rest = ours.peak_allocated - states
+    lines = [
+        "Beside the formula of arXiv 2411.06465, which looks at the first device alone:",
+        *_aligned(
+            ["", "states", "activations and all else", "sum"],
+            [
+                ["paper", _size(paper.states), _size(paper.activations), _size(paper.total)],
+                ["device 0", _size(states), _size(rest), _size(ours.peak_allocated)],
+            ],
+        ),
+    ]
+    if found.memory is not None:
+        share = paper.total / found.memory
+        answer = "accepts" if paper.fits(found.memory) else "rejects"
+        lines.append(f"{100 * share:.0f} % of the card: its rule ({100 * FEASIBLE:.0f} %) {answer} it.")
+    return lines
+
+
+def _size(size: float) -> str:
+    unit, bytes_of_unit, digits = _unit(round(size))
+    return f"{size / bytes_of_unit:.{digits}f} {unit}"
+
+
+def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Figures to the right, the last column, which may be words, to the left."""
+    widths = [max(len(line[column]) for line in (head, *rows)) for column in range(len(head))]
+    last = len(head) - 1
+    words = head[last][:1].isalpha() and not rows[0][last][:1].isdigit()
+    return [
+        "  ".join(
+            word.ljust(width) if column == 0 or (column == last and words) else word.rjust(width)
+            for column, (word, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in (head, *rows)
+    ]

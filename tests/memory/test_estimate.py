@@ -1,0 +1,308 @@
+"""Estimates of whole runs: both back-ends, what must follow from what, and everything that a user can get wrong."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from families import tiny_config
+from transformers import LlamaConfig
+
+from evenpipe.costs.hardware import KNOWN
+from evenpipe.errors import InputError
+from evenpipe.memory.estimate import TERMS, DeviceEstimate, Estimate, estimate
+from evenpipe.memory.framework import MEGATRON
+from evenpipe.memory.parallelism import Parallelism
+from evenpipe.memory.reserved import CUDA, HOST, process_memory
+from evenpipe.memory.sizes import parse_size
+from evenpipe.memory.states import SINGLE, Dtypes
+from evenpipe.memory.verdict import verdict_of
+from evenpipe.model import describe
+from evenpipe.schedule import plan_program
+
+GIB = 2**30
+
+
+def llama(layers: int = 32, **changes) -> LlamaConfig:
+    shape = {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    }
+    return LlamaConfig(num_hidden_layers=layers, max_position_embeddings=131072, **(shape | changes))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return describe(llama())
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return describe(tiny_config("qwen3"))
+
+
+def peaks(found: Estimate) -> list[int]:
+    return [device.memory.peak for device in found.devices]
+
+
+# --- two back-ends -------------------------------------------------------------------------------------------------
+
+CASES = [
+    ("llama", "1f1b", "first-last", "none", SINGLE),
+    ("qwen3", "zbv", "vocab-2", "none", SINGLE),
+    ("gemma2", "v-half", "vocab-1", "none", Dtypes()),
+    ("gpt_neox", "interleaved", "vocab-2", "full", SINGLE),
+    ("gpt2", "zb-h1", "redistribute", "selective", SINGLE),
+]
+
+
+@pytest.mark.parametrize(("family", "schedule", "mode", "checkpointing", "dtypes"), CASES)
+def test_closed_forms_and_traces_agree(family, schedule, mode, checkpointing, dtypes) -> None:
+    """What is left is at most one tensor of hidden states within a pass, of models with 64 columns."""
+    closed, traced = (
+        estimate(
+            describe(tiny_config(family)),
+            Parallelism(pp=2),
+            sequence=64,
+            microbatch_size=2,
+            microbatches=6,
+            schedule=schedule,
+            vocabulary=mode,
+            checkpointing=checkpointing,
+            dtypes=dtypes,
+            traced=back_end,
+        )
+        for back_end in (False, True)
+    )
+    assert peaks(closed) == pytest.approx(peaks(traced), rel=0.015)
+
+
+def test_a_family_without_closed_form_is_traced() -> None:
+    found = estimate(describe(tiny_config("bloom")), Parallelism(pp=2), sequence=32, microbatches=4)
+    assert min(peaks(found)) > 0
+    with pytest.raises(InputError, match="'bloom' has layers that are not known in closed form"):
+        estimate(describe(tiny_config("bloom")), Parallelism(tp=2), sequence=32)
+
+
+# --- what a peak consists of -----------------------------------------------------------------------------------------
+
+RUNS = [
+    {"schedule": "1f1b", "vocabulary": "first-last"},
+    {"schedule": "zbv", "vocabulary": "vocab-2"},
+    {"schedule": "interleaved", "vocabulary": "vocab-1", "kernels": "fused"},
+    {"schedule": "1f1b", "vocabulary": "first-last", "kernels": "megatron"},
+    {"schedule": "v-min", "vocabulary": "first-last", "kernels": "transformer-engine"},
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_terms_add_up(model, run) -> None:
+    for device in estimate(model, Parallelism(dp=2, pp=4, zero=1), sequence=2048, **run).devices:
+        assert sum(device.terms.values()) == device.memory.peak
+        assert set(device.terms) == set(TERMS) and min(device.terms.values()) >= 0
+        assert device.peak_allocated - device.memory.peak < 512
+        assert device.peak_allocated <= device.peak_reserved <= device.process.process.most
+
+
+def test_1f1b_is_a_staircase(model) -> None:
+    """min(m, p - i) microbatches of a stage (reference, 3.5): each device holds one stage's activations less."""
+    found = estimate(
+        model, Parallelism(pp=4), sequence=4096, microbatches=8, vocabulary="first-last", kernels="megatron"
+    )
+    held = [device.terms["activations"] for device in found.devices]
+    stage = 8 * 4096 * 4096 * (12 + 4 * 8 / 32 + 6 * 14336 / 4096) + 8 * (4096 * 32 * 4 + 2 * 4096 * 4)
+    steps = [more - less for more, less in pairwise(held)]
+    assert steps[:2] == pytest.approx([stage] * 2, rel=0.01)
+    assert held[0] == pytest.approx(4 * stage, rel=0.01)
+
+
+def test_few_microbatches_hold_less(model) -> None:
+    few, many = (
+        estimate(model, Parallelism(pp=4), sequence=2048, microbatches=count, vocabulary="first-last")
+        for count in (2, 16)
+    )
+    assert few.devices[0].terms["activations"] < 0.6 * many.devices[0].terms["activations"]
+    assert few.devices[3].terms["activations"] == many.devices[3].terms["activations"]
+
+
+def test_a_program_that_is_planned_is_taken_as_it_stands(model) -> None:
+    named = estimate(model, Parallelism(pp=4), sequence=2048, microbatches=8, schedule="zbv", vocabulary="vocab-2")
+    _, program = plan_program("zbv", 4, 8, "vocab-2")
+    given = estimate(
+        model, Parallelism(pp=4), sequence=2048, schedule=program, vocabulary="vocab-2", layers_per_stage=[4] * 8
+    )
+    assert given.layers_per_stage == named.layers_per_stage
+    assert peaks(given) == pytest.approx(peaks(named), rel=0.1)  # arranged by other costs
+
+
+def test_uneven_layers_and_tied_weights(tiny) -> None:
+    uneven = estimate(tiny, Parallelism(pp=2), sequence=32, layers_per_stage=(3, 1), vocabulary="first-last")
+    assert [device.layers for device in uneven.devices] == [3, 1]
+    parameters = []
+    for tied in (False, True):
+        description = describe(tiny_config("llama", tied=tied))
+        found = estimate(description, Parallelism(pp=2), sequence=32, vocabulary="first-last", dtypes=SINGLE)
+        parameters.append([device.terms["parameters"] for device in found.devices])
+        sharded = estimate(description, Parallelism(pp=2), sequence=32, vocabulary="vocab-2", dtypes=SINGLE)
+        parameters.append([device.terms["parameters"] for device in sharded.devices])
+    whole, shards, tied_whole, tied_shards = parameters
+    assert whole == tied_whole  # the one matrix is on both devices
+    assert [more - less for more, less in zip(shards, tied_shards, strict=True)] == [252 * 64 * 4, 251 * 64 * 4]
+
+
+def test_sharding_takes_what_it_says(model) -> None:
+    """18, 6 + 12/8, 2 + 16/8 and 18/8 bytes for each of 8 B parameters, and what is whole for a moment."""
+    elements, largest = 8_030_261_248, 128256 * 4096
+    for zero, per_parameter in ((0, 18), (1, 6 + 12 / 8), (2, 2 + 16 / 8), (3, 18 / 8)):
+        found = estimate(
+            model,
+            Parallelism(dp=8, zero=zero),
+            sequence=1024,
+            vocabulary="first-last",
+            kernels="megatron",
+            framework=replace(MEGATRON, vocabulary_multiple=1),
+        )
+        terms = found.devices[0].terms
+        states = terms["parameters"] + terms["gradients"] + terms["optimizer"]
+        unsharded = {2: 2 * 4, 3: 2 * (2 + 4)}.get(zero, 0) * largest
+        assert states == pytest.approx(elements * per_parameter + unsharded, rel=1e-4)
+
+
+def test_cutting_the_sequence_or_the_microbatch_is_the_same(model) -> None:
+    """NVIDIA/Megatron-LM PR #7220: half the tokens by context parallelism or by a smaller microbatch."""
+    plain = {"vocabulary": "first-last", "kernels": "megatron", "framework": replace(MEGATRON, attention_copies=False)}
+    by_context = estimate(model, Parallelism(tp=2, cp=2, zero=1), sequence=8192, microbatch_size=2, **plain)
+    by_size = estimate(model, Parallelism(tp=2, dp=2, zero=1), sequence=8192, microbatch_size=1, **plain)
+    ours, other = by_context.devices[0].memory, by_size.devices[0].memory
+    assert ours.terms["activations"] == pytest.approx(other.terms["activations"], rel=1e-3)
+
+
+def test_fewer_heads_of_keys_than_ranks(model) -> None:
+    """Each of 16 ranks holds one of 8 heads; the vocabulary is padded to a multiple of 128 * 16."""
+    (found,) = estimate(model, Parallelism(tp=16), sequence=2048, vocabulary="first-last", kernels="megatron").devices
+    h, f, d, t = 4096, 14336, 128, 16
+    layer = (2 * h * h + 2 * h * d * t + 3 * h * f) // t + 2 * h
+    assert found.terms["parameters"] == 2 * (32 * layer + h + 2 * 129024 // t * h)
+
+
+def test_checkpointing_and_offload_need_less(model) -> None:
+    choices = ("none", "selective", "full")
+    runs = {choice: peaks(estimate(model, sequence=4096, checkpointing=choice))[0] for choice in choices}
+    assert runs["full"] < runs["selective"] < runs["none"]
+    mixed = estimate(model, sequence=4096, checkpointing=["full"] * 16 + ["none"] * 16)
+    assert runs["full"] < peaks(mixed)[0] < runs["none"]
+    offloaded = estimate(model, sequence=4096, offloaded=1.0).devices[0]
+    assert offloaded.terms["optimizer"] < 1 << 20
+    foreach = estimate(model, sequence=4096, checkpointing="full", foreach=True)
+    assert foreach.devices[0].binding_event == "optimizer step"
+
+
+# --- card ------------------------------------------------------------------------------------------------------------
+
+
+def test_verdicts_follow_the_range() -> None:
+    process = process_memory(30 * GIB, CUDA, communicators=4)
+    assert process.process.least < process.process.likely < process.process.most
+    assert verdict_of(process, round(process.process.most) + 1) == "fits"
+    assert verdict_of(process, round(process.process.likely)) == "at risk"
+    assert verdict_of(process, round(process.process.least) - 1) == "does not fit"
+    more = process_memory(30 * GIB, CUDA, communicators=5)
+    assert (more.process.least - process.process.least) / 2**20 == pytest.approx(544)
+
+
+def test_on_a_cpu_tensors_are_all(tiny) -> None:
+    cpu = replace(KNOWN["H200"], torch_device="cpu", memory_bytes=GIB)
+    found = estimate(tiny, Parallelism(pp=2), sequence=32, hardware=cpu)
+    assert found.dtypes == SINGLE and found.verdict == "fits" and found.fits
+    for device in found.devices:
+        assert device.process == process_memory(device.memory.peak, HOST, communicators=device.process.communicators)
+        assert device.peak_allocated == device.peak_reserved == device.memory.peak
+
+
+def test_without_a_card_there_is_no_verdict(tiny) -> None:
+    found = estimate(tiny, sequence=32)
+    assert found.verdict is None and found.fits is None and found.to_dict()["fits"] is None
+
+
+def test_the_worst_device_decides(model) -> None:
+    def of(memory: int) -> Estimate:
+        return estimate(model, Parallelism(pp=4), sequence=4096, vocabulary="first-last", memory=memory)
+
+    verdicts = [device.verdict for device in of(64 * GIB).devices]
+    assert verdicts[0] != "fits" and of(64 * GIB).verdict == verdicts[0]
+    assert of(200 * GIB).verdict == "fits"
+
+
+def test_communicators(model) -> None:
+    """Ours: one per ordered pair of neighbours and per kind of collective; Megatron-LM's: the groups of a step."""
+
+    def count(**run) -> list[int]:
+        found: list[DeviceEstimate] = list(estimate(model, sequence=1024, **run).devices)
+        return [device.process.communicators for device in found]
+
+    assert count(parallelism=Parallelism(pp=4), vocabulary="first-last") == [2, 4, 4, 2]
+    assert count(parallelism=Parallelism(pp=4, dp=2), vocabulary="first-last") == [3, 5, 5, 3]
+    assert count(parallelism=Parallelism(tp=4, pp=2, dp=2), vocabulary="first-last", kernels="megatron") == [5, 5]
+    assert count(parallelism=Parallelism(), vocabulary="first-last") == [0]
+
+
+# --- speed -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_search_can_ask_often() -> None:
+    """A second estimate of a layout, other sizes: under 0.1 s for 16 devices of 405B."""
+    big = describe(llama(126, hidden_size=16384, intermediate_size=53248, num_attention_heads=128))
+    _, program = plan_program("1f1b", 16, 64, "vocab-2")
+    layers = [8] * 14 + [7] * 2
+    run = {"schedule": program, "vocabulary": "vocab-2", "layers_per_stage": layers}
+    parallelism = Parallelism(dp=8, tp=8, pp=16, zero=1)
+    estimate(big, parallelism, sequence=8192, **run)
+    start = time.perf_counter()
+    for size in (2, 4, 8):
+        estimate(big, parallelism, sequence=8192, microbatch_size=size, **run)
+    assert time.perf_counter() - start < 1.0
+
+
+# --- wrong input -----------------------------------------------------------------------------------------------------
+
+WRONG = [
+    ({"sequence": 0}, "sequence is 0, expected a whole number of at least 1"),
+    ({"microbatch_size": 0}, "microbatch_size is 0"),
+    ({"microbatches": 0}, "microbatches is 0"),
+    ({"parallelism": Parallelism(cp=3)}, "sequence is 64, expected a multiple of cp = 3"),
+    ({"parallelism": Parallelism(tp=3)}, "tp is 3, expected a divisor of the model's 4 attention heads"),
+    ({"parallelism": Parallelism(pp=5)}, "5 with 5 stages, but the model has 4 layers"),
+    ({"parallelism": Parallelism(tp=2), "traced": True}, "traced: with tp = 2 and cp = 1, expected 1 for both"),
+    ({"schedule": "2f2b"}, "schedule '2f2b' is unknown, did you mean"),
+    ({"vocabulary": "all"}, "vocabulary mode 'all' is unknown"),
+    ({"kernels": "triton"}, "kernels is 'triton', expected one of transformers, fused, megatron, transformer-engine"),
+    ({"checkpointing": "some"}, "checkpointing: 'some', expected one of"),
+    ({"checkpointing": ["full", "none"]}, "checkpointing: 2 choices, expected one for each of the model's 4 layers"),
+    ({"layers_per_stage": [1, 2]}, "layers_per_stage"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "sentence"), WRONG, ids=lambda value: str(value)[:40])
+def test_wrong_input_is_told_in_a_sentence(tiny, wrong, sentence) -> None:
+    with pytest.raises(InputError) as error:
+        estimate(tiny, **{"sequence": 64, **wrong})
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("80GiB", 80 * GIB), ("40 GB", 40 * 10**9), ("512mib", 2**29), ("1.5 TiB", 3 * 2**39)]
+)
+def test_sizes(text, size) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["80", "GiB", "eighty GiB", "-3GiB", "80Gi", "0GiB", ""])
+def test_sizes_that_are_none(text) -> None:
+    with pytest.raises(InputError, match=f"gpu-memory is '{text}'"):
+        parse_size(text, "gpu-memory")
