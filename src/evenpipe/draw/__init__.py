@@ -6,6 +6,7 @@ by the same code.
 
 from __future__ import annotations
 
+from .bars import Bars, bars_svg, bars_text
 from .files import EXTENSIONS, check_file, draw
 from .page import page
 from .panel import Timelines
@@ -13,4 +14,16 @@ from .svg import svg
 from .terminal import terminal
 from .trace import trace
 
-__all__ = ["EXTENSIONS", "Timelines", "check_file", "draw", "page", "svg", "terminal", "trace"]
+__all__ = [
+    "EXTENSIONS",
+    "Bars",
+    "Timelines",
+    "bars_svg",
+    "bars_text",
+    "check_file",
+    "draw",
+    "page",
+    "svg",
+    "terminal",
+    "trace",
+]

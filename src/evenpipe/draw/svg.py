@@ -6,21 +6,20 @@ Only shapes with plain attributes are used, no style sheet and no script, so eve
 from __future__ import annotations
 
 from dataclasses import dataclass
-from html import escape
 
 from evenpipe.schedule import Event
 
 from .axis import ticks
+from .canvas import FAINT, Canvas, n, text_width
 from .columns import cut, mean_colour
 from .figures import Scale, amount_text, figures, number_text
 from .kinds import IDLE, LOOKS, ink_on
 from .panel import Panel, Timelines, kinds_in, panels_of
 
-_TEXT, _FAINT, _GRID, _MEMORY = "#1c2026", "#5c6570", "#d5dae0", "#8d97a5"
+_MEMORY = "#8d97a5"
 _RIGHT, _HEADING, _AXIS, _LEGEND = 14, 34, 30, 22
 _WAIT = 0.3
 """Height of the bar of a wait, in a row's."""
-_FONT = "Helvetica Neue, Helvetica, Arial, Liberation Sans, sans-serif"
 
 
 def svg(
@@ -78,35 +77,25 @@ class _Page:
         self.length = max(panel.length for panel in panels)
         most = max(panel.devices for panel in panels)
         self.rows = _Rows.of(most, memory)
-        self.left = 12 + _text_width(f"device {max(most - 1, 0)}", 12)
+        self.left = 12 + text_width(f"device {max(most - 1, 0)}", 12)
         self.right = float(_RIGHT)
         if memory:
             texts = [self._peak(panel, device) for panel in panels for device in range(panel.devices)]
-            self.right += max((_text_width(text, 10) for text in texts), default=0)
+            self.right += max((text_width(text, 10) for text in texts), default=0)
         self.pixels_per_unit = (width - self.left - self.right) / self.length if self.length else 0.0
-        self.lines: list[str] = []
+        self.canvas = Canvas()
 
     def draw(self) -> str:
         top = 34.0 if self.title else 4.0
         if self.title:
-            self._text(12, 22, self.title, 17, weight="bold")
+            self.canvas.text(12, 22, self.title, 17, weight="bold")
         body = top
         for panel in self.panels:
             top = self._panel(panel, top)
         top = self._legend(self._axis(body, top))
         name = self.title or " and ".join(panel.name for panel in self.panels if panel.name) or "Timeline"
         summary = "; ".join(self._summary(panel) for panel in self.panels)
-        return "\n".join(
-            [
-                f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" height="{_n(top)}" '
-                f'viewBox="0 0 {self.width} {_n(top)}" font-family="{_FONT}" role="img" aria-labelledby="t d">',
-                f'<title id="t">{escape(name)}</title>',
-                f'<desc id="d">{escape(summary)}</desc>',
-                f'<rect width="{self.width}" height="{_n(top)}" fill="#ffffff"/>',
-                *self.lines,
-                "</svg>\n",
-            ]
-        )
+        return self.canvas.document(self.width, top, name=name, summary=summary)
 
     def _summary(self, panel: Panel) -> str:
         words = ", ".join(f"{figure.name} {figure.text}" for figure in figures(panel, self.scale))
@@ -115,16 +104,16 @@ class _Page:
     def _panel(self, panel: Panel, top: float) -> float:
         """Draw a panel below `top`; returns where it ends."""
         words = "  ·  ".join(f"{figure.name} {figure.text}" for figure in figures(panel, self.scale))
-        self._text(self.left, top + 22, panel.name, 15, weight="bold")
-        if panel.name and self.left + _text_width(panel.name, 16) + _text_width(words, 12) + 20 > self.width:
+        self.canvas.text(self.left, top + 22, panel.name, 15, weight="bold")
+        if panel.name and self.left + text_width(panel.name, 16) + text_width(words, 12) + 20 > self.width:
             top += 17
-            self._text(self.left, top + 22, words, 12, fill=_FAINT)
+            self.canvas.text(self.left, top + 22, words, 12, fill=FAINT)
         else:
-            x = self.left + (_text_width(panel.name, 16) + 16 if panel.name else 0)
-            self._text(x, top + 22, words, 12, fill=_FAINT)
+            x = self.left + (text_width(panel.name, 16) + 16 if panel.name else 0)
+            self.canvas.text(x, top + 22, words, 12, fill=FAINT)
         top += _HEADING
         if self.memory and panel.devices:
-            self._text(self.width - 6, top - 6, "peak", 10, fill=_FAINT, anchor="end")
+            self.canvas.text(self.width - 6, top - 6, "peak", 10, fill=FAINT, anchor="end")
         every = max(1, -(-11 // max(1, int(self.rows.pitch))))  # names of rows lower than a line of text are left out
         highest = max(panel.peaks, default=0.0)
         for device in range(panel.devices):
@@ -132,7 +121,7 @@ class _Page:
             if device % every == 0:
                 size = min(12.0, max(8.0, self.rows.height))
                 middle = y + self.rows.height / 2 + size * 0.36
-                self._text(self.left - 8, middle, f"device {device}", size, fill=_FAINT, anchor="end")
+                self.canvas.text(self.left - 8, middle, f"device {device}", size, fill=FAINT, anchor="end")
             self._row(panel, device, y)
             if self.memory:
                 self._curve(panel, device, y + self.rows.height, highest)
@@ -141,7 +130,7 @@ class _Page:
     def _row(self, panel: Panel, device: int, y: float) -> None:
         row, height = panel.rows[device], self.rows.height
         whole = panel.timeline.makespan * self.pixels_per_unit
-        self._rect(self.left, y, whole, height, IDLE)
+        self.canvas.rect(self.left, y, whole, height, IDLE)
         columns = max(1, round(self.length * self.pixels_per_unit))
         long = [event for event in row if event.end > event.start]
         if len(long) > columns / 1.5:  # most are narrower than a pixel or two
@@ -159,7 +148,7 @@ class _Page:
         colours = panel.colours(event)
         for index, colour in enumerate(colours):
             part = height / len(colours)
-            self._rect(x + edge, y + index * part, width - 2 * edge, part, colour)
+            self.canvas.rect(x + edge, y + index * part, width - 2 * edge, part, colour)
         microbatch = event.item.microbatch
         if microbatch is None and len(colours) > 1:
             self._numbers_of_parts(event, colours, x, width, y)
@@ -174,17 +163,17 @@ class _Page:
 
     def _number(self, text: str, colour: str, box: _Box) -> None:
         """`text` in the middle of `box`, if it can be read there."""
-        size = min(11.0, box.height - 2, 11 * (box.width - 1) / _text_width(text, 11))
+        size = min(11.0, box.height - 2, 11 * (box.width - 1) / text_width(text, 11))
         if size >= 8:
             x, y = box.x + box.width / 2, box.y + box.height / 2 + size * 0.36
-            self._text(x, y, text, size, fill=ink_on(colour), anchor="middle")
+            self.canvas.text(x, y, text, size, fill=ink_on(colour), anchor="middle")
 
     def _waits(self, panel: Panel, device: int, y: float) -> None:
         """A slim bar from where a device fell idle to where what it waited for had arrived."""
         height = self.rows.height
         for wait in panel.waits(device):
             x, width = self._x(panel, wait.start), (wait.end - wait.start) * self.pixels_per_unit
-            self._rect(x, y + height * (1 - _WAIT) / 2, width, height * _WAIT, LOOKS[wait.item.kind].colour)
+            self.canvas.rect(x, y + height * (1 - _WAIT) / 2, width, height * _WAIT, LOOKS[wait.item.kind].colour)
 
     def _mean(self, panel: Panel, device: int, y: float, columns: int) -> None:
         """One rectangle per run of pixels of one colour: what the row would look like from far away."""
@@ -195,7 +184,7 @@ class _Page:
             if column == columns or colours[column] != colours[start]:
                 colour = colours[start]
                 if colour is not None:
-                    self._rect(self.left + start, y, column - start, self.rows.height, colour)
+                    self.canvas.rect(self.left + start, y, column - start, self.rows.height, colour)
                 start = column
 
     def _curve(self, panel: Panel, device: int, y: float, highest: float) -> None:
@@ -205,17 +194,17 @@ class _Page:
         if not curve or highest <= 0:
             return
         x = self._x(panel, curve[0][0])
-        path = [f"M{_n(x)} {_n(base)}"]
+        path = [f"M{n(x)} {n(base)}"]
         drawn, top = x, 0.0
         for time, value in curve:
             x = self._x(panel, time)
             if x - drawn < 0.4 and len(path) > 1 and value <= top:
                 continue  # within a pixel, the highest counts
-            path.append(f"H{_n(x)}V{_n(base - height * value / highest)}")
+            path.append(f"H{n(x)}V{n(base - height * value / highest)}")
             drawn, top = x, value
-        path.append(f"H{_n(max(x, self._x(panel, curve[-1][0])))}V{_n(base)}Z")
-        self.lines.append(f'<path d="{"".join(path)}" fill="{_MEMORY}" fill-opacity="0.55"/>')
-        self._text(self.width - 6, base, self._peak(panel, device), 10, fill=_FAINT, anchor="end")
+        path.append(f"H{n(max(x, self._x(panel, curve[-1][0])))}V{n(base)}Z")
+        self.canvas.area("".join(path), _MEMORY, 0.55)
+        self.canvas.text(self.width - 6, base, self._peak(panel, device), 10, fill=FAINT, anchor="end")
 
     def _peak(self, panel: Panel, device: int) -> str:
         amount = panel.peaks[device]
@@ -223,18 +212,11 @@ class _Page:
 
     def _axis(self, top: float, bottom: float) -> float:
         bottom += 2
-        grid = []
         for time, text in ticks(self.length, self.scale, (self.width - self.left - self.right) / 90):
             x = self.left + time * self.pixels_per_unit
-            grid.append(
-                f'<path d="M{_n(x)} {_n(bottom)}v5" stroke="{_FAINT}" stroke-width="1"/>',
-            )
-            self._text(x, bottom + 18, text, 11, fill=_FAINT, anchor="middle" if time else "start")
-        self.lines += grid
-        end = self.width - self.right
-        self.lines.append(
-            f'<path d="M{_n(self.left)} {_n(bottom)}H{_n(end)}" stroke="{_FAINT}" stroke-width="1" fill="none"/>'
-        )
+            self.canvas.text(x, bottom + 18, text, 11, fill=FAINT, anchor="middle" if time else "start")
+            self.canvas.path(f"M{n(x)} {n(bottom)}v5", FAINT)
+        self.canvas.path(f"M{n(self.left)} {n(bottom)}H{n(self.width - self.right)}", FAINT)
         return bottom + _AXIS
 
     def _legend(self, top: float) -> float:
@@ -246,42 +228,18 @@ class _Page:
             entries += [(LOOKS[kind].colour, f"waits for {kind.value}  {LOOKS[kind].words}") for kind in kinds]
         x = self.left
         for colour, text in entries:
-            size = 20 + _text_width(text, 12)
+            size = 20 + text_width(text, 12)
             if x + size > self.width - 10 and x > self.left:
                 x, top = self.left, top + _LEGEND
-            self._rect(x, top, 13, 13, colour)
-            self._text(x + 19, top + 10.5, text, 12)
+            self.canvas.rect(x, top, 13, 13, colour)
+            self.canvas.text(x + 19, top + 10.5, text, 12)
             x += size + 18
         if any(len(stages) > 1 for panel in self.panels for stages in panel.stages):
             top += _LEGEND
-            self._text(self.left, top + 10.5, "lighter to darker: from the first to the last stage of a device", 12)
+            self.canvas.text(
+                self.left, top + 10.5, "lighter to darker: from the first to the last stage of a device", 12
+            )
         return top + _LEGEND + 2
 
     def _x(self, panel: Panel, time: float) -> float:
         return self.left + (time - panel.origin) * self.pixels_per_unit
-
-    def _rect(self, x: float, y: float, width: float, height: float, colour: str) -> None:
-        self.lines.append(f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}" fill="{colour}"/>')
-
-    def _text(
-        self, x: float, y: float, text: str, size: float, *, fill: str = _TEXT, anchor: str = "", weight: str = ""
-    ) -> None:
-        if not text:
-            return
-        more = f' text-anchor="{anchor}"' if anchor and anchor != "start" else ""
-        more += f' font-weight="{weight}"' if weight else ""
-        self.lines.append(
-            f'<text x="{_n(x)}" y="{_n(y)}" font-size="{_n(size)}" fill="{fill}"{more}>{escape(text)}</text>'
-        )
-
-
-def _text_width(text: str, size: float) -> float:
-    """About how wide a text is in a sans-serif font, a little on the safe side."""
-    narrow = sum(character in " .,:;'|ijlI·" for character in text)
-    return size * (0.58 * (len(text) - narrow) + 0.3 * narrow)
-
-
-def _n(value: float) -> str:
-    """A coordinate with two decimals at most."""
-    text = f"{value:.2f}".rstrip("0").rstrip(".")
-    return "0" if text == "-0" else text

@@ -1,0 +1,143 @@
+"""Stacked bars, one per device: what its memory consists of, as SVG and for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from evenpipe.errors import InputError
+
+from .axis import round_step
+from .canvas import FAINT, Canvas, n, text_width
+from .figures import bytes_text
+
+COLOURS = ("#3e70d4", "#98dfc3", "#a3980c", "#54ad8b", "#f8bb2d", "#74249c", "#cc3f16", "#a4abb8", "#444b5c")
+"""Of terms, in their order. Neighbours differ in lightness."""
+LETTERS = "#=+*o%x:@"
+"""Of terms, in the terminal."""
+_HEIGHT, _GAP, _LEFT, _HEADING, _LEGEND = 18.0, 4.0, 74.0, 34.0, 22.0
+_MOST_BARS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """One group of bars: name, and for each device bytes by term."""
+
+    name: str
+    devices: tuple[Mapping[str, float], ...]
+
+    @property
+    def totals(self) -> tuple[float, ...]:
+        """Bytes of each device."""
+        return tuple(sum(device.values()) for device in self.devices)
+
+
+def bars_svg(groups: Sequence[Bars], *, title: str = "", width: int = 1000, limit: float | None = None) -> str:
+    """Groups of bars below each other on one axis of bytes, as an SVG document.
+
+    limit: bytes that a device has, drawn as a line. Raises InputError where there is nothing to draw, or too much.
+    """
+    _check(groups)
+    width = max(300, width)
+    canvas, top = Canvas(), 4.0
+    terms = _terms(groups)
+    right = 12 + max(text_width(bytes_text(total), 11) for group in groups for total in group.totals)
+    most = max([*(total for group in groups for total in group.totals), limit or 0.0]) or 1.0
+    scale = (width - _LEFT - right) / most
+    if title:
+        canvas.text(12, 22, title, 17, weight="bold")
+        top += 30
+    body = top
+    for group in groups:
+        canvas.text(_LEFT, top + 22, group.name, 15, weight="bold")
+        words = f"fullest {bytes_text(max(group.totals))}, emptiest {bytes_text(min(group.totals))}"
+        canvas.text(_LEFT + text_width(group.name, 16) + 16, top + 22, words, 12, fill=FAINT)
+        top += _HEADING
+        for device, held in enumerate(group.devices):
+            canvas.text(_LEFT - 8, top + 13, f"device {device}", 12, fill=FAINT, anchor="end")
+            x = _LEFT
+            for term, colour in zip(terms, COLOURS, strict=False):
+                size = held.get(term, 0.0) * scale
+                if size > 0:
+                    canvas.rect(x, top, size, _HEIGHT, colour)
+                    x += size
+            canvas.text(x + 6, top + 13, bytes_text(group.totals[device]), 11, fill=FAINT)
+            top += _HEIGHT + _GAP
+    if limit is not None:
+        canvas.path(f"M{n(_LEFT + limit * scale)} {n(body)}V{n(top)}", "#cc3f16")
+    top = _axis(canvas, top, most, scale, width - right)
+    top = _legend(canvas, top, terms, width, limit)
+    summary = "; ".join(
+        f"{group.name}: "
+        + ", ".join(f"device {device} {bytes_text(total)}" for device, total in enumerate(group.totals))
+        for group in groups
+    )
+    return canvas.document(width, top, name=title or "Memory of every device", summary=summary)
+
+
+def _axis(canvas: Canvas, top: float, most: float, scale: float, end: float) -> float:
+    top += 2
+    unit = 1024.0 ** max(0, int(len(f"{int(most)}") - 1) // 3)
+    step = round_step(most / unit / max(1.0, (end - _LEFT) / 90)) * unit
+    for number in range(int(most / step + 1e-9) + 1):
+        x = _LEFT + number * step * scale
+        canvas.text(x, top + 18, bytes_text(number * step), 11, fill=FAINT, anchor="middle" if number else "start")
+        canvas.path(f"M{n(x)} {n(top)}v5", FAINT)
+    canvas.path(f"M{n(_LEFT)} {n(top)}H{n(end)}", FAINT)
+    return top + 30
+
+
+def _legend(canvas: Canvas, top: float, terms: Sequence[str], width: float, limit: float | None) -> float:
+    entries = list(zip(COLOURS, terms, strict=False))
+    if limit is not None:
+        entries.append(("#cc3f16", f"line: {bytes_text(limit)} of a device"))
+    x = _LEFT
+    for colour, text in entries:
+        size = 20 + text_width(text, 12)
+        if x + size > width - 10 and x > _LEFT:
+            x, top = _LEFT, top + _LEGEND
+        canvas.rect(x, top, 13, 13, colour)
+        canvas.text(x + 19, top + 10.5, text, 12)
+        x += size + 18
+    return top + _LEGEND + 2
+
+
+def bars_text(groups: Sequence[Bars], *, width: int = 100, limit: float | None = None) -> str:
+    """The same in characters, a letter for each term. Raises InputError as `bars_svg`."""
+    _check(groups)
+    terms = _terms(groups)
+    most = max([*(total for group in groups for total in group.totals), limit or 0.0]) or 1.0
+    left = max(len(f"device {len(group.devices) - 1}") for group in groups) + 1
+    right = max(len(bytes_text(total)) for group in groups for total in group.totals) + 1
+    columns = max(10, width - left - right)
+    lines = []
+    for group in groups:
+        lines += [group.name] if group.name else []
+        for device, held in enumerate(group.devices):
+            bar, reached = "", 0.0
+            for term, letter in zip(terms, LETTERS, strict=False):
+                reached += held.get(term, 0.0)
+                bar += letter * (round(columns * reached / most) - len(bar))
+            if limit is not None:
+                place = min(columns - 1, round(columns * limit / most))
+                bar = bar.ljust(place) + ("|" if len(bar) <= place else "")
+            lines.append(f"{f'device {device}':<{left}}{bar:<{columns}}{bytes_text(group.totals[device]):>{right}}")
+    legend = [f"{letter} {term}" for letter, term in zip(LETTERS, terms, strict=False)]
+    if limit is not None:
+        legend.append(f"| {bytes_text(limit)} of a device")
+    return "\n".join([*lines, "  ".join(legend)]) + "\n"
+
+
+def _terms(groups: Sequence[Bars]) -> list[str]:
+    """All that occur, in the order in which they do."""
+    terms = dict.fromkeys(term for group in groups for device in group.devices for term in device)
+    return [term for term in terms if any(device.get(term) for group in groups for device in group.devices)]
+
+
+def _check(groups: Sequence[Bars]) -> None:
+    if not any(group.devices for group in groups):
+        raise InputError("there is no device whose memory could be drawn")
+    if sum(len(group.devices) for group in groups) > _MOST_BARS:
+        raise InputError(f"there are more than {_MOST_BARS} devices to draw; draw fewer at a time")
+    if len(_terms(groups)) > len(COLOURS):
+        raise InputError(f"memory of {len(_terms(groups))} terms cannot be drawn, expected at most {len(COLOURS)}")
