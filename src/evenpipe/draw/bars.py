@@ -67,12 +67,12 @@ def bars_svg(groups: Sequence[Bars], *, title: str = "", width: int = 1000, limi
         canvas.path(f"M{n(_LEFT + limit * scale)} {n(body)}V{n(top)}", "#cc3f16")
     top = _axis(canvas, top, most, scale, width - right)
     top = _legend(canvas, top, terms, width, limit)
-    summary = "; ".join(
-        f"{group.name}: "
-        + ", ".join(f"device {device} {bytes_text(total)}" for device, total in enumerate(group.totals))
-        for group in groups
-    )
+    summary = "; ".join(f"{group.name}: {_figures(group)}" for group in groups)
     return canvas.document(width, top, name=title or "Memory of every device", summary=summary)
+
+
+def _figures(group: Bars) -> str:
+    return ", ".join(f"device {device} {bytes_text(total)}" for device, total in enumerate(group.totals))
 
 
 def _axis(canvas: Canvas, top: float, most: float, scale: float, end: float) -> float:
