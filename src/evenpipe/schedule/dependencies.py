@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 from .flows import PER_PAIR, Flow, Site, flows
@@ -92,7 +93,7 @@ class Dependencies:
     @classmethod
     def of(cls, order: Schedulable, sharing: str = PER_PAIR) -> Dependencies:
         """Those of an order or program; `sharing` is that of the program."""
-        return cls(order.placement, order.barriers, order.forward_only, sharing)
+        return dependencies_of(order.placement, order.barriers, order.forward_only, sharing)
 
     def rule(self, device: int, kind: Kind, stage: int | None) -> Rule:
         """The rule of a kind and stage on a device; an empty one for what does not belong there."""
@@ -139,6 +140,14 @@ class Dependencies:
         route = self.route_of(transfer, device)
         sites = () if route is None else route.consumers
         return tuple((site.device, site.at(transfer.microbatch, transfer.slice)) for site in sites)
+
+
+@lru_cache(maxsize=64)
+def dependencies_of(
+    placement: Placement, barriers: int = 0, forward_only: bool = False, sharing: str = PER_PAIR
+) -> Dependencies:
+    """The same object for the same arguments: nothing in it changes."""
+    return Dependencies(placement, barriers, forward_only, sharing)
 
 
 def _routes(between_devices: list[Flow], sharing: str) -> list[Route]:

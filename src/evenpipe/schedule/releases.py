@@ -26,13 +26,7 @@ def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
 
     Sent are hops, and contributions to what other devices receive: not what this device itself waits for.
     """
-    dependencies = Dependencies.of(program, program.sharing)
-    issued: list[dict[Carried, int]] = []
-    used: list[dict[Carried, int]] = []
-    for other in range(program.devices):
-        places = _places(program, dependencies, other)
-        issued.append(places[0])
-        used.append(places[1])
+    dependencies, issued, used = _all_places(program)
     reached = [-1] * program.devices  # position up to which another device is known to have come
     under_way: dict[Transfer, list[tuple[int, int]]] = {}  # device and position that each is used at
     found: dict[int, tuple[Transfer, ...]] = {}
@@ -52,6 +46,22 @@ def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
             if arrived:
                 found[position] = arrived
     return found
+
+
+Places = tuple[Dependencies, list[dict[Carried, int]], list[dict[Carried, int]]]
+"""Of one program: its dependencies, and by device where it issues and where it uses each transfer."""
+
+_last: tuple[Program, Places] | None = None
+"""Devices of one program are asked for one after the other."""
+
+
+def _all_places(program: Program) -> Places:
+    global _last  # noqa: PLW0603
+    if _last is None or _last[0] is not program:
+        dependencies = Dependencies.of(program, program.sharing)
+        places = [_places(program, dependencies, device) for device in range(program.devices)]
+        _last = program, (dependencies, [issued for issued, _ in places], [used for _, used in places])
+    return _last[1]
 
 
 def _places(program: Program, dependencies: Dependencies, device: int) -> tuple[dict[Carried, int], dict[Carried, int]]:

@@ -11,7 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from evenpipe.errors import InputError
-from evenpipe.schedule import Costs, Dependencies, Kind, Placement
+from evenpipe.schedule import Costs, Kind, Placement
+from evenpipe.schedule.dependencies import dependencies_of
 from evenpipe.schedule.flows import vocabulary_kinds
 
 UNREACHED = -math.inf
@@ -77,7 +78,7 @@ Name = tuple[int, Kind, int | None]
 
 
 def _build(placement: Placement, costs: Costs, split: bool, barriers: int, forward_only: bool) -> Microbatch:
-    dependencies = Dependencies(placement, barriers, forward_only)
+    dependencies = dependencies_of(placement, barriers, forward_only)
     stage_times, device_times = costs.stage_times(placement), costs.device_times(placement)
     takes: list[float] = []
     device_of: list[int] = []

@@ -1,0 +1,261 @@
+"""`evenpipe plan --model MODEL --gpus N ...`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evenpipe.errors import InputError
+
+if TYPE_CHECKING:
+    from evenpipe.model import Description
+    from evenpipe.plan.configuration_search import Found
+    from evenpipe.plan.configurations import Problem, Space
+
+BATCH_TOKENS = 2**22
+"""Tokens of a step where nothing is said, or a sequence for every GPU if that is more."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, the machine, the batch, and what may be chosen."""
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        required=True,
+        help="hub name, folder, config.json, or a configuration of evenpipe train (its model, data and batch)",
+    )
+    parser.add_argument("--gpus", metavar="N", type=int, required=True, help="how many there are")
+    parser.add_argument(
+        "--hardware",
+        metavar="NAME|FILE.toml",
+        default="H100-80G",
+        help="A100-40G, A100-80G, H100-80G, H200, B200, or what `evenpipe profile --hardware` wrote (default:"
+        " %(default)s)",
+    )
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="of each, such as 80GiB (default: that of the hardware)")
+    parser.add_argument("--sequence", metavar="TOKENS", type=int, help="length of a sequence (default: 4096)")
+    parser.add_argument(
+        "--batch", metavar="SEQUENCES", type=int, help="sequences per step over all GPUs (default: 4 Mi tokens' worth)"
+    )
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="of products (default: bf16, fp32 on a CPU)")
+    parser.add_argument(
+        "--kernels",
+        default="transformers",
+        help="transformers, fused, megatron or transformer-engine (default: %(default)s)",
+    )
+    space = parser.add_argument_group("what may be chosen, each one value or several with commas")
+    for name, what in (
+        ("dp", "replicas"),
+        ("tp", "tensor parallelism"),
+        ("cp", "context parallelism"),
+        ("pp", "devices of a pipeline"),
+        ("zero", "what is sharded over replicas: 0 nothing, 1 optimizer, 2 gradients too, 3 parameters too"),
+        ("microbatch-size", "sequences of a microbatch"),
+        ("stages-per-device", "for schedules that leave a choice"),
+        ("schedule", "names of schedules"),
+        ("vocabulary", "vocabulary modes"),
+        ("checkpointing", "none, selective, full, or least: on each device as little as its memory allows"),
+    ):
+        space.add_argument(f"--{name}", metavar="X[,X...]", help=what)
+    space.add_argument(
+        "--runnable", action="store_true", help="only what evenpipe train runs today: dp, pp, zero 0 or 3"
+    )
+    parser.add_argument("--best", metavar="N", type=int, default=10, help="plans to show (default: %(default)s)")
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="what each vocabulary mode gains, what was rejected, why, and what would help",
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="CONFIG.toml", type=Path, help="write the best plan for evenpipe train"
+    )
+    parser.add_argument("--workers", metavar="N", type=int, help="processes (default: as many as there are cores)")
+    parser.add_argument("--no-cache", action="store_true", help="evaluate everything anew, and keep nothing on disk")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.epilog = (
+        "Every plan fits: its memory is that of `evenpipe estimate`, device by device. Its time is that of `evenpipe\n"
+        "simulate`, with pass times from the shapes of the model and the speed of the hardware.\n\n"
+        "exit codes: 0 a plan, 1 nothing fits, 2 the input is wrong"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Search, print, and write."""
+    from evenpipe.plan.configuration_search import search_configurations
+    from evenpipe.plan.evaluation_cache import EvaluationCache
+    from evenpipe.plan.ranking import Ranking
+
+    if arguments.best < 1:
+        raise InputError(f"--best is {arguments.best}, expected at least 1")
+    if arguments.workers is not None and arguments.workers < 1:
+        raise InputError(f"--workers is {arguments.workers}, expected at least 1")
+    if arguments.output is not None:
+        _check_output(arguments.output)
+    problem, base = _problem(arguments)
+    space = _space(arguments, problem)
+    cache = EvaluationCache.none() if arguments.no_cache else EvaluationCache.of(problem)
+    with _bar(quiet=arguments.json) as progress:
+        found = search_configurations(
+            problem,
+            space,
+            wanted=arguments.best,
+            each_vocabulary=arguments.explain,
+            workers=arguments.workers,
+            cache=cache,
+            progress=progress,
+        )
+    cache.save()
+    ranking = Ranking(found, arguments.best)
+    if arguments.json:
+        print(json.dumps(ranking.to_dict()), flush=True)
+    else:
+        print(ranking.text(explain=arguments.explain), flush=True)
+    if found.best is None:
+        return 1
+    if arguments.output is not None:
+        _write(found, base, arguments)
+    return 0
+
+
+def _problem(arguments: argparse.Namespace) -> tuple[Problem, Mapping[str, Any]]:
+    """What is asked, and the tables of a configuration that the answer goes into."""
+    from evenpipe.cli.model_argument import read_model
+    from evenpipe.costs.hardware import find_hardware
+    from evenpipe.memory.sizes import parse_size
+    from evenpipe.plan.configurations import problem_of
+
+    hardware = find_hardware(arguments.hardware)
+    memory = None if arguments.gpu_memory is None else parse_size(arguments.gpu_memory, "--gpu-memory")
+    if arguments.gpus < 1:
+        raise InputError(f"--gpus is {arguments.gpus}, expected a whole number of at least 1")
+    description: Description
+    sequence, batch = arguments.sequence, arguments.batch
+    base: Mapping[str, Any]
+    if arguments.model.endswith(".toml"):
+        from evenpipe.model import describe
+        from evenpipe.train.config_file import config_from_dict, read_toml
+        from evenpipe.train.planned_config import configured_model
+
+        base = read_toml(arguments.model)
+        config = config_from_dict(base)
+        description = describe(configured_model(config))
+        sequence = sequence or config.data.sequence_length
+        batch = batch or config.pipeline.sequences_per_step
+    else:
+        from evenpipe.train.planned_config import model_tables
+
+        description = read_model(arguments.model)
+        base = model_tables(description, arguments.model)
+    sequence = 4096 if sequence is None else sequence
+    if batch is None:
+        batch = max(arguments.gpus, BATCH_TOKENS // max(1, sequence))
+    return (
+        problem_of(
+            description,
+            hardware,
+            gpus=arguments.gpus,
+            sequence=sequence,
+            sequences_per_step=batch,
+            memory_bytes=memory,
+            dtype=arguments.dtype or ("fp32" if hardware.torch_device == "cpu" else "bf16"),
+            kernels=arguments.kernels,
+        ),
+        base,
+    )
+
+
+def _space(arguments: argparse.Namespace, problem: Problem) -> Space:
+    from dataclasses import replace
+
+    from evenpipe.plan.configurations import RUNNABLE, Space
+
+    only = arguments.runnable or problem.hardware.torch_device == "cpu"
+    given: dict[str, Any] = {}
+    for name, field in (
+        ("dp", "dp"),
+        ("tp", "tp"),
+        ("cp", "cp"),
+        ("pp", "pp"),
+        ("zero", "zero"),
+        ("microbatch_size", "microbatch_sizes"),
+        ("stages_per_device", "stages_per_device"),
+    ):
+        text = getattr(arguments, name)
+        if text is not None:
+            given[field] = _whole_numbers(name, text)
+    for name, field in (
+        ("schedule", "schedules"),
+        ("vocabulary", "vocabularies"),
+        ("checkpointing", "checkpointing"),
+    ):
+        text = getattr(arguments, name)
+        if text is not None:
+            given[field] = tuple(_words(name, text))
+    if "vocabularies" in given:
+        from evenpipe.schedule import vocabulary_mode
+
+        given["vocabularies"] = tuple(dict.fromkeys(map(vocabulary_mode, given["vocabularies"])))
+    return replace(RUNNABLE if only else Space(), **given)
+
+
+def _words(name: str, text: str) -> list[str]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise InputError(f"--{name.replace('_', '-')} is '{text}', expected one value or several with commas")
+    return words
+
+
+def _whole_numbers(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in _words(name, text))
+    except ValueError:
+        raise InputError(f"--{name.replace('_', '-')} is '{text}', expected whole numbers such as 1,2,4") from None
+
+
+def _check_output(path: Path) -> None:
+    """Raise InputError, before any time is spent, where the plan could not be written."""
+    if path.suffix != ".toml":
+        raise InputError(f"--output is '{path}', but the name of a configuration must end in .toml")
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"'{path}' cannot be written: there is no folder '{path.parent}'")
+
+
+def _write(found: Found, base: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    """The best plan that can be run; a better one that cannot is named."""
+    from evenpipe.plan.ranking import runnable
+    from evenpipe.train.planned_config import planned_tables, write_tables
+
+    assert found.best is not None
+    plan = next((plan for plan in found.plans if runnable(plan)), found.best)
+    tables = planned_tables(found.problem, plan, base)
+    notes = f"Planned for {found.problem.gpus} x {found.problem.hardware.name}: {plan.configuration.name}"
+    write_tables(tables, arguments.output, notes)
+    if not arguments.json:
+        note = "" if plan is found.best else f" (plan {found.plans.index(plan) + 1}: those above it are estimates only)"
+        print(f"wrote {arguments.output}{note}", flush=True)
+
+
+def _bar(*, quiet: bool) -> Any:
+    """A context with a function that shows progress on stderr, where somebody may look at it."""
+    if quiet or not sys.stderr.isatty():
+        return nullcontext(None)
+    from contextlib import contextmanager
+
+    from tqdm import tqdm
+
+    @contextmanager
+    def bar() -> Any:
+        with tqdm(unit=" plans", leave=False, bar_format="{desc} {n_fmt} simulated, {elapsed}") as shown:
+
+            def show(done: int, waiting: int, best: float) -> None:
+                shown.n = done
+                shown.set_description_str(f"best step {best:.3g} s, {waiting} left to look at")
+
+            yield show
+
+    return bar()

@@ -1,0 +1,316 @@
+"""Pass times from a model's shapes and a piece of hardware: no run, no measurement of the model.
+
+    product     max(FLOPs / achieved, bytes / bandwidth) + one operation. FLOPs decide from some hundred tokens on
+    streaming   bytes / bandwidth + operations
+    attention   FLOPs of the pairs that the mask leaves / what fused attention achieves; the backward has 2.5 times them
+                (five products, of which one is a repetition)
+    tensor      per layer two all-gathers and two reduce-scatters (or two all-reduces) forward and two backward, waited
+                for; with sequence parallelism what is streamed is cut too
+    context     keys and values pass by while attention computes: what takes longer counts
+
+F is all of a layer once; I its products again, for the gradients of their inputs, with attention and streaming
+backward; W the products a third time, whose results are added to gradients in fp32. Compared with measurements in
+tests/costs/test_analytic.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from evenpipe.errors import InputError
+from evenpipe.schedule import Costs, Placement
+
+from .collectives import Axes
+from .hardware import ELEMENT_BYTES, Hardware
+from .work import (
+    BACKWARD_OPERATIONS,
+    BACKWARD_STREAMED,
+    EAGER_OPERATIONS,
+    FUSED_OPERATIONS,
+    LOSS_BYTES,
+    LayerWork,
+    Product,
+    streamed_forward,
+)
+
+GRADIENT_BYTES = 4
+"""Of one element of a gradient that products are added to."""
+
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of fused attention's backward, relative to its forward (arXiv 2307.08691, section 4.1)."""
+
+STATISTICS = 3
+"""Numbers per token and shard that the vocabulary layers gather, in fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a device computes: all that pass times depend on beside the model and its cut."""
+
+    hardware: Hardware
+    axes: Axes
+    dtype: str
+    """Of products and activations: "bf16" or "fp32"."""
+    microbatch_size: int
+    """Sequences."""
+    sequence: int
+    """Tokens of one."""
+    sequence_parallel: bool = True
+    fused: bool = True
+    """Norms, activation and rotary embedding are one kernel each, and dW is added to the gradient by its product."""
+    flash: bool = True
+    """Attention does not write its probabilities."""
+    loss: str = "evenpipe"
+    """As `Kernels.loss`."""
+
+    def __post_init__(self) -> None:
+        self.hardware.peak(self.dtype)
+        if self.sequence % self.axes.context.size:
+            raise InputError(
+                f"cp is {self.axes.context.size}, but a sequence of {self.sequence} tokens cannot be cut into so many"
+                " equal parts"
+            )
+
+    @property
+    def tensor(self) -> int:
+        """Parts of every matrix."""
+        return self.axes.tensor.size
+
+    @cached_property
+    def tokens(self) -> int:
+        """Of one microbatch on one device."""
+        return self.microbatch_size * self.sequence // self.axes.context.size
+
+    @cached_property
+    def element(self) -> int:
+        """Bytes of one number."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @cached_property
+    def hidden_share(self) -> float:
+        """How much of what is as wide as the hidden states a device of the tensor axis holds."""
+        return 1 / self.tensor if self.sequence_parallel else 1.0
+
+    def hop_bytes(self, hidden_size: int) -> float:
+        """What one hop carries."""
+        return self.tokens * hidden_size * self.element * self.hidden_share
+
+    # --- one matrix ------------------------------------------------------------------------------------------
+
+    def product_seconds(self, product: Product, which: str = "forward") -> float:
+        """One of the three products of a matrix, cut over the tensor axis: "forward", "inputs" (the gradient of what it
+        is multiplied with) or "weights" (dW, which is added to a sum in fp32)."""
+        size = product.parameters / self.tensor
+        tokens = self.tokens * product.met / product.copies
+        flops = self.tokens * product.flops / self.tensor / product.copies
+        outputs = product.outputs / self.tensor
+        moved = tokens * (product.inputs + outputs) * self.element
+        shape = {
+            "forward": (tokens, outputs),
+            "inputs": (tokens, product.inputs),
+            "weights": (outputs, product.inputs),
+        }[which]
+        if which != "weights":
+            moved += size / product.copies * self.element
+        hardware = self.hardware
+        each = max(hardware.product_seconds(flops, self.dtype, shape), hardware.streaming_seconds(moved))
+        seconds = product.copies * each
+        if which != "weights":
+            return seconds
+        added = size * 2 * GRADIENT_BYTES  # read and written
+        if self.fused:
+            return max(seconds, hardware.streaming_seconds(added))
+        return seconds + hardware.streaming_seconds(added + size * 2 * self.element)  # and dW itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTime:
+    """Seconds of one layer and microbatch."""
+
+    forward: float
+    inputs: float
+    weights: float
+    again_selective: float
+    """What a backward computes again where results of products and attention are kept."""
+
+    @property
+    def backward(self) -> float:
+        """Nothing is computed again."""
+        return self.inputs + self.weights
+
+    def again(self, checkpointing: str) -> float:
+        """What the backward computes again under one of the policies "none", "selective", "full"."""
+        return {"none": 0.0, "selective": self.again_selective, "full": self.forward}[checkpointing]
+
+
+def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
+    """Of one layer."""
+    hardware, tokens = setting.hardware, setting.tokens
+    products = sum(setting.product_seconds(product) for product in work.products)
+    inputs = sum(setting.product_seconds(product, "inputs") for product in work.products)
+    weights = sum(setting.product_seconds(product, "weights") for product in work.products)
+    attention, attention_backward = _attention(work, setting)
+    streamed = tokens * streamed_forward(work, setting.element, setting.fused) * _streamed_share(work, setting)
+    operations = FUSED_OPERATIONS if setting.fused else EAGER_OPERATIONS
+    streaming = hardware.streaming_seconds(streamed, operations)
+    streaming_backward = hardware.streaming_seconds(streamed * BACKWARD_STREAMED, operations * BACKWARD_OPERATIONS)
+    exchanged = 4 * setting.axes.tensor.gather_seconds(hardware, tokens * work.hidden_size * setting.element)
+    return LayerTime(
+        forward=products + attention + streaming + exchanged,
+        inputs=inputs + attention_backward + streaming_backward + exchanged,
+        weights=weights,
+        again_selective=streaming,
+    )
+
+
+def _streamed_share(work: LayerWork, setting: Setting) -> float:
+    """The part of what is streamed that one device of the tensor axis has: all is cut with sequence parallelism, else
+    what belongs to heads and to the MLP only, which is taken as half."""
+    return 1 / setting.tensor if setting.sequence_parallel else (1 + 1 / setting.tensor) / 2
+
+
+def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:
+    """Forward and backward; keys and values of the other parts of the sequence arrive meanwhile."""
+    if not work.heads:
+        return 0.0, 0.0
+    hardware, axis = setting.hardware, setting.axes.context
+    speed = hardware.peak(setting.dtype) * hardware.attention_fraction
+    if setting.flash:
+        flops = setting.tokens * work.attention_flops(setting.sequence) / setting.tensor
+        forward = flops / speed + hardware.operation_seconds
+        backward = flops * ATTENTION_BACKWARD / speed + hardware.operation_seconds
+    else:  # every pair is computed; probabilities are written in fp32, masked, normalised and cast
+        pairs = setting.tokens * setting.sequence * work.heads / setting.tensor
+        flops = 2.0 * pairs * (work.query_size + work.value_size)
+        forward = hardware.product_seconds(flops, setting.dtype) + hardware.streaming_seconds(pairs * 24, 6)
+        backward = 2 * hardware.product_seconds(flops, setting.dtype) + hardware.streaming_seconds(pairs * 30, 6)
+    passing = axis.size * setting.tokens * work.key_value_size / setting.tensor * setting.element
+    arriving = axis.gather_seconds(hardware, passing)
+    return max(forward, arriving), max(backward, 2 * arriving)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadTime:
+    """Seconds of an output layer, or of one shard of it, per microbatch: its three products, and the loss around."""
+
+    forward: float
+    inputs: float
+    weights: float
+    loss_forward: float
+    loss_backward: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.forward + self.inputs + self.weights + self.loss_forward + self.loss_backward
+
+
+def head_time(hidden_size: int, rows: float, setting: Setting) -> HeadTime:
+    """Of `rows` rows of the output layer, over the tensor axis too."""
+    if setting.loss not in LOSS_BYTES:
+        raise InputError(f"loss is '{setting.loss}', expected one of {', '.join(LOSS_BYTES)}")
+    matrix = Product(hidden_size, max(1, round(rows)))
+    forward, backward = (
+        setting.hardware.streaming_seconds(setting.tokens * rows / setting.tensor * size, 8)
+        for size in LOSS_BYTES[setting.loss]
+    )
+    again = setting.product_seconds(matrix) if setting.loss == "chunked" else 0.0
+    return HeadTime(
+        forward=setting.product_seconds(matrix),
+        inputs=setting.product_seconds(matrix, "inputs"),
+        weights=setting.product_seconds(matrix, "weights"),
+        loss_forward=forward,
+        loss_backward=backward + again,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Which layers stand where: what a `Costs` is made for."""
+
+    placement: Placement
+    layers_per_stage: tuple[int, ...]
+    checkpointing: tuple[str, ...]
+    """Per layer: "none", "selective" or "full"."""
+    vocabulary: str
+    """The mode, one of `evenpipe.schedule.MODES`."""
+
+
+WHOLE = ("first-last", "redistribute")
+"""Modes with the whole output layer on the last stage."""
+
+
+def costs_of_cut(
+    cut: Cut, layers: Sequence[LayerTime], setting: Setting, *, rows: int, hidden_size: int, contention: float = 1.0
+) -> Costs:
+    """Seconds of all passes and transfers of one step. rows: of the embedding and of the output layer."""
+    devices = cut.placement.devices
+    forward, inputs, weights = [], [], []
+    first = 0
+    for count in cut.layers_per_stage:
+        held = range(first, first + count)
+        forward.append(sum(layers[index].forward for index in held))
+        inputs.append(sum(layers[index].inputs + layers[index].again(cut.checkpointing[index]) for index in held))
+        weights.append(sum(layers[index].weights for index in held))
+        first += count
+    embedded = setting.tokens * hidden_size * setting.hidden_share
+    hardware, pipeline = setting.hardware, setting.axes.pipeline
+    wide = setting.hop_bytes(hidden_size)
+    whole = cut.vocabulary in WHOLE
+    if whole:
+        head = head_time(hidden_size, rows, setting)
+        forward[0] += hardware.streaming_seconds(embedded * 2 * setting.element)
+        weights[0] += hardware.streaming_seconds(embedded * (setting.element + 2 * GRADIENT_BYTES))
+        forward[-1] += head.forward + head.loss_forward
+        inputs[-1] += head.inputs + head.loss_backward
+        weights[-1] += head.weights
+        return Costs(
+            F=tuple(forward),
+            I=tuple(inputs),
+            W=tuple(weights),
+            p2p=pipeline.hop_seconds(hardware, wide),
+            contention=contention,
+        )
+    shard = head_time(hidden_size, rows / devices, setting)
+    combined = hardware.streaming_seconds(4.0 * embedded * setting.element, 4)
+    one_barrier = cut.vocabulary == "vocab-2"
+    rows_in, rows_back = 2 * setting.element, setting.element + 2 * GRADIENT_BYTES
+    gathered = setting.axes.tensor.gather_seconds(hardware, setting.tokens * hidden_size * setting.element)
+    first_product = shard.forward + shard.loss_forward + gathered
+    return Costs(
+        F=tuple(forward),
+        I=tuple(inputs),
+        W=tuple(weights),
+        S=first_product + (shard.inputs if one_barrier else 0.0),
+        C=combined if one_barrier else 0.0,
+        T=shard.weights + shard.loss_backward + (0.0 if one_barrier else shard.inputs + combined),
+        E=hardware.streaming_seconds(embedded / devices * rows_in),
+        G=hardware.streaming_seconds(embedded / devices * rows_back),
+        p2p=pipeline.hop_seconds(hardware, wide),
+        collectives={
+            "broadcast": pipeline.broadcast_seconds(hardware, wide),
+            "reduce": pipeline.broadcast_seconds(hardware, wide),
+            "statistics": pipeline.gather_seconds(hardware, setting.tokens * devices * STATISTICS * 4.0),
+            "embedding": pipeline.broadcast_seconds(hardware, wide),
+        },
+        contention=contention,
+    )
+
+
+# --- what stands around the passes of a step -----------------------------------------------------------------
+
+OPTIMIZER_BYTES = 40.0
+"""Read and written per parameter by AdamW and the clipping before it: gradient twice, weight and two moments both ways,
+the copy in the dtype of the computation."""
+
+
+def step_end_seconds(parameters: float, setting: Setting, *, zero: int, gradient_bytes: int = GRADIENT_BYTES) -> float:
+    """What follows the last pass on a device with so many parameters: gradients are summed over replicas, the optimizer
+    steps, and with sharding the new parameters are gathered (ZeRO-3: for the next step, as for this one)."""
+    hardware, replicas = setting.hardware, setting.axes.replicas
+    shards = replicas.size if zero else 1
+    reduced = replicas.gather_seconds(hardware, parameters * gradient_bytes)
+    gathered = replicas.gather_seconds(hardware, parameters * (setting.element if zero else gradient_bytes))
+    return reduced + gathered + hardware.streaming_seconds(parameters / shards * OPTIMIZER_BYTES, 10)

@@ -1,0 +1,334 @@
+"""What a GPU and the wires between GPUs can do: data sheets of known ones, files of measured ones.
+
+A matrix product of f FLOPs takes f / (peak x product_fraction) x waves + operation_seconds, so the fraction of the peak
+that is achieved grows with the size (Hockney's law), and a result that fills its last wave of tiles badly costs more.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from evenpipe.errors import InputError
+
+GIB = 2**30
+TILES = ((128, 256), (128, 128))
+"""Rows and columns of a result that one multiprocessor makes at a time: those of the large kernels of cuBLAS."""
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Bytes of one number, by dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """What carries bytes from one device to another."""
+
+    latency_seconds: float
+    """Before the first byte arrives: of one message, as a program sees it."""
+    bandwidth: float
+    """Bytes per second and device, in one direction, that large messages reach."""
+
+    def seconds(self, size: float) -> float:
+        """Of one message of `size` bytes."""
+        return self.latency_seconds + size / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One device, the node that it stands in, and the network of nodes."""
+
+    name: str
+    source: str
+    """Where the figures are from."""
+    torch_device: str = "cuda"
+    """What runs there: "cuda", or "cpu" for processes of a host."""
+    peak_flops: Mapping[str, float]
+    """Of matrix products per second, by dtype ("bf16", "fp32"), without sparsity."""
+    product_fraction: float
+    """Of the peak that large matrix products reach."""
+    attention_fraction: float
+    """Of the peak that fused attention reaches; masked products are not counted."""
+    memory_bytes: int
+    """That a program can allocate, context included."""
+    memory_bandwidth: float
+    """Bytes per second, read and written, that operations on large tensors reach."""
+    operation_seconds: float
+    """What the smallest operation takes."""
+    devices_per_node: int
+    """Devices that `inside` joins."""
+    inside: Wire
+    """Between devices of a node."""
+    across: Wire
+    """Between nodes, per device: each has its part of the network cards."""
+    host_bandwidth: float
+    """Bytes per second between a device and its host, in one direction."""
+    units: int = 1
+    """Multiprocessors: what a wave of tiles fills; 1: products have no waves."""
+    contention: float = 1.0
+    """Factor on compute while all devices of the node compute; for processes that share a host."""
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name in _NUMBERS and not (_is_number(value) and value > 0):
+                raise InputError(f"hardware: {entry.name} is {value!r}, expected a number above 0")
+        for dtype, peak in self.peak_flops.items():
+            if dtype not in ELEMENT_BYTES or not (_is_number(peak) and peak > 0):
+                accepted = ", ".join(ELEMENT_BYTES)
+                raise InputError(f"hardware: peak_flops.{dtype} is {peak!r}, expected FLOPs per second of {accepted}")
+        for name in ("product_fraction", "attention_fraction"):
+            if getattr(self, name) > 1:
+                raise InputError(f"hardware: {name} is {getattr(self, name)}, expected a number above 0, at most 1")
+        if self.contention < 1:
+            raise InputError(f"hardware: contention is {self.contention}, expected a number of at least 1")
+
+    def peak(self, dtype: str) -> float:
+        """FLOPs per second of matrix products. Raises InputError for a dtype that has no figure."""
+        if dtype not in self.peak_flops:
+            raise InputError(f"hardware {self.name} has no peak for {dtype}; it has {', '.join(self.peak_flops)}")
+        return self.peak_flops[dtype]
+
+    def product_seconds(self, flops: float, dtype: str, shape: tuple[float, float] | None = None) -> float:
+        """Of a matrix product of `flops`, were there no memory; `shape`: of its result."""
+        seconds = flops / (self.peak(dtype) * self.product_fraction)
+        return seconds * (1.0 if shape is None else self.waves(*shape)) + self.operation_seconds
+
+    def waves(self, rows: float, columns: float) -> float:
+        """How much longer a product takes because its result is made of whole tiles, a wave of `units` at a time, and
+        the last wave is as long as the others."""
+        if self.units == 1:
+            return 1.0
+        needed = rows * columns / self.units
+        best = math.inf
+        for height, width in TILES:
+            tiles = math.ceil(rows / height) * math.ceil(columns / width)
+            best = min(best, math.ceil(tiles / self.units) * height * width)
+        return max(1.0, best / needed)
+
+    def achieved(self, flops: float, dtype: str) -> float:
+        """Fraction of the peak that a matrix product of `flops` reaches."""
+        return flops / self.product_seconds(flops, dtype) / self.peak(dtype)
+
+    def streaming_seconds(self, size: float, operations: float = 1.0) -> float:
+        """Of so many operations that read and write `size` bytes in all."""
+        return size / self.memory_bandwidth + operations * self.operation_seconds
+
+    def slowed(self, factor: float) -> Hardware:
+        """The same with compute and memory so many times as slow."""
+        if factor == 1:
+            return self
+        return replace(
+            self,
+            peak_flops={dtype: peak / factor for dtype, peak in self.peak_flops.items()},
+            memory_bandwidth=self.memory_bandwidth / factor,
+            operation_seconds=self.operation_seconds * factor,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `hardware_from_dict` takes, as JSON and TOML can hold it."""
+        return {**asdict(self), "peak_flops": dict(self.peak_flops)}
+
+
+_NUMBERS = (
+    "product_fraction",
+    "attention_fraction",
+    "memory_bytes",
+    "memory_bandwidth",
+    "operation_seconds",
+    "devices_per_node",
+    "units",
+    "host_bandwidth",
+    "contention",
+)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# --- known devices -------------------------------------------------------------------------------------------
+
+_MATMUL = (
+    "Products: the best of a scan of shapes (stas00/ml-engineering, compute/accelerator, Maximum Achievable Matmul"
+    " FLOPS: A100 267.9, H100 792.1, H200 794.5, B200 1745.0 TFLOP/s) times 0.83"
+)
+TYPICAL_SHARE = 0.83
+"""Of what the best shape reaches, what products in a step reach, waves aside. Fitted to one figure: the forward of four
+layers
+of hidden size 3072 on an A100-80G (arXiv 2411.05288, artifact), 10.5 ms. How far it is off elsewhere is in
+tests/costs/test_analytic.py."""
+
+_MEMORY = " Memory: total capacity in messages of torch. Bandwidths: data sheets, times 0.85 (HBM) and 0.8 (wires)."
+"""Shares that copies and collectives of large tensors are commonly seen to reach; not fitted here."""
+
+_HBM, _WIRES = 0.85, 0.8
+
+
+def _gpu(  # noqa: PLR0917 - a row of the table below
+    name: str,
+    peaks: tuple[float, float],
+    best_product: float,
+    attention_fraction: float,
+    units: int,
+    gib: float,
+    hbm: float,
+    nvlink: float,
+    network: float,
+    host: float,
+    source: str,
+) -> Hardware:
+    bf16, fp32 = peaks
+    return Hardware(
+        name=name,
+        source=f"{source} {_MATMUL}.{_MEMORY}",
+        peak_flops={"bf16": bf16 * 1e12, "fp16": bf16 * 1e12, "fp32": fp32 * 1e12},
+        product_fraction=best_product / bf16 * TYPICAL_SHARE,
+        attention_fraction=attention_fraction,
+        units=units,
+        memory_bytes=int(gib * GIB),
+        memory_bandwidth=hbm * 1e9 * _HBM,
+        operation_seconds=4e-6,
+        devices_per_node=8,
+        inside=Wire(latency_seconds=10e-6, bandwidth=nvlink * 1e9 * _WIRES),
+        across=Wire(latency_seconds=20e-6, bandwidth=network * 1e9 * _WIRES),
+        host_bandwidth=host * 1e9 * _WIRES,
+    )
+
+
+# name, TFLOP/s (bf16, fp32), best product TFLOP/s, attention, multiprocessors, GiB, GB/s of HBM, of NVLink and of the
+# network (one direction), of PCIe. Attention, forward and backward together, head size 128, causal: FlashAttention-2
+# reaches 0.55 to 0.6 of the peak on A100 (arXiv 2307.08691, figure 4) and 0.35 to 0.4 on H100; 3 reaches 0.55 to 0.65
+# (arXiv 2407.08608, figures 5 and 6). B200: as H100 with 3. fp32 is without TF32.
+KNOWN: dict[str, Hardware] = {
+    hardware.name: hardware
+    for hardware in (
+        _gpu(
+            "A100-40G", (312, 19.5), 267.9, 0.55, 108, 39.4, 1555, 300, 25, 32, "NVIDIA A100 data sheet, SXM, 8 x HDR."
+        ),
+        _gpu(
+            "A100-80G", (312, 19.5), 267.9, 0.55, 108, 79.15, 2039, 300, 25, 32, "NVIDIA A100 data sheet, SXM, 8 x HDR."
+        ),
+        _gpu(
+            "H100-80G",
+            (989.4, 66.9),
+            792.1,
+            0.45,
+            132,
+            79.1,
+            3350,
+            450,
+            50,
+            64,
+            "NVIDIA H100 data sheet, SXM, 8 x NDR.",
+        ),
+        _gpu(
+            "H200", (989.4, 66.9), 794.5, 0.45, 132, 139.8, 4800, 450, 50, 64, "NVIDIA H200 data sheet, SXM, 8 x NDR."
+        ),
+        _gpu("B200", (2250, 75), 1745, 0.45, 148, 178.35, 7700, 900, 50, 64, "NVIDIA HGX B200 data sheet, 8 x NDR."),
+    )
+}
+"""By name. All are SXM devices, eight to a node, with one network card each."""
+
+
+# --- files ---------------------------------------------------------------------------------------------------
+
+
+def find_hardware(name: str | Path) -> Hardware:
+    """A known device by its name in `KNOWN` (case does not matter), or a file that `write_hardware` wrote.
+
+    Raises InputError for an unknown name, naming the nearest, and for a file that cannot be read.
+    """
+    text = str(name)
+    by_lower = {known.lower(): hardware for known, hardware in KNOWN.items()}
+    if text.lower() in by_lower:
+        return by_lower[text.lower()]
+    if text.endswith(".toml"):
+        return read_hardware(text)
+    begun = [known for known in KNOWN if known.startswith(text.upper())]
+    near = (begun or difflib.get_close_matches(text.upper(), KNOWN, n=1, cutoff=0.0))[0]
+    raise InputError(
+        f"hardware '{text}' is unknown, did you mean '{near}'? Accepted: {', '.join(KNOWN)}, or a file .toml that"
+        " `evenpipe profile --hardware` wrote"
+    )
+
+
+def read_hardware(path: str | Path) -> Hardware:
+    """A file of one device. Raises InputError that names the file and what is wrong."""
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not TOML: {error}") from None
+    try:
+        return hardware_from_dict(values)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def hardware_from_dict(values: Mapping[str, Any]) -> Hardware:
+    """The inverse of `Hardware.to_dict`. Raises InputError for an unknown or missing key and for a bad value."""
+    given = dict(_known_keys("hardware", values, Hardware))
+    for name in ("inside", "across"):
+        given[name] = wire_from_dict(name, given[name])
+    if not isinstance(given["peak_flops"], Mapping):
+        raise InputError(f"hardware: peak_flops is {given['peak_flops']!r}, expected a table of FLOPs by dtype")
+    return Hardware(**given)
+
+
+def wire_from_dict(name: str, values: Any) -> Wire:
+    """One wire of a file."""
+    if not isinstance(values, Mapping):
+        raise InputError(f"hardware: {name} is {values!r}, expected a table of latency_seconds and bandwidth")
+    given = _known_keys(f"hardware: {name}", values, Wire)
+    for key, value in given.items():
+        least = 0 if key == "latency_seconds" else 1e-9
+        if not _is_number(value) or value < least:
+            raise InputError(
+                f"hardware: {name}.{key} is {value!r}, expected a number {'of at least' if not least else 'above'} 0"
+            )
+    return Wire(**given)
+
+
+def _known_keys(where: str, values: Mapping[str, Any], kind: type) -> Mapping[str, Any]:
+    names = [entry.name for entry in fields(kind)]
+    for key in values:
+        if key not in names:
+            near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)[0]
+            raise InputError(f"{where}: unknown key '{key}', did you mean {near}?")
+    for name in names:
+        if name not in values and name not in _OPTIONAL:
+            raise InputError(f"{where}: {name} is missing")
+    return values
+
+
+_OPTIONAL = ("torch_device", "units", "contention")
+
+
+def write_hardware(hardware: Hardware, path: str | Path) -> None:
+    """Write a file that `read_hardware` reads. Raises InputError where it cannot be."""
+    try:
+        Path(path).write_text(hardware_to_toml(hardware), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def hardware_to_toml(hardware: Hardware) -> str:
+    """Figures first, tables below them."""
+    plain, tables = [], []
+    for name, value in hardware.to_dict().items():
+        if isinstance(value, Mapping):
+            tables += ["", f"[{name}]", *(f"{key} = {_written(one)}" for key, one in value.items())]
+        else:
+            plain.append(f"{name} = {_written(value)}")
+    return "\n".join([*plain, *tables]) + "\n"
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ") + '"'
+    return str(value) if isinstance(value, int) else f"{value:.6g}"

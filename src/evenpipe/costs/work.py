@@ -1,0 +1,211 @@
+"""What a layer and the output layer have to do for one token, read from the shapes of their parameters.
+
+    products     every matrix is one: 2 x inputs x outputs FLOPs per token, forward; as many for dX and for dW
+    attention    2 x pairs x heads x (query size + value size) FLOPs forward, of the pairs that the mask leaves
+    streaming    norms, residual sums, activation, rotary embedding: bytes read and written
+    operations   how many kernels, each of which takes some microseconds at least
+
+Nothing here depends on the hardware; `analytic` makes times of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from evenpipe.model.description import Description
+from evenpipe.model.flops import EXPERTS, EXPERTS_PER_TOKEN, LOCAL, WITHOUT_ATTENTION
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix that tokens are multiplied with: [inputs, outputs]. Of `copies` equal ones, each token meets `met`."""
+
+    inputs: int
+    outputs: int
+    copies: int = 1
+    met: float = 1.0
+
+    @property
+    def parameters(self) -> int:
+        """Of all copies."""
+        return self.inputs * self.outputs * self.copies
+
+    @property
+    def flops(self) -> float:
+        """Forward, per token."""
+        return 2.0 * self.inputs * self.outputs * self.met
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWork:
+    """One transformer layer, per token."""
+
+    products: tuple[Product, ...]
+    parameters: int
+    """All of them, norms and biases included."""
+    hidden_size: int
+    heads: int
+    """0 where there is no attention over a context."""
+    query_size: int
+    value_size: int
+    key_value_size: int
+    """Keys and values of one token, all heads."""
+    window: int | None
+    """Tokens that attention looks back on; None: all."""
+    middle: float
+    """What the products of the MLP give, before the last one: the activation reads it."""
+    gated: bool
+    norms: int
+    eager_norms: int
+    """Of `norms`, those that transformers computes step by step (in fp32), not as one operation."""
+
+    @property
+    def flops(self) -> float:
+        """Of products, forward, per token."""
+        return sum(product.flops for product in self.products)
+
+    def pairs(self, sequence: int) -> float:
+        """Keys that a token sees, on average over a causal sequence."""
+        window = sequence if self.window is None else min(self.window, sequence)
+        return window - window * (window - 1) / (2 * sequence)
+
+    def attention_flops(self, sequence: int) -> float:
+        """Forward, per token."""
+        return 2.0 * self.pairs(sequence) * self.heads * (self.query_size + self.value_size)
+
+
+def layers_of(description: Description) -> tuple[LayerWork, ...]:
+    """The work of every layer; layers that are alike share one object."""
+    seen: dict[Any, LayerWork] = {}
+    found = []
+    for index in range(description.layers):
+        module = description.layer(index)
+        key = (tuple((name, *one.shape) for name, one in module.named_parameters()), _window(description, index))
+        if key not in seen:
+            seen[key] = _layer(description, index)
+        found.append(seen[key])
+    return tuple(found)
+
+
+def _layer(description: Description, index: int) -> LayerWork:
+    module = description.layer(index)
+    config = _config(description)
+    products = tuple(_products(description, index))
+    window = _window(description, index)
+    heads = int(getattr(config, "num_attention_heads", 0) or 0) if window != _NOTHING else 0
+    size = getattr(config, "head_dim", None) or (description.hidden_size // heads if heads else 0)
+    query = getattr(config, "qk_head_dim", None) or size
+    value = getattr(config, "v_head_dim", None) or size
+    key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+    names = [name for name, _ in module.named_parameters()]
+    norms = [one for one in module.modules() if "norm" in type(one).__name__.lower()]
+    queries_and_so_on = heads * query + key_value_heads * (query + value)
+    outputs = sum(product.outputs * product.met for product in products)
+    return LayerWork(
+        products=products,
+        parameters=sum(one.numel() for one in module.parameters()),
+        hidden_size=description.hidden_size,
+        heads=heads,
+        query_size=query,
+        value_size=value,
+        key_value_size=key_value_heads * (query + value),
+        window=None if window in (_NOTHING, None) else window,
+        middle=max(0.0, outputs - queries_and_so_on - 2 * description.hidden_size),
+        gated=any("gate_proj" in name or "gate_up" in name for name in names),
+        norms=len(norms),
+        eager_norms=sum(type(one).__name__ != "LayerNorm" for one in norms),
+    )
+
+
+def _products(description: Description, index: int) -> Iterator[Product]:
+    config = _config(description)
+    experts = _first(config, EXPERTS)
+    met = (_first(config, EXPERTS_PER_TOKEN) or experts or 1) / (experts or 1)
+    for module in description.layer(index).modules():
+        turned = hasattr(module, "nf")  # transformers' Conv1D holds its matrix as [inputs, outputs]
+        for parameter in module.parameters(recurse=False):
+            if parameter.ndim == 3 and experts and parameter.shape[0] == experts:
+                yield Product(parameter.shape[2], parameter.shape[1], experts, met * experts)
+            elif parameter.ndim == 2:
+                outputs, inputs = parameter.shape[::-1] if turned else parameter.shape
+                yield Product(inputs, outputs)
+
+
+_NOTHING = -1
+"""In the place of a window: the layer has no attention over a context."""
+
+
+def _window(description: Description, index: int) -> int | None:
+    config = _config(description)
+    types = getattr(config, "layer_types", None)
+    kind = types[index] if types else None
+    if kind in WITHOUT_ATTENTION or config is None:
+        return _NOTHING
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    windowed = kind in LOCAL or (types is None and getattr(config, "use_sliding_window", True))
+    return window if windowed and isinstance(window, int) else None
+
+
+def _config(description: Description) -> Any:
+    return None if description.config is None else description.config.get_text_config()
+
+
+def _first(config: Any, names: tuple[str, ...]) -> Any:
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
+
+
+# --- bytes that are read and written -------------------------------------------------------------------------
+
+
+def streamed_forward(work: LayerWork, element: int, fused: bool) -> float:
+    """Bytes per token of everything between the products of a layer, forward.
+
+    Fused: norms read and write once, the activation reads its inputs and writes one tensor, rotary embedding reads and
+    writes queries and keys. Otherwise as transformers computes them: an RMSNorm in fp32 is five operations, and
+    rotary embedding cuts, negates, joins, multiplies twice and adds.
+    """
+    hidden = work.hidden_size
+    eager_norm = 28.0 if element == 4 else 24.0 + 4.0 * element
+    eager = 0 if fused else work.eager_norms
+    norms = hidden * (eager * eager_norm + (work.norms - eager) * 2.0 * element)
+    rotated = work.heads * work.query_size + work.key_value_size / 2
+    rotary = rotated * element * (2.0 if fused else 9.0)
+    if work.gated:
+        activation = work.middle * element * (1.5 if fused else 2.5)
+    else:
+        activation = work.middle * element * 2.0
+    residual = 2 * 3.0 * hidden * element
+    return norms + rotary + activation + residual
+
+
+BACKWARD_STREAMED = 1.6
+"""Bytes of the backward of those, relative to the forward: a norm reads two tensors and writes one where its forward
+read one and wrote one, a gated activation reads three and writes two where it read two and wrote one."""
+
+FUSED_OPERATIONS, EAGER_OPERATIONS = 8, 38
+"""Kernels of a layer forward beside its products; eager: those of transformers' Llama layer, counted."""
+
+BACKWARD_OPERATIONS = 1.5
+"""Kernels of the backward of those, relative to the forward."""
+
+LOSS_BYTES = {
+    "evenpipe": (36.0, 4.0),
+    "fp32": (18.0, 22.0),
+    "bf16": (6.0, 8.0),
+    "in-place": (38.0, 14.0),
+    "fused": (6.0, 4.0),
+    "chunked": (18.0, 22.0),
+}
+"""Bytes per logit that the loss reads and writes beside its products, forward and backward, by `Kernels.loss`.
+
+    evenpipe   fp32 blocks: written, mask and maximum, subtraction, exp, sum, and stored in 16 bits; read once more
+    fp32       logits in fp32, log-softmax; its backward, and the gradient in 16 bits
+    bf16       the same in 16 bits
+    in-place   Megatron's vocabulary-parallel cross-entropy: to fp32, maximum, subtraction, exp, sum, division; the
+               gradient in place and in 16 bits. Predicts the head of the published profile (arXiv 2411.05288, artifact,
+               2048 x 256 000): forward 25.1 of 26.3 ms measured, backward 31.1 of 30.9
+    fused      one kernel, logits read twice and overwritten by their gradient
+    chunked    as fp32, and the logits are computed twice
+"""

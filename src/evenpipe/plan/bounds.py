@@ -1,0 +1,206 @@
+"""What no configuration can beat, in microseconds: so that the search need not look at it.
+
+    layout          (work of all devices / devices) x microbatches + the end of the step
+    configuration   first the busiest device's work with what it has to compute again, then the bound of
+                    `simulate.best_bound` (no order of these passes is shorter); + the end of the step
+
+What has to be computed again follows from a floor of the memory: parameters and their states, and of every layer in
+flight before vocabulary passes are added, what the gradients of its products need; of the output layer one exponential
+per logit of a microbatch. A device over its memory even when every layer keeps its input only cannot be helped.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from evenpipe.costs.analytic import Setting, head_time, step_end_seconds
+from evenpipe.costs.work import LayerWork
+from evenpipe.memory.framework import FRAMEWORKS
+from evenpipe.memory.parameters import Held
+from evenpipe.memory.reserved import CUDA
+from evenpipe.memory.states import MIXED, SINGLE, state_bytes
+from evenpipe.schedule.planning import BARRIERS
+from evenpipe.simulate import best_bound
+
+from .configurations import LEAST, Configuration, Layout, Problem, Shape, shape_of
+from .evaluation import (
+    costs_of,
+    end_seconds,
+    layer_times,
+    layers_of_devices,
+    parameters_per_device,
+    work_per_device,
+)
+from .programs import InFlight, in_flight, short_steps
+
+SAVED_BY_POLICY = {"none": 0, "selective": 1, "full": 2}
+"""Places in what `saved_floor` returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """No step is shorter. lacking: bytes that the device `device` lacks at least, whatever it computes again; 0 where
+    that is not known to be so."""
+
+    seconds: float
+    lacking: int = 0
+    device: int = 0
+
+
+def layout_bound(problem: Problem, layout: Layout) -> Bound:
+    """Over all configurations of a layout."""
+    parallelism = layout.parallelism
+    setting = problem.setting(layout)
+    description = problem.description
+    work = sum(time.forward + time.backward for time in layer_times(problem, layout))
+    # Without waves: a shard of the output layer may fill its last wave better than the whole.
+    smooth = replace(setting, hardware=replace(setting.hardware, units=1))
+    head = head_time(description.hidden_size, description.vocabulary_size, smooth)
+    work += head.seconds
+    matrices = 1 if description.tied else 2
+    parameters = sum(layer.parameters for layer in problem.works)
+    parameters += matrices * description.vocabulary_size * description.hidden_size
+    share = parameters / (parallelism.tp * parallelism.pp)
+    together = problem.setting(layout, together=True)
+    seconds = work / parallelism.pp * layout.microbatches + step_end_seconds(share, together, zero=parallelism.zero)
+    lacking = share * state_floor(problem, layout) - usable(problem)
+    return Bound(seconds, max(0, math.ceil(lacking)))
+
+
+def work_bound(problem: Problem, configuration: Configuration) -> Bound:
+    """Of one configuration: the work of its busiest device, with what has to be computed again."""
+    shape = _shape(configuration)
+    costs = costs_of(problem, configuration, shape.placement)
+    again, lacking, device = _memory_floor(problem, configuration, shape)
+    busy = work_per_device(costs, shape.placement, configuration.vocabulary)
+    work = max(done + more for done, more in zip(busy, again, strict=True)) * configuration.layout.microbatches
+    return Bound(work + end_seconds(problem, configuration, shape.placement), lacking, device)
+
+
+def order_bound(problem: Problem, configuration: Configuration) -> float:
+    """Of one configuration: no order of its passes that holds as few microbatches is shorter, with nothing computed
+    again."""
+    shape, barriers = _shape(configuration), BARRIERS[configuration.vocabulary]
+    stages = shape.placement.stages // shape.placement.devices
+    bound = best_bound(
+        shape.placement,
+        configuration.layout.microbatches,
+        costs_of(problem, configuration, shape.placement),
+        split=shape.split,
+        barriers=barriers,
+        memory_limit=[held + barriers * stages for held in _in_flight(configuration).stages],
+        proved=True,
+    )
+    return bound.value + end_seconds(problem, configuration, shape.placement)
+
+
+def _in_flight(configuration: Configuration) -> InFlight:
+    layout, sharded = configuration.layout, bool(BARRIERS[configuration.vocabulary])
+    devices = layout.parallelism.pp
+    microbatches = short_steps(devices, layout.microbatches, sharded=sharded)[0]
+    return in_flight(
+        configuration.schedule, configuration.options, devices, microbatches, configuration.layers_per_stage
+    )
+
+
+def _shape(configuration: Configuration) -> Shape:
+    shape = shape_of(configuration.schedule, configuration.options, configuration.layout.parallelism.pp)
+    assert shape is not None, "the space has no schedules without an order"
+    return shape
+
+
+def state_floor(problem: Problem, layout: Layout) -> float:
+    """Bytes per parameter of parameters, gradients and the optimizer's state."""
+    parallelism = layout.parallelism
+    many = 10**6
+    state = state_bytes(
+        Held(elements=many, trained=many),
+        SINGLE if problem.dtype == "fp32" else MIXED,
+        FRAMEWORKS[problem.kernels_name],
+        zero=parallelism.zero,
+        replicas=parallelism.replicas,
+    )
+    return state.total / many
+
+
+def usable(problem: Problem) -> float:
+    """Bytes of tensors that a device has room for at most, when all else is as large as was ever seen."""
+    if problem.hardware.torch_device == "cpu":
+        return problem.memory_bytes
+    return (problem.memory_bytes - CUDA.context.most) / (1 + CUDA.fragments.most)
+
+
+def _memory_floor(problem: Problem, configuration: Configuration, shape: Shape) -> tuple[list[float], int, int]:
+    """Seconds per microbatch that each device computes again at least; bytes that one lacks all the same, and which."""
+    layout = configuration.layout
+    setting = problem.setting(layout)
+    devices = layout.parallelism.pp
+    held = layers_of_devices(configuration, shape.placement)
+    parameters = parameters_per_device(problem, configuration, shape.placement)
+    per_parameter = state_floor(problem, layout)
+    flight = _in_flight(configuration)
+    logits = _logits(problem, configuration, shape, setting)
+    saved = [saved_floor(work, setting) for work in problem.works]
+    times = layer_times(problem, layout)
+    only = configuration.checkpointing[0]
+    again = [0.0] * devices
+    for device, layers in enumerate(held):
+        if not layers:
+            continue
+        room = usable(problem) - parameters[device] * per_parameter - logits[device]
+        place = SAVED_BY_POLICY["none" if only == LEAST else only]
+        needed = flight.layers[device] * min(saved[layer][place] for layer in layers) - room
+        if needed <= 0:
+            continue
+        if only != LEAST:
+            return again, math.ceil(needed), device
+        times_held = {}
+        for stage, count in zip(shape.placement.stages_of(device), flight.microbatches[device], strict=True):
+            first = sum(configuration.layers_per_stage[:stage])
+            times_held.update(dict.fromkeys(range(first, first + configuration.layers_per_stage[stage]), count))
+        offers = []  # (seconds per byte, bytes that it frees of all microbatches in flight)
+        for layer in layers:
+            none, selective, full = saved[layer]
+            cheap, dear = times[layer].again_selective, times[layer].forward - times[layer].again_selective
+            for cost, size in ((cheap, none - selective), (dear, selective - full)):
+                freed = size * times_held[layer]
+                offers.append((cost / max(1.0, freed), freed))
+        seconds = 0.0
+        for price, freed in sorted(offers):
+            taken = min(freed, needed)
+            seconds += price * taken
+            needed -= taken
+            if needed <= 0:
+                break
+        if needed > 0:
+            return again, math.ceil(needed), device
+        again[device] = seconds
+    return again, 0, 0
+
+
+def _logits(problem: Problem, configuration: Configuration, shape: Shape, setting: Setting) -> list[float]:
+    """Bytes of one microbatch's logits, or of what is made of them, per device."""
+    devices = shape.placement.devices
+    if setting.loss == "chunked":
+        return [0.0] * devices
+    whole = float(setting.tokens * problem.description.vocabulary_size // setting.tensor * setting.element)
+    if BARRIERS[configuration.vocabulary]:
+        return [whole / devices] * devices
+    return [whole if device == shape.placement.last_device else 0.0 for device in range(devices)]
+
+
+def saved_floor(work: LayerWork, setting: Setting) -> tuple[float, float, float]:
+    """Bytes that a layer keeps of one microbatch at least, under the policies none, selective and full.
+
+    None: inputs of products and norms, queries, keys and values, what the activation reads. Selective: results of
+    products and of attention. Full: its input.
+    """
+    tokens = setting.tokens * setting.element
+    wide = work.hidden_size * setting.hidden_share
+    attended = (work.heads * (work.query_size + work.value_size) + work.key_value_size) / setting.tensor
+    middle = work.middle / setting.tensor
+    last = middle / 2 if work.gated else middle
+    none = tokens * (4 * wide + attended + middle + last)
+    selective = min(none, tokens * (wide + attended + middle))
+    return none, selective, min(selective, tokens * wide)

@@ -1,0 +1,262 @@
+"""The fastest configurations that fit, found without looking at all of them.
+
+Best first: layouts by a bound on their time, their configurations by a sharper one (`bounds`), and what comes out on
+top is evaluated. As soon as no bound is below the time of the last plan that is wanted, by half a percent, nothing
+better is left. So the result is that of an exhaustive search, but for two rules, the second one of experience:
+
+    more sequences per microbatch never need less memory: where a configuration does not fit, larger ones are skipped
+    the least model parallelism that fits is the fastest (memory page, section 2): with the same sharding over replicas,
+    layouts with more than `MOST_MODEL_PARALLEL` times the GPUs per copy of the model of the smallest that fits are
+    skipped
+
+Evaluations run in processes, so many at a time whatever the number of processes: the result does not depend on it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from evenpipe.costs.analytic import head_time, layer_time
+
+from .bounds import layout_bound, order_bound, work_bound
+from .configurations import Configuration, Layout, Problem, Space, configurations, layouts
+from .evaluation import Evaluation, evaluate
+from .evaluation_cache import EvaluationCache
+
+TOGETHER = 8
+"""Configurations that are evaluated at the same time."""
+
+MOST_MODEL_PARALLEL = 2
+"""Times the least GPUs per copy of the model."""
+
+WORTH = 0.995
+"""A plan that cannot be better than this part of the time of the last one that is wanted is not looked for: pass times
+are not known that well, and there are many plans that differ by less."""
+
+Progress = Callable[[int, int, float], None]
+"""Called with evaluations done, configurations waiting, and the time of the best plan so far (infinite without)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A configuration, or a whole layout, whose device `device` lacks `lacking` bytes at least; found without a full
+    evaluation. seconds: no step of it is shorter."""
+
+    layout: Layout
+    configuration: Configuration | None
+    seconds: float
+    lacking: int
+    device: int
+
+
+@dataclass(slots=True)
+class Found:
+    """What a search has seen. plans: those that fit, fastest first. failed: evaluated, and do not fit."""
+
+    problem: Problem
+    space: Space
+    plans: list[Evaluation] = field(default_factory=list)
+    failed: list[Evaluation] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+    evaluated: int = 0
+    bounded: int = 0
+    """Configurations of which a bound was enough."""
+    layouts: int = 0
+
+    @property
+    def best(self) -> Evaluation | None:
+        """The fastest plan."""
+        return self.plans[0] if self.plans else None
+
+    def best_of(self, vocabulary: str) -> Evaluation | None:
+        """The fastest pipeline with a vocabulary mode among the plans seen."""
+        return next((plan for plan in self.plans if _mode(plan.configuration) == vocabulary), None)
+
+
+def search_configurations(
+    problem: Problem,
+    space: Space | None = None,
+    *,
+    wanted: int = 10,
+    each_vocabulary: bool = False,
+    workers: int | None = None,
+    cache: EvaluationCache | None = None,
+    progress: Progress | None = None,
+) -> Found:
+    """The `wanted` fastest plans; with `each_vocabulary` the fastest pipeline of every vocabulary mode, too.
+
+    workers: processes, as many as the machine has cores by default; 1 evaluates here. Raises InputError as `layouts`.
+    """
+    run = _Search(problem, space or Space(), wanted, each_vocabulary, cache or EvaluationCache.none())
+    with _pool(problem, workers) as evaluate_all:
+        run.to_the_end(evaluate_all, progress)
+    run.found.plans.sort(key=lambda plan: (plan.seconds, plan.configuration.name))
+    run.found.failed.sort(key=lambda plan: plan.configuration.name)
+    return run.found
+
+
+class _Search:
+    def __init__(
+        self, problem: Problem, space: Space, wanted: int, each_vocabulary: bool, cache: EvaluationCache
+    ) -> None:
+        self.problem, self.space, self.wanted, self.each = problem, space, wanted, each_vocabulary
+        self.cache = cache
+        self.found = Found(problem, space)
+        self.numbers = count()
+        self.heap: list[tuple[float, int, Layout | Configuration]] = []
+        self.sharp: set[Configuration] = set()  # whose bound is that of `order_bound` already
+        self.times: list[float] = []  # of the plans that fit, ascending
+        self.best_of: dict[str, float] = {}  # by vocabulary mode
+        self.least: dict[int, int] = {}  # by level of sharding, GPUs per copy of the model that were enough
+        self.too_large: dict[Any, int] = {}  # by all but it, sequences per microbatch that do not fit
+        for layout in layouts(problem, space):
+            self.found.layouts += 1
+            bound = layout_bound(problem, layout)
+            if bound.lacking:
+                self.found.rejected.append(Rejected(layout, None, bound.seconds, bound.lacking, bound.device))
+            else:
+                self._push(bound.seconds, layout)
+
+    def to_the_end(self, evaluate_all: _EvaluateAll, progress: Progress | None) -> None:
+        """Until nothing better can come."""
+        while batch := self._next():
+            for evaluation in self.cache.evaluated(batch, evaluate_all):
+                self._take(evaluation)
+            if progress is not None:
+                progress(self.found.evaluated, len(self.heap), self.times[0] if self.times else math.inf)
+
+    def _push(self, bound: float, node: Layout | Configuration) -> None:
+        heapq.heappush(self.heap, (bound, next(self.numbers), node))
+
+    def _next(self) -> list[Configuration]:
+        """What to evaluate together next; empty at the end."""
+        batch: list[Configuration] = []
+        while self.heap and len(batch) < TOGETHER:
+            seconds, _, node = heapq.heappop(self.heap)
+            if seconds >= self._horizon():
+                self.heap.clear()
+            elif isinstance(node, Layout):
+                if not self._too_parallel(node):
+                    self._open(node)
+            elif self._late(seconds, node) or self._skip(node):
+                continue
+            elif node in self.sharp:
+                batch.append(node)
+            else:
+                self.sharp.add(node)
+                self._push(max(seconds, order_bound(self.problem, node)), node)
+        return batch
+
+    def _limit(self) -> float:
+        """What is not below this is not worth a look."""
+        return WORTH * self.times[self.wanted - 1] if len(self.times) >= self.wanted else math.inf
+
+    def _horizon(self) -> float:
+        """What is at least as slow as this is not wanted, whatever its vocabulary mode."""
+        modes = self.space.vocabularies if self.each else ()
+        return max([self._limit(), *(WORTH * self.best_of.get(mode, math.inf) for mode in modes)])
+
+    def _late(self, seconds: float, one: Configuration) -> bool:
+        """Whether a configuration with this bound is not wanted."""
+        mode = _mode(one)
+        if self.each and mode is not None and seconds < WORTH * self.best_of.get(mode, math.inf):
+            return False
+        return seconds >= self._limit()
+
+    def _too_parallel(self, layout: Layout) -> bool:
+        least = self.least.get(layout.parallelism.zero)
+        return least is not None and layout.model_parallel > MOST_MODEL_PARALLEL * least
+
+    def _open(self, layout: Layout) -> None:
+        """Bounds of all configurations of a layout."""
+        for one in configurations(self.problem, self.space, layout, head_layers(self.problem, layout)):
+            bound = work_bound(self.problem, one)
+            self.found.bounded += 1
+            if bound.lacking:
+                self.found.rejected.append(Rejected(layout, one, bound.seconds, bound.lacking, bound.device))
+            else:
+                self._push(bound.seconds, one)
+
+    def _skip(self, one: Configuration) -> bool:
+        size = self.too_large.get(_all_but_size(one))
+        return self._too_parallel(one.layout) or (size is not None and one.layout.microbatch_size >= size)
+
+    def _take(self, evaluation: Evaluation) -> None:
+        found, one = self.found, evaluation.configuration
+        found.evaluated += 1
+        if not evaluation.fits:
+            found.failed.append(evaluation)
+            if not evaluation.fault:
+                key, size = _all_but_size(one), one.layout.microbatch_size
+                self.too_large[key] = min(size, self.too_large.get(key, size))
+            return
+        found.plans.append(evaluation)
+        self.times.append(evaluation.seconds)
+        self.times.sort()
+        mode = _mode(one)
+        if mode is not None:
+            self.best_of[mode] = min(evaluation.seconds, self.best_of.get(mode, math.inf))
+        zero = one.layout.parallelism.zero
+        self.least[zero] = min(one.layout.model_parallel, self.least.get(zero, one.layout.model_parallel))
+
+
+def head_layers(problem: Problem, layout: Layout) -> float:
+    """The time of the whole output layer, in layers."""
+    setting = problem.setting(layout)
+    description = problem.description
+    head = head_time(description.hidden_size, description.vocabulary_size, setting)
+    layer = layer_time(problem.works[-1], setting)
+    return head.seconds / (layer.forward + layer.backward)
+
+
+def _mode(one: Configuration) -> str | None:
+    """The vocabulary mode of a pipeline; a single device has none."""
+    return one.vocabulary if one.layout.parallelism.pp > 1 else None
+
+
+def _all_but_size(one: Configuration) -> Any:
+    return one.layout.parallelism, one.schedule, one.options, one.vocabulary, one.layers_per_stage, one.checkpointing
+
+
+# --- processes -----------------------------------------------------------------------------------------------
+
+_EvaluateAll = Callable[[Sequence[Configuration]], Iterator[Evaluation]]
+
+_problem: Problem | None = None
+"""Of this process, where it evaluates for another one."""
+
+
+@contextmanager
+def _pool(problem: Problem, workers: int | None) -> Iterator[_EvaluateAll]:
+    """Processes that evaluate. Forked where that is possible, so that they have the model and the libraries at once."""
+    processes = cores() if workers is None else workers
+    if processes == 1 or "fork" not in multiprocessing.get_all_start_methods():
+        yield lambda batch: (evaluate(problem, one) for one in batch)
+        return
+    global _problem  # noqa: PLW0603 - what forked processes find
+    _problem = problem
+    executor: Executor = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"))
+    try:
+        yield lambda batch: executor.map(_evaluate_here, batch)
+    finally:
+        executor.shutdown(cancel_futures=True)
+        _problem = None
+
+
+def _evaluate_here(one: Configuration) -> Evaluation:
+    assert _problem is not None
+    return evaluate(_problem, one)
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,379 @@
+"""Ways of running a model on a number of GPUs: what a search chooses among.
+
+    layout           sizes of the four axes, sequences per microbatch, what is sharded over replicas
+    configuration    a layout with a schedule, a vocabulary mode, and the layers of every stage
+
+Left out from the start is what cannot be (heads that do not divide, more stages than layers, a batch that does not
+divide) and what is known to be slow: tensor and context parallelism across nodes (memory page, section 2: a third of
+the speed is lost).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
+
+from evenpipe.costs.analytic import Setting
+from evenpipe.costs.collectives import Axes
+from evenpipe.costs.hardware import ELEMENT_BYTES, Hardware
+from evenpipe.costs.work import LayerWork, layers_of
+from evenpipe.errors import InputError
+from evenpipe.memory.kernels import PRESETS, Kernels
+from evenpipe.memory.parallelism import Parallelism
+from evenpipe.model.description import Description
+from evenpipe.model.flops import head_flops, layer_flops
+from evenpipe.schedule import MODES, SCHEDULES, Order, Placement, even_split, generate, split_by_cost
+from evenpipe.schedule.passes import Kind
+from evenpipe.schedule.registry import options_of
+
+LEAST = "least"
+"""In the place of a checkpointing policy: on every device as little recomputation as its memory allows."""
+
+POLICIES = ("none", "selective", "full")
+
+Options = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What is given: the model, the machine and the batch."""
+
+    description: Description
+    works: tuple[LayerWork, ...]
+    """Of each layer."""
+    flops: tuple[float, ...]
+    """Forward FLOPs per token of each layer: what the runtime arranges orders by."""
+    head_flops: float
+    hardware: Hardware
+    gpus: int
+    memory_bytes: int
+    """That a GPU has."""
+    sequence: int
+    sequences_per_step: int
+    dtype: str = "bf16"
+    kernels_name: str = "transformers"
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What was computed already, by what it is of: layers and output layers of a layout."""
+
+    @property
+    def kernels(self) -> Kernels:
+        """What runs."""
+        return PRESETS[self.kernels_name]
+
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+        return len(self.works)
+
+    def setting(self, layout: Layout, *, together: bool = False) -> Setting:
+        """How a device computes under `layout`, beside the replicas of it that share its machine; `together`: while all
+        devices of all of them compute."""
+        kernels, parallelism = self.kernels, layout.parallelism
+        others = parallelism.gpus - 1 if together else parallelism.dp - 1
+        return Setting(
+            hardware=self.hardware.slowed(self._slower(others)),
+            axes=Axes.of(dp=parallelism.dp, tp=parallelism.tp, cp=parallelism.cp, pp=parallelism.pp),
+            dtype=self.dtype,
+            microbatch_size=layout.microbatch_size,
+            sequence=self.sequence,
+            sequence_parallel=parallelism.sequence_parallel,
+            fused=kernels.norm == "fused",
+            flash=kernels.attention == "flash",
+            loss=kernels.loss,
+        )
+
+    def contention(self, layout: Layout) -> float:
+        """What compute takes longer while all devices of a pipeline compute, beside `setting`'s figures: with j of them
+        computing, so do dp * j of all replicas."""
+        parallelism = layout.parallelism
+        if parallelism.pp == 1:
+            return 1.0
+        return self._slower(parallelism.gpus - 1) / self._slower(parallelism.dp - 1)
+
+    def _slower(self, others: int) -> float:
+        """Factor on compute beside so many other devices that compute: in proportion to what all of a node do."""
+        per_other = (self.hardware.contention - 1) / max(1, self.hardware.devices_per_node - 1)
+        return 1 + per_other * min(others, self.hardware.devices_per_node - 1)
+
+
+def problem_of(
+    description: Description,
+    hardware: Hardware,
+    *,
+    gpus: int,
+    sequence: int,
+    sequences_per_step: int,
+    memory_bytes: int | None = None,
+    dtype: str = "bf16",
+    kernels: str = "transformers",
+) -> Problem:
+    """A problem in a user's words. Raises InputError for numbers that cannot be."""
+    for name, value in (("gpus", gpus), ("sequence", sequence), ("sequences per step", sequences_per_step)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{name} is {value!r}, expected a whole number of at least 1")
+    if memory_bytes is not None and memory_bytes < 1:
+        raise InputError(f"gpu memory is {memory_bytes} bytes, expected more than none")
+    if kernels not in PRESETS:
+        raise InputError(f"kernels is '{kernels}', expected one of {', '.join(PRESETS)}")
+    longest = description.maximum_length
+    if longest is not None and sequence > longest and description.position_rows is not None:
+        raise InputError(
+            f"sequence is {sequence}, expected at most {longest}, the longest that the model has positions for"
+        )
+    if dtype not in ELEMENT_BYTES:
+        raise InputError(f"dtype is '{dtype}', expected one of {', '.join(ELEMENT_BYTES)}")
+    hardware.peak(dtype)
+    return Problem(
+        description=description,
+        works=layers_of(description),
+        flops=tuple(layer_flops(description, sequence)),
+        head_flops=head_flops(description),
+        hardware=hardware,
+        gpus=gpus,
+        memory_bytes=hardware.memory_bytes if memory_bytes is None else memory_bytes,
+        sequence=sequence,
+        sequences_per_step=sequences_per_step,
+        dtype=dtype,
+        kernels_name=kernels,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What the search may choose. None: everything that is possible."""
+
+    dp: tuple[int, ...] | None = None
+    tp: tuple[int, ...] | None = None
+    cp: tuple[int, ...] | None = None
+    pp: tuple[int, ...] | None = None
+    zero: tuple[Literal[0, 1, 2, 3], ...] = (1, 3)
+    """Levels for layouts with replicas; the others have nothing to shard."""
+    microbatch_sizes: tuple[int, ...] | None = None
+    schedules: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min")
+    stages_per_device: tuple[int, ...] = (2, 4)
+    """For schedules that leave a choice."""
+    vocabularies: tuple[str, ...] = ("first-last", "redistribute", "vocab-1", "vocab-2")
+    checkpointing: tuple[str, ...] = (LEAST,)
+    """`LEAST`, or policies for all layers."""
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("schedules", SCHEDULES),
+            ("vocabularies", MODES),
+            ("checkpointing", (LEAST, *POLICIES)),
+            ("zero", (0, 1, 2, 3)),
+        ):
+            given = getattr(self, name)
+            if not given:
+                raise InputError(f"{name}: none is given, expected some of {', '.join(map(str, known))}")
+            for value in given:
+                if value not in known:
+                    raise InputError(f"{name}: {value!r} is unknown, expected some of {', '.join(map(str, known))}")
+        for name in ("dp", "tp", "cp", "pp", "microbatch_sizes", "stages_per_device"):
+            given = getattr(self, name)
+            if given is not None and (not given or min(given) < 1):
+                raise InputError(f"{name} is {given!r}, expected whole numbers of at least 1")
+
+
+RUNNABLE = Space(tp=(1,), cp=(1,), zero=(0, 3))
+"""What `evenpipe train` runs today."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Sizes of the axes and of a microbatch."""
+
+    parallelism: Parallelism
+    microbatch_size: int
+    """Sequences."""
+    microbatches: int
+    """Of a step and replica."""
+
+    @property
+    def model_parallel(self) -> int:
+        """GPUs that share one copy of the model."""
+        return self.parallelism.tp * self.parallelism.cp * self.parallelism.pp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """One way of running the model."""
+
+    layout: Layout
+    schedule: str
+    options: Options
+    """Of the schedule's generator."""
+    vocabulary: str
+    layers_per_stage: tuple[int, ...]
+    checkpointing: tuple[str, ...]
+    """`LEAST` or a policy, alone: for all layers; in an evaluated plan, one policy per layer."""
+
+    @property
+    def name(self) -> str:
+        """In one line, for people."""
+        parallelism = self.layout.parallelism
+        axes = [f"{axis}{size}" for axis in ("dp", "tp", "cp", "pp") if (size := getattr(parallelism, axis)) > 1]
+        parts = ["·".join(axes) or "one GPU"]
+        if parallelism.zero:
+            parts.append(f"zero-{parallelism.zero}")
+        parts.append(self.schedule_name)
+        if parallelism.pp > 1:
+            parts.append(self.vocabulary)
+        parts.append(f"{self.layout.microbatch_size} x {self.layout.microbatches}")
+        return " ".join(parts)
+
+    @property
+    def schedule_name(self) -> str:
+        """With the stages per device where there is a choice."""
+        stages = dict(self.options).get("stages_per_device")
+        return self.schedule if stages is None else f"{self.schedule}/{stages}"
+
+
+# --- what there is to choose from ----------------------------------------------------------------------------
+
+
+def layouts(problem: Problem, space: Space) -> list[Layout]:
+    """All layouts in the space. Raises InputError when there is none, with what is in the way."""
+    found = list(_layouts(problem, space))
+    if not found:
+        given = [f"{name} {getattr(space, name)}" for name in ("dp", "tp", "cp", "pp") if getattr(space, name)]
+        raise InputError(
+            f"gpus is {problem.gpus} with {problem.sequences_per_step} sequences per step"
+            f"{' and ' + ', '.join(given) if given else ''}, but nothing divides: expected GPUs = dp x tp x cp x pp"
+            f" with at most {problem.layers} devices per pipeline, heads divided by tp, and sequences divided by dp"
+        )
+    return found
+
+
+def _layouts(problem: Problem, space: Space) -> Iterator[Layout]:
+    heads = {work.heads for work in problem.works if work.heads}
+    node = problem.hardware.devices_per_node
+    for tp in divisors(problem.gpus):
+        if not _allowed(tp, space.tp) or any(count % tp for count in heads) or tp > node:
+            continue
+        for cp in divisors(problem.gpus // tp):
+            if not _allowed(cp, space.cp) or tp * cp > node or problem.sequence % (2 * cp if cp > 1 else 1):
+                continue
+            for pp in divisors(problem.gpus // (tp * cp)):
+                dp = problem.gpus // (tp * cp * pp)
+                if not _allowed(pp, space.pp) or not _allowed(dp, space.dp) or pp > problem.layers:
+                    continue
+                if problem.sequences_per_step % dp:
+                    continue
+                share = problem.sequences_per_step // dp
+                for zero in space.zero if dp * cp > 1 else (0,):
+                    parallelism = Parallelism(dp=dp, tp=tp, cp=cp, pp=pp, zero=zero)
+                    for size in _microbatch_sizes(share, space.microbatch_sizes):
+                        yield Layout(parallelism=parallelism, microbatch_size=size, microbatches=share // size)
+
+
+def _microbatch_sizes(share: int, allowed: tuple[int, ...] | None) -> Iterator[int]:
+    """Powers of two, or those given, that divide a replica's part of the batch."""
+    sizes = allowed or tuple(2**power for power in range(share.bit_length()))
+    return (size for size in sizes if share % size == 0)
+
+
+def _allowed(size: int, allowed: tuple[int, ...] | None) -> bool:
+    return allowed is None or size in allowed
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """Ascending."""
+    return tuple(one for one in range(1, number + 1) if number % one == 0)
+
+
+def configurations(problem: Problem, space: Space, layout: Layout, head_layers: float) -> Iterator[Configuration]:
+    """All configurations of a layout. head_layers: the output layer's time, in layers."""
+    devices = layout.parallelism.pp
+    schedules = space.schedules if devices > 1 else space.schedules[:1]
+    modes = space.vocabularies if devices > 1 else space.vocabularies[:1]
+    seen: set[Configuration] = set()
+    for schedule, options in _schedules(schedules, space, problem.layers, devices):
+        shape = shape_of(schedule, options, devices)
+        if shape is None or shape.placement.stages > problem.layers:
+            continue
+        for mode in modes:
+            for split in splits(problem.layers, shape.placement, mode, head_layers):
+                for policy in space.checkpointing:
+                    one = Configuration(
+                        layout=layout,
+                        schedule=schedule,
+                        options=options,
+                        vocabulary=mode,
+                        layers_per_stage=split,
+                        checkpointing=(policy,),
+                    )
+                    if one not in seen:
+                        seen.add(one)
+                        yield one
+
+
+def _schedules(names: Sequence[str], space: Space, layers: int, devices: int) -> Iterator[tuple[str, Options]]:
+    for name in names:
+        if "stages_per_device" in options_of(name):
+            for count in space.stages_per_device:
+                if count > 1 and devices > 1 and count * devices <= layers:
+                    yield name, (("stages_per_device", count),)
+            if devices == 1:
+                yield name, (("stages_per_device", 1),)
+        else:
+            yield name, ()
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What of a schedule does not depend on its size."""
+
+    placement: Placement
+    split: bool
+    """Its backwards are cut into I and W."""
+
+
+@cache
+def shape_of(schedule: str, options: Options, devices: int) -> Shape | None:
+    """The placement of a schedule, and whether it splits backwards; None where it has no order of this size."""
+    try:
+        order: Order = generate(schedule, devices, 2 * devices, **dict(options))
+    except InputError:
+        return None
+    split = any(item.kind is Kind.I for item in order.passes(0))
+    return Shape(order.placement, split)
+
+
+def splits(layers: int, placement: Placement, mode: str, head_layers: float) -> tuple[tuple[int, ...], ...]:
+    """Layers per stage that are worth a try, each once.
+
+    Even ones, with what is left over on the first stages or on the last, where 1F1B holds fewer microbatches; with
+    "redistribute" such that the longest stage is as short as possible, and such that the busiest device is: where
+    devices hold several stages, that is another split.
+    """
+    stages = placement.stages
+    if mode != "redistribute":
+        even = even_split(layers, stages)
+        return tuple(dict.fromkeys((even, even[::-1])))
+    by_stage = split_by_cost([1.0] * layers, stages, last_extra=head_layers)
+    found = [by_stage]
+    if stages > placement.devices:
+        found.append(_by_device(layers, placement, head_layers))
+    return tuple(dict.fromkeys(found))
+
+
+def _by_device(layers: int, placement: Placement, head_layers: float) -> tuple[int, ...]:
+    """The busiest device does as little as possible; its layers are spread evenly over its stages."""
+    load = [0.0] * placement.devices
+    load[placement.last_device] += head_layers
+    held = [0] * placement.devices
+    for _ in range(layers):
+        device = min(range(placement.devices), key=lambda device: (load[device], device))
+        load[device] += 1
+        held[device] += 1
+    counts = [0] * placement.stages
+    for device in range(placement.devices):
+        stages = placement.stages_of(device)
+        share, rest = divmod(held[device], len(stages))
+        for place, stage in enumerate(stages):
+            counts[stage] = share + (place < rest)
+    return tuple(counts)

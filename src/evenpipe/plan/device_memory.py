@@ -1,0 +1,63 @@
+"""What every device of a configuration holds, as `evenpipe estimate` says it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from evenpipe.memory.estimate import estimate
+from evenpipe.memory.states import MIXED, SINGLE
+from evenpipe.schedule import Program
+
+from .configurations import Configuration, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """The memory of one device."""
+
+    peak_bytes: int
+    """Allocated at most."""
+    spare: int
+    """Of the card, what is left when everything beside tensors is as large as was ever seen; below 0 it is lacking."""
+    event: str
+    """When it is full."""
+
+    @property
+    def fits(self) -> bool:
+        """For certain, as far as calibration goes."""
+        return self.spare >= 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def device_uses(
+    problem: Problem, configuration: Configuration, program: Program, policies: tuple[str, ...]
+) -> tuple[DeviceUse, ...]:
+    """Of all devices, with one checkpointing policy per layer. Raises InputError for a model that cannot be cut so."""
+    layout = configuration.layout
+    found = estimate(
+        problem.description,
+        layout.parallelism,
+        sequence=problem.sequence,
+        microbatch_size=layout.microbatch_size,
+        microbatches=program.microbatches,
+        schedule=program,
+        vocabulary=configuration.vocabulary,
+        kernels=problem.kernels_name,
+        checkpointing=policies,
+        layers_per_stage=configuration.layers_per_stage,
+        dtypes=SINGLE if problem.dtype == "fp32" else MIXED,
+        hardware=problem.hardware,
+        memory=problem.memory_bytes,
+    )
+    return tuple(
+        DeviceUse(
+            peak_bytes=device.peak_allocated,
+            spare=problem.memory_bytes - round(device.process.process.most),
+            event=device.binding_event,
+        )
+        for device in found.devices
+    )

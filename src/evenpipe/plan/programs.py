@@ -1,0 +1,139 @@
+"""Orders and programs of configurations, arranged as the runtime arranges them, and steps of many microbatches.
+
+Between its warm-up and its end a pipeline repeats itself, so the time of a step grows by the same amount for every
+`devices` microbatches more. Two short steps are simulated, whose microbatches leave the same rest when divided by the
+devices (groups of interleaved schedules depend on it), and extended. What a device holds does not grow any more, so the
+shorter one says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from evenpipe.schedule import Costs, Order, Program, generate, plan_program
+from evenpipe.schedule.costs import Cost
+from evenpipe.schedule.planning import BARRIERS
+from evenpipe.schedule.timeline import peak_activations
+
+from .configurations import Configuration, Options, Problem
+
+SHORT, LONG = {False: 2, True: 3}, {False: 3, True: 4}
+"""Microbatches per device of the two steps that are simulated, beside the rest, without vocabulary passes and with
+them. The lists of the vocabulary transform repeat themselves from three on: with two, steps of V-shaped schedules came
+out up to 2 % off."""
+
+Arranged = tuple[str, Options, int, int, str, tuple[int, ...], tuple[float, ...], float]
+"""All that an order depends on: schedule, its options, devices, microbatches, vocabulary mode, layers per stage,
+forward FLOPs per token of each layer, and of the output layer."""
+
+
+def arranged(problem: Problem, configuration: Configuration, microbatches: int) -> Arranged:
+    """What the order of a configuration depends on, for a step of `microbatches`."""
+    return (
+        configuration.schedule,
+        configuration.options,
+        configuration.layout.parallelism.pp,
+        microbatches,
+        configuration.vocabulary,
+        configuration.layers_per_stage,
+        problem.flops,
+        problem.head_flops,
+    )
+
+
+def planning_costs(
+    flops: Sequence[float], head: float, layers_per_stage: Sequence[int], devices: int, mode: str
+) -> Costs:
+    """What the runtime arranges an order by when it is given no costs: forward FLOPs per token of the layers and of the
+    output layer; a backward is twice its forward."""
+    forward, first = [], 0
+    for count in layers_per_stage:
+        forward.append(sum(flops[first : first + count]))
+        first += count
+    backward = [2 * time for time in forward]
+    inputs = tuple(forward)
+    if not BARRIERS[mode]:
+        forward[-1] += head
+        backward[-1] += 2 * head
+        inputs = tuple(forward)
+    share = head / devices
+    one_barrier = mode == "vocab-2"
+    return Costs(
+        F=tuple(forward),
+        B=tuple(backward),
+        I=inputs,
+        W=inputs,
+        S=2 * share if one_barrier else share,
+        T=share if one_barrier else 2 * share,
+        E=0.0,
+        G=0.0,
+    )
+
+
+@lru_cache(maxsize=32)
+def program_of(key: Arranged) -> tuple[Order, Program]:
+    """The order and the checked program. Raises InputError where there is none of this size."""
+    schedule, options, devices, microbatches, mode, layers_per_stage, flops, head = key
+    costs = planning_costs(flops, head, layers_per_stage, devices, mode)
+    # Modes with the same costs of stages have the same order below their vocabulary passes.
+    order = _base_order(schedule, options, devices, microbatches, costs.F, costs.B)
+    return plan_program(order, devices, microbatches, mode, costs)
+
+
+@lru_cache(maxsize=64)
+def _base_order(  # noqa: PLR0917 - all of it is the key
+    schedule: str, options: Options, devices: int, microbatches: int, forward: Cost | None, backward: Cost | None
+) -> Order:
+    costs = Costs(F=forward, B=backward, I=forward, W=forward)
+    return generate(schedule, devices, microbatches, costs=costs, **dict(options))
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """What is in flight at most, of an order without vocabulary passes. Lists are per device."""
+
+    stages: tuple[int, ...]
+    """Stage activations."""
+    layers: tuple[int, ...]
+    """The same with each stage counted as many times as it has layers."""
+    microbatches: tuple[tuple[int, ...], ...]
+    """Of each stage of the device, alone."""
+
+
+@lru_cache(maxsize=512)
+def in_flight(
+    schedule: str, options: Options, devices: int, microbatches: int, layers_per_stage: tuple[int, ...]
+) -> InFlight:
+    """Of a schedule's order for equal stages. With the costs of a model some generators hold as much, arranged
+    otherwise."""
+    order = generate(schedule, devices, microbatches, **dict(options))
+    weights = tuple(float(count) for count in layers_per_stage)
+    stages, layers, alone = [], [], []
+    for device in range(devices):
+        row = list(order.passes(device))
+        stages.append(int(peak_activations(row)))
+        layers.append(int(peak_activations(row, weights)))
+        each = [
+            tuple(float(other == stage) for other in range(len(weights))) for stage in order.placement.stages_of(device)
+        ]
+        alone.append(tuple(int(peak_activations(row, one)) for one in each))
+    return InFlight(tuple(stages), tuple(layers), tuple(alone))
+
+
+def short_steps(devices: int, microbatches: int, *, sharded: bool) -> tuple[int, ...]:
+    """Numbers of microbatches to simulate for a step of `microbatches`: two short ones, or the step itself. sharded:
+    the order has vocabulary passes."""
+    rest = microbatches % devices
+    short, long = SHORT[sharded] * devices + rest, LONG[sharded] * devices + rest
+    return (short, long) if microbatches > long else (microbatches,)
+
+
+def extended(times: Sequence[float], sizes: Sequence[int], microbatches: int, least: float) -> float:
+    """The time of a step of `microbatches` from those of `sizes`, which `short_steps` gave. least: what the busiest
+    device works per microbatch, below which a step cannot grow."""
+    if len(sizes) == 1:
+        return times[0]
+    slope = max(least, (times[1] - times[0]) / (sizes[1] - sizes[0]))
+    return times[1] + slope * (microbatches - sizes[1])

@@ -1,0 +1,388 @@
+"""What a search found, for people and for programs: a ranked table, what binds each plan, what was rejected and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from evenpipe.schedule.planning import BARRIERS
+from evenpipe.schedule.words import count
+
+from .bounds import order_bound
+from .configuration_search import Found, Rejected, head_layers
+from .configurations import Problem
+from .evaluation import Evaluation
+
+GIB = 2**30
+
+REJECTED = 8
+"""So many are explained."""
+
+FIXES = 3
+"""So many are offered for each."""
+
+DIMENSIONS = ("dp", "tp", "cp", "pp", "zero", "microbatch size", "schedule", "vocabulary", "layers")
+
+
+# --- figures of one plan -------------------------------------------------------------------------------------
+
+
+def model_flops(problem: Problem) -> float:
+    """Of one step, forward and backward, without what is computed again; masked pairs of attention do not count."""
+    tokens = problem.sequence * problem.sequences_per_step
+    layers = sum(work.flops + work.attention_flops(problem.sequence) for work in problem.works)
+    return 3.0 * tokens * (layers + problem.head_flops)
+
+
+def utilization(problem: Problem, plan: Evaluation) -> float:
+    """Model FLOPs over what all GPUs could do at their peak (MFU)."""
+    return model_flops(problem) / plan.seconds / problem.gpus / problem.hardware.peak(problem.dtype)
+
+
+def recomputation(plan: Evaluation) -> str:
+    """Checkpointing in a few words."""
+    policies = plan.configuration.checkpointing
+    counts = {policy: policies.count(policy) for policy in dict.fromkeys(policies)}
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{policy} {number}" for policy, number in counts.items())
+
+
+def binding(problem: Problem, plan: Evaluation) -> str:
+    """What keeps a plan from being faster, in a sentence."""
+    memory = plan.devices[plan.worst] if plan.devices else None
+    parts = []
+    work = plan.busy
+    busiest = max(range(len(work)), key=work.__getitem__)
+    mean = sum(work) / len(work)
+    if work[busiest] > 1.03 * mean:
+        parts.append(f"device {busiest} works {100 * (work[busiest] / mean - 1):.0f} % more than the mean")
+    if plan.bubble_rate > 0.03:
+        parts.append(f"bubble {100 * plan.bubble_rate:.0f} %")
+    if max(plan.again) > 0:
+        again = sum(plan.again) / sum(work)
+        parts.append(f"{100 * again:.0f} % of the work is done again")
+    if plan.end_seconds > 0.03 * plan.seconds:
+        parts.append(f"gradients and optimizer {100 * plan.end_seconds / plan.seconds:.0f} %")
+    if memory is not None and memory.spare < 0.1 * problem.memory_bytes:
+        parts.append(f"memory: {_gib(memory.spare)} to spare on device {plan.worst}, {memory.event}")
+    return "; ".join(parts) or "nothing: compute"
+
+
+# --- the table -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The result of `evenpipe plan`."""
+
+    found: Found
+    wanted: int
+
+    @property
+    def plans(self) -> list[Evaluation]:
+        """Those that are shown."""
+        return self.found.plans[: self.wanted]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        problem, found = self.found.problem, self.found
+        return {
+            "gpus": problem.gpus,
+            "hardware": problem.hardware.name,
+            "memory_bytes": problem.memory_bytes,
+            "sequence": problem.sequence,
+            "sequences_per_step": problem.sequences_per_step,
+            "layouts": found.layouts,
+            "bounded": found.bounded,
+            "evaluated": found.evaluated,
+            "plans": [
+                {
+                    **plan.to_dict(),
+                    "tokens_per_second": problem.sequence * problem.sequences_per_step / plan.seconds,
+                    "model_flops_utilization": utilization(problem, plan),
+                    "binding": binding(problem, plan),
+                    "runnable": runnable(plan),
+                }
+                for plan in self.plans
+            ],
+            "vocabulary": [gain.to_dict() for gain in gains(self.found)],
+            "rejected": [one.to_dict() for one in explained(self.found)],
+        }
+
+    def text(self, *, explain: bool = False) -> str:
+        """For people."""
+        lines = [*self._table()]
+        if explain:
+            lines += ["", *self._gains(), "", *self._rejections()]
+        return "\n".join(lines)
+
+    def _table(self) -> Iterator[str]:
+        problem, found = self.found.problem, self.found
+        yield (
+            f"{count(problem.gpus, 'GPU')} ({problem.hardware.name}, {_gib(problem.memory_bytes)}),"
+            f" {problem.sequences_per_step} sequences of {problem.sequence} tokens per step:"
+            f" {count(found.layouts, 'layout')}, {count(found.bounded, 'configuration')} looked at,"
+            f" {found.evaluated} simulated"
+        )
+        if not self.plans:
+            yield "no plan fits"
+            return
+        yield ""
+        rows = [("", "plan", "step", "tokens/s", "MFU", "most memory", "again", "")]
+        for place, plan in enumerate(self.plans, 1):
+            worst = plan.devices[plan.worst]
+            tokens = problem.sequence * problem.sequences_per_step / plan.seconds
+            rows.append(
+                (
+                    str(place),
+                    plan.configuration.name,
+                    _seconds(plan.seconds),
+                    f"{tokens:,.0f}".replace(",", " "),
+                    f"{100 * utilization(problem, plan):.1f} %",
+                    _gib(worst.peak_bytes),
+                    recomputation(plan),
+                    "" if runnable(plan) else "estimate only",
+                )
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        for row in rows:
+            yield "  ".join(
+                cell.ljust(width) if column in (1, 6, 7) else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+        yield ""
+        for place, plan in enumerate(self.plans, 1):
+            yield f"{place:>{widths[0]}}  bound by {binding(problem, plan)}"
+
+    def _gains(self) -> Iterator[str]:
+        compared = gains(self.found)
+        if len(compared) > 1:
+            yield "best plan of each vocabulary mode:"
+        for gain in compared if len(compared) > 1 else ():
+            yield f"  {gain.mode:<13}{_seconds(gain.plan.seconds):>9}  {gain.words}"
+
+    def _rejections(self) -> Iterator[str]:
+        rejected = explained(self.found)
+        if rejected:
+            yield "would be faster, but do not fit:"
+        for one in rejected:
+            yield f"  {one.text()}"
+
+
+def runnable(plan: Evaluation) -> bool:
+    """Whether `evenpipe train` runs it today: data and pipeline parallelism, replicas or whole sharding (FSDP2)."""
+    parallelism = plan.configuration.layout.parallelism
+    return parallelism.tp == parallelism.cp == 1 and parallelism.zero in (0, 3)
+
+
+# --- what balance gains --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """The best plan of a vocabulary mode against the best of all others. factor: how much longer its step is."""
+
+    mode: str
+    plan: Evaluation
+    factor: float
+    words: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "vocabulary": self.mode,
+            "seconds": self.plan.seconds,
+            "factor": self.factor,
+            "plan": self.plan.configuration.name,
+            "why": self.words,
+        }
+
+
+def gains(found: Found) -> list[Gain]:
+    """The best plan of every vocabulary mode among those seen, fastest first, each with the reason for its time."""
+    best = [plan for mode in found.space.vocabularies if (plan := found.best_of(mode)) is not None]
+    best = [plan for plan in best if plan.configuration.layout.parallelism.pp > 1]
+    best.sort(key=lambda plan: plan.seconds)
+    return [
+        Gain(
+            plan.configuration.vocabulary,
+            plan,
+            plan.seconds / best[0].seconds,
+            _why(found.problem, plan, plan.seconds / best[0].seconds),
+        )
+        for plan in best
+    ]
+
+
+def _why(problem: Problem, plan: Evaluation, factor: float) -> str:
+    one = plan.configuration
+    busy = plan.busy
+    busiest = max(range(len(busy)), key=busy.__getitem__)
+    idlest = min(range(len(busy)), key=busy.__getitem__)
+    mean = sum(busy) / len(busy)
+    longer = f"+{100 * (factor - 1):.1f} %: " if factor > 1 else ""
+    words = f"{longer}{one.name}; a microbatch takes {_seconds(busy[busiest])} on device {busiest}"
+    if busy[busiest] < 1.02 * mean:
+        words += ", as on all others"
+    else:
+        words += f", {_seconds(busy[idlest])} on device {idlest}"
+        if not BARRIERS[one.vocabulary]:
+            words += f": the output layer ({head_words(problem, plan)}) stands whole on one device"
+    worst = plan.devices[plan.worst] if plan.devices else None
+    return words if worst is None else f"{words}; at most {_gib(worst.peak_bytes)}"
+
+
+def head_words(problem: Problem, plan: Evaluation) -> str:
+    """The output layer's time in layers, with what the last stage has beside it."""
+
+    layers = head_layers(problem, plan.configuration.layout)
+    return f"{layers:.1f} layers' time, beside {plan.configuration.layers_per_stage[-1]} layers"
+
+
+# --- what does not fit ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Why a configuration is no plan, and the plans nearest to it. fixes: (what is changed, its plan)."""
+
+    name: str
+    lacking: int
+    where: str
+    seconds: float
+    fixes: tuple[tuple[str, Evaluation], ...]
+
+    def text(self) -> str:
+        """In a line."""
+        line = f"{self.name}: out of memory by {_gib(self.lacking)} {self.where}"
+        if not self.fixes:
+            return line
+        offers = ", ".join(f"{what} {_change(plan.seconds, self.seconds)}" for what, plan in self.fixes)
+        return f"{line}; cheapest fixes: {offers}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "name": self.name,
+            "lacking_bytes": self.lacking,
+            "where": self.where,
+            "fixes": [
+                {"change": what, "plan": plan.configuration.name, "seconds": plan.seconds} for what, plan in self.fixes
+            ],
+        }
+
+
+def explained(found: Found) -> list[Rejection]:
+    """What would be the fastest if memory were no limit, each with the plans that differ least from it."""
+    candidates: list[tuple[float, str, Evaluation]] = []
+    for plan in (*found.failed, *found.plans):
+        if plan.kept or (plan.devices and not plan.fits):
+            plain = replace(plan.configuration, checkpointing=("none",))
+            seconds = order_bound(found.problem, plain)
+            candidates.append((seconds, plan.configuration.name, plan))
+    seen: set[tuple[Any, ...]] = set()
+    rejections: list[Rejection] = []
+    for seconds, name, plan in sorted(candidates, key=lambda one: one[:2]):
+        family = (plan.configuration.layout.parallelism, plan.configuration.vocabulary)
+        if family not in seen and len(rejections) < REJECTED:
+            seen.add(family)
+            rejections.append(_of_plan(found, plan, name, seconds))
+    return rejections + [_of_floor(one) for one in _floors(found.rejected)][: REJECTED - len(rejections)]
+
+
+def _of_plan(found: Found, plan: Evaluation, name: str, seconds: float) -> Rejection:
+    """Why a plan cannot be as fast as it would be with memory enough."""
+    uses = plan.kept or plan.devices
+    device = min(range(len(uses)), key=lambda device: uses[device].spare)
+    where = f"on device {device}, {uses[device].event}"
+    fixes: list[tuple[str, Evaluation]] = []
+    if plan.fits:
+        policies = plan.configuration.checkpointing
+        again = [f"{policies.count(policy)} layers {policy}" for policy in ("selective", "full") if policy in policies]
+        fixes.append((f"compute again ({', '.join(again)})", plan))
+    elif plan.kept:
+        worst = plan.devices[plan.worst]
+        where += f"; by {_gib(-worst.spare)} on device {plan.worst} when all layers keep their input only"
+    others = (fix for fix in _fixes(found, plan) if fix[1] is not plan)
+    fixes += islice(others, FIXES - len(fixes))
+    return Rejection(name, max(0, -uses[device].spare), where, seconds, tuple(fixes))
+
+
+def _floors(rejected: Iterable[Rejected]) -> list[Rejected]:
+    """One for each size of the axes, the fastest."""
+    best: dict[Any, Rejected] = {}
+    for one in sorted(rejected, key=lambda one: one.seconds):
+        best.setdefault(one.layout.parallelism, one)
+    return list(best.values())
+
+
+def _of_floor(one: Rejected) -> Rejection:
+    if one.configuration is not None:
+        name, where = one.configuration.name, f"on device {one.device} at least, whatever is computed again"
+    else:
+        parallelism = one.layout.parallelism
+        axes = [f"{axis}{size}" for axis in ("dp", "tp", "cp", "pp") if (size := getattr(parallelism, axis)) > 1]
+        name = f"{'·'.join(axes) or 'one GPU'} zero-{parallelism.zero}"
+        where = "at least: parameters, gradients and optimizer alone"
+    return Rejection(name, one.lacking, where, one.seconds, ())
+
+
+def _fixes(found: Found, failed: Evaluation) -> Iterator[tuple[str, Evaluation]]:
+    """The fastest plans that differ from one that does not fit in fewest choices."""
+    mine = _choices(failed)
+    ranked = []
+    for plan in found.plans:
+        theirs = _choices(plan)
+        changed = [
+            f"{name} {value}" if name not in ("schedule", "vocabulary") else str(value)
+            for name, value in theirs.items()
+            if value != mine[name] and name not in ("dp", "layers")
+        ]
+        ranked.append((len(changed), plan.seconds, changed, plan))
+    ranked.sort(key=lambda one: (one[0] > 2, one[1], one[0]))
+    for _, _, changed, plan in ranked:
+        yield " and ".join(changed) or "another split of layers", plan
+
+
+def _choices(plan: Evaluation) -> dict[str, Any]:
+    one = plan.configuration
+    parallelism = one.layout.parallelism
+    values = (
+        parallelism.dp,
+        parallelism.tp,
+        parallelism.cp,
+        parallelism.pp,
+        parallelism.zero,
+        one.layout.microbatch_size,
+        one.schedule_name,
+        one.vocabulary,
+        one.layers_per_stage,
+    )
+    return dict(zip(DIMENSIONS, values, strict=True))
+
+
+# --- words ---------------------------------------------------------------------------------------------------
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+
+
+def _seconds(seconds: float) -> str:
+    if math.isinf(seconds):
+        return "-"
+    return (
+        f"{seconds:.2f} s"
+        if seconds >= 1
+        else f"{1e3 * seconds:.2f} ms"
+        if seconds >= 1e-3
+        else f"{1e6 * seconds:.0f} us"
+    )
+
+
+def _change(seconds: float, reference: float) -> str:
+    return f"{100 * (seconds / reference - 1):+.1f} %"

@@ -1,0 +1,221 @@
+"""The hardware at hand, measured without a model: what `evenpipe plan --hardware FILE` and `estimate` read.
+
+    products     of several sizes, each a few times; the peak is what the largest reach, and a straight line through the
+                 times of all gives what the smallest operation takes
+    attention    fused and causal, forward and backward, against the peak
+    memory       a large tensor is copied
+    contention   the products of one process alone, and of all processes at once
+    wires        messages from process 0 to 1 and back through the communicators that the runtime uses, small and large
+
+On a GPU "host" is a copy between the device and pinned memory; on a CPU it is a copy in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from evenpipe.costs.hardware import Hardware, Wire
+from evenpipe.errors import InputError
+from evenpipe.runtime import initialise_worker, launch
+from evenpipe.runtime.communication import Communicators
+from evenpipe.runtime.worker import Worker
+
+SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
+"""Edges of the cubes that are multiplied."""
+DTYPES = {"cpu": {"fp32": torch.float32}, "cuda": {"bf16": torch.bfloat16, "fp32": torch.float32}}
+COPIED = {"cpu": 64 * 2**20, "cuda": 2**30}
+"""Bytes of the tensor that is copied; far more than caches hold."""
+SECONDS = 0.15
+"""Per measurement, at least."""
+ROUNDS = 5
+"""Medians are taken of so many."""
+SMALL, LARGE = 4, 4 * 2**20
+"""Bytes of the messages."""
+
+
+def profile_hardware(processes: int, name: str | None = None) -> Hardware:
+    """Measures with so many processes on this machine, a device each. Takes about half a minute.
+
+    Raises InputError for no process, RunError when one fails.
+    """
+    if processes < 1:
+        raise InputError(f"processes is {processes}, expected at least 1")
+    found: dict[str, Any] = launch(measure, processes=processes)[0]
+    device = found["device"]
+    peaks = {dtype: max(flops / seconds for flops, seconds in rows) for dtype, rows in found["products"].items()}
+    widest = "bf16" if "bf16" in peaks else "fp32"
+    return Hardware(
+        name=name or f"{found['name']}, {processes} processes",
+        source=f"measured by evenpipe profile --hardware, torch {torch.__version__}",
+        torch_device=device,
+        peak_flops=peaks,
+        product_fraction=1.0,
+        attention_fraction=min(1.0, found["attention"] / peaks[widest]),
+        memory_bytes=found["memory_bytes"] // (processes if device == "cpu" else 1),
+        memory_bandwidth=found["copied"],
+        operation_seconds=found["operation"],
+        devices_per_node=processes,
+        inside=Wire(latency_seconds=found["hop"][0], bandwidth=found["hop"][1]),
+        across=Wire(latency_seconds=found["hop"][0], bandwidth=found["hop"][1]),
+        host_bandwidth=found["host"],
+        contention=max(1.0, found["contention"]),
+    )
+
+
+def measure() -> dict[str, Any]:
+    """On every process; the figures are those of the first."""
+    worker = initialise_worker()
+    device = worker.torch_device
+    kind = device.type
+    alone: dict[str, Any] = {}
+    if worker.rank == 0:
+        alone = _alone(device)
+    _all(worker)
+    dtype = next(iter(DTYPES[kind].values()))
+    large = SIZES[kind][-2]
+    shared = _seconds(_product(large, dtype, device), device)
+    _all(worker)
+    hop = _hop(worker)
+    if worker.rank:
+        return {}
+    products = {
+        name: [(2.0 * size**3, seconds[size]) for size in SIZES[kind]] for name, seconds in alone["products"].items()
+    }
+    first = alone["products"][next(iter(DTYPES[kind]))]
+    return {
+        **alone,
+        "device": kind,
+        "products": products,
+        "contention": shared / first[large],
+        "hop": hop or (1e-6, alone["copied"]),
+    }
+
+
+def _all(worker: Worker) -> None:
+    if worker.world_size > 1:
+        dist.barrier()
+
+
+def _alone(device: torch.device) -> dict[str, Any]:
+    """What one process reaches while the others wait."""
+    kind = device.type
+    products = {
+        name: {size: _seconds(_product(size, dtype, device), device) for size in SIZES[kind]}
+        for name, dtype in DTYPES[kind].items()
+    }
+    large = torch.empty(COPIED[kind] // 4, device=device).normal_()
+    other = torch.empty_like(large)
+    copied = 2 * large.nbytes / _seconds(lambda: other.copy_(large), device)
+    host = copied
+    if kind == "cuda":
+        pinned = torch.empty(large.shape, pin_memory=True)
+        host = large.nbytes / _seconds(lambda: pinned.copy_(large, non_blocking=True), device)
+        memory = torch.cuda.mem_get_info(device)[1]
+        name = torch.cuda.get_device_name(device)
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        name = platform.processor() or platform.machine()
+    tiny = torch.ones(8, device=device, requires_grad=True)
+    return {
+        "products": products,
+        "copied": copied,
+        "host": host,
+        "attention": _attention(device),
+        "operation": _seconds(lambda: functional.silu(tiny), device),
+        "memory_bytes": memory,
+        "name": name,
+    }
+
+
+def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    result = torch.empty_like(left)
+    return lambda: torch.mm(left, right, out=result)
+
+
+def _attention(device: torch.device) -> float:
+    """FLOPs per second of causal attention, forward and backward, without what is masked."""
+    sequence, heads, size = (4096, 16, 128) if device.type == "cuda" else (512, 4, 64)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shape = (1, heads, sequence, size)
+    query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    gradient = torch.ones(shape, device=device, dtype=dtype)
+
+    def both() -> None:
+        functional.scaled_dot_product_attention(query, key, value, is_causal=True).backward(gradient)
+
+    pairs = sequence * (sequence + 1) / 2
+    return 3.5 * 4 * pairs * heads * size / _seconds(both, device)
+
+
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """Of one call: the median of some rounds of as many calls as take a while."""
+    synchronise = torch.cuda.synchronize if device.type == "cuda" else _nothing
+    for _ in range(2):
+        work()
+    synchronise()
+    start = time.perf_counter()
+    work()
+    synchronise()
+    calls = max(1, int(SECONDS / ROUNDS / max(1e-7, time.perf_counter() - start)))
+    rounds = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        synchronise()
+        rounds.append((time.perf_counter() - start) / calls)
+    return statistics.median(rounds)
+
+
+def _nothing() -> None:
+    """A CPU has done what it was told."""
+
+
+def _hop(worker: Worker) -> tuple[float, float] | None:
+    """Latency and bandwidth of a message from process 0 to 1, on 0; None where there is no process 1."""
+    if worker.world_size < 2:
+        return None
+    communicators = Communicators(
+        [("F:0>1", (0, 1)), ("B:1>0", (1, 0))],
+        timeout_seconds=worker.timeout_seconds,
+        torch_device=worker.torch_device,
+        watch=worker.watch,
+    )
+    communicators.warm_up()
+    times = []
+    for size in (SMALL, LARGE):
+        buffer = torch.zeros(size // 4, device=worker.torch_device)
+        calls = 200 if size == SMALL else 20
+        rounds = []
+        for _ in range(ROUNDS):
+            _all(worker)
+            start = time.perf_counter()
+            for _ in range(calls):
+                _there_and_back(worker.rank, communicators, buffer)
+            if worker.torch_device.type == "cuda":
+                torch.cuda.synchronize()
+            rounds.append((time.perf_counter() - start) / calls / 2)
+        times.append(statistics.median(rounds))
+    communicators.close()
+    small, large = times
+    return small, LARGE / max(1e-9, large - small)
+
+
+def _there_and_back(rank: int, communicators: Communicators, buffer: torch.Tensor) -> None:
+    there, back = communicators["F:0>1"], communicators["B:1>0"]
+    if rank == 0:
+        there.send(buffer, 1, "0SEND_F0").wait()
+        back.receive(buffer, 1, "0RECV_B0").wait()
+    elif rank == 1:
+        there.receive(buffer, 0, "1RECV_F0").wait()
+        back.send(buffer, 0, "1SEND_B0").wait()

@@ -1,0 +1,136 @@
+"""From a plan to the configuration of a training run: the file that `evenpipe plan -o` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evenpipe.errors import InputError
+from evenpipe.model import Description
+from evenpipe.plan.configurations import Configuration, Problem
+from evenpipe.plan.evaluation import Evaluation
+from evenpipe.plan.ranking import runnable
+from evenpipe.schedule import even_split
+from evenpipe.schedule.planning import BARRIERS
+from evenpipe.train.config import Config
+from evenpipe.train.config_file import config_from_dict
+from evenpipe.train.model_source import model_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+CORPUS = "python-standard-library:asyncio,json,logging,unittest"
+"""What is trained on until somebody says otherwise: it is on every machine."""
+TOKENIZER_ENTRIES = 8192
+
+_OF_THE_TOKENIZER = ("eos_token_id", "bos_token_id", "pad_token_id")
+_NOT_SHAPE = ("transformers_version", "architectures", "model_type", "dtype", "torch_dtype", "_name_or_path")
+
+
+def planned_tables(problem: Problem, plan: Evaluation, base: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of `base` with the pipeline as planned. Raises InputError for a plan that cannot be run today, and for
+    a configuration that does not go together."""
+    if not runnable(plan):
+        raise InputError(
+            f"the plan {plan.configuration.name} is an estimate only: evenpipe train runs data and pipeline parallelism"
+            " (tp and cp of 1, zero 0 or 3); --runnable plans for that"
+        )
+    tables = {name: dict(table) for name, table in base.items()}
+    tables.setdefault("data", {})["sequence_length"] = problem.sequence
+    tables["pipeline"] = {**_kept(tables.get("pipeline", {})), **_pipeline(problem, plan.configuration)}
+    config_from_dict(tables)
+    return tables
+
+
+def model_tables(description: Description, source: str) -> dict[str, Any]:
+    """[model], [data] and [tokenizer] for a model given by name, folder or config file: its weights where the folder
+    has some, else its shape with fresh weights, and a small corpus to begin with."""
+    folder = Path(source)
+    weights = not folder.exists() or any(folder.glob("*.safetensors"))
+    data = {"corpus": CORPUS}
+    if weights:
+        return {"model": {"source": source}, "data": data}
+    config = description.config
+    values = {
+        name: value
+        for name, value in config.to_diff_dict().items()
+        if name not in (*_NOT_SHAPE, *_OF_THE_TOKENIZER) and value is not None
+    }
+    values["vocab_size"] = config.get_text_config().vocab_size
+    return {
+        "model": {"architecture": config.model_type, "config": values},
+        "data": data,
+        "tokenizer": {"vocabulary_size": min(TOKENIZER_ENTRIES, description.vocabulary_size)},
+    }
+
+
+def _pipeline(problem: Problem, one: Configuration) -> dict[str, Any]:
+    parallelism, layout = one.layout.parallelism, one.layout
+    values: dict[str, Any] = {
+        "processes": parallelism.dp * parallelism.pp,
+        "replicas": parallelism.dp,
+        "data_parallel": "shard" if parallelism.zero == 3 else "replicate",
+        "schedule": one.schedule,
+        **dict(one.options),
+        "vocabulary": one.vocabulary,
+        "microbatches": layout.microbatches,
+        "microbatch_size": layout.microbatch_size,
+    }
+    split = one.layers_per_stage
+    if not BARRIERS[one.vocabulary] or split != even_split(problem.layers, len(split)):
+        values["layers_per_stage"] = list(split)
+    policies = list(one.checkpointing)
+    values["checkpointing"] = policies[0] if len(set(policies)) == 1 else policies
+    return values
+
+
+def _kept(pipeline: Mapping[str, Any]) -> dict[str, Any]:
+    """What a plan does not decide."""
+    return {name: pipeline[name] for name in ("compile_layers", "communicators", "timeout_seconds") if name in pipeline}
+
+
+def write_tables(tables: Mapping[str, Any], path: str | Path, notes: str) -> None:
+    """As TOML, with `notes` as comments on top. Raises InputError where it cannot be written."""
+    lines = [f"# {line}".rstrip() for line in notes.splitlines()]
+    for name, table in tables.items():
+        inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+        lines += ["", f"[{name}]"]
+        lines += [f"{key} = {_value(value)}" for key, value in table.items() if key not in inner and value is not None]
+        for key, values in inner.items():
+            lines += ["", f"[{name}.{key}]"]
+            lines += [f"{_key(one)} = {_value(value)}" for one, value in values.items() if value is not None]
+    try:
+        Path(path).write_text("\n".join(lines).lstrip("\n") + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + "".join(f"\\u{ord(one):04x}" if ord(one) < 32 else one for one in escaped) + '"'
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(key)} = {_value(one)}" for key, one in value.items() if one is not None) + "}"
+    return repr(value)
+
+
+def _key(name: Any) -> str:
+    text = str(name)
+    return text if text.replace("_", "").replace("-", "").isalnum() and text.isascii() else _value(text)
+
+
+def configured_model(config: Config) -> PreTrainedConfig:
+    """The transformers config of a training run before its tokenizer is there: a described model has as many rows as
+    the tokenizer is to have entries."""
+    model = model_config(config.model)
+    entries = config.trained_tokenizer_entries
+    if entries is not None and "vocab_size" not in config.model.config:
+        model.vocab_size = entries
+        for name in _OF_THE_TOKENIZER:
+            setattr(model, name, None)
+    return model

@@ -1,0 +1,160 @@
+"""evenpipe plan: what it prints and writes, exit codes, and a table of wrong input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from evenpipe.cli.main import main
+from evenpipe.costs.hardware import KNOWN, write_hardware
+from evenpipe.train.config_file import load_config
+
+TRAINING = """
+[model]
+architecture = "llama"
+[model.config]
+hidden_size = 256
+intermediate_size = 512
+num_hidden_layers = 8
+num_attention_heads = 4
+[data]
+files = "text.txt"
+sequence_length = 128
+[tokenizer]
+vocabulary_size = 4096
+[pipeline]
+processes = 2
+microbatches = 4
+timeout_seconds = 120
+[training]
+steps = 7
+[output]
+folder = "runs/planned"
+"""
+QUICK = ["--workers", "1", "--no-cache"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, with a model's config, a training configuration and a machine of two processes."""
+    monkeypatch.chdir(tmp_path)
+    config = LlamaConfig(
+        hidden_size=2048, intermediate_size=5632, num_hidden_layers=16, num_attention_heads=16, vocab_size=128256
+    )
+    config.save_pretrained("model")
+    Path("train.toml").write_text(TRAINING)
+    Path("text.txt").write_text("def f(x):\n    return x\n" * 200)
+    two = KNOWN["A100-80G"].to_dict() | {
+        "name": "host",
+        "torch_device": "cpu",
+        "devices_per_node": 2,
+        "contention": 1.1,
+    }
+    from evenpipe.costs.hardware import hardware_from_dict
+
+    write_hardware(hardware_from_dict(two), "host.toml")
+    return tmp_path
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert main(["plan", *arguments, *QUICK]) == code
+    output = capsys.readouterr()
+    assert output.err == ""
+    return output.out
+
+
+SMALL = ["--model", "model", "--gpus", "4", "--sequence", "2048", "--batch", "32", "--cp", "1", "--zero", "1"]
+
+
+def test_a_table_with_what_binds_each_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, *SMALL, "--schedule", "1f1b", "--best", "3")
+    assert out.startswith("4 GPUs (H100-80G, 79.1 GiB), 32 sequences of 2048 tokens per step:")
+    lines = out.splitlines()
+    assert lines[2].split() == ["plan", "step", "tokens/s", "MFU", "most", "memory", "again"]
+    assert len([line for line in lines if "bound by" in line]) == 3
+
+
+def test_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(printed(capsys, *SMALL, "--schedule", "1f1b,zbv", "--best", "4", "--explain", "--json"))
+    assert len(found["plans"]) == 4 and found["evaluated"] >= 4
+    times = [plan["seconds"] for plan in found["plans"]]
+    assert times == sorted(times)
+    for plan in found["plans"]:
+        assert plan["dp"] * plan["tp"] * plan["cp"] * plan["pp"] == 4
+        assert plan["dp"] * plan["microbatches"] * plan["microbatch_size"] == 32
+        assert plan["fits"] and 0 < plan["model_flops_utilization"] < 0.9
+        assert plan["tokens_per_second"] == pytest.approx(32 * 2048 / plan["seconds"])
+        assert len(plan["devices"]) == plan["pp"] and len(plan["checkpointing"]) == 16
+        assert all(device["spare"] >= 0 and device["event"] for device in plan["devices"])
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, *SMALL, "--gpu-memory", "3GiB", "--explain", code=1)
+    assert "no plan fits" in out and "out of memory by" in out
+
+
+def test_plans_for_a_cpu_are_written_for_training(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, "--model", "train.toml", "--gpus", "2", "--hardware", "host.toml", "-o", "planned.toml")
+    assert "wrote planned.toml" in out and "2 GPUs (host" in out
+    config = load_config("planned.toml")
+    assert config.pipeline.processes == 2 and config.pipeline.timeout_seconds == 120
+    assert config.pipeline.sequences_per_step == 4, "the batch is that of the configuration"
+    assert config.training.steps == 7 and config.data.files == ("text.txt",)
+    assert config.model.config["hidden_size"] == 256 and config.output.folder == "runs/planned"
+
+
+def test_plans_for_a_described_model_are_written_too(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, *SMALL[:-2], "--runnable", "--schedule", "1f1b", "-o", "planned.toml")
+    assert "wrote planned.toml" in out
+    config = load_config("planned.toml")
+    assert config.model.architecture == "llama" and config.model.config["vocab_size"] == 128256
+    assert config.data.sequence_length == 2048 and config.pipeline.sequences_per_step == 32
+
+
+def test_estimates_only_are_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, *SMALL, "--tp", "2", "--schedule", "1f1b", "--best", "1")
+    assert "estimate only" in out
+    assert main(["plan", *SMALL, "--tp", "2", "--schedule", "1f1b", "--best", "1", "-o", "no.toml", *QUICK]) == 2
+    assert "is an estimate only: evenpipe train runs data and pipeline parallelism" in capsys.readouterr().err
+
+
+def test_the_cache_answers_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    arguments = ["plan", *SMALL, "--schedule", "1f1b", "--json", "--workers", "1"]
+    assert main(arguments) == 0
+    first = capsys.readouterr().out
+    (path,) = Path("cache/evenpipe/plan").glob("*.json")
+    entries = json.loads(path.read_text())
+    assert main(arguments) == 0 and capsys.readouterr().out == first
+    assert json.loads(path.read_text()) == entries
+
+
+WRONG = {
+    ("--model", "nowhere", "--gpus", "4"): "neither a folder with a config.json nor a model that the hub gives out",
+    ("--model", "nowhere.json", "--gpus", "4"): "there is no such file",
+    ("--model", "model", "--gpus", "0"): "--gpus is 0, expected a whole number of at least 1",
+    ("--model", "model", "--gpus", "4", "--gpu-memory", "80"): "has no unit",
+    ("--model", "model", "--gpus", "4", "--hardware", "H1000"): "hardware 'H1000' is unknown, did you mean",
+    ("--model", "model", "--gpus", "4", "--tp", "3"): "but nothing divides",
+    ("--model", "model", "--gpus", "4", "--tp", "two"): "--tp is 'two', expected whole numbers such as 1,2,4",
+    ("--model", "model", "--gpus", "4", "--schedule", "2f2b"): "schedules: '2f2b' is unknown",
+    ("--model", "model", "--gpus", "4", "--vocabulary", "half"): "vocabulary mode 'half' is unknown",
+    ("--model", "model", "--gpus", "4", "--kernels", "fast"): "kernels is 'fast', expected one of",
+    ("--model", "model", "--gpus", "4", "--best", "0"): "--best is 0, expected at least 1",
+    ("--model", "model", "--gpus", "4", "-o", "plan.json"): "must end in .toml",
+    ("--model", "model", "--gpus", "4", "--batch", "-3"): "sequences per step is -3",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=lambda arguments: " ".join(arguments[2:] or arguments))
+def test_wrong_input_is_one_sentence(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["plan", *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and WRONG[arguments] in output.err
+    assert output.err.startswith("evenpipe: ") and output.err.count("\n") == 1

@@ -1,0 +1,136 @@
+"""Hardware: data sheets, the law of matrix products, files, and wrong input."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from evenpipe.costs.collectives import Axes, Axis
+from evenpipe.costs.hardware import KNOWN, Wire, find_hardware, read_hardware, write_hardware
+from evenpipe.errors import InputError
+
+# data sheets: TFLOP/s in 16 bits without sparsity, GB of memory as sold, TB/s of memory, GB/s of NVLink (one direction)
+DATA_SHEETS = {
+    "A100-40G": (312, 40, 1.555, 300),
+    "A100-80G": (312, 80, 2.039, 300),
+    "H100-80G": (989.4, 80, 3.35, 450),
+    "H200": (989.4, 141, 4.8, 450),
+    "B200": (2250, 192, 8.0, 900),
+}
+
+
+@pytest.mark.parametrize("name", DATA_SHEETS)
+def test_known_devices_stay_below_their_data_sheets(name: str) -> None:
+    tera, sold, memory, nvlink = DATA_SHEETS[name]
+    hardware = KNOWN[name]
+    assert hardware.peak("bf16") == tera * 1e12
+    assert 0.5 < hardware.product_fraction < 0.87, "no scan of shapes found more than 86 % on any of them"
+    assert 0.9 * sold * 1e9 < hardware.memory_bytes < sold * 2**30
+    assert 0.7 * memory * 1e12 < hardware.memory_bandwidth < memory * 1e12
+    assert hardware.inside.bandwidth < nvlink * 1e9 and hardware.across.bandwidth < hardware.inside.bandwidth
+    assert "data sheet" in hardware.source
+
+
+def test_products_approach_their_fraction_of_the_peak() -> None:
+    hardware = KNOWN["H100-80G"]
+    fractions = [hardware.achieved(2.0 * size**3, "bf16") for size in (256, 512, 1024, 2048, 4096, 8192)]
+    assert fractions == sorted(fractions)
+    assert fractions[0] < 0.02 and 0.98 * hardware.product_fraction < fractions[-1] < hardware.product_fraction
+    half = hardware.operation_seconds * hardware.peak("bf16") * hardware.product_fraction
+    assert hardware.achieved(half, "bf16") == pytest.approx(hardware.product_fraction / 2)
+
+
+def test_slowed_hardware_takes_as_much_longer() -> None:
+    hardware = KNOWN["A100-80G"]
+    slow = hardware.slowed(1.5)
+    assert slow.product_seconds(1e9, "bf16") == pytest.approx(1.5 * hardware.product_seconds(1e9, "bf16"))
+    assert slow.streaming_seconds(1e9, 3) == pytest.approx(1.5 * hardware.streaming_seconds(1e9, 3))
+    assert slow.inside == hardware.inside and hardware.slowed(1) is hardware
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_files_come_back_as_they_were(name: str, tmp_path: Path) -> None:
+    hardware = replace(KNOWN[name], name='a "name"', memory_bandwidth=1.5e12)
+    write_hardware(hardware, tmp_path / "hardware.toml")
+    read = read_hardware(tmp_path / "hardware.toml")
+    assert read.name == hardware.name and read.memory_bytes == hardware.memory_bytes
+    for field in ("product_fraction", "memory_bandwidth", "operation_seconds"):
+        assert getattr(read, field) == pytest.approx(getattr(hardware, field), rel=1e-5)
+    assert read.inside.bandwidth == pytest.approx(hardware.inside.bandwidth, rel=1e-5)
+
+
+def test_names_do_not_depend_on_case() -> None:
+    assert find_hardware("h100-80g") is KNOWN["H100-80G"]
+
+
+WRONG = {
+    "name = 3 =": "is not TOML",
+    'name = "x"': "is missing",
+    "speed = 3": "unknown key 'speed', did you mean",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_files_are_one_sentence(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=WRONG[text]) as caught:
+        find_hardware(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("memory_bytes", 0, "memory_bytes is 0, expected a number above 0"),
+        ("product_fraction", 1.2, "product_fraction is 1.2"),
+        ("contention", 0.5, "contention is 0.5"),
+        ("peak_flops", {"fp7": 1e12}, r"peak_flops.fp7 is 1000000000000.0, expected FLOPs per second of bf16"),
+    ],
+)
+def test_wrong_figures_are_refused(field: str, value: object, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        replace(KNOWN["H200"], **{field: value})
+
+
+def test_unknown_names_get_the_nearest_one() -> None:
+    with pytest.raises(InputError, match="hardware 'h100' is unknown, did you mean 'H100-80G'"):
+        find_hardware("h100")
+    with pytest.raises(InputError, match="cannot be read"):
+        find_hardware("nowhere.toml")
+    with pytest.raises(InputError, match="has no peak for int8"):
+        KNOWN["H200"].peak("int8")
+
+
+# --- collectives ---------------------------------------------------------------------------------------------
+
+FAST, SLOW = Wire(latency_seconds=1e-6, bandwidth=100e9), Wire(latency_seconds=10e-6, bandwidth=10e9)
+MACHINE = replace(KNOWN["H100-80G"], inside=FAST, across=SLOW, devices_per_node=8)
+
+
+def test_a_ring_moves_all_but_one_part_past_each_device() -> None:
+    axis = Axis(4)
+    assert axis.gather_seconds(MACHINE, 8e9) == pytest.approx(2e-6 + 6e9 / 100e9)
+    assert axis.reduce_all_seconds(MACHINE, 8e9) == pytest.approx(2 * (2e-6 + 6e9 / 100e9))
+    assert axis.broadcast_seconds(MACHINE, 8e9) == pytest.approx(2e-6 + 8e9 / 100e9)
+    assert axis.hop_seconds(MACHINE, 1e9) == pytest.approx(1e-6 + 1e-2)
+
+
+def test_across_nodes_all_cards_of_a_node_carry_the_ring() -> None:
+    assert Axis(8).wire(MACHINE) == FAST
+    assert Axis(16).wire(MACHINE).bandwidth == 80e9, "eight members of a node, a card each"
+    assert Axis(4, 4).wire(MACHINE).bandwidth == 20e9, "two members of a node"
+    assert Axis(4, 8).wire(MACHINE) == SLOW, "one"
+    assert Axis(2, 8).hop_seconds(MACHINE, 1e9) == pytest.approx(10e-6 + 0.1)
+
+
+def test_nothing_is_moved_to_oneself() -> None:
+    assert Axis(1).gather_seconds(MACHINE, 1e9) == Axis(1).hop_seconds(MACHINE, 1e9) == 0.0
+
+
+def test_axes_are_numbered_from_tensor_to_pipeline() -> None:
+    axes = Axes.of(dp=4, tp=2, cp=2, pp=8)
+    assert (axes.tensor, axes.context, axes.pipeline) == (Axis(2, 1), Axis(2, 2), Axis(8, 16))
+    assert axes.replicas.size == 8

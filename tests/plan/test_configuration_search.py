@@ -1,0 +1,330 @@
+"""The search for configurations against looking at all of them, and what it rests on."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from evenpipe.costs.hardware import KNOWN, Hardware
+from evenpipe.errors import InputError
+from evenpipe.memory.parallelism import Parallelism
+from evenpipe.model import describe
+from evenpipe.plan.bounds import layout_bound, order_bound, work_bound
+from evenpipe.plan.configuration_search import head_layers, search_configurations
+from evenpipe.plan.configurations import (
+    Configuration,
+    Layout,
+    Problem,
+    Space,
+    configurations,
+    layouts,
+    problem_of,
+    shape_of,
+    splits,
+)
+from evenpipe.plan.evaluation import costs_of, evaluate, work_per_device
+from evenpipe.plan.evaluation_cache import EvaluationCache
+from evenpipe.plan.programs import arranged, extended, program_of, short_steps
+from evenpipe.plan.ranking import Ranking, explained, gains
+from evenpipe.runtime.layout import ModelCosts, build_layout
+from evenpipe.schedule import MODES, Placement
+from evenpipe.simulate import simulate
+
+GIB = 2**30
+LLAMA = {
+    "small": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 16}
+    | {"num_key_value_heads": 8, "vocab_size": 128256},
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    | {"num_key_value_heads": 8, "vocab_size": 128256},
+    "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    | {"num_key_value_heads": 8, "vocab_size": 128256},
+}
+
+
+def problem(size: str = "small", gpus: int = 8, memory: float | None = None, **changes: object) -> Problem:
+    options: dict = {"gpus": gpus, "sequence": 4096, "sequences_per_step": 64, "kernels": "fused"} | changes
+    hardware: Hardware = options.pop("hardware", KNOWN["A100-80G"])
+    model = describe(LlamaConfig(**LLAMA[size], tie_word_embeddings=False))
+    return problem_of(model, hardware, memory_bytes=None if memory is None else int(memory * GIB), **options)
+
+
+@pytest.fixture(scope="module")
+def small() -> Problem:
+    return problem(memory=26)
+
+
+def configuration(
+    schedule: str, mode: str, devices: int, microbatches: int, *, stages_per_device: int | None = None
+) -> Configuration:
+    options = () if stages_per_device is None else (("stages_per_device", stages_per_device),)
+    shape = shape_of(schedule, options, devices)
+    assert shape is not None
+    return Configuration(
+        layout=Layout(parallelism=Parallelism(pp=devices), microbatch_size=1, microbatches=microbatches),
+        schedule=schedule,
+        options=options,
+        vocabulary=mode,
+        layers_per_stage=splits(16, shape.placement, mode, 2.0)[0],
+        checkpointing=("none",),
+    )
+
+
+# --- steps of many microbatches ------------------------------------------------------------------------------
+
+STEPS = [
+    (schedule, mode)
+    for schedule in ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min")
+    for mode in ("first-last", "redistribute", "vocab-1", "vocab-2", "interlaced")
+]
+
+
+@pytest.mark.parametrize(("schedule", "mode"), STEPS)
+def test_two_short_steps_say_how_long_a_long_one_takes(small: Problem, schedule: str, mode: str) -> None:
+    one = configuration(schedule, mode, 4, 40, stages_per_device=2 if schedule == "interleaved" else None)
+    sizes = short_steps(4, 40, sharded=mode not in ("first-last", "redistribute"))
+    assert sizes in ((8, 12), (12, 16))
+    programs = {size: program_of(arranged(small, one, size))[1] for size in (*sizes, 40)}
+    costs = costs_of(small, one, programs[40].placement)
+    whole = simulate(programs[40], costs).makespan
+    least = max(work_per_device(costs, programs[40].placement, mode))
+    found = extended([simulate(programs[size], costs).makespan for size in sizes], sizes, 40, least)
+    assert found == pytest.approx(whole, rel=0.005)
+
+
+@pytest.mark.parametrize(("schedule", "mode"), [case for case in STEPS if case[1] in ("first-last", "vocab-2")])
+def test_memory_does_not_grow_with_the_step(small: Problem, schedule: str, mode: str) -> None:
+    one = configuration(schedule, mode, 4, 40, stages_per_device=2 if schedule == "interleaved" else None)
+    peaks = [simulate_peaks(small, one, size) for size in (short_steps(4, 40, sharded=mode == "vocab-2")[0], 40)]
+    assert peaks[0] == peaks[1]
+
+
+def simulate_peaks(small: Problem, one: Configuration, microbatches: int) -> tuple[int, ...]:
+    program = program_of(arranged(small, one, microbatches))[1]
+    return simulate(program, costs_of(small, one, program.placement)).timeline.peak_in_flight
+
+
+def test_short_steps_leave_the_same_rest() -> None:
+    for devices in (1, 2, 3, 8):
+        for microbatches in range(1, 12 * devices):
+            sizes = short_steps(devices, microbatches, sharded=True)
+            assert sizes == (microbatches,) or all((size - microbatches) % devices == 0 for size in sizes)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved"])
+def test_programs_are_those_of_the_runtime(small: Problem, schedule: str, mode: str) -> None:
+    one = configuration(schedule, mode, 4, 9, stages_per_device=2 if schedule == "interleaved" else None)
+    layout = build_layout(
+        devices=4,
+        microbatches=9,
+        schedule=schedule,
+        vocabulary=mode,
+        model=ModelCosts(layers=small.flops, head=small.head_flops),
+        rows=small.description.vocabulary_size,
+        layers_per_stage=one.layers_per_stage,
+        schedule_options=dict(one.options),
+    )
+    assert program_of(arranged(small, one, 9))[1] == layout.program
+
+
+# --- layouts and splits --------------------------------------------------------------------------------------
+
+
+def test_layouts_multiply_up_and_divide(small: Problem) -> None:
+    found = layouts(small, Space())
+    for layout in found:
+        parallelism = layout.parallelism
+        assert parallelism.gpus == 8 and parallelism.tp * parallelism.cp <= 8
+        assert layout.microbatch_size * layout.microbatches * parallelism.dp == 64
+        assert 16 % parallelism.tp == 0 and parallelism.pp <= 16
+        assert (parallelism.zero > 0) == (parallelism.replicas > 1)
+    assert len(found) == len(set(found))
+
+
+def test_what_cannot_be_laid_out_is_one_sentence() -> None:
+    with pytest.raises(InputError, match="gpus is 7 with 64 sequences per step, but nothing divides"):
+        layouts(problem(gpus=7), Space(pp=(1,)))
+    for name, value, words in (
+        ("gpus", 0, "gpus is 0, expected a whole number of at least 1"),
+        ("sequence", -1, "sequence is -1"),
+        ("kernels", "magic", "kernels is 'magic'"),
+        ("dtype", "fp7", "dtype is 'fp7'"),
+    ):
+        with pytest.raises(InputError, match=words):
+            problem(**{name: value})
+    with pytest.raises(InputError, match="schedules: 'zigzag' is unknown"):
+        Space(schedules=("zigzag",))
+
+
+def test_splits_follow_the_output_layer() -> None:
+    linear = Placement.linear(4)
+    assert splits(16, linear, "vocab-2", 5.0) == ((4, 4, 4, 4),)
+    assert splits(18, linear, "first-last", 5.0) == ((5, 5, 4, 4), (4, 4, 5, 5))
+    assert splits(16, linear, "redistribute", 5.0) == ((5, 5, 5, 1),)
+    v = splits(16, Placement.v_shape(4), "redistribute", 5.0)
+    loads = [
+        max(
+            sum(split[stage] + (5.0 if stage == 7 else 0.0) for stage in Placement.v_shape(4).stages_of(device))
+            for device in range(4)
+        )
+        for split in v
+    ]
+    assert min(loads) == 6 and all(sum(split) == 16 for split in v)
+
+
+# --- against looking at everything ---------------------------------------------------------------------------
+
+CASES = {
+    "memory binds": ({"memory": 26}, Space(cp=(1,), tp=(1, 2), zero=(1,), schedules=("1f1b", "zbv"))),
+    "memory to spare": ({"memory": 79}, Space(cp=(1,), tp=(1, 2), zero=(1,), schedules=("1f1b", "v-half"))),
+    "few microbatches": (
+        {"memory": 40, "sequences_per_step": 16},
+        Space(cp=(1,), zero=(1, 3), schedules=("1f1b", "interleaved", "zb-h1")),
+    ),
+    "long sequences": (
+        {"memory": 40, "sequence": 32768, "sequences_per_step": 8},
+        Space(zero=(1,), microbatch_sizes=(1,), schedules=("1f1b", "zbv"), vocabularies=("first-last", "vocab-2")),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_best_plan_is_that_of_an_exhaustive_search(name: str) -> None:
+    changes, space = CASES[name]
+    given = problem(**changes)
+    best = math.inf
+    for layout in layouts(given, space):
+        for one in configurations(given, space, layout, head_layers(given, layout)):
+            evaluation = evaluate(given, one)
+            if evaluation.fits:
+                best = min(best, evaluation.seconds)
+                # Bounds that hold: else the search might pass the best plan over.
+                assert layout_bound(given, layout).seconds <= evaluation.seconds * (1 + 1e-9)
+                bound = work_bound(given, one)
+                assert max(bound.seconds, order_bound(given, one)) <= evaluation.seconds * (1 + 1e-9), one.name
+                assert not bound.lacking and not layout_bound(given, layout).lacking, one.name
+    found = search_configurations(given, space, wanted=3, workers=1)
+    assert found.best is not None and found.best.seconds <= 1.02 * best
+    assert found.best.seconds >= best
+
+
+def test_processes_and_the_cache_change_nothing(small: Problem, tmp_path: Path) -> None:
+    space = Space(tp=(1,), cp=(1,), zero=(1,), schedules=("1f1b", "zbv"), vocabularies=("first-last", "vocab-2"))
+    cache = EvaluationCache.of(small, tmp_path)
+    one = search_configurations(small, space, wanted=5, workers=1, cache=cache)
+    cache.save()
+    two = search_configurations(small, space, wanted=5, workers=2)
+    again = EvaluationCache.of(small, tmp_path)
+    kept = search_configurations(small, space, wanted=5, workers=1, cache=again)
+    assert [plan.to_dict() for plan in one.plans] == [plan.to_dict() for plan in two.plans]
+    assert [plan.to_dict() for plan in one.plans] == [plan.to_dict() for plan in kept.plans]
+    assert again.hits == kept.evaluated > 0
+    other = EvaluationCache.of(replace(small, memory_bytes=small.memory_bytes - 1), tmp_path)
+    assert search_configurations(small, space, wanted=1, workers=1, cache=other).best and other.hits == 0
+
+
+# --- what is chosen ------------------------------------------------------------------------------------------
+
+
+def test_devices_compute_again_no_more_than_their_memory_asks_for() -> None:
+    given = problem("8B", gpus=4, memory=79, sequences_per_step=32)
+    layout = Layout(parallelism=Parallelism(tp=1, pp=4), microbatch_size=1, microbatches=32)
+    one = replace(
+        configuration("1f1b", "vocab-2", 4, 32), layout=layout, layers_per_stage=(8, 8, 8, 8), checkpointing=("least",)
+    )
+    chosen = evaluate(given, one)
+    assert chosen.fits
+    policies = chosen.configuration.checkpointing
+    again = [sum(policy != "none" for policy in policies[8 * device : 8 * device + 8]) for device in range(4)]
+    assert again == sorted(again, reverse=True) and again[0] > again[-1], "the first device holds most microbatches"
+    for device in range(4):
+        place = next((8 * device + layer for layer in range(7, -1, -1) if policies[8 * device + layer] != "none"), None)
+        if place is not None:
+            weaker = {"full": "selective", "selective": "none"}[policies[place]]
+            less = (*policies[:place], weaker, *policies[place + 1 :])
+            assert not evaluate(given, replace(one, checkpointing=less)).fits, "one layer less does not fit"
+
+
+def test_more_memory_is_never_slower() -> None:
+    times = []
+    for memory in (24, 32, 48, 79):
+        found = search_configurations(problem(memory=memory), Space(cp=(1,), zero=(1,)), wanted=1, workers=1)
+        times.append(found.best.seconds if found.best else math.inf)
+    assert times == sorted(times, reverse=True)
+
+
+def test_rejections_say_how_much_is_lacking_and_what_helps() -> None:
+    given = problem("8B", gpus=8, memory=40, sequences_per_step=64)
+    found = search_configurations(given, Space(cp=(1,), zero=(1,)), wanted=5, workers=1)
+    rejections = explained(found)
+    assert found.best is not None and rejections
+    for one in rejections:
+        assert one.lacking > 0
+        assert "device" in one.where or "parameters" in one.where
+    helped = [one for one in rejections if one.fixes]
+    assert helped and all(plan.fits for one in helped for _, plan in one.fixes)
+    text = Ranking(found, 5).text(explain=True)
+    assert "out of memory by" in text and "cheapest fixes:" in text
+
+
+def test_seconds_for_eight_billion_parameters_on_eight_gpus() -> None:
+    given = problem("8B", gpus=8, hardware=KNOWN["H100-80G"], sequence=8192, sequences_per_step=128)
+    start = time.perf_counter()
+    found = search_configurations(given, Space(), workers=2)
+    assert found.best is not None and time.perf_counter() - start < 10
+
+
+# --- the gain of balance -------------------------------------------------------------------------------------
+
+# arXiv 2411.05288, tables 4 and 5, V = 256k: layers, heads, hidden size, GPUs, sequence -> MFU of vocab-2 over redis
+PAPER = [
+    ((32, 24, 3072, 8, 2048), 49.69 / 38.91),
+    ((32, 24, 3072, 8, 4096), 50.40 / 43.01),
+    ((48, 32, 4096, 16, 2048), 50.46 / 36.98),
+    ((48, 32, 4096, 16, 4096), 50.90 / 40.15),
+]
+
+
+@pytest.mark.parametrize(("shape", "published"), PAPER, ids=lambda value: str(value))
+def test_the_planner_shows_the_published_gain_of_vocabulary_parallelism(
+    shape: tuple[int, ...], published: float
+) -> None:
+    layers, heads, hidden, gpus, sequence = shape
+    from transformers import GPT2Config
+
+    model = describe(
+        GPT2Config(
+            n_layer=layers,
+            n_head=heads,
+            n_embd=hidden,
+            n_positions=sequence,
+            vocab_size=256000,
+            tie_word_embeddings=False,
+        )
+    )
+    given = problem_of(
+        model,
+        KNOWN["A100-80G"],
+        gpus=gpus,
+        sequence=sequence,
+        sequences_per_step=128,
+        kernels="megatron",
+    )
+    space = Space(
+        pp=(gpus,),
+        microbatch_sizes=(1,),
+        schedules=("1f1b",),
+        vocabularies=("redistribute", "vocab-2"),
+    )
+    found = search_configurations(given, space, wanted=1, each_vocabulary=True, workers=1)
+    fast, slow = gains(found)
+    assert (fast.mode, slow.mode) == ("vocab-2", "redistribute")
+    assert slow.factor == pytest.approx(published, rel=0.12)
+    assert "output layer" in slow.words and "stands whole on one device" in slow.words
+    text = Ranking(found, 1).text(explain=True)
+    assert "best plan of each vocabulary mode" in text
