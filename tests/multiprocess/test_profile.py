@@ -63,14 +63,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "vocabulary", "stages"),
-    [("1f1b", "vocab-2", 2), ("zbv", "first-last", 4)],
+    ("schedule", "vocabulary", "communicators", "stages"),
+    [("1f1b", "vocab-2", "one", 2), ("zbv", "first-last", "per-pair", 4)],
 )
 def test_profile_writes_every_kind_of_pass(
-    schedule: str, vocabulary: str, stages: int, capsys: pytest.CaptureFixture[str]
+    schedule: str, vocabulary: str, communicators: str, stages: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("config.toml").write_text(CONFIG.format(schedule=schedule, vocabulary=vocabulary))
-    assert main(["profile", "config.toml", "--steps", "1", "-o", "costs.toml"]) == 0
+    shared = f"pipeline.communicators={communicators}"
+    assert main(["profile", "config.toml", shared, "--steps", "1", "-o", "costs.toml"]) == 0
     assert capsys.readouterr().out == "wrote costs.toml\n"
     costs = read_costs("costs.toml")
     for kind in "FBIWR":

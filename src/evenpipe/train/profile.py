@@ -143,7 +143,8 @@ def _run(pipeline: Pipeline, config: Config, tokens: int, steps: int, warm_up: i
 def _following(pipeline: Pipeline, order: Order) -> Iterator[None]:
     """Lets a pipeline run another order of the same placement and vocabulary mode for a while."""
     layout = pipeline.layout
-    _, program = plan_program(order, order.devices, order.microbatches, layout.mode, layout.costs)
+    sharing = layout.program.sharing
+    _, program = plan_program(order, order.devices, order.microbatches, layout.mode, layout.costs, sharing=sharing)
     pipeline.layout = replace(layout, program=program)
     try:
         yield
