@@ -37,13 +37,22 @@ def nothing_compiled_yet() -> Iterator[None]:
 
 
 class Compiled(Split):
-    choice, backend = "none", "aot_eager"
+    choice: Any = "none"
+    """Of all layers, or of each."""
+    backend = "aot_eager"
+    observed = True
+    """Whether a split backward has come by already: layers run the first one without compilation."""
 
     def __init__(self, module: nn.Module, batches: list[Any]) -> None:
         super().__init__(module, batches)
         self.switch = Switch()
-        for layer in module.h if hasattr(module, "h") else module.layers:
-            compile_layer(layer, self.queue, self.choice, self.switch, CPU, backend=self.backend)
+        layers = module.h if hasattr(module, "h") else module.layers
+        choices = [self.choice] * len(layers) if isinstance(self.choice, str) else self.choice
+        for layer, choice in zip(layers, choices, strict=True):
+            compile_layer(layer, self.queue, choice, self.switch, CPU, backend=self.backend)
+        if self.observed:
+            self.run("F0 I0 W0")
+            module.zero_grad()
 
 
 def test_split_and_fused_backwards_of_compiled_layers() -> None:
@@ -51,6 +60,31 @@ def test_split_and_fused_backwards_of_compiled_layers() -> None:
     assert difference(lambda: trunk("llama", torch.float32), batches, PASSES, Compiled) == []
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 3  # for both layers: split, for one length and for any; fused
+
+
+def test_what_runs_inside_of_a_layer_runs_once_per_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one of a split backward too: a hook may collect what a router gave."""
+    monkeypatch.setattr(Compiled, "observed", False)
+    runner = Compiled(Layers(nn.Linear(8, 8)), data(3, width=8, dtype=torch.float32))
+    seen: list[Tensor] = []
+    runner.module.layers[0].inside[0].register_forward_hook(lambda module, args, output: seen.append(output))
+    for index in range(3):
+        runner.run(f"F{index} I{index} W{index}")
+        assert len(seen) == index + 1 and seen[-1].requires_grad
+
+
+def test_a_layer_that_torch_compiles_too_often_leaves_the_checkpointed_ones_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch runs a function without compilation once it has compiled its code so often. That is no failure."""
+    monkeypatch.setattr(Compiled, "choice", ("none", "full"))
+    torch.manual_seed(0)
+    module = Layers(nn.Linear(8, 8))
+    module.layers.append(Layer(nn.Linear(8, 8)))
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for passes in ("F0 B0 F1 B1 F2 B2", "F0 I0 W0 F1 I1 W1 F2 I2 W2"):
+            batches = data(3, width=8, dtype=torch.float32)
+            assert difference(lambda: copy.deepcopy(module), batches, passes, Compiled) == []
 
 
 def test_checkpointing_draws_the_same_dropout_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +141,9 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList([Layer(*inside)])
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.layers[0](hidden)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
 
 
 class OfTheFirstToken(nn.Linear):

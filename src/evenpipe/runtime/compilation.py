@@ -27,13 +27,13 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from evenpipe.runtime.checkpointing import Switch, checkpointed, run_checkpointed
-from evenpipe.runtime.random_state import RandomState
 from evenpipe.runtime.weight_gradients import Linear, SplitConv1D, SplitLinear, Taps, WeightGradients, linear_entry
 
 logger = logging.getLogger(__name__)
@@ -85,9 +85,9 @@ class _CompiledLayer:
         self._layer, self._forward, self._queue = layer, forward, queue
         self._eager = eager
         """The layer without compilation."""
-        self._checkpointing, self._switch = checkpointing, switch
-        self._plain, self._tapped = _compiled(backend, whole=checkpointing != "none")
+        self._checkpointing, self._switch, self._backend = checkpointing, switch, backend
         self._linears: list[Linear] | None = None
+        """Those that get taps; known once a microbatch with a split backward has come by."""
         self._gave_up = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,26 +103,26 @@ class _CompiledLayer:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         choice = self._checkpointing if torch.is_grad_enabled() and not self._switch.off else "none"
+        plain, tapped = _compiled(self._backend, choice)
         hidden = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
         if hidden is None or not self._queue.takes(hidden):
-            return self._plain(self._forward, self._layer, choice, args, kwargs)
+            return plain(self._forward, self._layer, choice, args, kwargs)
         if self._linears is None:
-            self._linears = self._find_linears(hidden, args, kwargs)
+            return self._find_linears(hidden, args, kwargs)
         taps = _Taps.apply(hidden, self._linears)
         given: list[Taps] = []
         for index, linear in enumerate(self._linears):
             bias = None if linear.bias is None else linear.bias.detach()
             given.append((linear.weight.detach(), bias, taps[2 * index], taps[2 * index + 1]))
         try:
-            return self._tapped(self._forward, self._layer, choice, args, kwargs, linears=self._linears, given=given)
+            return tapped(self._forward, self._layer, choice, args, kwargs, linears=self._linears, given=given)
         except BaseException:
             _clear_taps(self._linears)
             raise
 
-    @torch.no_grad()
-    def _find_linears(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Linear]:
-        """The layers that get taps, found by one forward without a graph: those used once, on all tokens, whose
-        parameters no other layer without taps uses."""
+    def _find_linears(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The layer without compilation, once: it tells which linear layers get taps. Those are used once, on all
+        tokens, and no other layer without taps uses their parameters."""
         tokens = hidden.numel() // hidden.shape[-1]
         uses: Counter[nn.Module] = Counter()
         partial: set[nn.Module] = set()
@@ -134,17 +134,15 @@ class _CompiledLayer:
 
         linears = [one for one in self._layer.modules() if isinstance(one, Linear)]
         hooks = [linear.register_forward_pre_hook(count) for linear in linears]
-        under_way, self._queue.under_way = self._queue.under_way, None
         try:
-            with RandomState.of(hidden.device).restored():
-                self._forward(self._layer, *args, **kwargs)
+            result = self._eager(*args, **kwargs)
         finally:
-            self._queue.under_way = under_way
             for hook in hooks:
                 hook.remove()
         tapped = [one for one in linears if uses[one] == 1 and one not in partial and one.weight.requires_grad]
         others = {parameter for one in linears if one not in tapped for parameter in one.parameters(recurse=False)}
-        return [one for one in tapped if others.isdisjoint(one.parameters(recurse=False))]
+        self._linears = [one for one in tapped if others.isdisjoint(one.parameters(recurse=False))]
+        return result
 
 
 @functools.cache  # once
@@ -153,9 +151,21 @@ def _report(kind: str, reason: str) -> None:
 
 
 @functools.cache
-def _compiled(backend: str, *, whole: bool) -> tuple[Forward, Forward]:
-    """whole: refuse what is no single graph."""
-    return tuple(torch.compile(run, backend=backend, fullgraph=whole) for run in (_run, _run_tapped))  # type: ignore[return-value]
+def _compiled(backend: str, choice: str) -> tuple[Forward, Forward]:
+    """`_run` and `_run_tapped`, for layers of one choice. What is checkpointed has to be a single graph.
+
+    Each has code of its own: torch.compile limits how often it compiles one, and where it gives up, it does so for all
+    functions with that code, those among them that have to be a single graph.
+    """
+    return tuple(
+        torch.compile(_copy(run, f"{run.__name__}_{choice}"), backend=backend, fullgraph=choice != "none")
+        for run in (_run, _run_tapped)
+    )  # type: ignore[return-value]
+
+
+def _copy(function: Any, name: str) -> Any:
+    code = function.__code__.replace(co_name=name)
+    return FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
 
 
 def _unsupported() -> tuple[type[BaseException], ...]:
