@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 
 import pytest
 import torch
-from families import EXPERTS, FAMILIES, NAMED, tiny_config
+import transformers
+from families import EXPERTS, FAMILIES, NAMED, PROMISED_EXPERTS, tiny_config
 from torch import nn
 from transformers import LlamaConfig
 
@@ -60,6 +62,11 @@ def traced(description, first, last, choices="none", *, split=True, recompute=Fa
     return tracer.stage(first, last, **ends, checkpointing=every)
 
 
+@cache
+def described(family: str):
+    return describe(tiny_config(family))
+
+
 def difference(one: StageBytes, other: StageBytes) -> dict[str, tuple[object, object]]:
     left, right = dataclasses.asdict(one), dataclasses.asdict(other)
     return {name: (left[name], right[name]) for name in left if left[name] != right[name]}
@@ -71,8 +78,8 @@ def difference(one: StageBytes, other: StageBytes) -> dict[str, tuple[object, ob
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", NAMED)
 def test_every_family_allocates_what_is_traced(family: str, dtype: str) -> None:
-    description = describe(tiny_config(family))
-    for first, last in ((0, 2), (1, 3), (2, 4)):
+    description = described(family)
+    for first, last in ((0, 2), (2, 4)) if dtype == "fp32" else ((1, 3),):
         real = counted(description, first, last, compute_dtype=DTYPES[dtype])
         assert difference(traced(description, first, last, compute_dtype=DTYPES[dtype]), real) == {}
 
@@ -80,21 +87,21 @@ def test_every_family_allocates_what_is_traced(family: str, dtype: str) -> None:
 @pytest.mark.parametrize("choices", ["full", "selective", ("none", "full", "selective")])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_checkpointed_layers_allocate_what_is_traced(family: str, choices) -> None:
-    description = describe(tiny_config(family))
+    description = described(family)
     assert difference(traced(description, 1, 4, choices), counted(description, 1, 4, choices)) == {}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_R_allocates_what_is_traced(family: str) -> None:
-    description = describe(tiny_config(family))
+    description = described(family)
     real, found = (run(description, 1, 3, recompute=True) for run in (counted, traced))
     assert difference(found, real) == {}
     assert found.bare_forward_peak < found.forward_peak and found.recompute_peak > 0
 
 
-@pytest.mark.parametrize("family", ["gpt2", "phi", "bloom", "olmo3"])
+@pytest.mark.parametrize("family", ["gpt2", "phi", "bloom", "olmo3", "nanochat", "modernbert-decoder"])
 def test_other_families(family: str) -> None:
-    description = describe(tiny_config(family))
+    description = described(family)
     for first, last in ((0, 2), (2, 4)):
         assert difference(traced(description, first, last), counted(description, first, last)) == {}
 
@@ -115,15 +122,24 @@ def test_plain_modules() -> None:
         assert difference(traced(description, first, last), counted(description, first, last)) == {}
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((name, "bf16") for name in EXPERTS), *((name, "fp32") for name in PROMISED_EXPERTS)]
+)
+def test_mixtures_of_experts(family: str, dtype: str) -> None:
+    class_name, settings = EXPERTS[family]
+    description = describe(getattr(transformers, class_name)(**settings))
+    real = counted(description, 1, 3, compute_dtype=DTYPES[dtype])
+    assert difference(traced(description, 1, 3, compute_dtype=DTYPES[dtype]), real) == {}
+
+
 # --- few layers for many --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("choices", ["none", "full"])
-@pytest.mark.parametrize("layers", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize(("layers", "choices"), [(1, "none"), (3, "none"), (4, "full"), (6, "none")])
 def test_layers_that_are_alike_are_traced_once(layers: int, choices: str) -> None:
     """At most three run, for any number of layers."""
     description = describe(tiny_config("llama", num_hidden_layers=layers + 2))
-    for first, last in ((0, layers), (1, layers + 1), (2, layers + 2)):
+    for first, last in ((0, layers), (2, layers + 2)):
         real = counted(description, first, last, choices)
         assert difference(traced(description, first, last, choices), real) == {}
 
@@ -234,17 +250,16 @@ def test_a_model_of_eight_billion_parameters_takes_no_memory_and_little_time() -
 # --- what cannot be traced ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", EXPERTS)
-def test_experts_are_traced_or_refused_in_one_sentence(family: str) -> None:
-    """transformers' loop over experts looks at who meets whom."""
-    description = describe(tiny_config(family))
+@pytest.mark.parametrize("family", PROMISED_EXPERTS)
+def test_a_loop_over_experts_cannot_be_traced(family: str) -> None:
+    """It looks at who meets whom; transformers runs it only where it is asked for."""
     with pytest.raises(InputError, match="asks for the values of its tensors"):
-        traced(description, 0, 4)
+        traced(described(family), 0, 4)
 
 
 def test_every_family_has_kinds() -> None:
     for family in FAMILIES:
-        description = describe(tiny_config(family))
+        description = described(family)
         assert len(kinds_of_layers(description)) == description.layers
     assert kinds_of_layers(describe(tiny_config("gemma2"))) == (0, 1, 0, 1)
     assert kinds_of_layers(describe(tiny_config("smollm3"))) == (0, 0, 1, 0)

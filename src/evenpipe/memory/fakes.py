@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from evenpipe.memory.tracker import Tracker
@@ -25,8 +26,22 @@ from evenpipe.model.stage import Stage
 @contextmanager
 def without_memory() -> Iterator[Tracker]:
     """Tensors made inside have no memory, and are counted."""
-    with _nothing_packed(), FakeTensorMode(allow_non_fake_inputs=True), Tracker() as tracker:
+    with _nothing_packed(), FakeTensorMode(allow_non_fake_inputs=True), _GroupedProducts(), Tracker() as tracker:
         yield tracker
+
+
+class _GroupedProducts(TorchDispatchMode):
+    """Products of experts in fp32: torch computes them on a CPU, but knows the shape of a result for bf16 only."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if operation is not torch.ops.aten._grouped_mm.default or args[0].dtype != torch.float32:
+            return operation(*args, **kwargs)
+        left, right, *others = args
+        result = operation(left.to(torch.bfloat16), right.to(torch.bfloat16), *others, **kwargs)
+        columns = -(-result.shape[-1] // 4) * 4  # rows begin at whole 16 bytes
+        strides = [columns, 1] if result.dim() == 2 else [result.shape[1] * columns, columns, 1]
+        return left.new_empty_strided(result.shape, strides)
 
 
 @contextmanager
