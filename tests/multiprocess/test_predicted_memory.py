@@ -1,7 +1,8 @@
-"""Real steps of four processes beside their prediction: the most bytes of tensors that each holds, within 2 %.
+"""Real steps of four processes beside their prediction: the most bytes of tensors that each holds.
 
 Counted are two iterations of a training loop: step, AdamW, gradients dropped. What is predicted is the second one, and
-nothing that is predicted is read off the run, but for the share of the tokens that each shard of the vocabulary owns.
+nothing that is predicted is read off the run: of the data it takes the share of all tokens that each shard of the
+vocabulary owns.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from evenpipe.memory.vocabulary import VocabularyShape, batch_bytes, vocabulary_
 from evenpipe.model import describe
 from evenpipe.runtime import Pipeline
 from evenpipe.runtime.layout import Layout
+from evenpipe.schedule import add_recompute, plan_order
 from evenpipe.vocabulary.products import _cpu_has_bf16
 
 DEVICES, MICROBATCHES, SEQUENCES, TOKENS = 4, 9, 2, 64
 ROWS, HIDDEN, LAYERS = 1536, 64, 8
+TOLERANCE = 0.003
+"""What remains is how the tokens of single microbatches fall on the shards of the vocabulary."""
 MACHINE = "cpu" if _cpu_has_bf16() else "cpu without bf16"
 
 
@@ -34,6 +38,8 @@ class Case:
     mode: str
     checkpointing: str = "none"
     bf16: bool = False
+    tied: bool = False
+    recompute: bool = False
 
 
 CASES = [
@@ -47,10 +53,14 @@ CASES = [
     Case("zbv", "vocab-2", checkpointing="full"),
     Case("interleaved", "vocab-1", checkpointing="selective"),
     Case("zb-h1", "redistribute", bf16=True),
+    Case("1f1b", "first-last", tied=True),
+    Case("v-half", "first-last", tied=True),
+    Case("zbv", "vocab-2", tied=True, bf16=True),
+    Case("1f1b", "interlaced", recompute=True),
 ]
 
 
-def config() -> LlamaConfig:
+def config(tied: bool) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=ROWS,
         hidden_size=HIDDEN,
@@ -59,7 +69,7 @@ def config() -> LlamaConfig:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=TOKENS,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
 
 
@@ -81,9 +91,10 @@ def count(cases: list[Case]) -> list[Counted]:
 
 
 def count_one(case: Case) -> Counted:
+    order = plan_order(case.schedule, DEVICES, MICROBATCHES, case.mode)
     pipeline = Pipeline(
-        config(),
-        schedule=case.schedule,
+        config(case.tied),
+        schedule=add_recompute(order) if case.recompute else case.schedule,
         vocabulary=case.mode,
         microbatches=MICROBATCHES,
         checkpointing=case.checkpointing,
@@ -117,7 +128,9 @@ def predict(case: Case, layout: Layout, device: int, tracer: StageTracer) -> Dev
         for stage in placement.stages_of(device)
     }
     element = 2 if case.bf16 else 4
-    shape = VocabularyShape(rows=ROWS, hidden_size=HIDDEN, sequences=SEQUENCES, tokens=TOKENS, element=element)
+    shape = VocabularyShape(
+        rows=ROWS, hidden_size=HIDDEN, sequences=SEQUENCES, tokens=TOKENS, element=element, tied=case.tied
+    )
     vocabulary = vocabulary_bytes(
         case.mode, device, placement, shape, machine=MACHINE, token_share=share(layout, device)
     )
@@ -149,13 +162,15 @@ def counted() -> dict[Case, list[Counted]]:
 
 @pytest.fixture(scope="module")
 def tracers() -> dict[bool, StageTracer]:
+    """Tied or not, stages are the same."""
     return {
         bf16: StageTracer(
-            describe(config()),
+            describe(config(False)),
             microbatch_size=SEQUENCES,
             sequence=TOKENS,
             compute_dtype=torch.bfloat16 if bf16 else torch.float32,
             split=True,
+            recompute=True,
         )
         for bf16 in (False, True)
     }
@@ -167,7 +182,7 @@ def test_predicted_peaks_are_those_counted(case: Case, counted, tracers) -> None
         predicted = predict(case, found.layout, device, tracers[case.bf16])
         error = predicted.peak / found.peak - 1
         print(f"{case} device {device}: {predicted.peak} of {found.peak} ({error:+.3%}), {predicted.binding_event}")
-        assert abs(error) < 0.02, f"device {device}: {predicted} and {found.peak}"
+        assert abs(error) < TOLERANCE, f"device {device}: {predicted} and {found.peak}"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
