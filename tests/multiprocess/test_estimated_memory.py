@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from harness import run_processes
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig
 
 from evenpipe.costs.hardware import KNOWN
@@ -32,6 +33,9 @@ class Case:
     mode: str
     checkpointing: str = "none"
     tied: bool = False
+    replicas: int = 1
+    sharded: bool = False
+    tokens: int = TOKENS
 
 
 CASES = [
@@ -40,6 +44,9 @@ CASES = [
     Case("interleaved", "vocab-1", "selective"),
     Case("1f1b", "vocab-2", tied=True),
     Case("zb-h1", "redistribute", tied=True),
+    Case("1f1b", "first-last", replicas=2),
+    Case("zbv", "vocab-2", replicas=2, sharded=True),
+    Case("1f1b", "first-last", "full", replicas=2, sharded=True, tokens=8),  # fullest while gradients are summed
 ]
 
 
@@ -61,8 +68,11 @@ def count(cases: list[Case]) -> list[int]:
 
 
 def count_one(case: Case) -> int:
+    axes = (case.replicas, DEVICES // case.replicas)
     pipeline = Pipeline(
         config(case),
+        mesh=init_device_mesh("cpu", axes, mesh_dim_names=("dp", "pp")),
+        data_parallel="shard" if case.sharded else "replicate",
         schedule=case.schedule,
         vocabulary=case.mode,
         microbatches=MICROBATCHES,
@@ -71,7 +81,7 @@ def count_one(case: Case) -> int:
     )
     optimizer = torch.optim.AdamW(pipeline.parameters(), fused=True)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, ROWS, (MICROBATCHES * SEQUENCES, TOKENS), generator=generator)
+    ids = torch.randint(0, ROWS, (MICROBATCHES * SEQUENCES, case.tokens), generator=generator)
     gc.collect()
     with pipeline.count_bytes() as counted:
         for _ in range(2):
@@ -93,8 +103,8 @@ def counted() -> dict[Case, list[int]]:
 def test_estimated_peaks_are_those_counted(case: Case, traced: bool, counted) -> None:
     found = estimate(
         describe(config(case)),
-        Parallelism(pp=DEVICES),
-        sequence=TOKENS,
+        Parallelism(dp=case.replicas, pp=DEVICES // case.replicas, zero=3 if case.sharded else 0),
+        sequence=case.tokens,
         microbatch_size=SEQUENCES,
         microbatches=MICROBATCHES,
         schedule=case.schedule,
@@ -103,7 +113,8 @@ def test_estimated_peaks_are_those_counted(case: Case, traced: bool, counted) ->
         hardware=CPU,
         traced=traced,
     )
-    for device, peak in zip(found.devices, counted[case], strict=True):
+    for process, peak in enumerate(counted[case]):
+        device = found.devices[process % len(found.devices)]
         error = device.peak_allocated / peak - 1
         print(
             f"{case} device {device.device}: {device.peak_allocated} of {peak} ({error:+.3%}), {device.binding_event}"

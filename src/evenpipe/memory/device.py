@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from evenpipe.errors import InputError
-from evenpipe.schedule import Kind, parts_of
-from evenpipe.schedule.passes import Pass
 from evenpipe.schedule.planning import BARRIERS
-from evenpipe.vocabulary import split
 
 from .bytes import StageBytes, StateBytes, VocabularyBytes
 from .framework import Framework
@@ -86,7 +83,7 @@ class DeviceBytes:
         """Raises InputError where a stage has no closed form and cannot be traced."""
         placement, parallelism = plan.program.placement, run.parallelism
         last_stage = placement.stages - 1
-        split_backwards = _splits(plan, device)
+        split_backwards = plan.splits(device)
         stages: dict[int, StageBytes] = {}
         held, buffers = Held(), 0
         for stage in placement.stages_of(device):
@@ -116,11 +113,6 @@ class DeviceBytes:
             state=state,
             fixed=_fixed(plan, run, device, held=held, hidden=hidden) + buffers,
         )
-
-
-def _splits(plan: Planned, device: int) -> bool:
-    row = plan.program.rows[device]
-    return any(part.kind is Kind.I for item in row if isinstance(item, Pass) for part in parts_of(item))
 
 
 def _stage(
@@ -186,7 +178,8 @@ def _rows(source: ModelBytes, plan: Planned, run: Run, device: int) -> tuple[int
     rows = padded_rows(source.description.vocabulary_size, run.framework.vocabulary_multiple * tp)
     placement = plan.program.placement
     if run.sharded:
-        own = split(rows, placement.devices * tp)[device * tp].rows
+        part = -(-rows // (placement.devices * tp))  # as `vocabulary.shards.split` cuts them
+        own = max(0, min(rows - device * tp * part, part))
         return own, own
     part = -(-rows // tp)
     return part * (device == placement.first_device), part * (device == placement.last_device)

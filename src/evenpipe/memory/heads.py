@@ -13,15 +13,7 @@ from dataclasses import dataclass, replace
 
 from .bytes import VocabularyBytes
 from .framework import Framework
-
-PER_LOGIT = {
-    # loss: (stays, in the forward, in the backward before what stayed is given back)
-    "fp32": (4, 10, 8),
-    "bf16": (2, 4, 4),
-    "in-place": (4, 6, 2),
-    "fused": (2, 2, 0),
-}
-"""Bytes per logit with bf16 activations. As `vocabulary._framework`; "chunked" has a form of its own there."""
+from .vocabulary import per_logit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +34,10 @@ class Head:
 
 def whole_head(found: VocabularyBytes, head: Head, loss: str, framework: Framework) -> VocabularyBytes:
     """`found` with the output layer of another framework instead."""
-    if loss not in PER_LOGIT:
+    if loss == "chunked":
         return replace(found, stored=found.stored + head.hidden)
     logits = head.tokens * head.rows
-    stays, forward, backward = (size * logits for size in PER_LOGIT[loss])
+    stays, forward, backward = (size * logits for size in per_logit(loss, head.element))
     whole = head.tokens * head.hidden_size * head.element
     gathered = whole if head.gathers and framework.gathered_head else 0
     per_token = 4 * head.tokens

@@ -12,7 +12,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -66,6 +66,8 @@ class Held:
     """Elements whose gradient is made in I: of what is no linear module."""
     largest: int = 0
     """Elements of the largest layer, or of the largest tensor where it is of no layer."""
+    module: int = 0
+    """Trained elements of the largest part that is sharded by itself: a stage, or a vocabulary matrix."""
     products: frozenset[tuple[str, int]] = frozenset()
     """How matrices are cut and their elements here, each pair once. Matrices of one parent that are cut alike count as
     one, as frameworks with packed projections hold them."""
@@ -78,6 +80,7 @@ class Held:
             trained_tensors=self.trained_tensors + other.trained_tensors,
             unsplit=self.unsplit + other.unsplit,
             largest=max(self.largest, other.largest),
+            module=max(self.module, other.module),
             products=self.products | other.products,
         )
 
@@ -130,7 +133,7 @@ class Parameters:
             for name in (*structure.first_parameters * is_first, *structure.last_parameters * is_last):
                 elements = self._description.skeleton.get_parameter(name).numel()
                 held += _one(elements, trained=self._trained(name))
-            self._held_by_stage[key] = held
+            self._held_by_stage[key] = replace(held, module=held.trained)
         return self._held_by_stage[key]
 
     def buffers(self, first: int, last: int) -> int:
@@ -241,6 +244,7 @@ def _one(elements: int, *, trained: bool) -> Held:
         trained_tensors=int(trained),
         unsplit=elements if trained else 0,
         largest=elements,
+        module=elements if trained else 0,
     )
 
 

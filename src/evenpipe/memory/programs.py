@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -10,7 +11,7 @@ from typing import Any
 from evenpipe.errors import InputError
 from evenpipe.model import Description, head_flops, layer_flops
 from evenpipe.runtime.layout import ModelCosts, build_layout
-from evenpipe.schedule import Program, Schedule, even_split, vocabulary_mode
+from evenpipe.schedule import Kind, Pass, Program, Schedule, even_split, parts_of, vocabulary_mode
 
 from .framework import Framework
 from .parallelism import Parallelism
@@ -37,6 +38,17 @@ class Planned:
             found.append((first, first + count))
             first += count
         return tuple(found)
+
+    @cached_property
+    def _splits(self) -> tuple[bool, ...]:
+        return tuple(
+            any(part.kind is Kind.I for item in row if isinstance(item, Pass) for part in parts_of(item))
+            for row in self.program.rows
+        )
+
+    def splits(self, device: int) -> bool:
+        """Backwards of a device are I and W."""
+        return self._splits[device]
 
     @cached_property
     def _transfers(self) -> dict[str, tuple[int, ...]]:
@@ -93,9 +105,18 @@ def planned(
     )
 
 
-@lru_cache(maxsize=64)
+KEPT_PROGRAMS = 64
+_programs: OrderedDict[tuple[int, tuple[int, ...], str], Planned] = OrderedDict()
+
+
 def _given(program: Program, split: tuple[int, ...], mode: str) -> Planned:
-    return Planned(program, split, mode)
+    """A program that is held here, so that its id stays its own: to compare all of its passes takes longer."""
+    key = (id(program), split, mode)
+    if key not in _programs:
+        _programs[key] = Planned(program, split, mode)
+        if len(_programs) > KEPT_PROGRAMS:
+            _programs.popitem(last=False)
+    return _programs[key]
 
 
 def _laid_out(

@@ -28,6 +28,8 @@ from .parameters import Held
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 STEP_COUNTER = 4
+BUCKET_ELEMENTS = 1 << 24
+"""Of gradients that are summed over replicas together, as `parallel/fsdp.py` has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,8 @@ def state_bytes(
     if zero == 3 and replicas > 1:
         if framework.gathered_for == "step":
             copies, gradients = held.elements * compute, held.trained * gradient
+            bucket = min(held.module, BUCKET_ELEMENTS + held.largest)
+            step_peak = max(step_peak, bucket * gradient + _part(gradients, replicas))
         else:
             copies = 0
             unsharded = 2 * held.largest * (compute + gradient)

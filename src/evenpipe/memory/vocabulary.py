@@ -377,6 +377,18 @@ CHUNKS = 8
 """Of the loss in chunks."""
 
 
+def per_logit(loss: str, element: int) -> tuple[int, int, int]:
+    """Bytes per logit that stay after the forward, live at most in it, and come on top in the backward."""
+    e, wide = element, 4
+    return {
+        "fp32": (wide, e + 2 * wide, 2 * wide),
+        "bf16": (e, 2 * e, 2 * e),
+        "in-place": (wide, e + wide, e),
+        "fused": (e, e, 0),
+        "chunked": (0, 0, 0),
+    }[loss]
+
+
 def _framework(x: Letters, shape: VocabularyShape, loss: str) -> VocabularyBytes:
     """A linear layer and a cross-entropy at the end of the last stage, on all n tokens. In bytes per logit:
 
@@ -388,13 +400,7 @@ def _framework(x: Letters, shape: VocabularyShape, loss: str) -> VocabularyBytes
     """
     logits = x.n * x.R
     e, wide = x.e, 4
-    kept, forward, backward = {
-        "fp32": (wide, e + 2 * wide, 2 * wide),
-        "bf16": (e, 2 * e, 2 * e),
-        "in-place": (wide, e + wide, e),
-        "fused": (e, e, 0),
-        "chunked": (0, 0, 0),
-    }[loss]
+    kept, forward, backward = per_logit(loss, e)
     hidden = x.n * x.h * x.e
     per_token = 0 if loss == "chunked" else x.n * 4
     found = VocabularyBytes(
