@@ -71,14 +71,25 @@ def walk(program: Program, device: int, *, gradients_exist: bool, buffers_exist:
         buffers_exist: as after the first step.
     """
     assert not program.forward_only, "a program that evaluates holds nothing but what its passes are working on"
-    in_use = 0
-    if buffers_exist:
-        first = _Walker(program, device, gradients_exist=gradients_exist, buffers=0)
-        first.walk()
-        in_use = first.buffers
-    walker = _Walker(program, device, gradients_exist=gradients_exist, buffers=in_use)
+    buffers = _most_in_use(program, device) if buffers_exist else 0
+    walker = _Walker(program, device, gradients_exist=gradients_exist, buffers=buffers)
     walker.walk()
     return walker.result()
+
+
+def _most_in_use(program: Program, device: int) -> int:
+    """Microbatches between S and T at most; of a whole output layer, between the last stage's F and its B, or W."""
+    last = program.placement.stages - 1
+    if program.barriers:
+        changes = {(Kind.S, None): 1, (Kind.T, None): -1}
+    else:
+        changes = {(Kind.F, last): 1, (Kind.B, last): -1, (Kind.W, last): -1}
+    now = most = 0
+    for item in program.rows[device]:
+        for part in parts_of(item) if isinstance(item, Pass) else ():
+            now += changes.get((part.kind, part.stage), 0)
+            most = max(most, now)
+    return most
 
 
 class _Walker:
@@ -103,7 +114,7 @@ class _Walker:
         self._split: set[Key] = set()
         self._recomputed: set[Key] = set()
         self._made: set[Thing] = set()
-        self.buffers = self._free_buffers = buffers
+        self._buffers = self._free_buffers = buffers
         self._handlers: dict[Kind, Callable[[Pass], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -167,8 +178,8 @@ class _Walker:
                     self._split.add(_key(part))
                 elif part.kind is Kind.R:
                     self._recomputed.add(_key(part))
-        self._hold(*[HANDED_ON] * self.buffers)
-        if self.buffers:
+        self._hold(*[HANDED_ON] * self._buffers)
+        if self._buffers:
             self._hold(ROOM)
         arrived = releases(self._program, self._device)
         for position, item in enumerate(row):
@@ -329,9 +340,9 @@ class _Walker:
         if self._free_buffers:
             self._free_buffers -= 1
             return
-        if not self.buffers:
+        if not self._buffers:
             self._hold(ROOM)
-        self.buffers += 1
+        self._buffers += 1
         self._hold(HANDED_ON)
 
     # --- vocabulary passes --------------------------------------------------------------------------------------
