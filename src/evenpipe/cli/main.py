@@ -22,11 +22,14 @@ from evenpipe import __version__
 from evenpipe.errors import InputError, RunError
 
 COMMANDS = {
+    "explain": "what is out of balance in a model, and what would help: the first thing to try",
     "train": "train a model: the main job",
     "profile": "what passes and transfers take on this hardware: a cost file for the commands below",
     "simulate": "how long a schedule takes, what waits for what, and what it holds in memory",
     "draw": "the same as a picture: in the terminal, SVG, HTML or a Perfetto trace",
     "check": "is the schedule in a file sound?",
+    "estimate": "memory of every device before the run: what it consists of, when it is fullest, whether it fits",
+    "plan": "the fastest ways of training a model on so many GPUs that fit, ranked and explained",
     "search": "the best schedule there is, for small cases",
     "generate": "text from an exported model",
     "export": "from a checkpoint to a Hugging Face folder",

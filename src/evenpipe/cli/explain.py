@@ -1,0 +1,95 @@
+"""`evenpipe explain MODEL --gpus N ...`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from evenpipe.errors import InputError
+
+SEQUENCE = 4096
+SEQUENCES_PER_GPU = 8
+"""Of a step, where the batch is not said: enough microbatches for a pipeline of all GPUs."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, the machine, and where the picture goes."""
+    parser.add_argument("model", metavar="MODEL", help="hub name, folder or config.json")
+    parser.add_argument("--gpus", metavar="N", type=int, required=True, help="how many there are")
+    parser.add_argument(
+        "--hardware",
+        metavar="NAME|FILE.toml",
+        default="H100-80G",
+        help="A100-40G, A100-80G, H100-80G, H200, B200, or what `evenpipe profile --hardware` wrote (default:"
+        " %(default)s)",
+    )
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="of each, such as 80GiB (default: that of the hardware)")
+    parser.add_argument(
+        "--sequence", metavar="TOKENS", type=int, help=f"length of a sequence (default: {SEQUENCE}, or the longest)"
+    )
+    parser.add_argument(
+        "--batch", metavar="SEQUENCES", type=int, help=f"per step over all GPUs (default: {SEQUENCES_PER_GPU} per GPU)"
+    )
+    parser.add_argument(
+        "--pp", metavar="P", type=int, help="devices of the pipeline, at least 2 (default: the best from 4 on)"
+    )
+    parser.add_argument("--tp", metavar="T", type=int, help="parts of every matrix (default: the best)")
+    parser.add_argument(
+        "--kernels",
+        default="transformers",
+        help="transformers, fused, megatron or transformer-engine (default: %(default)s)",
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="the picture as a page (.html), .svg or .json, not in the terminal"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.epilog = (
+        "Nothing runs on a GPU and no weights are read: times follow from the shapes of the model and the speed\n"
+        "of the hardware, memory is that of `evenpipe estimate`.\n\nexit codes: 0 done, 2 the input is wrong"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Figures, one picture, and the commands to go on with."""
+    for name in ("gpus", "sequence", "batch", "pp", "tp"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name} is {value}, expected a whole number of at least 1")
+
+    from evenpipe.cli.model_argument import read_model
+    from evenpipe.costs.hardware import find_hardware
+    from evenpipe.draw import check_file, draw, terminal
+    from evenpipe.memory.sizes import parse_size
+    from evenpipe.plan.configurations import problem_of
+    from evenpipe.plan.explanation import explain
+
+    if arguments.output is not None:
+        check_file(arguments.output)
+    hardware = find_hardware(arguments.hardware)
+    description = read_model(arguments.model)
+    longest = description.maximum_length or SEQUENCE
+    problem = problem_of(
+        description,
+        hardware,
+        gpus=arguments.gpus,
+        sequence=arguments.sequence or min(SEQUENCE, longest),
+        sequences_per_step=arguments.batch or SEQUENCES_PER_GPU * arguments.gpus,
+        memory_bytes=None if arguments.gpu_memory is None else parse_size(arguments.gpu_memory, "--gpu-memory"),
+        dtype="fp32" if hardware.torch_device == "cpu" else "bf16",
+        kernels=arguments.kernels,
+    )
+    found = explain(problem, arguments.model, pp=arguments.pp, tp=arguments.tp)
+    if arguments.output is not None:
+        draw(found.timelines(), arguments.output, title=f"{arguments.model}: one step", unit_seconds=1.0)
+    if arguments.json:
+        print(json.dumps(found.to_dict()), flush=True)
+        return 0
+    print(f"{found.text()}\n")
+    if arguments.output is None:
+        print(terminal(found.timelines(), unit_seconds=1.0))
+    else:
+        print(f"wrote {arguments.output}\n")
+    print("Go on with")
+    for command in found.commands():
+        print(f"  {command}")
+    return 0

@@ -1,0 +1,297 @@
+"""What is out of balance in a model, and what evenpipe would change: for somebody who sees it for the first time.
+
+One layout of the GPUs is taken, the fastest with 1F1B and vocab-2; in it the usual way (1F1B, the whole output layer on
+the last device) is set beside other vocabulary modes and schedules. `search_configurations` compares all layouts.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evenpipe.errors import InputError
+from evenpipe.schedule import Timeline
+from evenpipe.schedule.words import count
+from evenpipe.simulate import simulate
+
+from .configuration_search import head_layers, search_configurations
+from .configurations import LEAST, Configuration, Layout, Problem, Space, divisors, layouts, shape_of, splits
+from .evaluation import Evaluation, costs_of, evaluate
+from .programs import arranged, program_of
+
+GIB = 2**30
+SHALLOWEST = 4
+"""Devices that a pipeline should have for its imbalance to be worth a picture, if there are so many GPUs."""
+
+USUAL = ("1f1b", "first-last")
+"""Schedule and vocabulary mode that all others are compared with."""
+
+OTHERS = (
+    ("1f1b", "redistribute"),
+    ("1f1b", "vocab-1"),
+    ("1f1b", "vocab-2"),
+    ("zb-h1", "vocab-2"),
+    ("v-half", "vocab-2"),
+)
+"""Orders that are made in a moment, also for deep pipelines; the search has them all."""
+
+DRAWN = 2
+"""Microbatches per device in the picture: enough for warm-up, a steady part, and the end."""
+
+HEADER = ("schedule", "vocabulary", "step", "speed", "bubble", "busiest/mean", "fullest", "emptiest", "again", "")
+
+BAR = 24
+"""Characters of the longest bar."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Of one model on one machine."""
+
+    problem: Problem
+    name: str
+    """Of the model, as it was given."""
+    head_layers: float
+    """How many transformer layers take as long as the output layer."""
+    layer_parameters: float
+    """Of a layer, on average."""
+    usual: Evaluation
+    others: tuple[Evaluation, ...]
+
+    @property
+    def all(self) -> tuple[Evaluation, ...]:
+        """The usual way first."""
+        return (self.usual, *self.others)
+
+    @property
+    def best(self) -> Evaluation:
+        """The fastest that fits; the usual one where none does."""
+        return min((one for one in self.all if one.fits), key=lambda one: one.seconds, default=self.usual)
+
+    @property
+    def matrix_layers(self) -> float:
+        """How many layers have as many parameters as the output layer."""
+        description = self.problem.description
+        return description.vocabulary_size * description.hidden_size / self.layer_parameters
+
+    def timelines(self) -> dict[str, Timeline]:
+        """Short steps of the usual way and of vocab-2 in the same schedule, for a picture. Times in seconds."""
+        chosen = [one for one in self.all if one.configuration.schedule == USUAL[0]]
+        drawn = [one for one in chosen if one.configuration.vocabulary in (USUAL[1], "vocab-2") and not one.fault]
+        return {
+            f"{one.configuration.schedule}, {one.configuration.vocabulary}": drawn_step(self.problem, one.configuration)
+            for one in drawn
+        }
+
+    # --- words -----------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        problem = self.problem
+        return {
+            "model": self.name,
+            "gpus": problem.gpus,
+            "hardware": problem.hardware.name,
+            "memory_bytes": problem.memory_bytes,
+            "sequence": problem.sequence,
+            "output_layer_in_layers_of_time": self.head_layers,
+            "output_layer_in_layers_of_parameters": self.matrix_layers,
+            "usual": self.usual.to_dict(),
+            "others": [one.to_dict() for one in self.others],
+            "next": list(self.commands()),
+        }
+
+    def text(self) -> str:
+        """For people, without the picture."""
+        return "\n".join([*self._head(), "", *self._devices(), "", *self._gains()])
+
+    def _head(self) -> Iterator[str]:
+        problem, layout = self.problem, self.usual.configuration.layout
+        description, parallelism = problem.description, layout.parallelism
+        yield (
+            f"{self.name} on {count(problem.gpus, 'GPU')} ({problem.hardware.name}, {_gib(problem.memory_bytes)}):"
+            f" {count(description.layers, 'layer')}, hidden size {description.hidden_size:,},"
+            f" vocabulary {description.vocabulary_size:,}{', tied' if description.tied else ''}"
+        )
+        axes = ", ".join(
+            f"{name} {getattr(parallelism, name)}" for name in ("tp", "dp") if getattr(parallelism, name) > 1
+        )
+        yield (
+            f"a pipeline of {count(parallelism.pp, 'device')}{f' ({axes})' if axes else ''}; a step of"
+            f" {count(layout.microbatches, 'microbatch')} of {layout.microbatch_size} x {problem.sequence:,} tokens"
+        )
+        yield (
+            f"the output layer takes as long as {self.head_layers:.1f} transformer layers; it and the embedding have as"
+            f" many parameters as {self.matrix_layers:.1f} layers {'together' if description.tied else 'each'}"
+        )
+
+    def _devices(self) -> Iterator[str]:
+        """How uneven the usual way is, device by device."""
+        one = self.usual
+        yield f"Out of balance: {' + '.join(USUAL)}"
+        if one.fault:
+            yield f"  {one.fault}"
+            return
+        if not one.busy:
+            yield "  it does not fit, whatever is computed again"
+        times = one.busy or (0.0,) * len(one.devices)
+        most, mean = max(times), sum(times) / len(times)
+        held = _layers_held(one)
+        for device, (time, use) in enumerate(zip(times, one.devices, strict=True)):
+            bar = "#" * round(BAR * time / most) if most else ""
+            what = f"{held[device]} layers"
+            ends = [text for text, at in (("embedding", 0), ("output", len(times) - 1)) if at == device]
+            lacking = "" if use.fits else f", {_gib(-use.spare)} too much"
+            yield (
+                f"  device {device:<3} {' + '.join([what, *ends]):<30} {_milliseconds(time):>9} {bar:<{BAR}}"
+                f" {_gib(use.peak_bytes):>10}{lacking}"
+            )
+        if most:
+            busiest = max(range(len(times)), key=times.__getitem__)
+            idle = 1 - mean / most
+            yield (
+                f"  device {busiest} works {most / mean:.2f} times the mean of a microbatch, so the devices wait"
+                f" {100 * idle:.0f} % of the time, even without bubbles"
+            )
+
+    def _gains(self) -> Iterator[str]:
+        """A table of what there is instead."""
+        rows = [
+            ("schedule", "vocabulary", "step", "speed", "bubble", "busiest/mean", "fullest", "emptiest", "again", "")
+        ]
+        for one in self.all:
+            rows.append((one.configuration.schedule_name, one.configuration.vocabulary, *self._cells(one)))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        yield "What there is instead"
+        for row in rows:
+            cells = (
+                cell.ljust(width) if column < 2 or column > 7 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            yield f"  {'  '.join(cells)}".rstrip()
+        best = self.best
+        if best is not self.usual and not math.isinf(self.usual.seconds):
+            yield (
+                f"  {best.configuration.schedule_name} + {best.configuration.vocabulary}:"
+                f" {self.usual.seconds / best.seconds:.2f} times as fast as the usual way"
+            )
+
+    def _cells(self, one: Evaluation) -> tuple[str, ...]:
+        if one.fault:
+            return ("", "", "", "", "", "", "", one.fault)
+        sizes = [use.peak_bytes for use in one.devices]
+        memory = (_gib(max(sizes)), _gib(min(sizes)))
+        if not one.fits:
+            return ("-", "", "", "", *memory, "", f"does not fit: {_gib(-one.devices[one.worst].spare)} too much")
+        usual = self.usual.seconds
+        speed = "" if math.isinf(usual) else f"{usual / one.seconds:.2f}x"
+        uneven = max(one.busy) / (sum(one.busy) / len(one.busy))
+        again = "" if max(one.again) == 0 else f"{100 * sum(one.again) / sum(one.busy):.0f} %"
+        return (
+            _step(one.seconds),
+            speed,
+            f"{100 * one.bubble_rate:.0f} %",
+            f"{uneven:.2f}",
+            *memory,
+            again,
+            "",
+        )
+
+    def commands(self) -> tuple[str, ...]:
+        """What to go on with."""
+        problem = self.problem
+        size = f"--gpus {problem.gpus} --hardware {problem.hardware.name} --sequence {problem.sequence}"
+        plan = f"evenpipe plan --model {shlex.quote(self.name)} {size} --explain"
+        return (plan, f"{plan.removesuffix(' --explain')} --runnable -o run.toml", "evenpipe train run.toml")
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def explain(problem: Problem, name: str, *, pp: int | None = None, tp: int | None = None) -> Explanation:
+    """Evaluates the usual way and the others in one layout.
+
+    Args:
+        name: of the model, for the report and the commands in it.
+        pp: devices of the pipeline; None: 4 or more, if there are so many GPUs.
+        tp: parts of every matrix; None: any number.
+
+    Raises InputError where there is no such layout, and for one GPU.
+    """
+    if problem.gpus < 2:
+        raise InputError(f"gpus is {problem.gpus}, expected at least 2: one GPU is no pipeline")
+    layout = _layout(problem, pp, tp)
+    found = [evaluate(problem, _configuration(problem, layout, *one)) for one in (USUAL, *OTHERS)]
+    works = problem.works
+    return Explanation(
+        problem=problem,
+        name=name,
+        head_layers=head_layers(problem, layout),
+        layer_parameters=sum(work.parameters for work in works) / len(works),
+        usual=found[0],
+        others=tuple(one for one in found[1:] if not one.fault),
+    )
+
+
+def _layout(problem: Problem, pp: int | None, tp: int | None) -> Layout:
+    """The fastest with 1F1B and vocab-2, or the one with the most model parallelism where none fits."""
+    least = max(2, min(SHALLOWEST, problem.gpus, problem.layers))
+    deep = tuple(size for size in divisors(problem.gpus) if least <= size <= problem.layers)
+    if pp is None and not deep:
+        raise InputError(f"gpus is {problem.gpus}, which no pipeline of at least {least} devices divides: give pp")
+    space = Space(
+        pp=deep if pp is None else (pp,),
+        tp=None if tp is None else (tp,),
+        cp=(1,),
+        zero=(1,),
+        microbatch_sizes=(1,),
+        schedules=("1f1b",),
+        vocabularies=("vocab-2",),
+    )
+    best = search_configurations(problem, space, wanted=1, workers=1).best
+    if best is not None:
+        return best.configuration.layout
+    return max(layouts(problem, space), key=lambda one: (one.model_parallel, one.parallelism.tp))
+
+
+def _configuration(problem: Problem, layout: Layout, schedule: str, mode: str) -> Configuration:
+    devices = layout.parallelism.pp
+    shape = shape_of(schedule, (), devices)
+    assert shape is not None, f"{schedule} has an order of every size"
+    split = splits(problem.layers, shape.placement, mode, head_layers(problem, layout))[0]
+    return Configuration(
+        layout=layout,
+        schedule=schedule,
+        options=(),
+        vocabulary=mode,
+        layers_per_stage=split,
+        checkpointing=(LEAST,),
+    )
+
+
+def drawn_step(problem: Problem, configuration: Configuration) -> Timeline:
+    """A short step of a configuration, in seconds."""
+    devices = configuration.layout.parallelism.pp
+    microbatches = min(configuration.layout.microbatches, DRAWN * devices)
+    _, program = program_of(arranged(problem, configuration, microbatches))
+    return simulate(program, costs_of(problem, configuration, program.placement)).timeline
+
+
+def _layers_held(one: Evaluation) -> Sequence[int]:
+    """Of a linear placement: a stage is a device."""
+    return one.configuration.layers_per_stage
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def _step(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"

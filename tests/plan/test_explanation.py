@@ -1,0 +1,133 @@
+"""What `evenpipe explain` says about a model: against arithmetic by hand, and against the planner."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+import pytest
+from transformers import Gemma2Config, LlamaConfig
+
+from evenpipe.cli.main import COMMANDS, _module
+from evenpipe.costs.hardware import find_hardware
+from evenpipe.errors import InputError
+from evenpipe.model import describe
+from evenpipe.plan.configurations import Problem, problem_of
+from evenpipe.plan.explanation import explain
+
+LLAMA_3_8B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=8192,
+    tie_word_embeddings=False,
+)
+GEMMA_2_2B = Gemma2Config(
+    vocab_size=256000,
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=26,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    max_position_embeddings=8192,
+)
+
+
+def problem(config: object, gpus: int, kernels: str = "fused", **options: int) -> Problem:
+    hardware = find_hardware("H100-80G")
+    sizes = {"sequence": 4096, "sequences_per_step": 8 * gpus, **options}
+    return problem_of(describe(config), hardware, gpus=gpus, kernels=kernels, **sizes)
+
+
+def test_the_output_layer_in_layers() -> None:
+    """Llama 3 8B: 128256 x 4096 over the 218 112 000 parameters of a layer. In time about the same: a layer has attention
+    and norms beside its matrices, the output layer has the loss."""
+    found = explain(problem(LLAMA_3_8B, 8), "llama", pp=8)
+    assert found.matrix_layers == pytest.approx(128256 * 4096 / 218_112_000, rel=1e-6)
+    assert found.head_layers == pytest.approx(found.matrix_layers, rel=0.2)
+
+
+def test_the_usual_way_is_late_on_the_device_of_the_output_layer_and_vocab_2_on_none() -> None:
+    found = explain(problem(LLAMA_3_8B, 8), "llama", pp=8)
+    work = found.usual.busy
+    assert max(work) == work[-1]
+    # Four layers on each device: the last one has the output layer beside them.
+    layers = work[1] / 4
+    assert work[-1] / layers == pytest.approx(4 + found.head_layers, rel=0.02)
+    balanced = next(one for one in found.others if one.configuration.vocabulary == "vocab-2")
+    assert max(balanced.busy) < 1.01 * min(balanced.busy)
+    # No bubble is longer than the ramp: 8 - 1 of 64 + 7 microbatches.
+    assert found.usual.seconds / balanced.seconds == pytest.approx(work[-1] / balanced.busy[0], rel=0.1)
+    assert found.best.seconds <= balanced.seconds < found.usual.seconds
+
+
+def test_a_large_vocabulary_is_most_of_a_small_model() -> None:
+    found = explain(problem(GEMMA_2_2B, 8), "gemma", pp=8)
+    assert found.head_layers > 5
+    text = found.text()
+    assert "tied" in text.splitlines()[0]
+    assert "device 7   3 layers + output" in text
+    assert found.usual.seconds / found.best.seconds > 1.8
+
+
+def test_the_layout_is_one_that_fits_and_divides() -> None:
+    found = explain(problem(LLAMA_3_8B, 16, sequences_per_step=64), "llama")
+    parallelism = found.usual.configuration.layout.parallelism
+    assert parallelism.gpus == 16
+    assert parallelism.pp >= 4
+    assert all(one.fits for one in found.others if one.configuration.vocabulary == "vocab-2")
+
+
+def test_nothing_fits_and_it_is_said_by_how_much() -> None:
+    small = problem_of(
+        describe(LLAMA_3_8B),
+        find_hardware("H100-80G"),
+        gpus=4,
+        sequence=4096,
+        sequences_per_step=16,
+        memory_bytes=12 * 2**30,
+    )
+    text = explain(small, "llama").text()
+    assert "it does not fit, whatever is computed again" in text
+    assert "GiB too much" in text
+
+
+def test_the_picture_has_both_ways_on_one_axis_in_seconds() -> None:
+    found = explain(problem(LLAMA_3_8B, 4), "llama", pp=4)
+    timelines = found.timelines()
+    assert list(timelines) == ["1f1b, first-last", "1f1b, vocab-2"]
+    usual, balanced = timelines.values()
+    assert usual.devices == 4
+    assert balanced.makespan < usual.makespan
+    # A microbatch takes the last device as long as the report says.
+    assert usual.busy[-1] == pytest.approx(8 * found.usual.busy[-1], rel=1e-6)
+
+
+def test_the_commands_to_go_on_with_are_commands() -> None:
+    found = explain(problem(LLAMA_3_8B, 4), "folder/with model", pp=4)
+    for command in found.commands():
+        program, name, *arguments = shlex.split(command)
+        assert program == "evenpipe"
+        parser = argparse.ArgumentParser()
+        assert name in COMMANDS
+        _module(name).add_arguments(parser)
+        given = parser.parse_args(arguments)
+        assert getattr(given, "model", "folder/with model") == "folder/with model"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "message"),
+    [
+        (1, {}, "gpus is 1, expected at least 2"),
+        (7, {"pp": 3}, "gpus is 7"),
+        (8, {"tp": 3}, "tp"),
+        (67, {}, "gpus is 67, which no pipeline of at least 4 devices divides"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(gpus: int, options: dict[str, int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        explain(problem(LLAMA_3_8B, gpus), "llama", **options)
