@@ -122,6 +122,24 @@ def test_in_fp64_grouped_products_are_done_one_by_one() -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_rows_that_are_not_whole_16_bytes_are_multiplied_one_by_one(family, implementation) -> None:
+    """transformers' default raises there."""
+    small = {"moe_intermediate_size": 6, "intermediate_size": 6}
+    experts = experts_of(family, implementation, torch.float32, **small)
+    given = routed(experts, torch.float32, 2)
+    if implementation == "grouped_mm":
+        with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
+            gradients(experts, given)
+    same = experts_of(family, "eager", torch.float32, **small)
+    expected, queue = gradients(same, given), WeightGradients()
+    split_experts(experts, queue)
+    found = gradients(experts, given)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert max(gradient_errors(gradients(experts, given, queue), expected).values()) < 1e-6
+
+
 def test_rows_and_their_gradients_wait_and_nothing_else() -> None:
     experts = experts_of("mixtral", *ONE_AFTER_THE_OTHER)
     hidden, chosen, weights, gradient = routed(experts, torch.float64, 2)

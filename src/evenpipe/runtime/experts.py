@@ -58,14 +58,15 @@ def _is_dispatched(module: nn.Module) -> bool:
 
 
 def _run_as_configured(experts: Any) -> Callable[..., Tensor]:
-    """The experts' forward as it was before, by the name in the config; in fp64, where grouped products do not exist,
-    one product after the other."""
+    """The experts' forward as it was before, by the name in the config; where there are no grouped products, one product
+    after the other."""
     eager, name = type(experts).forward.__wrapped__, experts.config._experts_implementation
     configured = ALL_EXPERTS_FUNCTIONS.get_interface(name, eager)
 
     def run(experts: Any, hidden: Tensor, *routing: Tensor) -> Tensor:
-        wide = hidden.dtype == torch.float64 and name == "grouped_mm"
-        return (eager if wide else configured)(experts, hidden, *routing)
+        parameters = [one for one in experts._parameters.values() if one is not None and one.dim() == 3]
+        lacking = name == "grouped_mm" and not _has_grouped(hidden, *parameters)
+        return (eager if lacking else configured)(experts, hidden, *routing)
 
     return run
 
@@ -180,14 +181,11 @@ def _spans(ends: Tensor) -> list[tuple[int, int]]:
 
 
 def _has_grouped(*tensors: Tensor) -> bool:
-    """Whether torch multiplies groups of these at once. Not in fp64; on a GPU from compute capability 8.0 on, and only
-    rows of whole 16 bytes."""
+    """Whether torch multiplies groups of these rows and matrices at once. Not in fp64, and only rows of whole 16 bytes;
+    on a GPU from compute capability 8.0 on."""
     if not hasattr(functional, "grouped_mm") or any(tensor.dtype == torch.float64 for tensor in tensors):
         return False
-    if not tensors[0].is_cuda:
-        return True
-    aligned = all(tensor.shape[-1] * tensor.element_size() % 16 == 0 for tensor in tensors)
-    aligned = aligned and all(
-        tensor.shape[-2] * tensor.element_size() % 16 == 0 for tensor in tensors if tensor.dim() == 3
-    )
-    return aligned and torch.cuda.get_device_capability(tensors[0].device) >= (8, 0)
+    sizes = [size for tensor in tensors for size in tensor.shape[1:]]
+    if any(size * tensors[0].element_size() % 16 for size in sizes):
+        return False
+    return not tensors[0].is_cuda or torch.cuda.get_device_capability(tensors[0].device) >= (8, 0)
