@@ -41,6 +41,12 @@ GRADIENT_BYTES = 4
 ATTENTION_BACKWARD = 2.5
 """FLOPs of fused attention's backward, relative to its forward (arXiv 2307.08691, section 4.1)."""
 
+ADDED_BYTES = 12
+"""Of one element in fp32 that is added to another: two are read and one is written."""
+
+RING_OPERATIONS = 6
+"""Kernels of one step of ring attention beside attention itself: messages, copies and sums."""
+
 STATISTICS = 3
 """Numbers per token and shard that the vocabulary layers gather, in fp32."""
 
@@ -60,6 +66,8 @@ class Setting:
     sequence_parallel: bool = True
     fused: bool = True
     """Norms, activation and rotary embedding are one kernel each, and dW is added to the gradient by its product."""
+    adds_weight_gradients: bool = True
+    """The product of a weight's gradient adds to what is there; else it makes a new tensor first."""
     flash: bool = True
     """Attention does not write its probabilities."""
     loss: str = "evenpipe"
@@ -120,7 +128,7 @@ class Setting:
         if which != "weights":
             return seconds
         added = size * 2 * GRADIENT_BYTES  # read and written
-        if self.fused:
+        if self.adds_weight_gradients:
             return max(seconds, hardware.streaming_seconds(added))
         return seconds + hardware.streaming_seconds(added + size * 2 * self.element)  # and dW itself
 
@@ -186,9 +194,19 @@ def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:
         flops = 2.0 * pairs * (work.query_size + work.value_size)
         forward = hardware.product_seconds(flops, setting.dtype) + hardware.streaming_seconds(pairs * 24, 6)
         backward = 2 * hardware.product_seconds(flops, setting.dtype) + hardware.streaming_seconds(pairs * 30, 6)
+    if axis.size == 1:
+        return forward, backward
     passing = axis.size * setting.tokens * work.key_value_size / setting.tensor * setting.element
     arriving = axis.gather_seconds(hardware, passing)
-    return max(forward, arriving), max(backward, 2 * arriving)
+    # What each part of the keys gives is added, in fp32, to what was there: results, and gradients of queries, keys and
+    # values.
+    parts = axis.size - 1
+    result = setting.tokens * work.heads * work.value_size / setting.tensor
+    gradients = result + setting.tokens * work.key_value_size / setting.tensor
+    merging, merging_backward = (
+        parts * hardware.streaming_seconds(ADDED_BYTES * elements, RING_OPERATIONS) for elements in (result, gradients)
+    )
+    return max(forward, arriving) + merging, max(backward, 2 * arriving) + merging_backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

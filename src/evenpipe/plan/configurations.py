@@ -80,7 +80,8 @@ class Problem:
             sequence=self.sequence,
             sequence_parallel=parallelism.sequence_parallel,
             fused=kernels.norm == "fused",
-            flash=kernels.attention == "flash",
+            flash=kernels.attention != "eager",
+            adds_weight_gradients=kernels.weight_gradient == "fused",
             loss=kernels.loss,
         )
 
