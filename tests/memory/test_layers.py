@@ -1,16 +1,12 @@
-"""Closed forms of a layer: against published coefficients, and against the same layers run without memory and with it."""
+"""Closed forms of layers against the coefficients of the literature."""
 
 from dataclasses import replace
 
 import pytest
-import torch
-from families import NAMED, tiny_config
+from families import NAMED
 
-from evenpipe.memory.closed import ClosedForms
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.layers import LayerBytes, layer_bytes
-from evenpipe.memory.traced import StageTracer
-from evenpipe.model import describe
 from evenpipe.model.shape import LayerShape
 
 FAMILIES = [*NAMED, "gpt2", "phi"]
@@ -53,7 +49,7 @@ def per_unit(size: int, shape: LayerShape, tp: int = 1, cp: int = 1) -> float:
     return size / (BATCH * SEQUENCE * shape.hidden_size / tp / cp)
 
 
-# --- the coefficients of the literature, bf16 --------------------------------------------------------------------------
+# --- the coefficients of the literature, bf16 -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", SHAPES)
@@ -154,56 +150,9 @@ def test_working_set_of_the_backward():
     shape = llama(512, 1792, 8, 2)
     fused = of(shape, replace(FUSED, weight_gradient="fused"))
     # The output's gradient (2) is there before.
-    assert per_unit(fused.backward_peak, shape) + 2 == pytest.approx(2 + 4 * 3.5, abs=1e-3)
+    assert per_unit(fused.backward_peak, shape) + 2 == 2 + 4 * 3.5
     again = of(shape, replace(FUSED, weight_gradient="fused"), checkpointing="full")
-    assert per_unit(again.backward_peak, shape) + 2 == pytest.approx(10 + 1 + 21 + 2 + 4 * 3.5, abs=0.1)
-
-
-# --- against the layers themselves -------------------------------------------------------------------------------------
-
-KERNELS = {
-    "transformers": PRESETS["transformers"],
-    "fused": FUSED,
-    "eager attention": replace(FUSED, attention="eager"),
-    "packed": replace(FUSED, packed_qkv=True),
-}
-
-
-def closed(description, kernels, batch, sequence, element, first=1, last=3, **options):
-    return ClosedForms(description).stage(
-        first,
-        last,
-        is_first=False,
-        is_last=False,
-        microbatch_size=batch,
-        sequence=sequence,
-        element=element,
-        kernels=kernels,
-        **options,
-    )
-
-
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_agrees_with_the_trace(family, kernels):
-    """To the byte, both dtypes, with a window that is shorter than the sequence and one that is not."""
-    description = describe(tiny_config(family))
-    for dtype, batch, sequence in (
-        (torch.float32, 1, 12),
-        (torch.float32, 2, 12),
-        (torch.bfloat16, 1, 12),
-        (torch.bfloat16, 3, 7),
-    ):
-        tracer = StageTracer(
-            description,
-            microbatch_size=batch,
-            sequence=sequence,
-            compute_dtype=dtype,
-            parameter_dtype=dtype,
-            split=True,
-            kernels=KERNELS[kernels],
-        )
-        traced = tracer.stage(1, 3, is_first=False, is_last=False)
-        ours = closed(description, KERNELS[kernels], batch, sequence, dtype.itemsize)
-        case = f"{dtype}, {batch} x {sequence}"
-        assert (ours.stored, ours.queued) == (traced.stored, traced.queued), case
+    small = 4 * 8 / 512 + 8 / 512
+    # All of the layer but its input and the product that the backward of the gate no longer needs.
+    expected = 12 + 1 + 21 - 2 + small + 4 * 3.5
+    assert per_unit(again.backward_peak, shape) == pytest.approx(expected, abs=5e-5)

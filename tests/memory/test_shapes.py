@@ -1,4 +1,4 @@
-"""Shapes of layers as read from transformers' own models, against what their code says and how many parameters they hold."""
+"""Shapes of layers as read from transformers' models, against what their code says and the parameters they hold."""
 
 import pytest
 from families import NAMED, tiny_config

@@ -29,6 +29,7 @@ class Attention(Norms):
         shape: LayerShape,
         kernels: Kernels,
         sizes: Sizes,
+        *,
         tables: tuple[Sketch, ...] = (),
         masked: bool = False,
         again: frozenset[str] = frozenset(),

@@ -27,6 +27,7 @@ class Block(Attention):
         add, norms = self._operations.add, self._shape.norms
         residual = hidden
         hidden, _weights = self._part("attention", self._attention_part, hidden)
+        _attended = hidden if self._shape.holds_attention else None
         if "after attention" in norms:
             hidden = self._norm(hidden, "norm behind attention")
         hidden = add(residual, self._scaled(hidden), "middle of the layer")

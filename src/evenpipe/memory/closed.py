@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
@@ -23,6 +24,10 @@ from evenpipe.memory.stretches import Stretch, joined
 from evenpipe.model import Description
 from evenpipe.model.shape import LayerShape, layer_shapes
 
+Start = Literal["nothing", "scaled", "multiplied", "positions"]
+"""Scaled by the embedding's own module; multiplied in the model's forward, which every stage does (on zeros, if it is
+not the first); learned positions added, in every stage as well."""
+
 
 class ClosedForms:
     """The stages of one model; what `traced.StageTracer` finds by running them.
@@ -33,7 +38,7 @@ class ClosedForms:
 
     def __init__(self, description: Description) -> None:
         self.shapes = layer_shapes(description)
-        self._begins = changes_embeddings(description)
+        self._start = start_of(description)
 
     def stage(
         self,
@@ -92,9 +97,11 @@ class ClosedForms:
         ends = _Ends(
             stream=sizes.stream * element,
             made=sum(made.values()),
-            begins=is_first and self._begins,
+            start=self._start,
+            is_first=is_first,
+            positions=sizes.tokens // sizes.batch * sizes.hidden * element if self._start == "positions" else 0,
+            indices=8 * {"positions": sizes.tokens // sizes.batch, "scaled": sizes.tokens}.get(self._start, 0),
             norm=_norm_bytes(shapes[0], kernels, sizes, owned=is_last),
-            stands_in=not (is_first and is_last),
             is_last=is_last,
         )
         stage = _Stage(layers(choices[first:last]), ends)
@@ -103,12 +110,15 @@ class ClosedForms:
         return stage.bytes(again)
 
 
-def changes_embeddings(description: Description) -> bool:
-    """The first stage makes a new tensor of the rows that it gets: scaled, or with learned positions."""
+def start_of(description: Description) -> Start:
+    """What the model does to embedded tokens before the first layer."""
     structure, config = description.structure, description.config.get_text_config()
     embedding = description.skeleton.get_submodule(structure.embedding_module)
-    scaled = type(embedding).forward is not nn.Embedding.forward or hasattr(config, "embedding_multiplier")
-    return scaled or bool(structure.first_parameters)
+    if structure.first_parameters:
+        return "positions"
+    if type(embedding).forward is not nn.Embedding.forward:
+        return "scaled"
+    return "multiplied" if hasattr(config, "embedding_multiplier") else "nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +145,10 @@ def _norm_bytes(shape: LayerShape, kernels: Kernels, sizes: Sizes, *, owned: boo
     assert output.node is not None
     root, saves_input = output.node, any(one is hidden.storage for one in held(output.node))
     del output
-    gradient = [tape.new(sizes.stream, sizes.element)]
+    gradient = tape.new(sizes.stream, sizes.element)  # held by who received it
     live = meter.live
     meter.reset()
-    tape.backward(root, gradient)
+    tape.backward(root, [gradient])
     return _Norm(saved, saves_input, forward_peak, meter.peak - live)
 
 
@@ -150,12 +160,37 @@ class _Ends:
     """Bytes of the hidden states."""
     made: int
     """Tables, masks and positions that the model's forward makes for all its layers."""
-    begins: bool
-    """It makes a tensor of its own for the first layer."""
+    start: Start
+    is_first: bool
+    positions: int
+    """Learned positions of one sequence."""
+    indices: int
+    """Rows that the first stage's look-ups saved."""
     norm: _Norm
     is_last: bool
-    stands_in: bool
-    """Zeros stand in for hidden states that the stage does not have."""
+
+    @property
+    def begins(self) -> bool:
+        """It makes a tensor of its own for the first layer."""
+        return self.is_first and self.start != "nothing"
+
+    @property
+    def lasting(self) -> int:
+        """What lives while the model's forward runs, beside what layers leave: among it zeros that stand in for the
+        hidden states of other stages."""
+        zeros = 0 if self.is_first and self.is_last else self.stream
+        multiplied = self.stream if self.start == "multiplied" and not self.is_first else 0
+        return self.made + zeros + multiplied + self.positions
+
+    @property
+    def early(self) -> int:
+        """What goes when the first layer has run."""
+        return self.stream if self.start == "positions" and not self.is_first else 0
+
+    @property
+    def holds_first(self) -> bool:
+        """The tensor that it begins with stays to the end of the forward."""
+        return self.begins and self.start != "positions"
 
 
 class _Stage:
@@ -163,10 +198,18 @@ class _Stage:
 
     def __init__(self, layers: Sequence[LayerBytes], ends: _Ends) -> None:
         self._layers, self._ends = layers, ends
-        shared: dict[str, int] = {}
-        for layer in layers:
-            shared |= layer.shared
+        shared = {"indices": ends.indices if ends.begins else 0}
+        self._goes_with: dict[int, int] = {}
+        given: set[str] = set()
+        for place, layer in enumerate(layers):
+            shared |= layer.tables
+            new = {name: size for name, size in layer.given.items() if name not in given}
+            given |= new.keys()
+            self._goes_with[place] = sum(new.values())
         self._shared = sum(shared.values())
+        """Bytes that stay for all layers."""
+        self._given = sum(self._goes_with.values())
+        """Bytes that stay until the first layer runs again that needs them."""
 
     def bytes(self, recomputed: StageBytes | None) -> StageBytes:
         """recomputed: of microbatches that have R, where that differs."""
@@ -203,23 +246,23 @@ class _Stage:
 
     def _forward(self, *, bare: bool) -> Stretch:
         ends, stream = self._ends, self._ends.stream
-        started = ends.made + (stream if ends.stands_in else 0)
-        begun = stream if ends.begins else 0
-        row = [Stretch(started + begun, started + begun)]
-        goes_at_end = started if bare else started - self._shared
+        looked_up = ends.indices if ends.begins and ends.start == "scaled" and not bare else 0
+        started = ends.lasting + looked_up + ends.early + (stream if ends.begins else 0)
+        row = [Stretch(started, started)]
+        goes_at_end = ends.lasting + looked_up - (0 if bare else self._shared + self._given)
         for place, layer in enumerate(self._layers):
-            if bare:
-                row.append(Stretch(layer.bare_forward_peak, stream - self._input_goes(place)))
-            else:
-                goes = 0 if layer.saves_input else self._input_goes(place)
-                row.append(Stretch(layer.forward_peak, layer.saved + stream - goes))
+            goes = self._input_goes(place) if bare or not layer.saves_input else 0
+            if not place and ends.holds_first:
+                goes_at_end, goes = goes_at_end + goes, 0
+            if not place:
+                goes += ends.early
+            kept = 0 if bare else layer.saved
+            row.append(Stretch(layer.bare_forward_peak if bare else layer.forward_peak, kept + stream - goes))
         norm = ends.norm
-        if not ends.is_last:
-            row.append(Stretch(norm.forward_peak, -goes_at_end))
-        else:
-            goes = 0 if norm.saves_input and not bare else stream
-            row.append(Stretch(norm.forward_peak, (0 if bare else norm.saved) + stream - goes - goes_at_end))
-        return joined(row)
+        kept = -goes_at_end
+        if ends.is_last:
+            kept += stream - (stream if bare or not norm.saves_input else 0) + (0 if bare else norm.saved)
+        return joined([*row, Stretch(norm.forward_peak, kept)])
 
     def _backward(self, *, split: bool = False) -> Stretch:
         ends, stream = self._ends, self._ends.stream
@@ -235,5 +278,7 @@ class _Stage:
             kept -= 0 if received and not (split and layer.queues_gradient) else stream
             if split:
                 kept += layer.queued - (stream - self._input_goes(place) if layer.queues_input else 0)
-            row.append(Stretch(layer.input_peak if split else layer.backward_peak, kept))
+            row.append(Stretch(0, -self._goes_with[place]))  # it has run again
+            holds_input = not place and not ends.begins
+            row.append(Stretch(layer.peaks[received, holds_input][split], kept))
         return joined([*row, Stretch(0, -self._shared)])

@@ -67,7 +67,7 @@ def emulated(stage: nn.Module, kernels: Kernels) -> Iterator[None]:
         yield
 
 
-def _replaced(module: nn.Module, kernels: Kernels) -> dict[str, Any]:
+def _replaced(module: Any, kernels: Kernels) -> dict[str, Any]:
     """Attributes of a module that are others with these kernels."""
     if kernels.norm == "fused" and is_norm(module):
         return {"forward": lambda hidden: _Norm.apply(hidden, module.weight, getattr(module, "bias", None))}
@@ -108,7 +108,7 @@ def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
             del attributes[name]
 
 
-# --- functions ---------------------------------------------------------------------------------------------------------
+# --- functions --------------------------------------------------------------------------------------------------------
 
 
 class _Norm(torch.autograd.Function):
@@ -212,7 +212,7 @@ class _Attention(torch.autograd.Function):
         return _heads(query), _heads(key), _heads(value), None
 
 
-# --- attention, as transformers calls it -------------------------------------------------------------------------------
+# --- attention, as transformers calls it ------------------------------------------------------------------------------
 
 
 def _flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:

@@ -56,16 +56,17 @@ class LayerBytes:
     """The input is among what it leaves. Else it can go once the layer has run."""
     tensors: Mapping[str, int] = field(default_factory=dict)
     """What the layer saves, by name; the input too, where it is saved. Tensors of one name are summed."""
-    shared: Mapping[str, int] = field(default_factory=dict)
-    """Tensors that the layers of a stage have in common and that stay until the backward: tables of positions, masks."""
+    tables: Mapping[str, int] = field(default_factory=dict)
+    """Tables of positions, which the layers of a stage have in common and which stay until the backward."""
+    given: Mapping[str, int] = field(default_factory=dict)
+    """What else layers have in common and keep until they run again: positions, masks."""
     forward_peak: int
     """Within F, above; the layer's output lived not."""
     bare_forward_peak: int
     """Within an F without a graph, above."""
-    backward_peak: int
-    """Within B, above; the gradient of its output lived, and the gradients of parameters exist."""
-    input_peak: int
-    """Within I, above."""
+    peaks: Mapping[tuple[bool, bool], tuple[int, int]]
+    """(somebody else holds the gradient of the layer's output, somebody else holds its input) -> the most that lives
+    within B and within I, above; both lived before, and the gradients of parameters exist."""
     queued: int
     """What lives between I and W: inputs and output gradients of linear layers, whatever else holds them."""
     queues_input: bool
@@ -74,6 +75,16 @@ class LayerBytes:
     """The gradient of its output is part of it."""
     weight_peak: int
     """Within W, above."""
+
+    @property
+    def backward_peak(self) -> int:
+        """Within B, of a layer that is a stage of its own."""
+        return self.peaks[True, True][0]
+
+    @property
+    def input_peak(self) -> int:
+        """Within I."""
+        return self.peaks[True, True][1]
 
     @property
     def kept(self) -> int:
@@ -124,30 +135,38 @@ def layer_bytes(
     return _measured(shape, kernels, sizes, checkpointing)
 
 
+_HOLDERS = (True, True), (True, False), (False, True), (False, False)
+
+
 def _measured(shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: str) -> LayerBytes:
     """Runs the layer, once for what it saves and once for each kind of backward."""
-    bare, kept, fused, split = (Run(shape, kernels, sizes, checkpointing) for _ in range(4))
+    bare, kept = (Run(shape, kernels, sizes, checkpointing) for _ in range(2))
     bare.tape.recording = False
     bare.forward()
     kept.forward()
     tensors = _by_name(kept.saved_storages())
-    fused.forward()
-    split.tape.queue = []
-    split.forward()
-    input_peak = split.backward()
+    peaks = {}
+    for holds in _HOLDERS:
+        fused, split = (Run(shape, kernels, sizes, checkpointing, split=is_split) for is_split in (False, True))
+        fused.forward()
+        split.forward()
+        peaks[holds] = fused.backward(*holds), split.backward(*holds)
+    assert split.tape.queue is not None
     queued = {id(one): one for entry in split.tape.queue for one in (entry.hidden, entry.gradient)}
     names = {one.name for one in queued.values()}
     total = sum(one.bytes for one in queued.values())
     del queued
+    everything, names_of_tables = given(shape, kernels, sizes), _table_names(shape)
+    again = checkpointing in ("full", "selective")
     return LayerBytes(
         input=sizes.stream * sizes.element,
         saved=kept.saved,
         tensors=tensors,
-        shared=_shared(shape, kernels, sizes, checkpointing),
+        tables={name: size for name, size in everything.items() if name in names_of_tables},
+        given={name: size for name, size in everything.items() if again and name not in names_of_tables},
         forward_peak=kept.peak,
         bare_forward_peak=bare.peak,
-        backward_peak=fused.backward(),
-        input_peak=input_peak,
+        peaks=peaks,
         queued=total,
         weight_peak=_weight_peak(split.tape, split.tape.queue),
         saves_input=kept.holds_input(),
@@ -159,15 +178,20 @@ def _measured(shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: 
 class Run:
     """One layer on a tape of its own."""
 
-    def __init__(self, shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: str) -> None:
+    def __init__(
+        self, shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: str, *, split: bool = False
+    ) -> None:
         self.tape = tape = Tape()
+        tape.queue = [] if split else None
         self._checkpointing = checkpointing
         self.hidden: Sketch | None = tape.new(sizes.stream, sizes.element, INPUT)
         self.hidden.node = tape.leaf()
         names = _table_names(shape)
         self._tables = tuple(tape.new(*_table(shape, sizes), name) for name in names)
         masked = _masked(shape, kernels, sizes)
-        self._block = Block(tape, shape, kernels, sizes, self._tables, masked, REGIONS[checkpointing])
+        self._block = Block(
+            tape, shape, kernels, sizes, tables=self._tables, masked=masked, again=REGIONS[checkpointing]
+        )
         self._output: Sketch | None = None
         self.peak = self.saved = 0
 
@@ -185,16 +209,20 @@ class Run:
         self.peak = meter.peak - live
         self.saved = meter.live - live - self._output.bytes
 
-    def backward(self) -> int:
-        """The most that lives, above what lived before."""
+    def backward(self, holds_gradient: bool, holds_input: bool) -> int:
+        """The most that lives, above what lived before. Either is held by somebody else until the end, or is not."""
         tape, meter = self.tape, self.tape.meter
         assert self._output is not None and self._output.node is not None
         given = [tape.new(self._output.elements, self._output.element, GRADIENT)]
         root, self._output = self._output.node, None
+        held_by_others = [*given] if holds_gradient else []
+        if holds_input and self.hidden is not None:
+            held_by_others.append(self.hidden)
+        self.hidden = None
         live = meter.live
         meter.reset()
         gradients = tape.backward(root, given)
-        del gradients
+        del gradients, held_by_others
         return meter.peak - live
 
     def saved_storages(self) -> list[Storage]:
@@ -233,7 +261,7 @@ def _weight_peak(tape: Tape, queue: list[Queued]) -> int:
     return meter.peak - live
 
 
-# --- what layers share -------------------------------------------------------------------------------------------------
+# --- what layers share ------------------------------------------------------------------------------------------------
 
 
 def _table_names(shape: LayerShape) -> tuple[str, ...]:
@@ -265,11 +293,3 @@ def given(shape: LayerShape, kernels: Kernels, sizes: Sizes) -> dict[str, int]:
     found[f"mask of {shape.window or 'all'}"] = _mask_bytes(shape, kernels, sizes)
     found["positions"] = 8 * (sizes.tokens // sizes.batch)
     return {name: size for name, size in found.items() if size}
-
-
-def _shared(shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: str) -> dict[str, int]:
-    """What stays of it: the tables, and everything where it has to be given again."""
-    everything = given(shape, kernels, sizes)
-    if checkpointing in ("full", "selective"):
-        return everything
-    return {name: everything[name] for name in _table_names(shape)}

@@ -64,9 +64,10 @@ class Norms:
         operations, element = self._operations, self._sizes.element
         deviation = self._deviation(operations.mean(operations.power(hidden), rows))
         output = operations.times_rows(hidden, deviation, f"{name}, before the weight")
+        del hidden, deviation
         weight = self._tape.new(size, WIDE) if element != WIDE else None
         table = self._tape.new(size, WIDE, "weights of norms in fp32")
-        del hidden, deviation, weight
+        del weight
         output = operations.times_weight(output, size, element, name, table=table)
         return operations.to(output, element, name)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from weakref import ReferenceType, ref
 
@@ -149,11 +149,8 @@ class Call:
         inputs = [one.detached(self._tape.leaf() if differentiable else None) for one, differentiable in given]
         given.clear()
         self.again = True
-        with self._tape.within(self):
-            try:
-                function(*inputs)
-            except AllComputed:
-                pass
+        with self._tape.within(self), suppress(AllComputed):
+            function(*inputs)
         self.again = False
 
 

@@ -1,4 +1,4 @@
-"""What a model's layers consist of, as far as bytes and arithmetic depend on it: read from the config and its skeleton."""
+"""What a model's layers consist of, as far as bytes and arithmetic depend on it: read from its config and skeleton."""
 
 from __future__ import annotations
 
@@ -82,6 +82,8 @@ class LayerShape:
     """Queries and keys are rotated in fp32."""
     joined_rotary: bool = False
     """Rotated and other columns are put together in a new tensor, however many the latter are."""
+    holds_attention: bool = False
+    """The result of attention lives until the layer ends, since a variable holds it."""
     late_query_key_norm: bool = False
     """Queries and keys are normalised when the values are there as well, not each at once."""
     scaled_residual: bool = False
@@ -142,7 +144,7 @@ _KNOWN = frozenset(
 """What `_read` looks at tells everything about layers of these types; what it cannot see is by type."""
 _JOINED_ROTARY = ("phi3", "phi", "gpt_neox")
 _WIDE_ROTARY, _SLICED_QKV, _NARROW_SOFTMAX = ("cohere2",), ("phi3",), ("gpt2",)
-_LATE_NORM = ("gemma3_text", "phi")
+_LATE_NORM, _HOLDS_ATTENTION = ("gemma3_text", "phi"), ("gpt2",)
 
 _ATTENTION, _MLP = ("self_attn", "attention", "attn"), ("mlp",)
 _QUERIES, _PACKED_QKV = ("q_proj",), ("qkv_proj", "query_key_value", "c_attn")
@@ -211,6 +213,7 @@ def _read(
         wide_table=wide_table,
         wide_rotary=config.model_type in _WIDE_ROTARY,
         joined_rotary=config.model_type in _JOINED_ROTARY,
+        holds_attention=config.model_type in _HOLDS_ATTENTION,
         late_query_key_norm=config.model_type in _LATE_NORM,
         scaled_residual=hasattr(config, "residual_multiplier"),
         dropout=any(isinstance(value, float) and value > 0 and _drops(name) for name, value in vars(config).items()),
@@ -288,7 +291,7 @@ def _window(config: Any, kind: str | None) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
-# --- what is found by asking a module ----------------------------------------------------------------------------------
+# --- what is found by asking a module ---------------------------------------------------------------------------------
 
 
 def _style(norm: nn.Module, known: dict[type[nn.Module], Any]) -> Any:
