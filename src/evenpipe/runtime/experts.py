@@ -58,8 +58,8 @@ def _is_dispatched(module: nn.Module) -> bool:
 
 
 def _run_as_configured(experts: Any) -> Callable[..., Tensor]:
-    """The experts' forward as it was before, by the name in the config; where there are no grouped products, one product
-    after the other."""
+    """The experts' forward as it was before, by the name in the config; one product after the other where there are no
+    grouped ones."""
     eager, name = type(experts).forward.__wrapped__, experts.config._experts_implementation
     configured = ALL_EXPERTS_FUNCTIONS.get_interface(name, eager)
 
