@@ -65,7 +65,7 @@ class Setting:
     """Tokens of one."""
     sequence_parallel: bool = True
     fused: bool = True
-    """Norms, activation and rotary embedding are one kernel each, and dW is added to the gradient by its product."""
+    """Norms, activation and rotary embedding are one kernel each."""
     adds_weight_gradients: bool = True
     """The product of a weight's gradient adds to what is there; else it makes a new tensor first."""
     flash: bool = True
