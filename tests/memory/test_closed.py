@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from families import NAMED, tiny_config
+from torch.autograd.graph import get_gradient_edge
 
 from evenpipe.memory.closed import ClosedForms
 from evenpipe.memory.kernels import PRESETS
@@ -93,17 +94,23 @@ def test_kept_under_checkpointing(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_agrees_with_real_tensors(family):
-    """The stage run for what it computes: forward, on the CPU, every storage counted."""
+    """The stage run for what it computes, on the CPU, with every storage counted: F and B, gradients there already."""
     description = describe(tiny_config(family))
     for dtype, batch, sequence in CASES:
         stage = build_stage(description, 1, 3, is_first=False, is_last=False, dtype=dtype)
         for parameter in stage.parameters():
             torch.nn.init.normal_(parameter)
-        hidden = torch.randn(batch, sequence, 64, dtype=dtype, requires_grad=True)
+            parameter.grad = torch.zeros_like(parameter)
+        hidden, gradient = (torch.randn(batch, sequence, 64, dtype=dtype) for _ in range(2))
         with Tracker() as tracker:
-            tracker.add(hidden, *stage.parameters())
+            tracker.add(hidden, gradient, *stage.parameters(), *(one.grad for one in stage.parameters()))
             with tracker.span() as forward:
-                output = stage(hidden)
+                output = stage(hidden.requires_grad_())
+            edge = get_gradient_edge(output)
+            size = output.nbytes
+            del output
+            with tracker.span() as backward:
+                torch.autograd.backward((edge,), (gradient,))
         ours = ClosedForms(description).stage(
             1,
             3,
@@ -115,5 +122,6 @@ def test_agrees_with_real_tensors(family):
         )
         # LongRoPE makes its frequencies anew: 8 numbers, twice.
         frequencies = 64 if family == "phi3" else 0
-        assert forward.kept == ours.stored + output.nbytes + frequencies
+        assert forward.kept == ours.stored + size + frequencies
         assert forward.above == ours.forward_peak + frequencies
+        assert backward.above == ours.backward_peak

@@ -138,16 +138,18 @@ class Call:
 
     @property
     def wants_one_more(self) -> bool:
-        """It runs again, and the next storage is the last one."""
-        return self.again and self._found == len(self._saved) - 1
+        """It runs again, all of it, and the next storage is the last one."""
+        return self.again and self.products is None and self._found == len(self._saved) - 1
 
     def recall(self) -> None:
         """Runs it again."""
-        function, given, self._function, self._inputs = self._function, self._inputs, None, []
+        function, given, self._function = self._function, self._inputs, None
         if function is None:
             return
+        if self.products is None:  # torch's own keeps its inputs until the last of its nodes has gone
+            self._inputs = []
         inputs = [one.detached(self._tape.leaf() if differentiable else None) for one, differentiable in given]
-        given.clear()
+        del given
         self.again = True
         with self._tape.within(self), suppress(AllComputed):
             function(*inputs)
