@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenpipe.memory.bytes import DeviceMemory, StageBytes, StateBytes, VocabularyBytes
-from evenpipe.memory.walk import NO_STAGE, TERMS, Thing, Walk, walk
+from evenpipe.memory.moments import Walk
+from evenpipe.memory.things import NO_STAGE, TERMS, Thing
+from evenpipe.memory.walk import walk
 from evenpipe.schedule import Program
 
 OPTIMIZER_STEP = "optimizer step"

@@ -17,50 +17,51 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
 
+from evenpipe.memory.moments import Moments, Walk
+from evenpipe.memory.things import (
+    ACTIVATIONS,
+    COMBINE_PEAK,
+    COMBINED,
+    DX,
+    EMBEDDING_BACKWARD_PEAK,
+    EMBEDDING_GRADIENTS,
+    EMBEDDING_PEAK,
+    GRADIENTS,
+    HANDED_ON,
+    OUTPUT_BACKWARD_PEAK,
+    OUTPUT_GRADIENT_PEAK,
+    OUTPUT_GRADIENTS,
+    OUTPUT_PEAK,
+    OUTPUT_STORED,
+    OUTPUT_WEIGHT_PEAK,
+    OWN_STATISTICS,
+    PRODUCT,
+    ROOM,
+    ROOMS,
+    ROWS_ALL,
+    ROWS_GRADIENT,
+    ROWS_INPUT,
+    ROWS_RECEIVED,
+    STATISTICS,
+    TRANSIENT,
+    Thing,
+    X,
+    gradient_of,
+    gradient_parts,
+    input_gradient_of,
+    input_of,
+    output_of,
+    received,
+)
 from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
 from evenpipe.schedule.releases import releases
 
 SENDS_IN_FLIGHT = 2
 """What `runtime/values.py` allows: a third transfer of one kind to the same device waits for the first."""
 
-NO_STAGE = -1
-"""In place of a stage."""
-
 Key = tuple[int, int, int]
 """Stage, microbatch and slice."""
-
-
-class Thing(NamedTuple):
-    """What can be held, and which bytes it has: an entry of `replay.SIZES`."""
-
-    size: str
-    stage: int
-    term: str
-
-
-class Moment(NamedTuple):
-    """How many of each thing are held, and what a pass holds on top for a moment."""
-
-    counts: tuple[int, ...]
-    above: int
-    """Number of a thing, or -1."""
-
-
-@dataclass(frozen=True, slots=True)
-class Walk:
-    """The different moments of a device's step."""
-
-    things: tuple[Thing, ...]
-    moments: tuple[Moment, ...]
-    labels: tuple[str, ...]
-    """Where in the row each moment is first."""
-    after: tuple[int, ...]
-    """For each item of the row, the moment after it."""
-    rooms: tuple[int, ...]
-    """Counts of what is held between steps, gradients aside: buffers that one microbatch hands on to the next."""
 
 
 def walk(program: Program, device: int, *, gradients_exist: bool, buffers_exist: bool) -> Walk:
@@ -73,13 +74,13 @@ def walk(program: Program, device: int, *, gradients_exist: bool, buffers_exist:
     assert not program.forward_only, "a program that evaluates holds nothing but what its passes are working on"
     buffers = _most_in_use(program, device) if buffers_exist else 0
     walker = _Walker(program, device, gradients_exist=gradients_exist, buffers=buffers)
-    walker.walk()
-    return walker.result()
+    return walker.walk()
 
 
 def _most_in_use(program: Program, device: int) -> int:
     """Microbatches between S and T at most; of a whole output layer, between the last stage's F and its B, or W."""
     last = program.placement.stages - 1
+    changes: dict[tuple[Kind, int | None], int]
     if program.barriers:
         changes = {(Kind.S, None): 1, (Kind.T, None): -1}
     else:
@@ -102,16 +103,11 @@ class _Walker:
         self._alone = placement.devices == 1
         self._spread = program.barriers > 0
         self._gradients_exist = gradients_exist
-        self._number: dict[Thing, int] = {}
-        self._counts: list[int] = []
-        self._found: dict[tuple[tuple[int, ...], int], int] = {}
-        self._labels: list[str] = []
-        self._label = ""
-        self._after: list[int] = []
+        self._moments = Moments()
+        self._hold, self._drop, self._moment = self._moments.hold, self._moments.drop, self._moments.moment
         self._sent: dict[Transfer, tuple[Thing, ...]] = {}
         self._shares: Counter[int] = Counter()
         """Holders of the one tensor of row gradients of a microbatch: who sends it, and who uses its own part."""
-        self._split: set[Key] = set()
         self._recomputed: set[Key] = set()
         self._made: set[Thing] = set()
         self._buffers = self._free_buffers = buffers
@@ -130,53 +126,14 @@ class _Walker:
             Kind.T: self._output_gradient,
         }
 
-    # --- counting -----------------------------------------------------------------------------------------------
-
-    def _of(self, thing: Thing) -> int:
-        number = self._number.get(thing)
-        if number is None:
-            number = self._number[thing] = len(self._counts)
-            self._counts.append(0)
-        return number
-
-    def _hold(self, *things: Thing) -> None:
-        for thing in things:
-            self._counts[self._of(thing)] += 1
-
-    def _drop(self, *things: Thing) -> None:
-        for thing in things:
-            number = self._of(thing)
-            assert self._counts[number] > 0, f"{self._label}: {thing} is dropped and was not held"
-            self._counts[number] -= 1
-
-    def _moment(self, above: Thing | None = None) -> int:
-        """A moment of the pass under way, with something on top."""
-        number = -1 if above is None else self._of(above)
-        key = (tuple(self._counts), number)
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = len(self._labels)
-            self._labels.append(self._label)
-        return found
-
-    def result(self) -> Walk:
-        """What was found. Things that came up late count 0 in earlier moments."""
-        width = len(self._counts)
-        moments = tuple(Moment((*counts, *(0,) * (width - len(counts))), above) for counts, above in self._found)
-        rooms = tuple(
-            count if thing.size in _ROOMS else 0 for thing, count in zip(self._number, self._counts, strict=True)
-        )
-        return Walk(tuple(self._number), moments, tuple(self._labels), tuple(self._after), rooms)
-
     # --- walking ------------------------------------------------------------------------------------------------
 
-    def walk(self) -> None:
+    def walk(self) -> Walk:
+        moments = self._moments
         row = self._program.rows[self._device]
         for item in row:
             for part in parts_of(item) if isinstance(item, Pass) else ():
-                if part.kind is Kind.I:
-                    self._split.add(_key(part))
-                elif part.kind is Kind.R:
+                if part.kind is Kind.R:
                     self._recomputed.add(_key(part))
         self._hold(*[HANDED_ON] * self._buffers)
         if self._buffers:
@@ -184,28 +141,25 @@ class _Walker:
         arrived = releases(self._program, self._device)
         for position, item in enumerate(row):
             if item is None:
-                self._after.append(self._moment())
+                moments.ends_item()
                 continue
             if isinstance(item, Transfer):
-                self._label = _name(item)
+                moments.label = _name(item)
                 self._transfer(item)
             else:
                 for part in parts_of(item):
-                    self._label = _name(part)
+                    moments.label = _name(part)
                     handler = self._handlers.get(part.kind)
                     if handler is not None:  # what gathers and frees parameters holds nothing here
                         handler(part)
                 for sent in arrived.get(position, ()):
                     self._arrived(sent)
-            self._after.append(self._moment())
+            moments.ends_item()
         for sent in list(self._sent):
             self._arrived(sent)
-        left = [
-            thing
-            for thing, number in self._number.items()
-            if self._counts[number] and thing.size not in _ROOMS and thing.term != "gradients"
-        ]
+        left = [thing for thing in moments.held() if thing.size not in ROOMS and thing.term != GRADIENTS]
         assert not left, f"device {self._device} holds {left} at the end"
+        return moments.walk()
 
     # --- passes of stages ---------------------------------------------------------------------------------------
 
@@ -216,12 +170,12 @@ class _Walker:
             if self._spread and self._alone:
                 self._drop(ROWS_INPUT)
         elif self._comes_from_elsewhere(stage - 1):
-            self._drop(_received(stage, "input"))
+            self._drop(received(stage, "input"))
         else:
-            self._drop(_output(stage - 1))
-        self._hold(_input(stage))
+            self._drop(output_of(stage - 1))
+        self._hold(input_of(stage))
         self._moment(Thing("bare_forward_peak" if bare else "forward_peak", stage, TRANSIENT))
-        self._hold(_output(stage))
+        self._hold(output_of(stage))
         if not bare:
             self._hold(self._stored(item))
         if stage == 0 and self._spread and not self._alone:
@@ -231,7 +185,7 @@ class _Walker:
             self._moment(OUTPUT_PEAK)
             self._hold(OUTPUT_STORED, PRODUCT, OWN_STATISTICS)
             self._moment(COMBINE_PEAK)
-            self._drop(OWN_STATISTICS, _output(stage))
+            self._drop(OWN_STATISTICS, output_of(stage))
             self._hold(COMBINED)
 
     def _comes_from_elsewhere(self, stage: int) -> bool:
@@ -244,12 +198,12 @@ class _Walker:
     def _backward(self, item: Pass) -> None:
         """B, or I."""
         stage, split = _stage(item), item.kind is Kind.I
-        gradient = _gradient(stage)
+        gradient = gradient_of(stage)
         if stage < self._last:
             if self._comes_from_elsewhere(stage + 1):
-                self._drop(_received(stage, "output"))
+                self._drop(received(stage, "output"))
             else:
-                self._drop(_input_gradient(stage + 1))
+                self._drop(input_gradient_of(stage + 1))
             self._hold(gradient)
         else:
             if not self._spread:
@@ -262,12 +216,12 @@ class _Walker:
         self._moment(Thing(f"{recomputed}{first}{'input' if split else 'backward'}_peak", stage, TRANSIENT))
         self._hold_gradients(stage, split=split)
         self._drop(self._stored(item))
-        self._hold(_input_gradient(stage))
+        self._hold(input_gradient_of(stage))
         if split:
             self._hold(Thing(f"{recomputed}queued", stage, ACTIVATIONS))
         if stage == 0:
             self._rows_gradient()
-        self._drop(_input(stage), gradient)
+        self._drop(input_of(stage), gradient)
 
     def _rows_gradient(self) -> None:
         """At the first stage: the gradient of the input becomes one of rows; what B works on is still there."""
@@ -278,16 +232,16 @@ class _Walker:
             self._hold(ROWS_GRADIENT)
             self._moment()
         if not (self._spread and self._alone):
-            self._drop(_input_gradient(0))
+            self._drop(input_gradient_of(0))
 
     def _makes_gradients(self, stage: int, *, split: bool) -> bool:
         if self._gradients_exist:
             return False
-        parts = _gradient_parts(stage)
+        parts = gradient_parts(stage)
         return parts[0] not in self._made or (not split and parts[1] not in self._made)
 
     def _hold_gradients(self, stage: int, *, split: bool) -> None:
-        for part in _gradient_parts(stage)[: 1 if split else 2]:
+        for part in gradient_parts(stage)[: 1 if split else 2]:
             self._make(part)
 
     def _make(self, gradients: Thing) -> None:
@@ -303,7 +257,7 @@ class _Walker:
             self._moment(OUTPUT_WEIGHT_PEAK)
             self._release_output()
         recomputed = "recomputed_" if _key(item) in self._recomputed else ""
-        rest = _gradient_parts(stage)[1]
+        rest = gradient_parts(stage)[1]
         first = "first_" if not self._gradients_exist and rest not in self._made else ""
         self._moment(Thing(f"{recomputed}{first}weight_peak", stage, TRANSIENT))
         self._make(rest)
@@ -355,7 +309,7 @@ class _Walker:
         self._make(EMBEDDING_GRADIENTS)
         self._moment(EMBEDDING_BACKWARD_PEAK)
         if self._alone:
-            self._drop(_input_gradient(0))
+            self._drop(input_gradient_of(0))
         elif self._device == self._program.placement.first_device:
             self._let_go_of_rows(_microbatch(item))
         else:
@@ -370,7 +324,7 @@ class _Walker:
         self._take_buffer()
         self._moment(OUTPUT_PEAK)
         root = self._device == self._program.placement.last_device
-        self._drop(_output(self._last) if root else X)
+        self._drop(output_of(self._last) if root else X)
         self._hold(OUTPUT_STORED, PRODUCT, OWN_STATISTICS)
 
     def _open_barrier(self) -> None:
@@ -403,13 +357,13 @@ class _Walker:
         root = item.root == self._device
         match item.kind:
             case TransferKind.SEND_F:
-                self._send(item, _output(_stage(item)))
+                self._send(item, output_of(_stage(item)))
             case TransferKind.SEND_B:
-                self._send(item, _input_gradient(_stage(item)))
+                self._send(item, input_gradient_of(_stage(item)))
             case TransferKind.RECV_F:
-                self._hold(_received(_stage(item), "input"))
+                self._hold(received(_stage(item), "input"))
             case TransferKind.RECV_B:
-                self._hold(_received(_stage(item), "output"))
+                self._hold(received(_stage(item), "output"))
             case TransferKind.X if not root:
                 self._hold(X)
             case TransferKind.STATISTICS:
@@ -443,73 +397,6 @@ class _Walker:
         self._drop(*things)
         if item.kind is TransferKind.ROW_GRADIENTS:
             self._let_go_of_rows(item.microbatch)
-
-
-# --- things ---------------------------------------------------------------------------------------------------------
-
-ACTIVATIONS, VOCABULARY, BUFFERS, GRADIENTS, TRANSIENT = TERMS = (
-    "activations",
-    "vocabulary",
-    "buffers",
-    "gradients",
-    "transient",
-)
-
-
-def _input(stage: int) -> Thing:
-    return Thing("input", stage, ACTIVATIONS)
-
-
-def _output(stage: int) -> Thing:
-    return Thing("output", stage, BUFFERS)
-
-
-def _gradient(stage: int) -> Thing:
-    """What B works on: the gradient of the stage's output."""
-    return Thing("output", stage, ACTIVATIONS)
-
-
-def _input_gradient(stage: int) -> Thing:
-    return Thing("input", stage, BUFFERS)
-
-
-def _received(stage: int, size: str) -> Thing:
-    return Thing(size, stage, BUFFERS)
-
-
-def _gradient_parts(stage: int) -> tuple[Thing, Thing]:
-    """Of the stage's parameters: what I makes, and the rest."""
-    return Thing("input_gradients", stage, GRADIENTS), Thing("weight_gradients", stage, GRADIENTS)
-
-
-def _of_vocabulary(size: str, term: str = VOCABULARY) -> Thing:
-    return Thing(size, NO_STAGE, term)
-
-
-EMBEDDING_PEAK = _of_vocabulary("embedding_peak", TRANSIENT)
-EMBEDDING_BACKWARD_PEAK = _of_vocabulary("embedding_backward_peak", TRANSIENT)
-OUTPUT_PEAK = _of_vocabulary("output_peak", TRANSIENT)
-COMBINE_PEAK = _of_vocabulary("combine_peak", TRANSIENT)
-OUTPUT_GRADIENT_PEAK = _of_vocabulary("gradient_peak", TRANSIENT)
-OUTPUT_BACKWARD_PEAK = _of_vocabulary("backward_peak", TRANSIENT)
-OUTPUT_WEIGHT_PEAK = _of_vocabulary("weight_peak", TRANSIENT)
-ROWS_INPUT = _of_vocabulary("rows_input")
-ROWS_RECEIVED = _of_vocabulary("rows_input", BUFFERS)
-ROWS_ALL = _of_vocabulary("rows_all")
-ROWS_GRADIENT = _of_vocabulary("rows_all", BUFFERS)
-X = _of_vocabulary("hidden")
-OUTPUT_STORED = _of_vocabulary("stored")
-PRODUCT = _of_vocabulary("product")
-COMBINED = _of_vocabulary("combined")
-OWN_STATISTICS = _of_vocabulary("own_statistics")
-STATISTICS = _of_vocabulary("statistics")
-DX = _of_vocabulary("gradient")
-HANDED_ON = _of_vocabulary("handed_on")
-ROOM = _of_vocabulary("room")
-OUTPUT_GRADIENTS = _of_vocabulary("output_gradients", GRADIENTS)
-EMBEDDING_GRADIENTS = _of_vocabulary("embedding_gradients", GRADIENTS)
-
-_ROOMS = ("handed_on", "room")
 
 
 def _key(item: Pass) -> Key:

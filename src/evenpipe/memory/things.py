@@ -1,0 +1,82 @@
+"""What a device can hold, by name: each has its bytes in `StageBytes` or `VocabularyBytes` (`replay`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+NO_STAGE = -1
+"""In place of a stage."""
+
+
+class Thing(NamedTuple):
+    """What can be held, and whose bytes it has: a field, or one of those that `replay` derives."""
+
+    size: str
+    stage: int
+    term: str
+
+
+ACTIVATIONS, VOCABULARY, BUFFERS, GRADIENTS, TRANSIENT = TERMS = (
+    "activations",
+    "vocabulary",
+    "buffers",
+    "gradients",
+    "transient",
+)
+
+
+def input_of(stage: int) -> Thing:
+    return Thing("input", stage, ACTIVATIONS)
+
+
+def output_of(stage: int) -> Thing:
+    return Thing("output", stage, BUFFERS)
+
+
+def gradient_of(stage: int) -> Thing:
+    """What B works on: the gradient of the stage's output."""
+    return Thing("output", stage, ACTIVATIONS)
+
+
+def input_gradient_of(stage: int) -> Thing:
+    return Thing("input", stage, BUFFERS)
+
+
+def received(stage: int, size: str) -> Thing:
+    return Thing(size, stage, BUFFERS)
+
+
+def gradient_parts(stage: int) -> tuple[Thing, Thing]:
+    """Of the stage's parameters: what I makes, and the rest."""
+    return Thing("input_gradients", stage, GRADIENTS), Thing("weight_gradients", stage, GRADIENTS)
+
+
+def _of_vocabulary(size: str, term: str = VOCABULARY) -> Thing:
+    return Thing(size, NO_STAGE, term)
+
+
+EMBEDDING_PEAK = _of_vocabulary("embedding_peak", TRANSIENT)
+EMBEDDING_BACKWARD_PEAK = _of_vocabulary("embedding_backward_peak", TRANSIENT)
+OUTPUT_PEAK = _of_vocabulary("output_peak", TRANSIENT)
+COMBINE_PEAK = _of_vocabulary("combine_peak", TRANSIENT)
+OUTPUT_GRADIENT_PEAK = _of_vocabulary("gradient_peak", TRANSIENT)
+OUTPUT_BACKWARD_PEAK = _of_vocabulary("backward_peak", TRANSIENT)
+OUTPUT_WEIGHT_PEAK = _of_vocabulary("weight_peak", TRANSIENT)
+ROWS_INPUT = _of_vocabulary("rows_input")
+ROWS_RECEIVED = _of_vocabulary("rows_input", BUFFERS)
+ROWS_ALL = _of_vocabulary("rows_all")
+ROWS_GRADIENT = _of_vocabulary("rows_all", BUFFERS)
+X = _of_vocabulary("hidden")
+OUTPUT_STORED = _of_vocabulary("stored")
+PRODUCT = _of_vocabulary("product")
+COMBINED = _of_vocabulary("combined")
+OWN_STATISTICS = _of_vocabulary("own_statistics")
+STATISTICS = _of_vocabulary("statistics")
+DX = _of_vocabulary("gradient")
+HANDED_ON = _of_vocabulary("handed_on")
+ROOM = _of_vocabulary("room")
+OUTPUT_GRADIENTS = _of_vocabulary("output_gradients", GRADIENTS)
+EMBEDDING_GRADIENTS = _of_vocabulary("embedding_gradients", GRADIENTS)
+
+ROOMS = ("handed_on", "room")
+"""Sizes of what is held between steps."""
