@@ -118,6 +118,7 @@ def test_exit_codes_tell_the_verdict(capsys) -> None:
 def test_it_says_what_is_in_the_way(capsys) -> None:
     text = printed(capsys, "--model", "llama-8b", "--pp", "2", "--gpu-memory", "40GiB", code=1)
     assert "does not fit: device 0 takes" in text and "there are 40.00 GiB" in text
+    assert "does not fit, too: device 1." in text
 
 
 def test_it_takes_seconds(capsys) -> None:

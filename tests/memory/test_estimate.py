@@ -83,6 +83,18 @@ def test_closed_forms_and_traces_agree(family, schedule, mode, checkpointing, dt
     assert peaks(closed) == pytest.approx(peaks(traced), rel=0.015)
 
 
+def test_a_mixture_of_experts_is_traced() -> None:
+    """Those whose products of experts do not ask how many tokens each has, as is the default on GPUs and CPUs."""
+    config = tiny_config("mixtral")
+    config._experts_implementation = "grouped_mm"
+    found = estimate(describe(config), Parallelism(pp=2), sequence=32, microbatches=4)
+    experts = 2 * 4 * 3 * 64 * 96  # of two layers
+    assert min(device.terms["parameters"] for device in found.devices) > 6 * experts
+    config._experts_implementation = "eager"
+    with pytest.raises(InputError, match="asks for the values of its tensors"):
+        estimate(describe(config), Parallelism(pp=2), sequence=32, microbatches=4)
+
+
 def test_a_family_without_closed_form_is_traced() -> None:
     found = estimate(describe(tiny_config("bloom")), Parallelism(pp=2), sequence=32, microbatches=4)
     assert min(peaks(found)) > 0
@@ -223,6 +235,14 @@ def test_on_a_cpu_tensors_are_all(tiny) -> None:
     for device in found.devices:
         assert device.process == process_memory(device.memory.peak, HOST, communicators=device.process.communicators)
         assert device.peak_allocated == device.peak_reserved == device.memory.peak
+
+
+def test_a_measured_context_takes_the_place_of_the_range(tiny) -> None:
+    measured = replace(KNOWN["H200"], context_bytes=500 << 20)
+    plain, known = (estimate(tiny, sequence=32, hardware=one).devices[0] for one in (KNOWN["H200"], measured))
+    assert plain.process.process.least - known.process.process.least == 100 << 20
+    assert plain.process.process.most - known.process.process.most == 300 << 20
+    assert plain.peak_reserved == known.peak_reserved
 
 
 def test_without_a_card_there_is_no_verdict(tiny) -> None:

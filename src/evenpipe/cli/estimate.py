@@ -64,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="transformers (as evenpipe train runs it, the default), fused, megatron, transformer-engine",
     )
     what.add_argument("--checkpointing", metavar="CHOICE", default="none", help="none (default), selective or full")
-    what.add_argument("--compute-dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
+    what.add_argument(
+        "--compute-dtype", choices=("bf16", "fp16", "fp32"), help="default: bf16, and fp32 on the hardware of a CPU"
+    )
     what.add_argument("--gradient-dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
     what.add_argument("--master-dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
     what.add_argument("--moment-dtype", choices=("fp32", "bf16", "fp16", "fp8"), default="fp32")
@@ -117,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.devices = parallelism.pp
     refuse_too_large(arguments)
     dtypes = Dtypes(
-        compute=arguments.compute_dtype,
+        compute=arguments.compute_dtype or ("fp32" if hardware and hardware.torch_device == "cpu" else "bf16"),
         gradients=arguments.gradient_dtype,
         masters=arguments.master_dtype,
         moments=arguments.moment_dtype,

@@ -70,6 +70,9 @@ class Hardware:
     """Multiprocessors: what a wave of tiles fills; 1: products have no waves."""
     contention: float = 1.0
     """Factor on compute while all devices of the node compute; for processes that share a host."""
+    context_bytes: int = 0
+    """Of a device's memory, what a process takes beside its tensors: the driver's context with the kernels that it has
+    loaded. 0: not measured."""
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -83,6 +86,10 @@ class Hardware:
         for name in ("product_fraction", "attention_fraction"):
             if getattr(self, name) > 1:
                 raise InputError(f"hardware: {name} is {getattr(self, name)}, expected a number above 0, at most 1")
+        if not isinstance(self.context_bytes, int) or self.context_bytes < 0:
+            raise InputError(
+                f"hardware: context_bytes is {self.context_bytes!r}, expected a whole number of at least 0"
+            )
         if self.contention < 1:
             raise InputError(f"hardware: contention is {self.contention}, expected a number of at least 1")
 
@@ -306,7 +313,7 @@ def _known_keys(where: str, values: Mapping[str, Any], kind: type) -> Mapping[st
     return values
 
 
-_OPTIONAL = ("torch_device", "units", "contention")
+_OPTIONAL = ("torch_device", "units", "contention", "context_bytes")
 
 
 def write_hardware(hardware: Hardware, path: str | Path) -> None:

@@ -16,6 +16,7 @@ from .model_bytes import ModelBytes
 from .parallelism import Parallelism
 from .parameters import Held, padded_rows
 from .programs import Planned
+from .reserved import Overheads
 from .states import ELEMENT_BYTES, Dtypes, state_bytes
 from .vocabulary import Machine, VocabularyShape, batch_bytes, vocabulary_bytes
 
@@ -38,6 +39,7 @@ class Run:
     vocabulary: str
     """Mode."""
     on_cpu: bool
+    overheads: Overheads
     offloaded: float
     foreach: bool
     traced: bool

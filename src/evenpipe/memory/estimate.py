@@ -27,7 +27,7 @@ from .model_bytes import ModelBytes
 from .parallelism import Parallelism
 from .programs import Planned, planned
 from .replay import replay
-from .reserved import CUDA, HOST, ProcessMemory, process_memory
+from .reserved import ProcessMemory, overheads_of, process_memory
 from .states import MIXED, SINGLE, Dtypes
 from .verdict import Verdict, verdict_of, worst
 
@@ -212,6 +212,7 @@ def estimate(
         framework=framework or _framework(kernels, chosen),
         vocabulary=plan.mode,
         on_cpu=on_cpu,
+        overheads=overheads_of(hardware),
         offloaded=offloaded,
         foreach=foreach,
         traced=traced,
@@ -243,7 +244,7 @@ def _device(source: ModelBytes, plan: Planned, run: Run, device: int, memory: in
     )
     process = process_memory(
         found.peak,
-        HOST if run.on_cpu else CUDA,
+        run.overheads,
         communicators=plan.communicators(device, run.parallelism, run.framework),
         context_parallel=run.parallelism.cp > 1,
     )

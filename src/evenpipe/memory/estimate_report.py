@@ -74,10 +74,12 @@ def _card(found: Estimate) -> list[str]:
     if found.memory is None:
         return [f"{whole}.", "Say --gpu-memory or --hardware to be told whether it fits."]
     verdict = f"{found.verdict}: {whole}; there are {_size(found.memory)}"
-    others = [one.device for one in found.devices if one.verdict != "fits" and one is not device]
-    if others:
-        verdict += f" (nor is it certain for device {', '.join(map(str, others))})"
-    return [f"{verdict}."]
+    lines = [f"{verdict}."]
+    for other in ("does not fit", "at risk"):
+        same = [str(one.device) for one in found.devices if one.verdict == other and one is not device]
+        if same:
+            lines.append(f"{other}, too: device{'s' if len(same) > 1 else ''} {', '.join(same)}.")
+    return lines
 
 
 def _paper(found: Estimate, paper: PaperEstimate) -> list[str]:

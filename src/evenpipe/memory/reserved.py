@@ -11,7 +11,9 @@ The first is exact. The others are ranges: what was measured here or published e
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from evenpipe.costs.hardware import Hardware
 
 from .framework import MIB, Framework
 from .parallelism import Parallelism
@@ -71,11 +73,27 @@ fragments: of 17 published layouts on B200 (SimuMax, 2 steps each) the fullest o
 context_parallel: fitted to the published runs on A100 with 40 GB (`okoge-kaz/Megatron-LM`, TE 1.x, NCCL 2.17, without
     TORCH_NCCL_AVOID_RECORD_STREAMS), where layouts that hold as much with and without it differ by so much. NCCL's
     buffers for sends and receives alone are reported at 1 to 4.3 GB (NVIDIA/nccl #1685). The same authors' runs on H100
-    need less than the most: 6 of 51 that ran with context parallelism are called at risk.
+    need less than the most: 6 of 52 that ran with context parallelism are called at risk.
 """
 
 HOST = Overheads()
 """Processes on a CPU: tensors alone are counted."""
+
+
+MORE_CONTEXT = 200 * MIB
+"""A context may grow by so much beyond what was measured, with kernels that were not needed then."""
+
+
+def overheads_of(hardware: Hardware | None) -> Overheads:
+    """Of a piece of hardware, with the context that was measured on it; None: of some NVIDIA GPU."""
+    if hardware is None:
+        return CUDA
+    if hardware.torch_device == "cpu":
+        return HOST
+    if not hardware.context_bytes:
+        return CUDA
+    measured = hardware.context_bytes
+    return replace(CUDA, context=Range(measured, measured, measured + MORE_CONTEXT))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

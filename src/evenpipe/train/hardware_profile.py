@@ -68,6 +68,7 @@ def profile_hardware(processes: int, name: str | None = None) -> Hardware:
         across=Wire(latency_seconds=found["hop"][0], bandwidth=found["hop"][1]),
         host_bandwidth=found["host"],
         contention=max(1.0, found["contention"]),
+        context_bytes=found["context_bytes"],
     )
 
 
@@ -125,15 +126,26 @@ def _alone(device: torch.device) -> dict[str, Any]:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         name = platform.processor() or platform.machine()
     tiny = torch.ones(8, device=device, requires_grad=True)
+    attention = _attention(device)
     return {
         "products": products,
         "copied": copied,
         "host": host,
-        "attention": _attention(device),
+        "attention": attention,
         "operation": _seconds(lambda: functional.silu(tiny), device),
         "memory_bytes": memory,
+        "context_bytes": _context(device),
         "name": name,
     }
+
+
+def _context(device: torch.device) -> int:
+    """What this process takes of a device's memory beside its tensors, once it has run what training runs; as if nobody
+    else were there."""
+    if device.type != "cuda":
+        return 0
+    free, whole = torch.cuda.mem_get_info(device)
+    return max(0, whole - free - torch.cuda.memory_reserved(device))
 
 
 def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
