@@ -6,68 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from evenpipe.errors import InputError
-from evenpipe.schedule.planning import BARRIERS
+from evenpipe.vocabulary import LossOptions
 
 from .bytes import StageBytes, StateBytes, VocabularyBytes
-from .framework import Framework
 from .heads import Head, whole_head
-from .kernels import Kernels
 from .model_bytes import ModelBytes
-from .parallelism import Parallelism
 from .parameters import Held, padded_rows
 from .programs import Planned
-from .reserved import Overheads
-from .states import ELEMENT_BYTES, Dtypes, state_bytes
-from .vocabulary import Machine, VocabularyShape, batch_bytes, vocabulary_bytes
+from .run import Run
+from .states import ELEMENT_BYTES, state_bytes
+from .vocabulary import VocabularyShape, batch_bytes, vocabulary_bytes
 
 COPIES_NOTHING = ("full", "attention")
 """Checkpointing that does not keep the result of attention."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Everything about a run beside the model and the program."""
-
-    parallelism: Parallelism
-    sequence: int
-    microbatch_size: int
-    kernels: Kernels
-    checkpointing: tuple[str, ...]
-    """Of each layer."""
-    dtypes: Dtypes
-    framework: Framework
-    vocabulary: str
-    """Mode."""
-    on_cpu: bool
-    overheads: Overheads
-    offloaded: float
-    foreach: bool
-    traced: bool
-
-    @property
-    def element(self) -> int:
-        """Bytes of an activation."""
-        return ELEMENT_BYTES[self.dtypes.compute]
-
-    @property
-    def machine(self) -> Machine:
-        """For the vocabulary layers."""
-        return "cpu" if self.on_cpu else "gpu"
-
-    @property
-    def tokens_here(self) -> int:
-        """Of a microbatch, before sequence parallelism."""
-        return self.microbatch_size * self.sequence // self.parallelism.cp
-
-    @property
-    def sequence_parallel(self) -> bool:
-        """Norms and residuals are cut along the sequence."""
-        return self.parallelism.sequence_parallel and self.parallelism.tp > 1
-
-    @property
-    def sharded(self) -> bool:
-        """Every device holds a part of the vocabulary."""
-        return BARRIERS[self.vocabulary] > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,32 +76,8 @@ def _stage(
     if run.traced and not whole:
         raise InputError(f"traced: with tp = {parallelism.tp} and cp = {parallelism.cp}, expected 1 for both")
     if run.traced or (whole and not source.has_closed_form):
-        return source.traced_stage(
-            first,
-            last,
-            is_first=ends[0],
-            is_last=ends[1],
-            microbatch_size=run.microbatch_size,
-            sequence=run.sequence,
-            dtypes=run.dtypes,
-            checkpointing=run.checkpointing,
-            kernels=run.kernels,
-            split=split,
-        )
-    found = source.closed_stage(
-        first,
-        last,
-        is_first=ends[0],
-        is_last=ends[1],
-        microbatch_size=run.microbatch_size,
-        sequence=run.sequence,
-        element=run.element,
-        checkpointing=run.checkpointing,
-        kernels=run.kernels,
-        tp=parallelism.tp,
-        sequence_parallel=parallelism.sequence_parallel,
-        cp=parallelism.cp,
-    )
+        return source.traced_stage(bounds, ends, run, split=split)
+    found = source.closed_stage(bounds, ends, run)
     gradient = ELEMENT_BYTES[run.dtypes.gradients]
     found = replace(found, gradients=own.trained * gradient, input_gradients=own.unsplit * gradient)
     copies = _attention_copies(source, run, first, last)
@@ -200,6 +127,7 @@ def _vocabulary(
         element=run.element,
         gradient_element=ELEMENT_BYTES[run.dtypes.gradients],
         bias=description.head_bias_name is not None,
+        options=LossOptions(logit_scale=description.logit_scale, soft_cap=description.soft_cap),
         tied=description.tied,
     )
     found = vocabulary_bytes(

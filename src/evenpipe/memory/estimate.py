@@ -20,7 +20,7 @@ from evenpipe.model import Description
 from evenpipe.schedule import Schedule, vocabulary_mode
 
 from .bytes import DeviceMemory
-from .device import DeviceBytes, Run
+from .device import DeviceBytes
 from .framework import FRAMEWORKS, Framework
 from .kernels import PRESETS, Kernels
 from .model_bytes import ModelBytes
@@ -28,6 +28,7 @@ from .parallelism import Parallelism
 from .programs import Planned, planned
 from .replay import replay
 from .reserved import ProcessMemory, overheads_of, process_memory
+from .run import Run
 from .states import MIXED, SINGLE, Dtypes
 from .verdict import Verdict, verdict_of, worst
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from evenpipe.errors import InputError
 from evenpipe.model import Description
 from evenpipe.model.shape import LayerShape
 
 from .bytes import StageBytes
 from .closed import ClosedForms
-from .kernels import Kernels
 from .parameters import Parameters
-from .states import Dtypes
+from .run import Run
+from .traced import StageTracer
 
 KEPT_STAGES = 4096
+TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ModelBytes:
@@ -28,56 +33,33 @@ class ModelBytes:
         except InputError as error:
             self._why_not = str(error)
         self._stages: dict[tuple[object, ...], StageBytes] = {}
-        self._tracers: dict[tuple[object, ...], object] = {}
+        self._tracers: dict[tuple[object, ...], StageTracer] = {}
 
-    def closed_stage(
-        self,
-        first: int,
-        last: int,
-        *,
-        is_first: bool,
-        is_last: bool,
-        microbatch_size: int,
-        sequence: int,
-        element: int,
-        checkpointing: tuple[str, ...],
-        kernels: Kernels,
-        tp: int,
-        sequence_parallel: bool,
-        cp: int,
-    ) -> StageBytes:
-        """In closed form. Raises InputError where there is none."""
+    def closed_stage(self, bounds: tuple[int, int], ends: tuple[bool, bool], run: Run) -> StageBytes:
+        """In closed form.
+
+        bounds: first layer (inclusive) and last (exclusive). ends: whether it is the first and the last stage.
+
+        Raises InputError where there is none.
+        """
         if self._closed is None:
             raise InputError(self._why_not)
-        key = (
-            *self._like(first, last),
-            checkpointing[first:last],
-            is_first,
-            is_last,
-            microbatch_size,
-            sequence,
-            element,
-            kernels,
-            tp,
-            sequence_parallel,
-            cp,
-        )
+        first, last = bounds
+        sizes: dict[str, Any] = {
+            "microbatch_size": run.microbatch_size,
+            "sequence": run.sequence,
+            "element": run.element,
+            "kernels": run.kernels,
+            "tp": run.parallelism.tp,
+            "sequence_parallel": run.parallelism.sequence_parallel,
+            "cp": run.parallelism.cp,
+        }
+        key = (*self._like(first, last), run.checkpointing[first:last], ends, *sizes.values())
         if key not in self._stages:
             if len(self._stages) >= KEPT_STAGES:
                 self._stages.clear()
             self._stages[key] = self._closed.stage(
-                first,
-                last,
-                is_first=is_first,
-                is_last=is_last,
-                microbatch_size=microbatch_size,
-                sequence=sequence,
-                element=element,
-                checkpointing=checkpointing,
-                kernels=kernels,
-                tp=tp,
-                sequence_parallel=sequence_parallel,
-                cp=cp,
+                first, last, is_first=ends[0], is_last=ends[1], checkpointing=run.checkpointing, **sizes
             )
         return self._stages[key]
 
@@ -87,40 +69,20 @@ class ModelBytes:
         shapes = self._closed.shapes[first:last]
         return (len(shapes), shapes[0] if len(set(shapes)) == 1 else shapes)
 
-    def traced_stage(
-        self,
-        first: int,
-        last: int,
-        *,
-        is_first: bool,
-        is_last: bool,
-        microbatch_size: int,
-        sequence: int,
-        dtypes: Dtypes,
-        checkpointing: tuple[str, ...],
-        kernels: Kernels,
-        split: bool,
-    ) -> StageBytes:
-        """From running it without memory."""
-        import torch
-
-        from .traced import StageTracer
-
-        names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-        key = (microbatch_size, sequence, dtypes, kernels, split)
+    def traced_stage(self, bounds: tuple[int, int], ends: tuple[bool, bool], run: Run, *, split: bool) -> StageBytes:
+        """From running it without memory. Arguments as above; split: some of its backwards are I and W."""
+        key = (run.microbatch_size, run.sequence, run.dtypes, run.kernels, split)
         if key not in self._tracers:
             self._tracers[key] = StageTracer(
                 self.description,
-                microbatch_size=microbatch_size,
-                sequence=sequence,
-                compute_dtype=names[dtypes.compute],
-                parameter_dtype=names[dtypes.masters],
+                microbatch_size=run.microbatch_size,
+                sequence=run.sequence,
+                compute_dtype=TORCH[run.dtypes.compute],
+                parameter_dtype=TORCH[run.dtypes.masters],
                 split=split,
-                kernels=kernels,
+                kernels=run.kernels,
             )
-        tracer = self._tracers[key]
-        assert isinstance(tracer, StageTracer)
-        return tracer.stage(first, last, is_first=is_first, is_last=is_last, checkpointing=checkpointing)
+        return self._tracers[key].stage(*bounds, is_first=ends[0], is_last=ends[1], checkpointing=run.checkpointing)
 
     @property
     def has_closed_form(self) -> bool:
