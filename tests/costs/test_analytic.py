@@ -141,8 +141,9 @@ def test_pass_times_on_a100() -> None:
         assert worst < tolerance, (name, [round(ratio, 3) for ratio in off[name]])
 
 
-REACHED = {"forward": 0.03, "backward": 0.06, "head forward": 0.1, "head backward": 0.15, "S + T": 0.15}
-"""Largest deviations."""
+REACHED = {"forward": 0.025, "backward": 0.04, "head forward": 0.16, "head backward": 0.12, "S + T": 0.31}
+"""Largest deviations: those of the output layer are at 32k rows, where passes of half a millisecond stand beside it that
+are not in the model (fp32 hidden states, joint messages); from 128k on they are below 12 and 16 %."""
 
 
 def gpt_times(vocabulary: int) -> dict[str, float]:

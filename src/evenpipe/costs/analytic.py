@@ -47,6 +47,11 @@ ADDED_BYTES = 12
 RING_OPERATIONS = 6
 """Kernels of one step of ring attention beside attention itself: messages, copies and sums."""
 
+BESIDE_COLLECTIVES = 1.065
+"""Factor on the passes of stages where collectives of the vocabulary layers run beside them and take multiprocessors
+and bandwidth. Fitted to F and B of the published runs on A100 with vocabulary passes and without (arXiv 2411.05288,
+artifact), 1.05 to 1.09; CPUs have `Hardware.contention`, which is measured."""
+
 STATISTICS = 3
 """Numbers per token and shard that the vocabulary layers gather, in fp32."""
 
@@ -290,6 +295,10 @@ def costs_of_cut(
             W=tuple(weights),
             p2p=pipeline.hop_seconds(hardware, wide),
             contention=contention,
+        )
+    if devices > 1 and hardware.torch_device != "cpu":
+        forward, inputs, weights = (
+            [time * BESIDE_COLLECTIVES for time in times] for times in (forward, inputs, weights)
         )
     shard = head_time(hidden_size, rows / devices, setting)
     combined = hardware.streaming_seconds(4.0 * embedded * setting.element, 4)

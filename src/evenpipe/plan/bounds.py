@@ -18,8 +18,10 @@ from evenpipe.costs.analytic import Setting, head_time, step_end_seconds
 from evenpipe.costs.work import LayerWork
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.parameters import Held
-from evenpipe.memory.reserved import CUDA
+from evenpipe.memory.reserved import CUDA, communicators_of, process_memory
+from evenpipe.memory.sizes import GIB
 from evenpipe.memory.states import MIXED, SINGLE, state_bytes
+from evenpipe.schedule import Placement
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.simulate import best_bound
 
@@ -33,9 +35,6 @@ from .evaluation import (
     work_per_device,
 )
 from .programs import InFlight, in_flight, short_steps
-
-SAVED_BY_POLICY = {"none": 0, "selective": 1, "full": 2}
-"""Places in what `saved_floor` returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ def layout_bound(problem: Problem, layout: Layout) -> Bound:
     share = parameters / (parallelism.tp * parallelism.pp)
     together = problem.setting(layout, together=True)
     seconds = work / parallelism.pp * layout.microbatches + step_end_seconds(share, together, zero=parallelism.zero)
-    lacking = share * state_floor(problem, layout) - usable(problem)
+    lacking = share * state_floor(problem, layout)[0] - usable(problem, layout)
     return Bound(seconds, max(0, math.ceil(lacking)))
 
 
@@ -110,25 +109,36 @@ def _shape(configuration: Configuration) -> Shape:
     return shape
 
 
-def state_floor(problem: Problem, layout: Layout) -> float:
-    """Bytes per parameter of parameters, gradients and the optimizer's state."""
-    parallelism = layout.parallelism
+def state_floor(problem: Problem, layout: Layout) -> tuple[float, float]:
+    """Bytes per parameter: of parameters and the optimizer's state, which are always there, and of gradients, which may
+    come with the first backward."""
+    parallelism, framework = layout.parallelism, FRAMEWORKS[problem.kernels_name]
     many = 10**6
     state = state_bytes(
         Held(elements=many, trained=many),
         SINGLE if problem.dtype == "fp32" else MIXED,
-        FRAMEWORKS[problem.kernels_name],
+        framework,
         zero=parallelism.zero,
         replicas=parallelism.replicas,
     )
-    return state.total / many
+    if framework.gradients_exist:
+        return state.total / many, 0.0
+    return (state.total - state.gradients) / many, state.gradients / many
 
 
-def usable(problem: Problem) -> float:
-    """Bytes of tensors that a device has room for at most, when all else is as large as was ever seen."""
+def usable(problem: Problem, layout: Layout, *, transfers: int = 0) -> float:
+    """Bytes of tensors that a device has room for, when all else is as large as was ever seen. transfers: communicators
+    of the pipeline."""
     if problem.hardware.torch_device == "cpu":
         return problem.memory_bytes
-    return (problem.memory_bytes - CUDA.context.most) / (1 + CUDA.fragments.most)
+    framework, parallelism = FRAMEWORKS[problem.kernels_name], layout.parallelism
+    own = dict.fromkeys(map(str, range(transfers)), (0,))
+    communicators = communicators_of(0, parallelism, framework, own)
+    beside = [
+        process_memory(size, CUDA, communicators=communicators, context_parallel=parallelism.cp > 1).process.most
+        for size in (0, GIB)
+    ]
+    return (problem.memory_bytes - beside[0]) / (beside[1] - beside[0]) * GIB
 
 
 def _memory_floor(problem: Problem, configuration: Configuration, shape: Shape) -> tuple[list[float], int, int]:
@@ -136,46 +146,46 @@ def _memory_floor(problem: Problem, configuration: Configuration, shape: Shape) 
     layout = configuration.layout
     setting = problem.setting(layout)
     devices = layout.parallelism.pp
-    held = layers_of_devices(configuration, shape.placement)
+    barriers = BARRIERS[configuration.vocabulary]
     parameters = parameters_per_device(problem, configuration, shape.placement)
-    per_parameter = state_floor(problem, layout)
+    always, gradients = state_floor(problem, layout)
     flight = _in_flight(configuration)
     logits = _logits(problem, configuration, shape, setting)
-    saved = [saved_floor(work, setting) for work in problem.works]
+    saved = tuple(map(min, zip(*(saved_floor(work, setting) for work in problem.kinds), strict=True)))
+    turns_back = shape.placement == Placement.v_shape(devices)
     times = layer_times(problem, layout)
     only = configuration.checkpointing[0]
     again = [0.0] * devices
-    for device, layers in enumerate(held):
-        if not layers:
-            continue
-        room = usable(problem) - parameters[device] * per_parameter - logits[device]
-        place = SAVED_BY_POLICY["none" if only == LEAST else only]
-        needed = flight.layers[device] * min(saved[layer][place] for layer in layers) - room
-        if needed <= 0:
-            continue
+    tolerance = 0.1 * problem.memory_bytes if shape.by_costs else 0.0
+    for device, layers in enumerate(layers_of_devices(configuration, shape.placement)):
+        stages = shape.placement.stages_of(device)
+        # Each barrier keeps every stage's activation of one microbatch more; of looped stages, of one stage.
+        more = barriers * (len(layers) if turns_back else len(layers) / len(stages))
+        hops = 0 if devices == 1 else 2 if device in (0, devices - 1) else 4
+        room = usable(problem, layout, transfers=hops + (4 if barriers and devices > 1 else 0))
+        room -= parameters[device] * always + logits[device]
+        moments, most = flight.moments[device], len(layers) * layout.microbatches
+        per_layer = gradients * parameters[device] / max(1, len(layers))
+        none, selective, full = (
+            max(
+                min(waiting + more, most) * kept + queued * saved[0] + begun * per_layer
+                for waiting, queued, begun in moments
+            )
+            for kept in saved
+        )
         if only != LEAST:
-            return again, math.ceil(needed), device
-        times_held = {}
-        for stage, count in zip(shape.placement.stages_of(device), flight.microbatches[device], strict=True):
-            first = sum(configuration.layers_per_stage[:stage])
-            times_held.update(dict.fromkeys(range(first, first + configuration.layers_per_stage[stage]), count))
-        offers = []  # (seconds per byte, bytes that it frees of all microbatches in flight)
-        for layer in layers:
-            none, selective, full = saved[layer]
-            cheap, dear = times[layer].again_selective, times[layer].forward - times[layer].again_selective
-            for cost, size in ((cheap, none - selective), (dear, selective - full)):
-                freed = size * times_held[layer]
-                offers.append((cost / max(1.0, freed), freed))
-        seconds = 0.0
-        for price, freed in sorted(offers):
-            taken = min(freed, needed)
-            seconds += price * taken
-            needed -= taken
-            if needed <= 0:
-                break
-        if needed > 0:
-            return again, math.ceil(needed), device
-        again[device] = seconds
+            held = {"none": none, "selective": selective, "full": full}[only]
+            if held > room + tolerance:
+                return again, math.ceil(held - room), device
+        elif full > room + tolerance:
+            return again, math.ceil(full - room), device
+        elif none > room:
+            cheap = sum(times[layer].again_selective for layer in layers)
+            dear = sum(times[layer].forward for layer in layers)
+            if selective <= room:
+                again[device] = cheap * (none - room) / max(1.0, none - selective)
+            else:
+                again[device] = cheap + (dear - cheap) * (selective - room) / max(1.0, selective - full)
     return again, 0, 0
 
 

@@ -67,6 +67,8 @@ class Found:
     plans: list[Evaluation] = field(default_factory=list)
     failed: list[Evaluation] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
+    late: list[Evaluation] = field(default_factory=list)
+    """They fit, and are slower than what is wanted."""
     evaluated: int = 0
     bounded: int = 0
     """Configurations of which a bound was enough."""
@@ -129,7 +131,8 @@ class _Search:
     def to_the_end(self, evaluate_all: _EvaluateAll, progress: Progress | None) -> None:
         """Until nothing better can come."""
         while batch := self._next():
-            for evaluation in self.cache.evaluated(batch, evaluate_all):
+            limits = [self._limit_of(one) for one in batch]
+            for evaluation in self.cache.evaluated(batch, limits, evaluate_all):
                 self._take(evaluation)
             if progress is not None:
                 progress(self.found.evaluated, len(self.heap), self.times[0] if self.times else math.inf)
@@ -147,7 +150,7 @@ class _Search:
             elif isinstance(node, Layout):
                 if not self._too_parallel(node):
                     self._open(node)
-            elif self._late(seconds, node) or self._skip(node):
+            elif seconds >= self._limit_of(node) or self._skip(node):
                 continue
             elif node in self.sharp:
                 batch.append(node)
@@ -165,12 +168,12 @@ class _Search:
         modes = self.space.vocabularies if self.each else ()
         return max([self._limit(), *(WORTH * self.best_of.get(mode, math.inf) for mode in modes)])
 
-    def _late(self, seconds: float, one: Configuration) -> bool:
-        """Whether a configuration with this bound is not wanted."""
+    def _limit_of(self, one: Configuration) -> float:
+        """The same for one configuration, which may be the first of its vocabulary mode."""
         mode = _mode(one)
-        if self.each and mode is not None and seconds < WORTH * self.best_of.get(mode, math.inf):
-            return False
-        return seconds >= self._limit()
+        if not self.each or mode is None:
+            return self._limit()
+        return max(self._limit(), WORTH * self.best_of.get(mode, math.inf))
 
     def _too_parallel(self, layout: Layout) -> bool:
         least = self.least.get(layout.parallelism.zero)
@@ -198,6 +201,9 @@ class _Search:
             if not evaluation.fault:
                 key, size = _all_but_size(one), one.layout.microbatch_size
                 self.too_large[key] = min(size, self.too_large.get(key, size))
+            return
+        if evaluation.late:
+            found.late.append(evaluation)
             return
         found.plans.append(evaluation)
         self.times.append(evaluation.seconds)
@@ -229,7 +235,8 @@ def _all_but_size(one: Configuration) -> Any:
 
 # --- processes -----------------------------------------------------------------------------------------------
 
-_EvaluateAll = Callable[[Sequence[Configuration]], Iterator[Evaluation]]
+_EvaluateAll = Callable[[Sequence[Configuration], Sequence[float]], Iterator[Evaluation]]
+"""Of configurations, each with its limit."""
 
 _problem: Problem | None = None
 """Of this process, where it evaluates for another one."""
@@ -240,21 +247,21 @@ def _pool(problem: Problem, workers: int | None) -> Iterator[_EvaluateAll]:
     """Processes that evaluate. Forked where that is possible, so that they have the model and the libraries at once."""
     processes = cores() if workers is None else workers
     if processes == 1 or "fork" not in multiprocessing.get_all_start_methods():
-        yield lambda batch: (evaluate(problem, one) for one in batch)
+        yield lambda batch, limits: (evaluate(problem, one, limit) for one, limit in zip(batch, limits, strict=True))
         return
     global _problem  # noqa: PLW0603 - what forked processes find
     _problem = problem
     executor: Executor = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"))
     try:
-        yield lambda batch: executor.map(_evaluate_here, batch)
+        yield lambda batch, limits: executor.map(_evaluate_here, batch, limits)
     finally:
         executor.shutdown(cancel_futures=True)
         _problem = None
 
 
-def _evaluate_here(one: Configuration) -> Evaluation:
+def _evaluate_here(one: Configuration, limit: float) -> Evaluation:
     assert _problem is not None
-    return evaluate(_problem, one)
+    return evaluate(_problem, one, limit)
 
 
 def cores() -> int:

@@ -10,6 +10,7 @@ the speed is lost).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -66,6 +67,11 @@ class Problem:
     def layers(self) -> int:
         """Of the model."""
         return len(self.works)
+
+    @property
+    def kinds(self) -> tuple[LayerWork, ...]:
+        """Of the layers, those that differ."""
+        return tuple({id(work): work for work in self.works}.values())
 
     def setting(self, layout: Layout, *, together: bool = False) -> Setting:
         """How a device computes under `layout`, beside the replicas of it that share its machine; `together`: while all
@@ -297,7 +303,7 @@ def configurations(problem: Problem, space: Space, layout: Layout, head_layers: 
         if shape is None or shape.placement.stages > problem.layers:
             continue
         for mode in modes:
-            for split in splits(problem.layers, shape.placement, mode, head_layers):
+            for split in splits(problem.layers, shape.placement, mode, round(head_layers, 2)):
                 for policy in space.checkpointing:
                     one = Configuration(
                         layout=layout,
@@ -331,19 +337,25 @@ class Shape:
     placement: Placement
     split: bool
     """Its backwards are cut into I and W."""
+    by_costs: bool
+    """Its generator plans by costs, so what is in flight is only nearly that of equal stages."""
 
 
 @cache
 def shape_of(schedule: str, options: Options, devices: int) -> Shape | None:
-    """The placement of a schedule, and whether it splits backwards; None where it has no order of this size."""
+    """The shape of a schedule on so many devices; None where it has no order for them."""
     try:
         order: Order = generate(schedule, devices, 2 * devices, **dict(options))
     except InputError:
         return None
-    split = any(item.kind is Kind.I for item in order.passes(0))
-    return Shape(order.placement, split)
+    return Shape(
+        placement=order.placement,
+        split=any(item.kind is Kind.I for item in order.passes(0)),
+        by_costs="costs" in inspect.signature(SCHEDULES[schedule]).parameters,
+    )
 
 
+@cache
 def splits(layers: int, placement: Placement, mode: str, head_layers: float) -> tuple[tuple[int, ...], ...]:
     """Layers per stage that are worth a try, each once.
 

@@ -49,6 +49,8 @@ class Evaluation:
     """Of that, what is computed a second time."""
     fault: str = ""
     """Why there is no such plan, apart from memory."""
+    late: bool = False
+    """It was given up: `seconds` is what its step takes at least."""
 
     @property
     def fits(self) -> bool:
@@ -93,49 +95,52 @@ class Evaluation:
         }
 
 
-def evaluate(problem: Problem, configuration: Configuration) -> Evaluation:
-    """Memory first, then time. A configuration that has no order is told apart from one that does not fit."""
+def evaluate(problem: Problem, configuration: Configuration, limit: float = math.inf) -> Evaluation:
+    """Memory first, then time. A configuration that has no order is told apart from one that does not fit; one whose
+    step turns out to take `limit` seconds or more is not looked at any further."""
     layout = configuration.layout
     devices = layout.parallelism.pp
     sizes = short_steps(devices, layout.microbatches, sharded=bool(BARRIERS[configuration.vocabulary]))
     try:
-        programs = [program_of(arranged(problem, configuration, sizes[0]))[1]]
-        uses, policies, kept = _memory(problem, configuration, programs[0])
+        program = program_of(arranged(problem, configuration, sizes[0]))[1]
+        uses, policies, kept = _memory(problem, configuration, program)
     except InputError as error:
         return Evaluation(configuration=configuration, devices=(), fault=str(error))
     if not all(use.fits for use in uses):
         return Evaluation(configuration=configuration, devices=uses, kept=kept)
     chosen = replace(configuration, checkpointing=policies)
-    programs += [program_of(arranged(problem, configuration, size))[1] for size in sizes[1:]]
-    return replace(timed(problem, chosen, programs, sizes, uses), kept=kept)
+    return replace(timed(problem, chosen, limit), devices=uses, kept=kept)
 
 
-def timed(
-    problem: Problem,
-    configuration: Configuration,
-    programs: Sequence[Program],
-    sizes: Sequence[int],
-    uses: tuple[DeviceUse, ...] = (),
-) -> Evaluation:
-    """Time only: of programs of `sizes` microbatches, whose step is extended to that of the configuration."""
-    layout = configuration.layout
-    placement = programs[-1].placement
+def timed(problem: Problem, configuration: Configuration, limit: float = math.inf) -> Evaluation:
+    """Time only, with one checkpointing policy per layer. `limit` as for `evaluate`."""
+    layout, sharded = configuration.layout, bool(BARRIERS[configuration.vocabulary])
+    sizes = short_steps(layout.parallelism.pp, layout.microbatches, sharded=sharded)
+    program = program_of(arranged(problem, configuration, sizes[0]))[1]
+    placement = program.placement
     costs = costs_of(problem, configuration, placement)
     plain = replace(configuration, checkpointing=("none",) * problem.layers)
     busy = work_per_device(costs, placement, configuration.vocabulary)
     without = work_per_device(costs_of(problem, plain, placement), placement, configuration.vocabulary)
-    times = [simulate(program, costs).makespan for program in programs]
-    pipeline = extended(times, sizes, layout.microbatches, max(busy))
-    end = end_seconds(problem, configuration, placement)
-    return Evaluation(
+    found = Evaluation(
         configuration=configuration,
-        devices=uses,
-        seconds=pipeline + end,
-        pipeline_seconds=pipeline,
-        end_seconds=end,
+        devices=(),
+        end_seconds=end_seconds(problem, configuration, placement),
         busy=tuple(busy),
         again=tuple(max(0.0, one - other) for one, other in zip(busy, without, strict=True)),
+        late=True,
     )
+    least = max(busy) * layout.microbatches
+    if least + found.end_seconds < limit:
+        times = [simulate(program, costs).makespan]
+        least = max(least, times[0] + max(busy) * (layout.microbatches - sizes[0]))
+        if least + found.end_seconds < limit:
+            for size in sizes[1:]:
+                program = program_of(arranged(problem, configuration, size))[1]
+                times.append(simulate(program, costs).makespan)
+            least = extended(times, sizes, layout.microbatches, max(busy))
+            found = replace(found, late=False)
+    return replace(found, seconds=least + found.end_seconds, pipeline_seconds=least)
 
 
 # --- time ----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from .evaluation import Evaluation
 ROOMS = ("costs", "memory", "model", "plan", "schedule", "simulate", "vocabulary")
 """Whose sources decide what an evaluation says."""
 
-_FIELDS = ("seconds", "pipeline_seconds", "end_seconds", "busy", "again", "fault")
+_FIELDS = ("seconds", "pipeline_seconds", "end_seconds", "busy", "again", "fault", "late")
 
 
 class EvaluationCache:
@@ -49,16 +49,25 @@ class EvaluationCache:
         return cls(path, entries if isinstance(entries, dict) else {})
 
     def evaluated(
-        self, batch: Sequence[Configuration], evaluate_all: Callable[[Sequence[Configuration]], Iterable[Evaluation]]
+        self,
+        batch: Sequence[Configuration],
+        limits: Sequence[float],
+        evaluate_all: Callable[[Sequence[Configuration], Sequence[float]], Iterable[Evaluation]],
     ) -> Iterator[Evaluation]:
-        """Evaluations of `batch` in its order; what is not known is evaluated, all together."""
-        keys = [repr(one) for one in batch]
-        unknown = [one for one, key in zip(batch, keys, strict=True) if key not in self._entries]
-        for one, evaluation in zip(unknown, evaluate_all(unknown) if unknown else (), strict=True):
-            self._entries[repr(one)] = _to_entry(evaluation)
+        """Evaluations of `batch` in its order; what is not known is evaluated, all together. One that was given up
+        counts as known where it is beyond today's limit, too."""
+        unknown = [(one, limit) for one, limit in zip(batch, limits, strict=True) if not self._knows(repr(one), limit)]
+        if unknown:
+            todo, their_limits = zip(*unknown, strict=True)
+            for one, evaluation in zip(todo, evaluate_all(todo, their_limits), strict=True):
+                self._entries[repr(one)] = _to_entry(evaluation)
         self.hits += len(batch) - len(unknown)
-        for one, key in zip(batch, keys, strict=True):
-            yield _from_entry(one, self._entries[key])
+        for one in batch:
+            yield _from_entry(one, self._entries[repr(one)])
+
+    def _knows(self, key: str, limit: float) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and not (entry["late"] and entry["seconds"] < limit)
 
     def save(self) -> None:
         """Write the file, whole or not at all. A disk that is full or read-only is no reason to lose a result."""

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from evenpipe.schedule import Costs, Order, Program, generate, plan_program
 from evenpipe.schedule.costs import Cost
+from evenpipe.schedule.passes import Kind, Pass, parts_of
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.schedule.timeline import peak_activations
 
@@ -92,14 +93,13 @@ def _base_order(  # noqa: PLR0917 - all of it is the key
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """What is in flight at most, of an order without vocabulary passes. Lists are per device."""
+    """What an order without vocabulary passes holds. Lists are per device."""
 
     stages: tuple[int, ...]
-    """Stage activations."""
-    layers: tuple[int, ...]
-    """The same with each stage counted as many times as it has layers."""
-    microbatches: tuple[tuple[int, ...], ...]
-    """Of each stage of the device, alone."""
+    """Stage activations at most."""
+    moments: tuple[tuple[tuple[int, int, int], ...], ...]
+    """At the same moment: layers that are forwarded and wait for B or I; layers that wait for W; layers of the device
+    that have had a backward, so that their gradients exist. Moments that another one exceeds in all are left out."""
 
 
 @lru_cache(maxsize=512)
@@ -109,17 +109,38 @@ def in_flight(
     """Of a schedule's order for equal stages. With the costs of a model some generators hold as much, arranged
     otherwise."""
     order = generate(schedule, devices, microbatches, **dict(options))
-    weights = tuple(float(count) for count in layers_per_stage)
-    stages, layers, alone = [], [], []
-    for device in range(devices):
-        row = list(order.passes(device))
-        stages.append(int(peak_activations(row)))
-        layers.append(int(peak_activations(row, weights)))
-        each = [
-            tuple(float(other == stage) for other in range(len(weights))) for stage in order.placement.stages_of(device)
-        ]
-        alone.append(tuple(int(peak_activations(row, one)) for one in each))
-    return InFlight(tuple(stages), tuple(layers), tuple(alone))
+    rows = [list(order.passes(device)) for device in range(devices)]
+    return InFlight(
+        tuple(int(peak_activations(row)) for row in rows),
+        tuple(_moments(row, layers_per_stage) for row in rows),
+    )
+
+
+def _moments(row: list[Pass], layers_per_stage: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
+    seen: set[tuple[int, int, int]] = set()
+    begun: set[int] = set()
+    waiting = queued = gradients = 0
+    for item in row:
+        for part in parts_of(item):
+            assert part.stage is not None
+            layers = layers_per_stage[part.stage]
+            if part.kind is Kind.W:
+                queued -= layers
+                continue
+            if part.kind is Kind.F:
+                waiting += layers
+            else:
+                if part.stage not in begun:
+                    begun.add(part.stage)
+                    gradients += layers
+                waiting -= layers
+                queued += layers if part.kind is Kind.I else 0
+            seen.add((waiting, queued, gradients))
+    return tuple(sorted(one for one in seen if not any(_exceeds(other, one) for other in seen)))
+
+
+def _exceeds(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return one != other and all(more >= less for more, less in zip(one, other, strict=True))
 
 
 def short_steps(devices: int, microbatches: int, *, sharded: bool) -> tuple[int, ...]:
