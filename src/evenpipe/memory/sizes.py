@@ -28,16 +28,9 @@ def parse_size(text: str, what: str = "memory") -> int:
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = "" if found is None else found[2]
     if found is None or unit.lower() not in _BY_LETTERS:
-        why = " has no unit" if found is not None and not unit else ""
-        raise InputError(f"{what} is '{text}'{',' if not why else why + ';'} expected a number and a unit, as in 80GiB")
+        why = ", which has no unit" if found is not None and not unit else ""
+        raise InputError(f"{what} is '{text}'{why}, expected a number and a unit, as in 80GiB")
     size = round(float(found[1]) * _BY_LETTERS[unit.lower()])
     if size < 1:
         raise InputError(f"{what} is '{text}', expected more than nothing")
     return size
-
-
-def gib(size: float) -> str:
-    """As tables have it: GiB with two digits, and smaller units where that would be 0."""
-    if abs(size) >= 0.005 * GIB or size == 0:
-        return f"{size / GIB:.2f} GiB"
-    return f"{size / (1 << 20):.2f} MiB" if abs(size) >= 1 << 14 else f"{size / (1 << 10):.2f} KiB"
