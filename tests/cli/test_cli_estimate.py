@@ -139,7 +139,7 @@ WRONG = [
     ((*MODEL, "--tp", "3"), "tp is 3, expected a divisor of the model's 32 attention heads"),
     ((*MODEL, "--pp", "33"), "33 with 33 stages, but the model has 32 layers"),
     ((*MODEL, "--cp", "3"), "sequence is 4096, expected a multiple of cp = 3"),
-    ((*MODEL, "--gpu-memory", "80"), "--gpu-memory is '80', which has no unit, expected a number and a unit, as in 80GiB"),
+    ((*MODEL, "--gpu-memory", "80"), "is '80', which has no unit, expected a number and a unit, as in 80GiB"),
     ((*MODEL, "--gpu-memory", "much"), "--gpu-memory is 'much', expected a number and a unit, as in 80GiB"),
     ((*MODEL, "--hardware", "H10"), "hardware 'H10' is unknown, did you mean"),
     ((*MODEL, "--schedule", "1f1c"), "schedule '1f1c' is unknown, did you mean '1f1b'"),

@@ -106,11 +106,7 @@ class ProcessMemory:
     communicators: int
     """How many."""
     process: Range
-
-    @property
-    def beside(self) -> Range:
-        """What is not allocated."""
-        return self.process + Range(-self.allocated, -self.allocated, -self.allocated)
+    """All that the card counts for it."""
 
 
 def process_memory(
