@@ -59,9 +59,14 @@ def test_stored_activations_of_interleaved_stages(p: int, m: int, v: int) -> Non
 
 @pytest.mark.parametrize(("p", "m"), [(4, 12), (8, 24)])
 def test_what_waits_for_W_counts_as_well(p: int, m: int) -> None:
-    """ZB-H1: p - i wait for B and i for W; ZBV: 2p stages on every device."""
-    assert peaks("zb-h1", p, m, counts(stored=1, queued=1)) == [p] * p
-    assert peaks("zbv", p, m, counts(stored=1, queued=1)) == [2 * p] * p
+    """ZB-H1: p - i wait for B and i for W; ZB-H2: 2p - 1 - 2i and 2i; ZBV: 2p stages on every device. DualPipeV has one
+    more where a forward and a backward run as one: it is the forward that begins."""
+    one = counts(stored=1, queued=1)
+    assert peaks("zb-h1", p, m, one) == [p] * p
+    assert peaks("zb-h2", p, m, one) == [2 * p - 1] * p
+    assert peaks("zb-h2", p, m, counts(stored=1)) == [2 * p - 1 - 2 * i for i in range(p)]
+    assert peaks("zbv", p, m, one) == [2 * p] * p
+    assert peaks("dualpipe-v", p, m, one) == [2 * p + 1] * p
 
 
 @pytest.mark.parametrize("p", [4, 6, 8])
@@ -75,6 +80,11 @@ def test_half_of_the_memory(p: int) -> None:
 @pytest.mark.parametrize(("p", "m"), [(4, 12), (8, 24)])
 def test_one_microbatch_more_for_each_barrier(p: int, m: int, mode: str, more: int) -> None:
     assert peaks("1f1b", p, m, counts(stored=1), mode) == [p - i + more for i in range(p)]
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 12), (8, 24)])
+def test_an_interlaced_output_layer_takes_half_as_much_again(p: int, m: int) -> None:
+    assert max(peaks("1f1b", p, m, counts(stored=1), "interlaced")) == 3 * p // 2
 
 
 def test_inputs_of_microbatches_that_are_computed_again() -> None:
