@@ -169,6 +169,9 @@ def test_keeping_nothing_leaves_hidden_states_alone(dtype: torch.dtype, keep: st
         found.stored - found.handed_on + found.own_statistics, abs=64
     )
     assert spans["output_peak"].above == pytest.approx(found.output_peak - found.handed_on, abs=4 * V + 64)
+    assert spans["backward_peak"].above == pytest.approx(found.backward_peak, abs=4 * V + 64)
+    room = sum(tensor.untyped_storage().nbytes() for tensor in device.output.room)
+    assert room == found.room + found.handed_on
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -1,11 +1,6 @@
 """Bytes of the embedding and the output layer: closed forms of what E, G, S, C and T allocate.
 
-They follow `evenpipe/vocabulary` line by line: every term is a tensor there. Letters, as in the mathematics there:
-
-    n  tokens of a microbatch      v  those that have a label      o  those whose label this shard owns
-    h  hidden size                 R  rows of the shard            P  shards
-    e  bytes of hidden states      a  of accumulators (4, or 8 for fp64)      q  of stored exponentials
-    k  statistics per token        b  tokens per block of logits
+They follow `evenpipe/vocabulary` line by line: every term is a tensor there. The letters are those of `letters`.
 
 Where a device's share of the tokens is not given, tokens are taken to be spread over the vocabulary evenly. Text is
 not: small ids are frequent, and the first shard owns most of them.
@@ -13,50 +8,20 @@ not: small ids are frequent, and the first shard owns most of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
-from typing import Literal
 
 from evenpipe.memory.bytes import VocabularyBytes
 from evenpipe.memory.kernels import PRESETS, Kernels
+from evenpipe.memory.letters import Letters, Machine, VocabularyShape
 from evenpipe.schedule import Placement
 from evenpipe.schedule.planning import BARRIERS, vocabulary_mode
-from evenpipe.vocabulary import LossOptions, Shard, split
-from evenpipe.vocabulary.output import BLOCK_LOGITS
-from evenpipe.vocabulary.products import SLICE_ROWS
+from evenpipe.vocabulary import Shard, split
 
 INDEX = 8
 """Bytes of an index or a token id."""
 FP64 = 8
 """The loss is finished in fp64."""
-
-Machine = Literal["gpu", "cpu", "cpu without bf16"]
-""""gpu": products write into their accumulators, and the allocator hands memory on; "cpu": bf16 products have bf16
-results; "cpu without bf16": they are made in fp32, piece by piece."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VocabularyShape:
-    """One model's vocabulary layers and one microbatch."""
-
-    rows: int
-    """Of the embedding and of the output layer, whole."""
-    hidden_size: int
-    sequences: int
-    """Of a microbatch."""
-    tokens: int
-    """Of one sequence, those on this GPU."""
-    labelled: int | None = None
-    """Tokens of a microbatch that have a label; None: all but the last of each sequence."""
-    element: int = 2
-    """Bytes of hidden states."""
-    gradient_element: int = 4
-    """Bytes of the gradients of parameters."""
-    options: LossOptions = field(default_factory=LossOptions)
-    bias: bool = False
-    """The output layer has one."""
-    tied: bool = False
-    """The output layer's matrix is the embedding's."""
 
 
 def vocabulary_bytes(
@@ -127,111 +92,7 @@ def batch_bytes(tokens: int, *, machine: Machine = "gpu", shards: int = 1, accum
     return found
 
 
-# --- the shard ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Letters:
-    """What the formulas are made of; see above."""
-
-    n: int
-    v: int
-    o: int
-    h: int
-    R: int
-    held: int
-    """R with the rows that only pad the matrix."""
-    P: int
-    e: int
-    a: int
-    q: int
-    k: int
-    c: int
-    """Tokens whose embedding rows are here."""
-    start: int
-    """First row of the shard."""
-    machine: Machine
-    options: LossOptions
-    bias: bool
-
-    @classmethod
-    def of(cls, shape: VocabularyShape, shard: Shard, shards: int, share: float | None, machine: Machine) -> Letters:
-        n = shape.sequences * shape.tokens
-        v = shape.sequences * (shape.tokens - 1) if shape.labelled is None else shape.labelled
-        part = shard.tokens / shape.rows if share is None else share
-        a = 8 if shape.element == 8 else 4
-        return cls(
-            n=n,
-            v=v,
-            o=round(v * part) if shard.tokens else 0,
-            h=shape.hidden_size,
-            R=shard.tokens,
-            held=shard.rows,
-            P=shards,
-            e=shape.element,
-            a=a,
-            q=shape.element,
-            k=shape.options.statistics,
-            c=round(n * part),
-            start=shard.start,
-            machine=machine,
-            options=shape.options,
-            bias=shape.bias,
-        )
-
-    @property
-    def reuses(self) -> bool:
-        """Large tensors of S and T are handed on instead of given back."""
-        return self.machine != "gpu"
-
-    @property
-    def keeps(self) -> bool:
-        return self.options.keep == "probabilities"
-
-    @property
-    def b(self) -> int:
-        """Tokens per block, as `output.py` has it."""
-        given = self.options.rows_per_block
-        least = 1024 if self.keeps and self.e == self.a else 256
-        block = max(least, BLOCK_LOGITS // max(1, self.R) // 256 * 256) if given is None else given
-        return max(1, min(block, self.v))
-
-    @property
-    def needs_derivative(self) -> bool:
-        return self.options.soft_cap is not None and self.options.label_smoothing > 0
-
-    @property
-    def slow(self) -> bool:
-        """Products are made in fp32, in slices of the vocabulary."""
-        return self.machine == "cpu without bf16" and self.e != self.a
-
-    @property
-    def narrow(self) -> bool:
-        """Results of products are bf16 tensors."""
-        return self.machine == "cpu" and self.e != self.a
-
-    # --- temporaries of the three products ----------------------------------------------------------------------
-
-    def of_logits(self) -> int:
-        """X W^T, of one block."""
-        if not self.slow:
-            return 0
-        r = min(self.R, SLICE_ROWS)
-        return self.a * (self.b * self.h + r * self.h + self.b * r)
-
-    def of_hidden(self, tokens: int) -> int:
-        """E W."""
-        if self.slow:
-            r = min(self.R, SLICE_ROWS)
-            return self.a * r * (tokens + self.h)
-        return tokens * self.h * self.e if self.narrow else 0
-
-    def of_weight(self) -> int:
-        """E^T (r X), beside r X itself."""
-        r = min(self.R, SLICE_ROWS)
-        if self.slow:
-            return self.a * self.v * (self.h + r)
-        return r * self.h * self.q if self.narrow else 0
+# --- E, G, S, C and T ---------------------------------------------------------------------------------------------
 
 
 def _left(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
@@ -240,11 +101,10 @@ def _left(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
         return VocabularyBytes(stored=_indices(x) + _copied_hidden(x))
     exponentials = x.n * x.R * x.q * (2 if x.needs_derivative else 1) if x.keeps else 0
     product = x.v * x.h * x.a * (2 if x.needs_derivative else 1) if one_barrier else 0
-    rooms = 0 if x.keeps else x.b * x.R * x.q
-    if x.q != x.a:
-        rooms += x.b * x.R * x.a
-    if x.options.soft_cap is not None:
-        rooms += x.b * x.R * x.a
+    room = x.b * x.R
+    if x.reuses and not x.keeps:  # the same is enough for T
+        room = max(room, x.v * x.again)
+    rooms = room * x.of_room
     maximum = x.v * x.a
     return VocabularyBytes(
         stored=_indices(x) + _copied_hidden(x) + maximum + exponentials + product,
@@ -313,7 +173,7 @@ def _second_half(x: Letters, *, makes_hidden_gradient: bool) -> int:
     of_weight = max(cast, scaled + x.of_weight())
     of_targets = x.o * (x.a + x.h * (x.e + x.a))
     kept = others + product
-    rooms = 0 if x.keeps else x.v * min(x.R, SLICE_ROWS) * (x.q + (x.a if x.q != x.a else 0))
+    rooms = 0 if x.keeps or x.reuses else x.v * x.again * x.of_room
     peak = rooms + max(kept + of_weight, kept + (x.of_hidden(x.v) if makes_hidden_gradient else 0))
     peak = max(peak, kept + of_targets)
     return max(peak, kept + _hidden_gradient(x)) if makes_hidden_gradient else peak

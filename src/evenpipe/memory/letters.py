@@ -1,0 +1,161 @@
+"""The letters that the bytes of the vocabulary layers are made of, for one shard and one microbatch.
+
+n  tokens of a microbatch      v  those that have a label      o  those whose label this shard owns
+h  hidden size                 R  rows of the shard            P  shards
+e  bytes of hidden states      a  of accumulators (4, or 8 for fp64)      q  of stored exponentials
+k  statistics per token        b  tokens per block of logits   c  tokens whose embedding rows are here
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from evenpipe.vocabulary import LossOptions, Shard
+from evenpipe.vocabulary.output import BLOCK_LOGITS
+from evenpipe.vocabulary.products import SLICE_ROWS
+
+Machine = Literal["gpu", "cpu", "cpu without bf16"]
+""""gpu": products write into their accumulators, and the allocator hands memory on; "cpu": bf16 products have bf16
+results; "cpu without bf16": they are made in fp32, piece by piece."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyShape:
+    """One model's vocabulary layers and one microbatch."""
+
+    rows: int
+    """Of the embedding and of the output layer, whole."""
+    hidden_size: int
+    sequences: int
+    """Of a microbatch."""
+    tokens: int
+    """Of one sequence, those on this GPU."""
+    labelled: int | None = None
+    """Tokens of a microbatch that have a label; None: all but the last of each sequence."""
+    element: int = 2
+    """Bytes of hidden states."""
+    gradient_element: int = 4
+    """Bytes of the gradients of parameters."""
+    options: LossOptions = field(default_factory=LossOptions)
+    bias: bool = False
+    """The output layer has one."""
+    tied: bool = False
+    """The output layer's matrix is the embedding's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Letters:
+    """What the formulas are made of; see above."""
+
+    n: int
+    v: int
+    o: int
+    h: int
+    R: int
+    held: int
+    """R with the rows that only pad the matrix."""
+    P: int
+    e: int
+    a: int
+    q: int
+    k: int
+    c: int
+    """Tokens whose embedding rows are here."""
+    start: int
+    """First row of the shard."""
+    machine: Machine
+    options: LossOptions
+    bias: bool
+
+    @classmethod
+    def of(cls, shape: VocabularyShape, shard: Shard, shards: int, share: float | None, machine: Machine) -> Letters:
+        n = shape.sequences * shape.tokens
+        v = shape.sequences * (shape.tokens - 1) if shape.labelled is None else shape.labelled
+        part = shard.tokens / shape.rows if share is None else share
+        a = 8 if shape.element == 8 else 4
+        return cls(
+            n=n,
+            v=v,
+            o=round(v * part) if shard.tokens else 0,
+            h=shape.hidden_size,
+            R=shard.tokens,
+            held=shard.rows,
+            P=shards,
+            e=shape.element,
+            a=a,
+            q=shape.element,
+            k=shape.options.statistics,
+            c=round(n * part),
+            start=shard.start,
+            machine=machine,
+            options=shape.options,
+            bias=shape.bias,
+        )
+
+    @property
+    def reuses(self) -> bool:
+        """Large tensors of S and T are handed on instead of given back."""
+        return self.machine != "gpu"
+
+    @property
+    def keeps(self) -> bool:
+        return self.options.keep == "probabilities"
+
+    @property
+    def b(self) -> int:
+        """Tokens per block, as `output.py` has it."""
+        given = self.options.rows_per_block
+        least = 1024 if self.keeps and self.e == self.a else 256
+        block = max(least, BLOCK_LOGITS // max(1, self.R) // 256 * 256) if given is None else given
+        return max(1, min(block, self.v))
+
+    @property
+    def again(self) -> int:
+        """Columns of the vocabulary at a time, where T computes the logits again."""
+        return min(self.R, max(256, BLOCK_LOGITS // max(1, self.v) // 256 * 256))
+
+    @property
+    def of_room(self) -> int:
+        """Bytes per logit of the memory that logits are made in, beside exponentials that are kept."""
+        size = 0 if self.keeps else self.q
+        if self.q != self.a:
+            size += self.a
+        return size + (self.a if self.options.soft_cap is not None else 0)
+
+    @property
+    def needs_derivative(self) -> bool:
+        return self.options.soft_cap is not None and self.options.label_smoothing > 0
+
+    @property
+    def slow(self) -> bool:
+        """Products are made in fp32, in slices of the vocabulary."""
+        return self.machine == "cpu without bf16" and self.e != self.a
+
+    @property
+    def narrow(self) -> bool:
+        """Results of products are bf16 tensors."""
+        return self.machine == "cpu" and self.e != self.a
+
+    # --- temporaries of the three products ----------------------------------------------------------------------
+
+    def of_logits(self) -> int:
+        """X W^T, of one block."""
+        if not self.slow:
+            return 0
+        r = min(self.R, SLICE_ROWS)
+        return self.a * (self.b * self.h + r * self.h + self.b * r)
+
+    def of_hidden(self, tokens: int) -> int:
+        """E W."""
+        if self.slow:
+            r = min(self.R, SLICE_ROWS)
+            return self.a * r * (tokens + self.h)
+        return tokens * self.h * self.e if self.narrow else 0
+
+    def of_weight(self) -> int:
+        """E^T (r X), beside r X itself."""
+        r = min(self.R, SLICE_ROWS)
+        if self.slow:
+            return self.a * self.v * (self.h + r)
+        return r * self.h * self.q if self.narrow else 0
