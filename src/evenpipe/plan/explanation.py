@@ -159,7 +159,7 @@ class Explanation:
 
     def _gains(self) -> Iterator[str]:
         """A table of what there is instead."""
-        rows = [
+        rows: list[tuple[str, ...]] = [
             ("schedule", "vocabulary", "step", "speed", "bubble", "busiest/mean", "fullest", "emptiest", "again", "")
         ]
         for one in self.all:
