@@ -250,6 +250,25 @@ def test_configs_that_are_refused(what, config, text) -> None:
     assert "\n" not in str(caught.value)
 
 
+class WithAdapter(nn.Linear):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, bias=False)
+        self.adapter = nn.Linear(base.in_features, base.out_features, bias=False)
+
+
+def test_a_live_model_with_modules_put_in_by_hand_is_refused() -> None:
+    """Stages would be built without them."""
+    model = whole_model(tiny_config("llama"))
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = WithAdapter(attention.q_proj)
+    text = r"parameter model.layers.1.self_attn.q_proj.adapter.weight is of the shape \(\d+, \d+\), and missing in"
+    with pytest.raises(InputError, match=text):
+        describe(model)
+    attention.q_proj = nn.Sequential(attention.q_proj)
+    with pytest.raises(InputError, match=r"parameter model.layers.1.self_attn.q_proj.0.weight"):
+        describe(model)
+
+
 def test_sources_that_are_no_model(tmp_path) -> None:
     with pytest.raises(InputError, match=r"use Pipeline.from_modules"):
         describe(nn.Linear(3, 3))

@@ -472,7 +472,9 @@ BAD_STEPS = {
     "labels: [2, 3]": {"input_ids": IDS, "labels": IDS[:, :3]},
     "padding on the right": {"input_ids": IDS, "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])},
     "position_ids: from -1 to -1, expected at least 0": {"input_ids": IDS, "position_ids": IDS - 1},
-    "not finite": {"input_ids": IDS, "token_weights": torch.full((2, 4), float("nan"))},
+    "rows of ones followed by zeros": {"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 1, 0.5]] * 2)},
+    "not a finite number": {"input_ids": IDS, "token_weights": torch.full((2, 4), float("nan"))},
+    "token_weights: holds -1, expected 0 or more": {"input_ids": IDS, "token_weights": IDS - 1.0},
 }
 
 
@@ -514,6 +516,9 @@ def test_inputs_that_the_model_does_not_take() -> None:
     run_processes(bad_extras, 2)
 
 
+NO_GPU = {"torch_device: 'cuda', but torch finds no GPU": {"mode": "vocab-2", "torch_device": "cuda"}}
+
+
 def bad_pipelines() -> None:
     for text, options in {
         "did you mean 'vocab-2'": {"mode": "vocab2"},
@@ -528,6 +533,8 @@ def bad_pipelines() -> None:
             "schedule": Order.from_csv("0F0,0F1,0O0,0L0,0B0,0B1\n1F0,1B0,1F1,1B1"),
         },
         "torch_device: 'gpu'": {"mode": "vocab-2", "torch_device": "gpu"},
+        **({} if torch.cuda.is_available() else NO_GPU),
+        "timeout_seconds: 0": {"mode": "vocab-2", "timeout_seconds": 0},
         "max_norm: 0": {"mode": "vocab-2"},
     }.items():
         with pytest.raises(InputError) as caught:

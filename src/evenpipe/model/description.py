@@ -171,6 +171,8 @@ def _describe(
     embedding_module, head_module = module_name(skeleton, embedding), module_name(skeleton, head)
 
     _check_sharing(architecture, skeleton, {id(embedding.weight), id(head.weight)})
+    if live is not None:
+        _check_parameters(architecture, live, skeleton)
 
     quiet = copy.deepcopy(config)
     without_router_loss(quiet)
@@ -227,6 +229,24 @@ def _check_sharing(architecture: str, skeleton: nn.Module, vocabulary: set[int])
         other = names.setdefault(id(parameter), name)
         if other != name and id(parameter) not in vocabulary:
             raise uncuttable(architecture, f"its parameters {other} and {name} are one tensor")
+
+
+def _check_parameters(architecture: str, live: nn.Module, skeleton: nn.Module) -> None:
+    """Stages are built anew from the config: what a caller has put into a live model would be left out of them."""
+    held, known = (
+        {name: tuple(one.shape) for name, one in model.named_parameters(remove_duplicate=False)}
+        for model in (live, skeleton)
+    )
+    for name in (*held, *known):
+        if held.get(name) != known.get(name):
+            raise InputError(
+                f"model: its parameter {name} is {_shape(held.get(name))}, and {_shape(known.get(name))} in a"
+                f" {architecture} built from its config; modules put in by hand cannot be cut into stages."
+            )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else f"of the shape {shape}"
 
 
 def check_ends(architecture: str, embedding: nn.Module | None, head: nn.Module | None) -> None:

@@ -140,11 +140,14 @@ def check(inputs: Inputs, *, microbatches: int, model: Description) -> None:
             f"position_ids: from {int(position_ids.min())} to {int(position_ids.max())}, expected {accepted}"
         )
     if attention_mask is not None:
-        mask = attention_mask.to(torch.int64)
-        if bool(((mask != 0) & (mask != 1)).any()) or bool((mask[:, 1:] > mask[:, :-1]).any()):
+        is_one = attention_mask == 1
+        if not bool((is_one | (attention_mask == 0)).all()) or bool((is_one[:, 1:] > is_one[:, :-1]).any()):
             raise InputError("attention_mask: expected rows of ones followed by zeros (padding on the right)")
-    if token_weights is not None and not bool(torch.isfinite(token_weights).all()):
-        raise InputError("token_weights: holds a value that is not finite")
+    if token_weights is not None:
+        if token_weights.is_complex() or not bool(torch.isfinite(token_weights).all()):
+            raise InputError("token_weights: holds a value that is not a finite number")
+        if bool((token_weights < 0).any()):
+            raise InputError(f"token_weights: holds {token_weights.min().item():g}, expected 0 or more: a mean is made")
 
 
 def distribute(

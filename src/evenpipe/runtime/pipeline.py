@@ -134,6 +134,8 @@ class Pipeline:
         self.torch_device = worker.torch_device if torch_device is None else _torch_device(torch_device)
         if microbatches is not None:
             _positive("microbatches", microbatches)
+        if not isinstance(timeout_seconds, (int, float)) or not timeout_seconds > 0:
+            raise InputError(f"timeout_seconds: {timeout_seconds!r}, expected a number above 0")
         given = read_schedule(schedule, self.devices, microbatches, schedule_options)
         self.microbatches = given.microbatches
         self._compute_dtype = _compute_dtype(parameter_dtype, compute_dtype, self.torch_device)
@@ -612,9 +614,12 @@ class Pipeline:
 
 def _torch_device(given: torch.device | str) -> torch.device:
     try:
-        return torch.device(given)
+        found = torch.device(given)
     except RuntimeError:
         raise InputError(f"torch_device: {given!r} is not a device of torch, expected 'cpu' or 'cuda'") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"torch_device: {str(given)!r}, but torch finds no GPU here, expected 'cpu'")
+    return found
 
 
 def _compute_dtype(parameter: torch.dtype, given: torch.dtype | None, torch_device: torch.device) -> torch.dtype:
