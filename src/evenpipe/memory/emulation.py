@@ -70,16 +70,16 @@ def emulated(stage: nn.Module, kernels: Kernels) -> Iterator[None]:
 def _replaced(module: Any, kernels: Kernels) -> dict[str, Any]:
     """Attributes of a module that are others with these kernels."""
     if kernels.norm == "fused" and is_norm(module):
-        return {"forward": lambda hidden: _Norm.apply(hidden, module.weight, getattr(module, "bias", None))}
+        return {"forward": lambda hidden: _apply(_Norm, hidden, module.weight, getattr(module, "bias", None))}
     if kernels.activation == "fused":
         if _holds(module, GATE_NAMES):
-            return {"forward": lambda x: module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x)))}
+            return {"forward": lambda x: module.down_proj(_apply(_Gate, module.gate_proj(x), module.up_proj(x)))}
         if _holds(module, PACKED_GATE_NAMES):
-            return {"forward": lambda x: module.down_proj(_PackedGate.apply(module.gate_up_proj(x)))}
+            return {"forward": lambda x: module.down_proj(_apply(_PackedGate, module.gate_up_proj(x)))}
         if type(module).__module__ in ACTIVATIONS:
-            return {"forward": _Activation.apply}
+            return {"forward": lambda x: _apply(_Activation, x)}
     if kernels.weight_gradient == "fused" and type(module) is nn.Linear:
-        return {"forward": lambda x: _Linear.apply(x, module.weight, module.bias)}
+        return {"forward": lambda x: _apply(_Linear, x, module.weight, module.bias)}
     return {}
 
 
@@ -109,6 +109,11 @@ def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 # --- functions --------------------------------------------------------------------------------------------------------
+
+
+def _apply(function: type[torch.autograd.Function], *given: Any) -> Any:
+    apply: Any = function.apply
+    return apply(*given)
 
 
 class _Norm(torch.autograd.Function):
@@ -173,7 +178,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def _rotate(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, *_: Any, **__: Any) -> Any:
-    return _Rotary.apply(query, key, cosine, sine)
+    return _apply(_Rotary, query, key, cosine, sine)
 
 
 def _heads(like: Tensor) -> Tensor:
@@ -219,7 +224,7 @@ def _flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: A
     """A kernel that knows windows, caps and grouped heads by itself."""
     if _in_rows(query) and value.shape[-1] == query.shape[-1] <= 256:  # what sdpa gives to its kernel as it is
         return sdpa_attention_forward(module, query, key, value, None, scaling=1.0)
-    return _Attention.apply(query, key, value, None).transpose(1, 2).contiguous(), None
+    return _apply(_Attention, query, key, value, None).transpose(1, 2).contiguous(), None
 
 
 def _in_rows(query: Tensor) -> bool:
@@ -246,7 +251,7 @@ class _PackedProjections:
         def forward(hidden: Tensor) -> Tensor:
             if name not in self._ready:
                 weights = [layer.weight for layer in self._layers.values()]
-                packed = _PackedLinear.apply(hidden, *weights)
+                packed = _apply(_PackedLinear, hidden, *weights)
                 self._ready = dict(zip(QUERY_NAMES, packed.split(self._sizes, -1), strict=True))
             return self._ready.pop(name)
 

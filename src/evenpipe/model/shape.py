@@ -91,18 +91,6 @@ class LayerShape:
     dropout: bool = False
     """Something is dropped at random while training."""
 
-    @property
-    def matrices(self) -> dict[str, int]:
-        """Elements of each matrix: query, key, value, output, gate, up, down; packed ones in their parts."""
-        hidden = self.hidden_size
-        found = {
-            "query": hidden * self.heads * self.query_size,
-            "key": hidden * self.key_value_heads * self.query_size,
-            "value": hidden * self.key_value_heads * self.value_size,
-            "output": hidden * self.heads * self.value_size,
-        }
-        return found | dict.fromkeys((("gate",) if self.gated else ()) + ("up", "down"), hidden * self.mlp_size)
-
 
 def layer_shapes(description: Description) -> tuple[LayerShape, ...]:
     """The shape of every layer.
@@ -271,7 +259,7 @@ def _query_key_norm(attention: nn.Module, size: int) -> Literal["none", "head", 
     norm = attention._modules.get("q_norm", attention._modules.get("q_layernorm"))
     if norm is None:
         return "none"
-    return "head" if norm.weight.shape[0] == size else "whole"  # type: ignore[index,union-attr]
+    return "head" if norm.weight.shape[0] == size else "whole"  # type: ignore[index]
 
 
 def _rotates(config: Any, index: int, kind: str | None) -> bool:
