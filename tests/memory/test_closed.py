@@ -48,6 +48,10 @@ def test_agrees_with_the_trace(family, kernels, case):
     if kernels == "packed":  # the trace packs products that the queue does not see
         return
     assert ours.queued == traced.queued
-    compared = set(PASSES + (WITH_R if recompute else ())) - set(LOOSE.get((family, kernels), ()))
+    loose = LOOSE.get((family, kernels), ())
+    dtype, _, sequence = case
+    for name in loose:
+        assert 0 <= getattr(ours, name) - getattr(traced, name) <= 2 * sequence * 16 * dtype.itemsize
+    compared = set(PASSES + (WITH_R if recompute else ())) - set(loose)
     found = {name: (getattr(ours, name), getattr(traced, name)) for name in compared}
     assert {name: pair for name, pair in found.items() if pair[0] != pair[1]} == {}

@@ -4,6 +4,7 @@ import pytest
 from families import NAMED, tiny_config
 
 from evenpipe.errors import InputError
+from evenpipe.memory.closed import ClosedForms
 from evenpipe.memory.kernels import PRESETS
 from evenpipe.memory.layers import layer_bytes
 from evenpipe.model import describe
@@ -174,7 +175,10 @@ def test_unknown_type_is_named():
 
 
 def test_what_has_no_closed_form_is_refused():
-    shape = layer_shapes(describe(tiny_config("gpt2", resid_pdrop=0.1)))[0]
+    dropped = describe(tiny_config("gpt2", resid_pdrop=0.1))
+    with pytest.raises(InputError, match="dropout"):
+        ClosedForms(dropped)
+    shape = layer_shapes(dropped)[0]
     sizes = {"tokens": 8, "sequence": 8, "element": 4}
     with pytest.raises(InputError, match="dropout"):
         layer_bytes(shape, PRESETS["fused"], **sizes)

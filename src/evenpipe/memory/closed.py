@@ -18,7 +18,7 @@ from evenpipe.memory.blocks import Block
 from evenpipe.memory.bytes import StageBytes
 from evenpipe.memory.cut import Sizes, sizes_of
 from evenpipe.memory.kernels import PRESETS, Kernels
-from evenpipe.memory.layers import LayerBytes, given, layer_bytes
+from evenpipe.memory.layers import LayerBytes, check_has_closed_form, given, layer_bytes
 from evenpipe.memory.sketch import Tape, held
 from evenpipe.memory.stretches import Stretch, joined
 from evenpipe.model import Description
@@ -33,11 +33,13 @@ class ClosedForms:
     """The stages of one model; what `traced.StageTracer` finds by running them.
 
     Raises:
-        InputError: a model type that is not known in closed form.
+        InputError: a model that is not known in closed form: by its type, or since it has dropout.
     """
 
     def __init__(self, description: Description) -> None:
         self.shapes = layer_shapes(description)
+        for shape in set(self.shapes):
+            check_has_closed_form(shape)
         self._start = start_of(description)
 
     def stage(

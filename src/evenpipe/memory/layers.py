@@ -92,6 +92,14 @@ class LayerBytes:
         return self.saved + (self.input if self.saves_input else 0)
 
 
+def check_has_closed_form(shape: LayerShape) -> None:
+    """Raises InputError for a layer that can only be traced: a mixture of experts, or one with dropout."""
+    if shape.experts:
+        raise InputError(f"experts: {shape.experts} in a layer, whose bytes depend on the routing, expected 0.")
+    if shape.dropout:
+        raise InputError("dropout: it is not 0 in this model's config, and its masks are not known in closed form.")
+
+
 @lru_cache(maxsize=4096)
 def layer_bytes(
     shape: LayerShape,
@@ -119,10 +127,7 @@ def layer_bytes(
     """
     if checkpointing not in REGIONS:
         raise InputError(f"checkpointing: {checkpointing!r}, expected one of {', '.join(REGIONS)}.")
-    if shape.experts:
-        raise InputError(f"experts: {shape.experts} in a layer, whose bytes depend on the routing, expected 0.")
-    if shape.dropout:
-        raise InputError("dropout: it is not 0 in this model's config, and its masks are not known in closed form.")
+    check_has_closed_form(shape)
     sizes = sizes_of(
         shape,
         tokens=tokens,
