@@ -1,8 +1,8 @@
-"""Runs what docs/schedules.md shows, and writes what it prints into the page.
+"""Runs what pages of docs/ show, and writes what it prints into them.
 
     python docs/outputs.py
 
-Blocks of the page are taken in turn, in one folder: `csv NAME` and `toml NAME` are files (the latter one of the
+Blocks of a page are taken in turn, in one folder: `csv NAME` and `toml NAME` are files (the latter one of the
 repository's), `sh` are commands, `python` programs, and `text` is what the commands and programs since the last `text`
 have printed. A test runs everything again and compares.
 """
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FILE = ROOT / "docs" / "schedules.md"
+FILES = (ROOT / "docs" / "schedules.md", ROOT / "docs" / "memory.md")
 BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -54,5 +54,6 @@ def render(page: str, folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as temporary:
-        FILE.write_text(render(FILE.read_text(encoding="utf-8"), Path(temporary)), encoding="utf-8")
+    for file in FILES:
+        with tempfile.TemporaryDirectory() as temporary:
+            file.write_text(render(file.read_text(encoding="utf-8"), Path(temporary)), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -89,16 +90,17 @@ def test_the_schedule_commands_of_the_readme(tmp_path: Path) -> None:
     run([*evenpipe, "check", "best.csv"], tmp_path)
 
 
-def test_what_the_page_on_schedules_shows_is_what_its_commands_print(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["schedules.md", "memory.md"])
+def test_what_a_page_shows_is_what_its_commands_print(name: str, tmp_path: Path) -> None:
     pytest.importorskip("ortools")
     sys.path.insert(0, str(ROOT / "docs"))
     try:
-        from outputs import FILE, render
+        from outputs import FILES, render
     finally:
         sys.path.pop(0)
-    page = FILE.read_text(encoding="utf-8")
+    (file,) = (file for file in FILES if file.name == name)
+    page = file.read_text(encoding="utf-8")
     assert render(page, tmp_path) == page, "run python docs/outputs.py"
-    assert (tmp_path / "step.html").is_file()
 
 
 def test_the_page_on_schedules_has_every_name() -> None:
@@ -121,10 +123,11 @@ def test_the_programs_of_the_readme(number: int, tmp_path: Path) -> None:
     run([sys.executable, str(program)], tmp_path)
 
 
-def test_the_picture_is_what_the_schedule_code_does() -> None:
+@pytest.mark.parametrize("name", ["picture", "memory_picture"])
+def test_pictures_are_what_the_code_draws(name: str) -> None:
     sys.path.insert(0, str(ROOT / "docs"))
     try:
-        from picture import FILE, draw
+        module = importlib.import_module(name)
     finally:
         sys.path.pop(0)
-    assert FILE.read_text(encoding="utf-8") == draw(), "run python docs/picture.py"
+    assert module.FILE.read_text(encoding="utf-8") == module.draw(), f"run python docs/{name}.py"

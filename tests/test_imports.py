@@ -10,8 +10,8 @@ import pytest
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "evenpipe"
 
 # room -> rooms of ours that it may import. `errors` (two exception classes) is open to all. `interop` turns what others
-# write into orders and programs, and knows nothing but `schedule`; so `runtime` takes torch's schedules from it. `memory`
-# traces the very stages that `runtime` will run.
+# write into orders and programs, and knows nothing but `schedule`; so `runtime` takes torch's schedules from it.
+# `memory` traces the very stages that `runtime` will run.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "schedule": set(),

@@ -44,8 +44,8 @@ def problem(config: object, gpus: int, kernels: str = "fused", **options: int) -
 
 
 def test_the_output_layer_in_layers() -> None:
-    """Llama 3 8B: 128256 x 4096 over the 218 112 000 parameters of a layer. In time about the same: a layer has attention
-    and norms beside its matrices, the output layer has the loss."""
+    """Llama 3 8B: 128256 x 4096 over the 218 112 000 parameters of a layer. In time about the same: a layer has
+    attention and norms beside its matrices, the output layer has the loss."""
     found = explain(problem(LLAMA_3_8B, 8), "llama", pp=8)
     assert found.matrix_layers == pytest.approx(128256 * 4096 / 218_112_000, rel=1e-6)
     assert found.head_layers == pytest.approx(found.matrix_layers, rel=0.2)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from evenpipe.cli.schedule_arguments import add_json, numbers, refuse_too_large
 from evenpipe.errors import InputError
+
+if TYPE_CHECKING:
+    from evenpipe.memory.estimate import Estimate
 
 SEQUENCE = 4096
 """Tokens, where nothing is said and the model takes as many."""
@@ -87,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare-to-paper", action="store_true", help="the formula of arXiv 2411.06465 beside this estimate"
     )
+    parser.add_argument("-o", "--output", metavar="FILE.svg", help="what each device holds, as a picture too")
     add_json(parser)
     parser.epilog = (
         "Memory of every device at the moment when it is fullest, from the config alone. Tensors are counted one by\n"
@@ -108,6 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
     from evenpipe.memory.sizes import parse_size
     from evenpipe.memory.states import ELEMENT_BYTES, Dtypes
 
+    if arguments.output is not None:
+        _check_output(arguments.output)
     memory = None if arguments.gpu_memory is None else parse_size(arguments.gpu_memory, "--gpu-memory")
     hardware = None if arguments.hardware is None else find_hardware(arguments.hardware)
     parallelism = Parallelism(
@@ -162,6 +170,8 @@ def run(arguments: argparse.Namespace) -> int:
             stages_per_device=stages,
             gradient_bytes=ELEMENT_BYTES[dtypes.gradients],
         )
+    if arguments.output is not None:
+        _draw(found, arguments)
     if arguments.json:
         values = {"model": arguments.model, **found.to_dict()}
         if paper is not None:
@@ -169,7 +179,29 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(values), flush=True)
     else:
         print(estimate_report.text(description, found, paper), flush=True)
+        if arguments.output is not None:
+            print(f"wrote {arguments.output}", flush=True)
     return 1 if found.verdict == "does not fit" else 0
+
+
+def _check_output(name: str) -> None:
+    """Raise InputError, before anything is computed, where the picture could not be written."""
+    from evenpipe.draw import check_file
+
+    if not name.endswith(".svg"):
+        raise InputError(f"--output is '{name}', but the name of the picture must end in .svg")
+    check_file(name)
+
+
+def _draw(found: Estimate, arguments: argparse.Namespace) -> None:
+    from evenpipe.draw import Bars, bars_svg
+
+    bars = Bars(f"{found.schedule}, {found.vocabulary}", tuple(device.terms for device in found.devices))
+    text = bars_svg([bars], title=f"Memory of every device: {arguments.model}", limit=found.memory)
+    try:
+        Path(arguments.output).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"'{arguments.output}' cannot be written: {error.strerror}") from None
 
 
 def _layers(text: str | None) -> list[int] | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from evenpipe.errors import InputError
 
 from .axis import round_step
-from .canvas import FAINT, Canvas, n, text_width
+from .canvas import FAINT, TEXT, Canvas, n, text_width
 from .figures import bytes_text
 
 COLOURS = ("#3e70d4", "#98dfc3", "#a3980c", "#54ad8b", "#f8bb2d", "#74249c", "#cc3f16", "#a4abb8", "#444b5c")
@@ -64,7 +64,7 @@ def bars_svg(groups: Sequence[Bars], *, title: str = "", width: int = 1000, limi
             canvas.text(x + 6, top + 13, bytes_text(group.totals[device]), 11, fill=FAINT)
             top += _HEIGHT + _GAP
     if limit is not None:
-        canvas.path(f"M{n(_LEFT + limit * scale)} {n(body)}V{n(top)}", "#cc3f16")
+        canvas.path(f"M{n(_LEFT + limit * scale)} {n(body)}V{n(top)}", TEXT)
     top = _axis(canvas, top, most, scale, width - right)
     top = _legend(canvas, top, terms, width, limit)
     summary = "; ".join(f"{group.name}: {_figures(group)}" for group in groups)
@@ -90,7 +90,7 @@ def _axis(canvas: Canvas, top: float, most: float, scale: float, end: float) -> 
 def _legend(canvas: Canvas, top: float, terms: Sequence[str], width: float, limit: float | None) -> float:
     entries = list(zip(COLOURS, terms, strict=False))
     if limit is not None:
-        entries.append(("#cc3f16", f"line: {bytes_text(limit)} of a device"))
+        entries.append((TEXT, f"line: {bytes_text(limit)} of a device"))
     x = _LEFT
     for colour, text in entries:
         size = 20 + text_width(text, 12)
