@@ -121,12 +121,13 @@ class ByteCounter(TorchDispatchMode):
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # made of other tensors, as DTensor is: what it does with those comes here by itself
         result = operation(*args, **(kwargs or {}))
+        maker = "" if operation.is_view else operation  # what a view shows first was there before
         if isinstance(result, Tensor):
-            self._see(result, operation)
+            self._see(result, maker)
         elif isinstance(result, (tuple, list)):
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor):
-                    self._see(leaf, operation)
+                    self._see(leaf, maker)
         return result
 
     def _see(self, tensor: Tensor, operation: Any) -> int:

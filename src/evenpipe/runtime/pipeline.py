@@ -368,9 +368,12 @@ class Pipeline:
             record.clock = Conversion(before, read_clocks(groups.pipeline, self.torch_device))
         own = None if self._held.output is None else self._held.output.loss
         loss = self._shared_loss(own, weights_dtype)
+        router_loss = self._shared_router_loss()
         log_probabilities = [] if training else self._log_probabilities(batch, weights_dtype)
         if self._held.output is not None:
             self._held.output.clear()
+        if self._router_losses is not None:
+            self._router_losses.clear()
         return StepResult(
             batch.valid_tokens,
             time.perf_counter() - started,
@@ -378,7 +381,7 @@ class Pipeline:
             loss,
             log_probabilities,
             (batch.sequences, batch.sequence_length),
-            self._shared_router_loss(),
+            router_loss,
         )
 
     def _log_probabilities(self, batch: Batch, dtype: torch.dtype) -> list[Shared]:

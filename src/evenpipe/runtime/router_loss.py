@@ -53,6 +53,10 @@ class RouterLosses:
         self._last_stage = program.placement.stages - 1
         self._gradients = not program.forward_only
         self._values, self._take = values, take
+        self.clear()
+
+    def clear(self) -> None:
+        """Lets go of the last step's loss, and of what it was made from."""
         self._totals = self._gradient = self.value = None
 
     def before_forward(self, stage: int, index: int) -> None:
