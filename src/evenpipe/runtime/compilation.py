@@ -15,10 +15,11 @@ of the parameter would run in I.
 
 Compiled are the decoder layers, one by one; layers of one structure share what was compiled. Not compiled: the rest of
 the model's own forward (masks, rotary tables, what stands before and after the layers), the vocabulary layers and the
-loss, and W. A linear layer that is used several times, or on something else than all tokens, has its weight gradient in
-I. Checkpointing of a compiled layer is torch's own inside of the region: there it costs no host time, and the compiler
-leaves out what the backward does not need. Where torch.compile finds no single graph (experts that loop over their
-tokens), a layer without checkpointing is compiled in pieces, and one with it is not compiled, which is logged.
+loss, W, and the first forward whose backward is split: it shows how a layer uses its linear layers. One that is used
+several times, or on something else than all tokens, has its weight gradient in I. Checkpointing of a compiled layer is
+torch's own inside of the region: there it costs no host time, and the compiler leaves out what the backward does not
+need. Where torch.compile finds no single graph (experts that loop over their tokens), a layer without checkpointing is
+compiled in pieces, and one with it is not compiled, which is logged.
 """
 
 from __future__ import annotations
