@@ -110,6 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
             progress=progress,
         )
     cache.save()
+    if found.best is None and found.failed and all(one.fault for one in found.failed):
+        raise InputError(found.failed[0].fault)
     ranking = Ranking(found, arguments.best)
     if arguments.json:
         print(json.dumps(ranking.to_dict()), flush=True)

@@ -5,9 +5,10 @@ top is evaluated. As soon as no bound is below the time of the last plan that is
 better is left. So the result is that of an exhaustive search, but for two rules, the second one of experience:
 
     more sequences per microbatch never need less memory: where a configuration does not fit, larger ones are skipped
-    the least model parallelism that fits is the fastest (memory page, section 2): with the same sharding over replicas,
-    layouts with more than `MOST_MODEL_PARALLEL` times the GPUs per copy of the model of the smallest that fits are
-    skipped
+    what a schedule loses against its bound on one layout, it loses at least half of on another with as many devices
+
+That the least model parallelism that fits is the fastest (arXiv 2411.06465: within twice the least) is no rule here: it
+was found with 1F1B and whole vocabulary layers, and deep pipelines without either's bubbles beat it by 4 %.
 
 Evaluations run in processes, so many at a time whatever the number of processes: the result does not depend on it.
 """
@@ -35,8 +36,8 @@ from .evaluation_cache import EvaluationCache
 TOGETHER = 8
 """Configurations that are evaluated at the same time."""
 
-MOST_MODEL_PARALLEL = 2
-"""Times the least GPUs per copy of the model."""
+LOSS_SHARE = 0.5
+"""Of what a schedule lost on the layout where it lost least, what it is expected to lose on others."""
 
 WORTH = 0.995
 """A plan that cannot be better than this part of the time of the last one that is wanted is not looked for: pass times
@@ -118,7 +119,8 @@ class _Search:
         self.sharp: set[Configuration] = set()  # whose bound is that of `order_bound` already
         self.times: list[float] = []  # of the plans that fit, ascending
         self.best_of: dict[str, float] = {}  # by vocabulary mode
-        self.least: dict[int, int] = {}  # by level of sharding, GPUs per copy of the model that were enough
+        self.losses: dict[Any, float] = {}  # by schedule, mode and devices: least time over bound so far
+        self.bounds: dict[Configuration, float] = {}  # of what is being evaluated
         self.too_large: dict[Any, int] = {}  # by all but it, sequences per microbatch that do not fit
         for layout in layouts(problem, space):
             self.found.layouts += 1
@@ -132,8 +134,11 @@ class _Search:
         """Until nothing better can come."""
         while batch := self._next():
             limits = [self._limit_of(one) for one in batch]
-            for evaluation in self.cache.evaluated(batch, limits, evaluate_all):
+            for one, evaluation in zip(batch, self.cache.evaluated(batch, limits, evaluate_all), strict=True):
                 self._take(evaluation)
+                if evaluation.fits:
+                    key, loss = _family(one), evaluation.seconds / self.bounds.pop(one)
+                    self.losses[key] = min(loss, self.losses.get(key, loss))
             if progress is not None:
                 progress(self.found.evaluated, len(self.heap), self.times[0] if self.times else math.inf)
 
@@ -148,11 +153,11 @@ class _Search:
             if seconds >= self._horizon():
                 self.heap.clear()
             elif isinstance(node, Layout):
-                if not self._too_parallel(node):
-                    self._open(node)
-            elif seconds >= self._limit_of(node) or self._skip(node):
+                self._open(node)
+            elif seconds * self._loss(node) >= self._limit_of(node) or self._skip(node):
                 continue
             elif node in self.sharp:
+                self.bounds[node] = seconds
                 batch.append(node)
             else:
                 self.sharp.add(node)
@@ -168,16 +173,16 @@ class _Search:
         modes = self.space.vocabularies if self.each else ()
         return max([self._limit(), *(WORTH * self.best_of.get(mode, math.inf) for mode in modes)])
 
+    def _loss(self, one: Configuration) -> float:
+        """What its bound is to be multiplied with, by experience."""
+        return 1 + LOSS_SHARE * (self.losses.get(_family(one), 1.0) - 1)
+
     def _limit_of(self, one: Configuration) -> float:
         """The same for one configuration, which may be the first of its vocabulary mode."""
         mode = _mode(one)
         if not self.each or mode is None:
             return self._limit()
         return max(self._limit(), WORTH * self.best_of.get(mode, math.inf))
-
-    def _too_parallel(self, layout: Layout) -> bool:
-        least = self.least.get(layout.parallelism.zero)
-        return least is not None and layout.model_parallel > MOST_MODEL_PARALLEL * least
 
     def _open(self, layout: Layout) -> None:
         """Bounds of all configurations of a layout."""
@@ -191,7 +196,7 @@ class _Search:
 
     def _skip(self, one: Configuration) -> bool:
         size = self.too_large.get(_all_but_size(one))
-        return self._too_parallel(one.layout) or (size is not None and one.layout.microbatch_size >= size)
+        return size is not None and one.layout.microbatch_size >= size
 
     def _take(self, evaluation: Evaluation) -> None:
         found, one = self.found, evaluation.configuration
@@ -211,8 +216,6 @@ class _Search:
         mode = _mode(one)
         if mode is not None:
             self.best_of[mode] = min(evaluation.seconds, self.best_of.get(mode, math.inf))
-        zero = one.layout.parallelism.zero
-        self.least[zero] = min(one.layout.model_parallel, self.least.get(zero, one.layout.model_parallel))
 
 
 def head_layers(problem: Problem, layout: Layout) -> float:
@@ -227,6 +230,10 @@ def head_layers(problem: Problem, layout: Layout) -> float:
 def _mode(one: Configuration) -> str | None:
     """The vocabulary mode of a pipeline; a single device has none."""
     return one.vocabulary if one.layout.parallelism.pp > 1 else None
+
+
+def _family(one: Configuration) -> Any:
+    return one.schedule, one.options, one.vocabulary, one.layout.parallelism.pp
 
 
 def _all_but_size(one: Configuration) -> Any:

@@ -27,6 +27,7 @@ from evenpipe.model.description import Description
 from evenpipe.model.flops import head_flops, layer_flops
 from evenpipe.schedule import MODES, SCHEDULES, Order, Placement, even_split, generate, split_by_cost
 from evenpipe.schedule.passes import Kind
+from evenpipe.schedule.planning import BARRIERS
 from evenpipe.schedule.registry import options_of
 
 LEAST = "least"
@@ -297,15 +298,20 @@ def configurations(problem: Problem, space: Space, layout: Layout, head_layers: 
     devices = layout.parallelism.pp
     schedules = space.schedules if devices > 1 else space.schedules[:1]
     modes = space.vocabularies if devices > 1 else space.vocabularies[:1]
-    seen: set[Configuration] = set()
+    seen: set[tuple[Any, ...]] = set()
     for schedule, options in _schedules(schedules, space, problem.layers, devices):
         shape = shape_of(schedule, options, devices)
         if shape is None or shape.placement.stages > problem.layers:
             continue
         for mode in modes:
             for split in splits(problem.layers, shape.placement, mode, round(head_layers, 2)):
+                # Modes with whole vocabulary layers differ in their splits only.
+                key = (schedule, options, split, mode if BARRIERS[mode] else "")
+                if key in seen:
+                    continue
+                seen.add(key)
                 for policy in space.checkpointing:
-                    one = Configuration(
+                    yield Configuration(
                         layout=layout,
                         schedule=schedule,
                         options=options,
@@ -313,9 +319,6 @@ def configurations(problem: Problem, space: Space, layout: Layout, head_layers: 
                         layers_per_stage=split,
                         checkpointing=(policy,),
                     )
-                    if one not in seen:
-                        seen.add(one)
-                        yield one
 
 
 def _schedules(names: Sequence[str], space: Space, layers: int, devices: int) -> Iterator[tuple[str, Options]]:

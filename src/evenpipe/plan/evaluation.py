@@ -151,7 +151,7 @@ def layer_times(problem: Problem, layout: Layout) -> tuple[LayerTime, ...]:
     found: tuple[LayerTime, ...] | None = problem.known.get(layout)
     if found is None:
         setting = problem.setting(layout)
-        times = {id(work): layer_time(work, setting) for work in problem.works}
+        times = {id(work): layer_time(work, setting) for work in problem.kinds}
         found = problem.known[layout] = tuple(times[id(work)] for work in problem.works)
     return found
 

@@ -108,12 +108,17 @@ def in_flight(
 ) -> InFlight:
     """Of a schedule's order for equal stages. With the costs of a model some generators hold as much, arranged
     otherwise."""
-    order = generate(schedule, devices, microbatches, **dict(options))
+    order = _equal_order(schedule, options, devices, microbatches)
     rows = [list(order.passes(device)) for device in range(devices)]
     return InFlight(
         tuple(int(peak_activations(row)) for row in rows),
         tuple(_moments(row, layers_per_stage) for row in rows),
     )
+
+
+@lru_cache(maxsize=64)
+def _equal_order(schedule: str, options: Options, devices: int, microbatches: int) -> Order:
+    return generate(schedule, devices, microbatches, **dict(options))
 
 
 def _moments(row: list[Pass], layers_per_stage: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
@@ -136,11 +141,11 @@ def _moments(row: list[Pass], layers_per_stage: tuple[int, ...]) -> tuple[tuple[
                 waiting -= layers
                 queued += layers if part.kind is Kind.I else 0
             seen.add((waiting, queued, gradients))
-    return tuple(sorted(one for one in seen if not any(_exceeds(other, one) for other in seen)))
-
-
-def _exceeds(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return one != other and all(more >= less for more, less in zip(one, other, strict=True))
+    kept: list[tuple[int, int, int]] = []
+    for one in sorted(seen, reverse=True):  # by falling number of layers that wait: only earlier ones can exceed it
+        if not any(other[1] >= one[1] and other[2] >= one[2] for other in kept):
+            kept.append(one)
+    return tuple(kept)
 
 
 def short_steps(devices: int, microbatches: int, *, sharded: bool) -> tuple[int, ...]:
