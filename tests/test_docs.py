@@ -90,6 +90,15 @@ def test_the_schedule_commands_of_the_readme(tmp_path: Path) -> None:
     run([*evenpipe, "check", "best.csv"], tmp_path)
 
 
+def test_the_commands_about_what_is_known_before_a_run_of_the_readme(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    shown = [words for words in commands("evenpipe ") if words[1] in {"explain", "estimate", "plan"}]
+    assert [words[1] for words in shown] == ["explain", "estimate", "plan"]
+    printed = [run([sys.executable, "-m", "evenpipe.cli.main", *words[1:]], tmp_path) for words in shown]
+    for text, words in zip(printed, ("Out of balance", "when it is fullest", "best plan of each"), strict=True):
+        assert words in text
+
+
 @pytest.mark.parametrize("name", ["schedules.md", "memory.md"])
 def test_what_a_page_shows_is_what_its_commands_print(name: str, tmp_path: Path) -> None:
     pytest.importorskip("ortools")
