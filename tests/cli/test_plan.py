@@ -45,6 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         hidden_size=2048, intermediate_size=5632, num_hidden_layers=16, num_attention_heads=16, vocab_size=128256
     )
     config.save_pretrained("model")
+    Path("empty").mkdir()
     Path("train.toml").write_text(TRAINING)
     Path("text.txt").write_text("def f(x):\n    return x\n" * 200)
     two = KNOWN["A100-80G"].to_dict() | {
@@ -133,7 +134,7 @@ def test_the_cache_answers_again(capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 WRONG = {
-    ("--model", "nowhere", "--gpus", "4"): "neither a folder with a config.json nor a model that the hub gives out",
+    ("--model", "empty", "--gpus", "4"): "neither a folder with a config.json nor a model that the hub gives out",
     ("--model", "nowhere.json", "--gpus", "4"): "there is no such file",
     ("--model", "model", "--gpus", "0"): "--gpus is 0, expected a whole number of at least 1",
     ("--model", "model", "--gpus", "4", "--gpu-memory", "80"): "has no unit",

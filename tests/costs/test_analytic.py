@@ -142,8 +142,8 @@ def test_pass_times_on_a100() -> None:
 
 
 REACHED = {"forward": 0.025, "backward": 0.04, "head forward": 0.16, "head backward": 0.12, "S + T": 0.31}
-"""Largest deviations: those of the output layer are at 32k rows, where passes of half a millisecond stand beside it that
-are not in the model (fp32 hidden states, joint messages); from 128k on they are below 12 and 16 %."""
+"""Largest deviations. Those of the output layer are at 32k rows, where passes of half a millisecond stand beside it
+that are not in the model (fp32 hidden states, joint messages); from 128k on they are below 12 and 16 %."""
 
 
 def gpt_times(vocabulary: int) -> dict[str, float]:

@@ -147,7 +147,7 @@ def test_layouts_multiply_up_and_divide(small: Problem) -> None:
 
 
 def test_what_cannot_be_laid_out_is_one_sentence() -> None:
-    with pytest.raises(InputError, match="gpus is 7 with 64 sequences per step and pp .*, but nothing divides"):
+    with pytest.raises(InputError, match=r"gpus is 7 with 64 sequences per step and pp .*, but nothing divides"):
         layouts(problem(gpus=7), Space(pp=(1,)))
     for name, value, words in (
         ("gpus", 0, "gpus is 0, expected a whole number of at least 1"),
