@@ -1,9 +1,9 @@
 """Steps of Llama-3.1-8B that others have measured on A100 with 40 GB, predicted without a fit to them.
 
 TFLOP/s per GPU by Megatron-LM's own count, sequence 8192, 1024 sequences per step, 1F1B: the working table of
-okoge-kaz/Megatron-LM (branch v0.9.0-tsubame, scripts/abci/Llama-3.1-8B/4d_parallelism.md), up to 64 GPUs. Where keys and
-values of two parts of a sequence pass by in a pipeline, predictions are up to 23 % too fast, and with four parts 39 %:
-those rows are left out.
+okoge-kaz/Megatron-LM (branch v0.9.0-tsubame, scripts/abci/Llama-3.1-8B/4d_parallelism.md), up to 64 GPUs. Left out are
+rows that the model of context parallelism does not explain: predictions are too fast by 9 to 16 % for TP4 CP2 PP2, by 8
+to 23 % for TP2 CP2 PP4, and by 12 to 39 % for CP4.
 """
 
 from __future__ import annotations
