@@ -8,7 +8,7 @@ better is left. So the result is that of an exhaustive search, but for two rules
     what a schedule loses against its bound on one layout, it loses at least half of on another with as many devices
 
 That the least model parallelism that fits is the fastest (arXiv 2411.06465: within twice the least) is no rule here: it
-was found with 1F1B and whole vocabulary layers, and deep pipelines without either's bubbles beat it by 4 %.
+was found with 1F1B and whole vocabulary layers, and would leave out deep pipelines that have the bubbles of neither.
 
 Evaluations run in processes, so many at a time whatever the number of processes: the result does not depend on it.
 """

@@ -159,9 +159,7 @@ class Explanation:
 
     def _gains(self) -> Iterator[str]:
         """A table of what there is instead."""
-        rows: list[tuple[str, ...]] = [
-            ("schedule", "vocabulary", "step", "speed", "bubble", "busiest/mean", "fullest", "emptiest", "again", "")
-        ]
+        rows: list[tuple[str, ...]] = [HEADER]
         for one in self.all:
             rows.append((one.configuration.schedule_name, one.configuration.vocabulary, *self._cells(one)))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
