@@ -1,0 +1,138 @@
+"""Are plans as fast, one beside the other, as the planner says?
+
+    python benchmarks/planned.py [--tokens 256] [--repetitions 8] [--output FILE.json]
+
+`evenpipe profile --hardware` measures this machine; for each of some choices the planner's best plan for two processes
+is taken, and steps of all plans run in turn, the same data for all. Printed are medians and the planner's times, and
+the pairs of plans whose predicted times differ by more than 5 % and that are measured the other way round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import common
+import torch.distributed as dist
+from common import llama, option, token_ids
+
+from evenpipe.model import describe
+from evenpipe.plan.configuration_search import search_configurations
+from evenpipe.plan.configurations import Configuration, Space, problem_of
+from evenpipe.runtime import Pipeline, launch
+from evenpipe.train.hardware_profile import profile_hardware
+
+ONE: dict[str, Any] = {"tp": (1,), "cp": (1,), "zero": (0,), "pp": (2,)}
+CHOICES = {
+    "balanced": Space(**ONE, schedules=("1f1b",), vocabularies=("vocab-2",), microbatch_sizes=(1,)),
+    "first-last": Space(**ONE, schedules=("1f1b",), vocabularies=("first-last",), microbatch_sizes=(1,)),
+    "redistribute": Space(**ONE, schedules=("1f1b",), vocabularies=("redistribute",), microbatch_sizes=(1,)),
+    "recomputed": Space(
+        **ONE, schedules=("1f1b",), vocabularies=("first-last",), microbatch_sizes=(1,), checkpointing=("full",)
+    ),
+    "zero bubble": Space(**ONE, schedules=("zb-h1",), vocabularies=("vocab-2",), microbatch_sizes=(1,)),
+    "two stages": Space(**ONE, schedules=("zbv",), vocabularies=("vocab-2",), microbatch_sizes=(1,)),
+    "large microbatches": Space(**ONE, schedules=("1f1b",), vocabularies=("vocab-2",), microbatch_sizes=(4,)),
+}
+"""Name -> what the search may choose: one plan each."""
+APART = 0.05
+"""Plans whose predicted times differ by more must be measured in the same order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(common.Settings):
+    """What is measured."""
+
+    tokens: int = option(256, "of a sequence")
+    vocabulary: int = option(16384, "rows of embedding and output layer")
+    sequences: int = option(8, "of a step")
+    repetitions: int = option(8, "measured steps of each plan")
+    warm_up: int = option(2, "steps that do not count")
+
+
+def measure(settings: Settings, plans: dict[str, Configuration]) -> dict[str, list[float]]:
+    """On every process: seconds of the steps of all plans, in turn."""
+    config = llama(settings, settings.vocabulary)
+    arms = {
+        name: Pipeline(
+            config,
+            schedule=plan.schedule,
+            schedule_options=dict(plan.options),
+            vocabulary=plan.vocabulary,
+            microbatches=plan.layout.microbatches,
+            layers_per_stage=plan.layers_per_stage,
+            checkpointing=plan.checkpointing,
+            self_check=False,
+        )
+        for name, plan in plans.items()
+    }
+    ids = token_ids(settings, settings.vocabulary, settings.sequences)
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for repetition in range(settings.warm_up + settings.repetitions):
+        for name, arm in arms.items():
+            arm.zero_grad()
+            dist.barrier()
+            started = time.perf_counter()
+            arm.step(ids)
+            dist.barrier()
+            if repetition >= settings.warm_up:
+                seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    common.add_arguments(parser, Settings)
+    given = parser.parse_args()
+    settings = common.settings_of(given, Settings)
+    hardware = profile_hardware(settings.processes)
+    results = common.Results(settings, given.output, hardware=hardware.to_dict())
+    problem = problem_of(
+        describe(llama(settings, settings.vocabulary)),
+        hardware,
+        gpus=settings.processes,
+        sequence=settings.tokens,
+        sequences_per_step=settings.sequences,
+        dtype="fp32",
+    )
+    plans = {}
+    for name, space in CHOICES.items():
+        found = search_configurations(problem, space, wanted=1, workers=1)
+        assert found.best is not None, f"{name}: nothing fits"
+        plans[name] = found.best
+    configurations = {name: plan.configuration for name, plan in plans.items()}
+    measured = launch(measure, settings, configurations, processes=settings.processes, torch_device="cpu")
+    print(f"{'plan':<20}{'predicted':>11}{'measured':>10}{'error':>9}")
+    for name, plan in plans.items():
+        steps = [max(step) for step in zip(*(one[name] for one in measured), strict=True)]
+        seconds = statistics.median(steps)
+        results.add(
+            {
+                "plan": name,
+                "configuration": plan.configuration.name,
+                "predicted_seconds": plan.pipeline_seconds,
+                "step_seconds": seconds,
+                "steps": steps,
+            }
+        )
+        print(
+            f"{name:<20}{plan.pipeline_seconds:>9.3f} s{seconds:>8.3f} s{100 * (plan.pipeline_seconds / seconds - 1):>7.1f} %"
+        )
+    wrong = [
+        f"{one['plan']} and {other['plan']}"
+        for one, other in combinations(results.cases, 2)
+        if abs(one["predicted_seconds"] / other["predicted_seconds"] - 1) > APART
+        and (one["predicted_seconds"] < other["predicted_seconds"]) != (one["step_seconds"] < other["step_seconds"])
+    ]
+    print(f"measured the other way round: {', '.join(wrong) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()
