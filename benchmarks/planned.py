@@ -122,9 +122,8 @@ def main() -> None:
                 "steps": steps,
             }
         )
-        print(
-            f"{name:<20}{plan.pipeline_seconds:>9.3f} s{seconds:>8.3f} s{100 * (plan.pipeline_seconds / seconds - 1):>7.1f} %"
-        )
+        error = plan.pipeline_seconds / seconds - 1
+        print(f"{name:<20}{plan.pipeline_seconds:>9.3f} s{seconds:>8.3f} s{100 * error:>7.1f} %")
     wrong = [
         f"{one['plan']} and {other['plan']}"
         for one, other in combinations(results.cases, 2)
