@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-STARTING_PROCESSES := tests/multiprocess tests/faults tests/gpu
+ALONE := $(patsubst %,tests/multiprocess/test_%.py,watch launch failures) tests/faults tests/gpu
 
 # Of make fault-test.
 RUNS ?= 100
@@ -34,10 +34,10 @@ install: $(STAMP)
 train: $(STAMP)
 	$(BIN)/evenpipe train examples/quickstart.toml
 
-# Tests that start processes have the machine to themselves.
+# Tests of silence and sudden ends have the machine to themselves.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(STARTING_PROCESSES:%=--ignore=%)
-	$(BIN)/python -m pytest $(STARTING_PROCESSES)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ALONE:%=--ignore=%)
+	$(BIN)/python -m pytest $(ALONE)
 
 fault-test: $(STAMP)
 	$(BIN)/python tests/faults/run_faults.py --runs $(RUNS) --seed $(SEED)
