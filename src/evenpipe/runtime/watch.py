@@ -78,7 +78,8 @@ class Watch:
         board: Board | None = None,
         launcher: int | None = None,
     ) -> None:
-        """A watch that does nothing until `start()`.
+        """A watch that does nothing until `start()`. To be made before processes meet: it connects to the store anew,
+        which takes seconds where a name server does not answer, and the interpreter's lock is held meanwhile.
 
         store: reached by all processes, with a prefix of this run's own; None for a single process. Clones are used.
         silence_seconds: a process without a beat for this long is given up. Must exceed the longest operation that
@@ -90,7 +91,9 @@ class Watch:
         """
         self.rank, self.world_size, self.silence_seconds = rank, world_size, silence_seconds
         self.cause: Cause | None = None
-        self._store: Any = store
+        # One client serves one request at a time, and others may block in theirs: one for each of our threads.
+        self._store: Any = None if store is None else store.clone()
+        self._store_of_thread: Any = None if store is None else store.clone()
         self._peers: Peers | None = None
         self._waiting: Waiting | None = None
         self._on_device: deque[_DeviceWait] = deque()
@@ -113,13 +116,12 @@ class Watch:
         """
         if self._store is None or self.world_size == 1:
             return
-        self._store = self._store.clone()  # one client serves one request at a time, and others may block in theirs
         self._store.set(f"beat/{self.rank}", self._beat.dump())
         self._peers = Peers(self._store, self._beat, self.rank)
         self._bell = Bell()
         if hear_sigterm:
             self._bell.hear_sigterm()
-        store = self._store.clone()
+        store = self._store_of_thread
         peers = Peers(store, self._beat, self.rank)
         self._thread = threading.Thread(target=self._run, args=(store, peers), name="evenpipe-watch", daemon=True)
         self._thread.start()

@@ -141,7 +141,6 @@ def start_worker(
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler is deaf during a gloo wait
     store = PrefixStore(f"evenpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    meet(store, rank, world_size, start_seconds)
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     watch = Watch(
         store,
@@ -152,6 +151,7 @@ def start_worker(
         board=board,
         launcher=os.getppid() if under_torchrun else None,
     )
+    meet(store, rank, world_size, start_seconds)
     watch.start(hear_sigterm=under_torchrun)
     try:
         device, identity = _own_device(torch_device)
