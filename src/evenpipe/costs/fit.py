@@ -101,9 +101,9 @@ def costs_of(traces: Sequence[Trace], others: Sequence[Trace] = ()) -> Costs:
             times[kind.value] = tuple(statistics.median(one.alone(contention) for one in site) for site in row)
     if Kind.F.value not in times:
         raise InputError("the traces have no forward of every stage, so no costs follow from them")
-    transfers = {name: transfer_seconds(samples, name) for name in ("p2p", *dict.fromkeys(CLASS_OF.values()))}
-    hop = transfers.pop("p2p")
-    collectives = {name: time for name, time in transfers.items() if time > 0}
+    hop = transfer_seconds(samples, "p2p")
+    measured = (name for name in dict.fromkeys(CLASS_OF.values()) if samples.exact[name] or samples.bounds[name])
+    collectives = {name: transfer_seconds(samples, name) for name in measured}
     return Costs(**times, p2p=hop, collectives=collectives, contention=contention)
 
 
