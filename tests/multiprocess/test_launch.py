@@ -99,14 +99,14 @@ AWAITING = r"; process (0 was awaiting 0RECV_B2 for 0B2|2 was awaiting 2RECV_F3 
         (
             "SIGSTOP",
             RunError,
-            r"process 1 gave no sign of life for 4 s \(pid \d+; it was not waiting for any process\)" + AWAITING,
+            r"process 1 gave no sign of life for 2 s \(pid \d+; it was not waiting for any process\)" + AWAITING,
         ),
     ],
 )
 def test_the_first_cause_comes_back_and_no_process_is_left(tmp_path, capfd, how, kind, message):
     started = time.monotonic()
     with pytest.raises(kind) as caught:
-        launch(launched.fail, str(tmp_path), how, processes=3, silence_seconds=4, torch_device="cpu")
+        launch(launched.fail, str(tmp_path), how, processes=3, silence_seconds=2, torch_device="cpu")
     assert type(caught.value) is kind
     text = str(caught.value)
     # Those that waited may be a moment late: a culprit that fails at once may do so before they wait.
