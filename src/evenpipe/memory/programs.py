@@ -9,16 +9,13 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from evenpipe.errors import InputError
-from evenpipe.model import Description, head_flops, layer_flops
+from evenpipe.model import Description
 from evenpipe.runtime.layout import ModelCosts, build_layout
 from evenpipe.schedule import Kind, Pass, Program, Schedule, even_split, parts_of, vocabulary_mode
 
 from .framework import Framework
 from .parallelism import Parallelism
 from .reserved import communicators_of
-
-COST_SEQUENCE = 2048
-"""Tokens that layers are compared at, as `runtime/pipeline.py` has it."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +87,6 @@ def planned(
     count = 4 * devices if microbatches is None else microbatches
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise InputError(f"microbatches is {count!r}, expected a whole number of at least 1")
-    sequence = min(COST_SEQUENCE, description.maximum_length or COST_SEQUENCE)
-    costs = ModelCosts(layers=tuple(layer_flops(description, sequence)), head=head_flops(description))
     named = isinstance(schedule, str)
     return (_remembered if named else _laid_out)(
         schedule,
@@ -100,7 +95,7 @@ def planned(
         mode=mode,
         split=split,
         options=tuple(sorted((options or {}).items())),
-        costs=costs,
+        costs=ModelCosts.of(description),
         rows=description.vocabulary_size,
     )
 

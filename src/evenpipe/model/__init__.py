@@ -9,7 +9,7 @@ from __future__ import annotations
 from evenpipe.model.comparison import gradient_errors, self_check
 from evenpipe.model.description import Description, describe
 from evenpipe.model.export import save_tensors, write_folder_metadata
-from evenpipe.model.flops import head_flops, layer_flops
+from evenpipe.model.flops import arranging_flops, head_flops, layer_flops
 from evenpipe.model.initialization import initial_rows, initialize
 from evenpipe.model.loading import copy_parameters, fill_parameters, fill_rows, load_parameters, load_rows
 from evenpipe.model.modules import ModuleStage, describe_modules
@@ -23,6 +23,7 @@ __all__ = [
     "ModuleStage",
     "RouterLoss",
     "Stage",
+    "arranging_flops",
     "build_stage",
     "copy_parameters",
     "describe",

@@ -30,6 +30,17 @@ def head_flops(description: Description) -> float:
     return 2.0 * math.prod(description.head_weight_shape)
 
 
+ARRANGING_SEQUENCE = 2048
+"""Tokens per sequence that attention's share of a layer's cost is reckoned with, unless the model allows fewer."""
+
+
+def arranging_flops(description: Description) -> tuple[tuple[float, ...], float]:
+    """What orders are arranged and layers are split by where no times are known: forward FLOPs per token of every
+    layer, and of the output layer."""
+    sequence = min(ARRANGING_SEQUENCE, description.maximum_length or ARRANGING_SEQUENCE)
+    return tuple(layer_flops(description, sequence)), head_flops(description)
+
+
 def _matrices(description: Description, index: int) -> float:
     """Experts are held as [experts, ..., ...], beside biases [experts, ...] that are no matrices."""
     experts = _first(description, EXPERTS)

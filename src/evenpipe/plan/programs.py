@@ -15,7 +15,7 @@ from functools import lru_cache
 from evenpipe.schedule import Costs, Order, Program, generate, plan_program
 from evenpipe.schedule.costs import Cost
 from evenpipe.schedule.passes import Kind, Pass, parts_of
-from evenpipe.schedule.planning import BARRIERS
+from evenpipe.schedule.planning import costs_of_work
 from evenpipe.schedule.timeline import peak_activations
 
 from .configurations import Configuration, Options, Problem
@@ -44,40 +44,11 @@ def arranged(problem: Problem, configuration: Configuration, microbatches: int) 
     )
 
 
-def planning_costs(
-    flops: Sequence[float], head: float, layers_per_stage: Sequence[int], devices: int, mode: str
-) -> Costs:
-    """What the runtime arranges an order by when it is given no costs: forward FLOPs per token of the layers and of the
-    output layer; a backward is twice its forward."""
-    forward, first = [], 0
-    for count in layers_per_stage:
-        forward.append(sum(flops[first : first + count]))
-        first += count
-    backward = [2 * time for time in forward]
-    inputs = tuple(forward)
-    if not BARRIERS[mode]:
-        forward[-1] += head
-        backward[-1] += 2 * head
-        inputs = tuple(forward)
-    share = head / devices
-    one_barrier = mode == "vocab-2"
-    return Costs(
-        F=tuple(forward),
-        B=tuple(backward),
-        I=inputs,
-        W=inputs,
-        S=2 * share if one_barrier else share,
-        T=share if one_barrier else 2 * share,
-        E=0.0,
-        G=0.0,
-    )
-
-
 @lru_cache(maxsize=32)
 def program_of(key: Arranged) -> tuple[Order, Program]:
     """The order and the checked program. Raises InputError where there is none of this size."""
     schedule, options, devices, microbatches, mode, layers_per_stage, flops, head = key
-    costs = planning_costs(flops, head, layers_per_stage, devices, mode)
+    costs = costs_of_work(flops, head, layers_per_stage, devices, mode)
     # Modes with the same costs of stages have the same order below their vocabulary passes.
     order = _base_order(schedule, options, devices, microbatches, costs.F, costs.B)
     return plan_program(order, devices, microbatches, mode, costs)

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from evenpipe.errors import InputError
+from evenpipe.model import Description, arranging_flops
 from evenpipe.schedule import (
     PER_PAIR,
     SHARING,
@@ -24,6 +25,7 @@ from evenpipe.schedule import (
 )
 from evenpipe.schedule.layers import even_split, split_by_cost
 from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS
+from evenpipe.schedule.planning import costs_of_work
 from evenpipe.schedule.registry import options_of
 from evenpipe.schedule.words import count
 from evenpipe.vocabulary import Shard, split
@@ -38,6 +40,12 @@ class ModelCosts:
 
     layers: tuple[float, ...]
     head: float
+
+    @classmethod
+    def of(cls, description: Description) -> ModelCosts:
+        """What orders are arranged by where no times are known."""
+        layers, head = arranging_flops(description)
+        return cls(layers=layers, head=head)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,21 +219,4 @@ def _layers_per_stage(
 
 
 def _flop_costs(model: ModelCosts, layers: Sequence[tuple[int, int]], devices: int, mode: str) -> Costs:
-    """Times in FLOPs per token. The output layer is three products of equal size: logits, dX and dW."""
-    forward = [sum(model.layers[first:last]) for first, last in layers]
-    backward = [2 * time for time in forward]
-    if not _is_sharded(mode):
-        forward[-1] += model.head
-        backward[-1] += 2 * model.head
-    share = model.head / devices
-    one_barrier = mode == "vocab-2"
-    return Costs(
-        F=tuple(forward),
-        B=tuple(backward),
-        I=tuple(forward),
-        W=tuple(forward),
-        S=2 * share if one_barrier else share,
-        T=share if one_barrier else 2 * share,
-        E=0.0,
-        G=0.0,
-    )
+    return costs_of_work(model.layers, model.head, [last - first for first, last in layers], devices, mode)

@@ -22,8 +22,6 @@ from evenpipe.model import (
     describe,
     describe_modules,
     disk_tensors,
-    head_flops,
-    layer_flops,
     save_tensors,
     self_check,
     write_folder_metadata,
@@ -48,9 +46,6 @@ from evenpipe.runtime.worker import initialise_worker
 from evenpipe.schedule import Costs, Order, Program, Schedule, Timeline, time_order, vocabulary_mode
 from evenpipe.schedule.trace import Trace
 from evenpipe.vocabulary import LossOptions
-
-COST_SEQUENCE_LENGTH = 2048
-"""Tokens per sequence that attention's share of a layer's cost is reckoned with, unless the model allows fewer."""
 
 
 class Pipeline:
@@ -145,7 +140,7 @@ class Pipeline:
         options = _loss_options(loss or LossOptions(), self.description)
         self._checkpointing = checkpointing_of_layers(checkpointing, self.description.layers)
         self._compile_layers = compile_layers
-        self._model_costs = _model_costs(self.description)
+        self._model_costs = ModelCosts.of(self.description)
         self.layout: Layout = build_layout(
             devices=self.devices,
             microbatches=self.microbatches,
@@ -656,11 +651,6 @@ def _loss_options(given: LossOptions, description: Description) -> LossOptions:
                 " logits follows from the model"
             )
     return replace(given, logit_scale=description.logit_scale, soft_cap=description.soft_cap)
-
-
-def _model_costs(description: Description) -> ModelCosts:
-    sequence = min(COST_SEQUENCE_LENGTH, description.maximum_length or COST_SEQUENCE_LENGTH)
-    return ModelCosts(layers=tuple(layer_flops(description, sequence)), head=head_flops(description))
 
 
 def _is_sharded(data_parallel: str) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 from evenpipe.errors import InputError
@@ -38,6 +39,34 @@ def vocabulary_mode(name: str) -> str:
     if mode not in MODES:
         raise InputError(f"vocabulary mode '{name}' is unknown{nearest(name, (*MODES, *_ALIASES))}")
     return mode
+
+
+def costs_of_work(
+    layers: Sequence[float], head: float, layers_per_stage: Sequence[int], devices: int, mode: str
+) -> Costs:
+    """Pass times in the unit of the given work, for arranging an order where no times are known.
+
+    layers, head: forward work of each layer and of the output layer, which is three products of equal size: logits, dX
+    and dW. A backward is twice its forward.
+    """
+    bounds = [0, *accumulate(layers_per_stage)]
+    forward = [sum(layers[first:last]) for first, last in pairwise(bounds)]
+    backward = [2 * time for time in forward]
+    if not BARRIERS[mode]:
+        forward[-1] += head
+        backward[-1] += 2 * head
+    share = head / devices
+    one_barrier = BARRIERS[mode] == 1
+    return Costs(
+        F=tuple(forward),
+        B=tuple(backward),
+        I=tuple(forward),
+        W=tuple(forward),
+        S=2 * share if one_barrier else share,
+        T=share if one_barrier else 2 * share,
+        E=0.0,
+        G=0.0,
+    )
 
 
 def plan_order(
