@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from pathlib import Path
 
 import pytest
-from transformers import Gemma2Config, LlamaConfig
 
 from evenpipe.cli.main import COMMANDS, _module
 from evenpipe.costs.hardware import find_hardware
@@ -15,29 +15,12 @@ from evenpipe.model import describe
 from evenpipe.plan.configurations import Problem, problem_of
 from evenpipe.plan.explanation import explain
 
-LLAMA_3_8B = LlamaConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    max_position_embeddings=8192,
-    tie_word_embeddings=False,
-)
-GEMMA_2_2B = Gemma2Config(
-    vocab_size=256000,
-    hidden_size=2304,
-    intermediate_size=9216,
-    num_hidden_layers=26,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=256,
-    max_position_embeddings=8192,
-)
+MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
+LLAMA_3_8B = MODELS / "llama-3.1-8b.json"
+GEMMA_2_2B = MODELS / "gemma-2-2b.json"
 
 
-def problem(config: object, gpus: int, kernels: str = "fused", **options: int) -> Problem:
+def problem(config: Path, gpus: int, kernels: str = "fused", **options: int) -> Problem:
     hardware = find_hardware("H100-80G")
     sizes = {"sequence": 4096, "sequences_per_step": 8 * gpus, **options}
     return problem_of(describe(config), hardware, gpus=gpus, kernels=kernels, **sizes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from evenpipe.cli.model_argument import add_hardware
 from evenpipe.errors import InputError
 
 SEQUENCE = 4096
@@ -16,14 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the machine, and where the picture goes."""
     parser.add_argument("model", metavar="MODEL", help="hub name, folder or config.json")
     parser.add_argument("--gpus", metavar="N", type=int, required=True, help="how many there are")
-    parser.add_argument(
-        "--hardware",
-        metavar="NAME|FILE.toml",
-        default="H100-80G",
-        help="A100-40G, A100-80G, H100-80G, H200, B200, or what `evenpipe profile --hardware` wrote (default:"
-        " %(default)s)",
-    )
-    parser.add_argument("--gpu-memory", metavar="SIZE", help="of each, such as 80GiB (default: that of the hardware)")
+    add_hardware(parser)
     parser.add_argument(
         "--sequence", metavar="TOKENS", type=int, help=f"length of a sequence (default: {SEQUENCE}, or the longest)"
     )

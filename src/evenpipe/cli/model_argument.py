@@ -1,7 +1,8 @@
-"""The model that a command is about: a hub name, a folder or a config file."""
+"""The model and the hardware that a command is about."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,18 @@ from evenpipe.errors import InputError
 
 if TYPE_CHECKING:
     from evenpipe.model import Description
+
+
+def add_hardware(parser: argparse.ArgumentParser) -> None:
+    """`--hardware` and `--gpu-memory`."""
+    parser.add_argument(
+        "--hardware",
+        metavar="NAME|FILE.toml",
+        default="H100-80G",
+        help="A100-40G, A100-80G, H100-80G, H200, B200, or what `evenpipe profile --hardware` wrote (default:"
+        " %(default)s)",
+    )
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="of each, such as 80GiB (default: that of the hardware)")
 
 
 def read_model(text: str) -> Description:

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evenpipe.cli.model_argument import add_hardware
 from evenpipe.errors import InputError
 
 if TYPE_CHECKING:
@@ -30,14 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="hub name, folder, config.json, or a configuration of evenpipe train (its model, data and batch)",
     )
     parser.add_argument("--gpus", metavar="N", type=int, required=True, help="how many there are")
-    parser.add_argument(
-        "--hardware",
-        metavar="NAME|FILE.toml",
-        default="H100-80G",
-        help="A100-40G, A100-80G, H100-80G, H200, B200, or what `evenpipe profile --hardware` wrote (default:"
-        " %(default)s)",
-    )
-    parser.add_argument("--gpu-memory", metavar="SIZE", help="of each, such as 80GiB (default: that of the hardware)")
+    add_hardware(parser)
     parser.add_argument("--sequence", metavar="TOKENS", type=int, help="length of a sequence (default: 4096)")
     parser.add_argument(
         "--batch", metavar="SEQUENCES", type=int, help="sequences per step over all GPUs (default: 4 Mi tokens' worth)"

@@ -23,6 +23,11 @@ UNITS = {
 _BY_LETTERS = {unit.lower(): size for unit, size in UNITS.items()}
 
 
+def gib_text(size: float) -> str:
+    """Bytes as GiB, or as MiB below a tenth of one."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+
+
 def parse_size(text: str, what: str = "memory") -> int:
     """Bytes of, say, "80GiB" or "40 GB". Raises InputError that names `what`, for no number, no unit and nothing."""
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)

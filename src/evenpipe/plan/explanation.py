@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evenpipe.errors import InputError
+from evenpipe.memory.sizes import gib_text
 from evenpipe.schedule import Timeline
 from evenpipe.schedule.words import count
 from evenpipe.simulate import simulate
@@ -22,7 +23,6 @@ from .configurations import LEAST, Configuration, Layout, Problem, Space, diviso
 from .evaluation import Evaluation, costs_of, evaluate
 from .programs import arranged, program_of
 
-GIB = 2**30
 SHALLOWEST = 4
 """Devices that a pipeline should have for its imbalance to be worth a picture, if there are so many GPUs."""
 
@@ -112,7 +112,7 @@ class Explanation:
         problem, layout = self.problem, self.usual.configuration.layout
         description, parallelism = problem.description, layout.parallelism
         yield (
-            f"{self.name} on {count(problem.gpus, 'GPU')} ({problem.hardware.name}, {_gib(problem.memory_bytes)}):"
+            f"{self.name} on {count(problem.gpus, 'GPU')} ({problem.hardware.name}, {gib_text(problem.memory_bytes)}):"
             f" {count(description.layers, 'layer')}, hidden size {description.hidden_size:,},"
             f" vocabulary {description.vocabulary_size:,}{', tied' if description.tied else ''}"
         )
@@ -144,10 +144,10 @@ class Explanation:
             bar = "#" * round(BAR * time / most) if most else ""
             what = f"{held[device]} layers"
             ends = [text for text, at in (("embedding", 0), ("output", len(times) - 1)) if at == device]
-            lacking = "" if use.fits else f", {_gib(-use.spare)} too much"
+            lacking = "" if use.fits else f", {gib_text(-use.spare)} too much"
             yield (
                 f"  device {device:<3} {' + '.join([what, *ends]):<30} {_milliseconds(time):>9} {bar:<{BAR}}"
-                f" {_gib(use.peak_bytes):>10}{lacking}"
+                f" {gib_text(use.peak_bytes):>10}{lacking}"
             )
         if most:
             busiest = max(range(len(times)), key=times.__getitem__)
@@ -181,9 +181,9 @@ class Explanation:
         if one.fault:
             return ("", "", "", "", "", "", "", one.fault)
         sizes = [use.peak_bytes for use in one.devices]
-        memory = (_gib(max(sizes)), _gib(min(sizes)))
+        memory = (gib_text(max(sizes)), gib_text(min(sizes)))
         if not one.fits:
-            return ("-", "", "", "", *memory, "", f"does not fit: {_gib(-one.devices[one.worst].spare)} too much")
+            return ("-", "", "", "", *memory, "", f"does not fit: {gib_text(-one.devices[one.worst].spare)} too much")
         usual = self.usual.seconds
         speed = "" if math.isinf(usual) else f"{usual / one.seconds:.2f}x"
         uneven = max(one.busy) / (sum(one.busy) / len(one.busy))
@@ -281,10 +281,6 @@ def drawn_step(problem: Problem, configuration: Configuration) -> Timeline:
 def _layers_held(one: Evaluation) -> Sequence[int]:
     """Of a linear placement: a stage is a device."""
     return one.configuration.layers_per_stage
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB"
 
 
 def _milliseconds(seconds: float) -> str:

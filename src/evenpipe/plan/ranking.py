@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from evenpipe.memory.sizes import gib_text
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.schedule.words import count
 
@@ -15,8 +16,6 @@ from .bounds import order_bound
 from .configuration_search import Found, Rejected, head_layers
 from .configurations import Problem
 from .evaluation import Evaluation
-
-GIB = 2**30
 
 REJECTED = 8
 """So many are explained."""
@@ -68,7 +67,7 @@ def binding(problem: Problem, plan: Evaluation) -> str:
     if plan.end_seconds > 0.03 * plan.seconds:
         parts.append(f"gradients and optimizer {100 * plan.end_seconds / plan.seconds:.0f} %")
     if memory is not None and memory.spare < 0.1 * problem.memory_bytes:
-        parts.append(f"memory: {_gib(memory.spare)} to spare on device {plan.worst}, {memory.event}")
+        parts.append(f"memory: {gib_text(memory.spare)} to spare on device {plan.worst}, {memory.event}")
     return "; ".join(parts) or "nothing: compute"
 
 
@@ -123,7 +122,7 @@ class Ranking:
     def _table(self) -> Iterator[str]:
         problem, found = self.found.problem, self.found
         yield (
-            f"{count(problem.gpus, 'GPU')} ({problem.hardware.name}, {_gib(problem.memory_bytes)}),"
+            f"{count(problem.gpus, 'GPU')} ({problem.hardware.name}, {gib_text(problem.memory_bytes)}),"
             f" {problem.sequences_per_step} sequences of {problem.sequence} tokens per step:"
             f" {count(found.layouts, 'layout')}, {count(found.bounded, 'configuration')} looked at,"
             f" {found.evaluated} simulated"
@@ -143,7 +142,7 @@ class Ranking:
                     _seconds(plan.seconds),
                     f"{tokens:,.0f}".replace(",", " "),
                     f"{100 * utilization(problem, plan):.1f} %",
-                    _gib(worst.peak_bytes),
+                    gib_text(worst.peak_bytes),
                     recomputation(plan),
                     "" if runnable(plan) else "estimate only",
                 )
@@ -233,7 +232,7 @@ def _why(problem: Problem, plan: Evaluation, factor: float) -> str:
         if not BARRIERS[one.vocabulary]:
             words += f": the output layer ({head_words(problem, plan)}) stands whole on one device"
     worst = plan.devices[plan.worst] if plan.devices else None
-    return words if worst is None else f"{words}; at most {_gib(worst.peak_bytes)}"
+    return words if worst is None else f"{words}; at most {gib_text(worst.peak_bytes)}"
 
 
 def head_words(problem: Problem, plan: Evaluation) -> str:
@@ -258,7 +257,7 @@ class Rejection:
 
     def text(self) -> str:
         """In a line."""
-        line = f"{self.name}: out of memory by {_gib(self.lacking)} {self.where}"
+        line = f"{self.name}: out of memory by {gib_text(self.lacking)} {self.where}"
         if not self.fixes:
             return line
         offers = ", ".join(f"{what} {_change(plan.seconds, self.seconds)}" for what, plan in self.fixes)
@@ -306,7 +305,7 @@ def _of_plan(found: Found, plan: Evaluation, name: str, seconds: float) -> Rejec
         fixes.append((f"compute again ({', '.join(again)})", plan))
     elif plan.kept:
         worst = plan.devices[plan.worst]
-        where += f"; by {_gib(-worst.spare)} on device {plan.worst} when all layers keep their input only"
+        where += f"; by {gib_text(-worst.spare)} on device {plan.worst} when all layers keep their input only"
     others = (fix for fix in _fixes(found, plan) if fix[1] is not plan)
     fixes += islice(others, FIXES - len(fixes))
     return Rejection(name, max(0, -uses[device].spare), where, seconds, tuple(fixes))
@@ -366,10 +365,6 @@ def _choices(plan: Evaluation) -> dict[str, Any]:
 
 
 # --- words ---------------------------------------------------------------------------------------------------
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
 
 
 def _seconds(seconds: float) -> str:
