@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from evenpipe.runtime.trace import machine
+from evenpipe.train.config import Config, DataConfig, ModelConfig, PipelineConfig, TokenizerConfig
 
 
 def option(default: int, text: str) -> Any:
@@ -87,6 +88,18 @@ def llama(settings: Settings, vocabulary: int) -> LlamaConfig:
         num_key_value_heads=width // 64,
         max_position_embeddings=settings.tokens,
         tie_word_embeddings=False,
+    )
+
+
+def configuration(settings: Settings, vocabulary: int, **pipeline: Any) -> Config:
+    """Training of that Llama; `pipeline`: the fields of its [pipeline]. Of the data nothing is read."""
+    model = llama(settings, vocabulary).to_diff_dict()
+    del model["model_type"]
+    return Config(
+        model=ModelConfig(architecture="llama", config=model, self_check=False),
+        data=DataConfig(corpus="python-standard-library", sequence_length=settings.tokens),
+        tokenizer=TokenizerConfig(vocabulary_size=vocabulary),
+        pipeline=PipelineConfig(processes=settings.processes, **pipeline),
     )
 
 

@@ -2,9 +2,10 @@
 
     python benchmarks/planned.py [--tokens 256] [--repetitions 8] [--output FILE.json]
 
-`evenpipe profile --hardware` measures this machine; for each of some choices the planner's best plan for two processes
-is taken, and steps of all plans run in turn, the same data for all. Printed are medians and the planner's times, and
-the pairs of plans whose predicted times differ by more than 5 % and that are measured the other way round.
+`evenpipe profile --hardware CONFIG.toml` measures this machine and the passes of the model; for each of some choices
+the planner's best plan for two processes is taken, and steps of all plans run in turn, the same data for all. Printed
+are medians and the planner's times, and the pairs of plans whose predicted times differ by more than 5 % and that are
+measured the other way round.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import common
 import torch.distributed as dist
-from common import llama, option, token_ids
+from common import configuration, llama, option, token_ids
 
 from evenpipe.model import describe
 from evenpipe.plan.configuration_search import search_configurations
@@ -92,7 +93,7 @@ def main() -> None:
     common.add_arguments(parser, Settings)
     given = parser.parse_args()
     settings = common.settings_of(given, Settings)
-    hardware = profile_hardware(settings.processes)
+    hardware = profile_hardware(settings.processes, config=configuration(settings, settings.vocabulary))
     results = common.Results(settings, given.output, hardware=hardware.to_dict())
     problem = problem_of(
         describe(llama(settings, settings.vocabulary)),

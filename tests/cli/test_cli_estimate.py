@@ -146,7 +146,7 @@ WRONG = [
     ((*MODEL, "--schedule", "1f1c"), "schedule '1f1c' is unknown, did you mean '1f1b'"),
     ((*MODEL, "--vocabulary", "vocab-3"), "vocabulary mode 'vocab-3' is unknown"),
     ((*MODEL, "--kernels", "none"), "kernels is 'none', expected one of"),
-    ((*MODEL, "--layers-per-stage", "a"), "--layers-per-stage is 'a', expected whole numbers such as 9,8,8,7"),
+    ((*MODEL, "--layers-per-stage", "a"), "--layers-per-stage is 'a', expected whole numbers such as 1,2,4"),
     ((*MODEL, "--checkpointing", "all"), "checkpointing: 'all', expected one of"),
     ((*MODEL, "--sequence", "-1"), "sequence is -1, expected a whole number of at least 1"),
     ((*MODEL, "--offload-optimizer", "2"), "offloaded is 2.0, expected a share between 0 and 1"),

@@ -182,7 +182,7 @@ def run_ours(folder: Path) -> None:
         ("vocab-1", program, "the order has 1 barriers, but vocabulary mode vocab-1 has 2"),
         ("first-last", damaged(uneven), "1RECV_F0"),
         ("vocab-2", 7, "schedule: int, expected a name"),
-        ("vocab-2", lambda devices, microbatches: "0F0", "must return an Order, not str"),
+        ("vocab-2", lambda devices, microbatches: "0F0", "returned str, expected an Order"),
     ):
         with pytest.raises(InputError, match=words):
             trained(schedule, mode)

@@ -488,7 +488,13 @@ def bad_steps() -> None:
         else:
             assert "first process" in str(caught.value)
     pipeline.step(IDS)  # and nothing is lost
+    for wrong in ("1", 0, None, True):
+        with pytest.raises(InputError, match=f"max_norm: {wrong!r}, expected a number above 0"):
+            pipeline.clip_gradients(wrong)
     pipeline.close()
+    for step in (pipeline.step, pipeline.evaluate):
+        with pytest.raises(InputError, match="the pipeline is closed"):
+            step(IDS)
 
 
 def test_bad_steps_are_one_sentence_on_every_process() -> None:
@@ -534,11 +540,22 @@ def bad_pipelines() -> None:
         },
         "torch_device: 'gpu'": {"mode": "vocab-2", "torch_device": "gpu"},
         **({} if torch.cuda.is_available() else NO_GPU),
+        "torch_device: 'meta', expected 'cpu' or 'cuda'": {"mode": "vocab-2", "torch_device": "meta"},
+        "torch_device: 7 is not a device": {"mode": "vocab-2", "torch_device": 7},
         "timeout_seconds: 0": {"mode": "vocab-2", "timeout_seconds": 0},
-        "max_norm: 0": {"mode": "vocab-2"},
+        "timeout_seconds: '9', expected a number": {"mode": "vocab-2", "timeout_seconds": "9"},
+        "vocabulary: None, expected the name": {"mode": None},
+        "schedule: <lambda>(devices, microbatches) cannot": {"mode": "vocab-2", "schedule": lambda: None},
+        "schedule_options: 5, expected a dictionary": {"mode": "vocab-2", "schedule_options": 5},
+        "layers_per_stage: 2, expected whole numbers": {"mode": "vocab-2", "layers_per_stage": 2},
+        "mesh: 5, expected a torch.distributed DeviceMesh": {"mode": "vocab-2", "mesh": 5},
+        "loss: 5, expected LossOptions": {"mode": "vocab-2", "loss": 5},
+        "costs: 5, expected Costs": {"mode": "vocab-2", "costs": 5},
+        "seed: 'a', expected a whole number": {"mode": "vocab-2", "seed": "a"},
+        "compile_layers: 'no', expected True or False": {"mode": "vocab-2", "compile_layers": "no"},
     }.items():
         with pytest.raises(InputError) as caught:
-            make(**options).clip_gradients(0)
+            make(**options)
         assert text in str(caught.value)
 
 

@@ -27,7 +27,7 @@ from evenpipe.plan.configurations import (
     shape_of,
     splits,
 )
-from evenpipe.plan.evaluation import costs_of, evaluate, work_per_device
+from evenpipe.plan.evaluation import costs_of, evaluate, work_of
 from evenpipe.plan.evaluation_cache import EvaluationCache
 from evenpipe.plan.programs import arranged, extended, program_of, short_steps
 from evenpipe.plan.ranking import Ranking, explained, gains
@@ -91,7 +91,7 @@ def test_two_short_steps_say_how_long_a_long_one_takes(small: Problem, schedule:
     programs = {size: program_of(arranged(small, one, size))[1] for size in (*sizes, 40)}
     costs = costs_of(small, one, programs[40].placement)
     whole = simulate(programs[40], costs).makespan
-    least = max(work_per_device(costs, programs[40].placement, mode))
+    least = max(work_of(programs[40], costs))
     found = extended([simulate(programs[size], costs).makespan for size in sizes], sizes, 40, least)
     assert found == pytest.approx(whole, rel=0.005)
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evenpipe.cli.lists import whole_numbers
 from evenpipe.cli.schedule_arguments import add_json, numbers, refuse_too_large
 from evenpipe.errors import InputError
 
@@ -134,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     description = read_model(arguments.model)
     sequence = arguments.sequence or min(SEQUENCE, description.maximum_length or SEQUENCE)
-    limit = numbers("memory-limit", arguments.memory_limit)
+    limit, split = numbers("memory-limit", arguments.memory_limit), arguments.layers_per_stage
     options = {
         "stages_per_device": arguments.stages_per_device,
         "group_size": arguments.group_size,
@@ -151,7 +152,7 @@ def run(arguments: argparse.Namespace) -> int:
         vocabulary=arguments.vocabulary,
         kernels=arguments.kernels,
         checkpointing=arguments.checkpointing,
-        layers_per_stage=_layers(arguments.layers_per_stage),
+        layers_per_stage=None if split is None else whole_numbers("layers-per-stage", split),
         dtypes=dtypes,
         hardware=hardware,
         memory=memory,
@@ -202,12 +203,3 @@ def _draw(found: Estimate, arguments: argparse.Namespace) -> None:
         Path(arguments.output).write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"'{arguments.output}' cannot be written: {error.strerror}") from None
-
-
-def _layers(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise InputError(f"--layers-per-stage is '{text}', expected whole numbers such as 9,8,8,7") from None

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evenpipe.cli.lists import whole_numbers, words
 from evenpipe.cli.model_argument import add_hardware
 from evenpipe.errors import InputError
 
@@ -183,7 +184,7 @@ def _space(arguments: argparse.Namespace, problem: Problem) -> Space:
     ):
         text = getattr(arguments, name)
         if text is not None:
-            given[field] = _whole_numbers(name, text)
+            given[field] = whole_numbers(name, text)
     for name, field in (
         ("schedule", "schedules"),
         ("vocabulary", "vocabularies"),
@@ -191,26 +192,12 @@ def _space(arguments: argparse.Namespace, problem: Problem) -> Space:
     ):
         text = getattr(arguments, name)
         if text is not None:
-            given[field] = tuple(_words(name, text))
+            given[field] = words(name, text)
     if "vocabularies" in given:
         from evenpipe.schedule import vocabulary_mode
 
         given["vocabularies"] = tuple(dict.fromkeys(map(vocabulary_mode, given["vocabularies"])))
     return replace(RUNNABLE if only else Space(), **given)
-
-
-def _words(name: str, text: str) -> list[str]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words:
-        raise InputError(f"--{name.replace('_', '-')} is '{text}', expected one value or several with commas")
-    return words
-
-
-def _whole_numbers(name: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in _words(name, text))
-    except ValueError:
-        raise InputError(f"--{name.replace('_', '-')} is '{text}', expected whole numbers such as 1,2,4") from None
 
 
 def _check_output(path: Path) -> None:

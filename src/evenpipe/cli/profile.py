@@ -1,6 +1,7 @@
 """`evenpipe profile CONFIG.toml [section.key=value ...] [-o COSTS.toml]`, or with `--from TRACE.json ...`.
 
-With `--hardware [--processes N] [-o HARDWARE.toml]` no model is run: the machine itself is measured, for `plan`."""
+`evenpipe profile --hardware [CONFIG.toml] [-o HARDWARE.toml]` measures the machine itself, for `plan`; with a
+configuration, passes of its model too."""
 
 from __future__ import annotations
 
@@ -38,13 +39,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measured steps per form of backward (default: %(default)s)",
     )
     parser.add_argument(
-        "--hardware", action="store_true", help="measure this machine instead: products, memory, messages; for plan"
+        "--hardware",
+        action="store_true",
+        help="measure this machine: products, memory, messages, and passes of the configured model if there is one;"
+        " for plan",
+    )
+    parser.add_argument(
+        "--microbatch-sizes",
+        metavar="B[,B...]",
+        help="with --hardware CONFIG.toml: sequences of the microbatches that are measured (default: 1,4)",
     )
     parser.add_argument(
         "--processes",
         metavar="N",
         type=int,
-        help="with --hardware: so many at once (default: as many as there are cores)",
+        help="with --hardware: so many at once (default: as configured, or as many as there are cores)",
     )
     parser.add_argument("-o", "--output", metavar="FILE.toml", help="write a file; without it, print the figures")
     parser.add_argument("--json", action="store_true", help="print the costs as one JSON object and nothing else")
@@ -65,8 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
         check_output(arguments.output)
     if arguments.hardware:
         return _hardware(arguments)
-    if arguments.processes is not None:
-        raise InputError("--processes is for --hardware; the configuration says it otherwise")
+    for name in ("processes", "microbatch_sizes"):
+        if getattr(arguments, name) is not None:
+            raise InputError(f"--{name.replace('_', '-')} is for --hardware; the configuration says it otherwise")
     if (arguments.config is None) == (arguments.traces is None):
         given = "neither is" if arguments.config is None else "both are"
         raise InputError(f"profile needs either CONFIG.toml or --from TRACE.json, but {given} given")
@@ -104,14 +114,25 @@ def _measured(arguments: argparse.Namespace) -> tuple[Costs, Mapping[str, Any]]:
 
 
 def _hardware(arguments: argparse.Namespace) -> int:
-    if arguments.config is not None or arguments.traces is not None:
-        raise InputError("--hardware measures the machine alone; leave CONFIG.toml and --from away")
+    if arguments.traces is not None:
+        raise InputError("--hardware measures the machine; leave --from away")
+    if arguments.microbatch_sizes is not None and arguments.config is None:
+        raise InputError("--microbatch-sizes is for the passes of a model, but no CONFIG.toml is given")
 
+    from evenpipe.cli.lists import whole_numbers
     from evenpipe.costs.hardware import hardware_to_toml, write_hardware
     from evenpipe.plan.configuration_search import cores
-    from evenpipe.train.hardware_profile import profile_hardware
+    from evenpipe.train.config_file import load_config
+    from evenpipe.train.hardware_profile import MICROBATCH_SIZES, profile_hardware
 
-    hardware = profile_hardware(cores() if arguments.processes is None else arguments.processes)
+    config = None if arguments.config is None else load_config(arguments.config, arguments.overrides)
+    processes = arguments.processes
+    if processes is None:
+        processes = cores() if config is None else config.pipeline.processes
+    sizes: tuple[int, ...] = MICROBATCH_SIZES
+    if arguments.microbatch_sizes is not None:
+        sizes = whole_numbers("microbatch-sizes", arguments.microbatch_sizes)
+    hardware = profile_hardware(processes, config=config, sizes=sizes)
     if arguments.output is not None:
         write_hardware(hardware, arguments.output)
     if arguments.json:

@@ -24,6 +24,7 @@ from evenpipe.schedule import Costs, Placement
 
 from .collectives import Axes
 from .hardware import ELEMENT_BYTES, Hardware
+from .measured_passes import NO_CORRECTION, Correction
 from .work import (
     BACKWARD_OPERATIONS,
     BACKWARD_STREAMED,
@@ -77,6 +78,8 @@ class Setting:
     """Attention does not write its probabilities."""
     loss: str = "evenpipe"
     """As `Kernels.loss`."""
+    correction: Correction = NO_CORRECTION
+    """By what passes of this model took."""
 
     def __post_init__(self) -> None:
         self.hardware.peak(self.dtype)
@@ -145,13 +148,15 @@ class LayerTime:
     forward: float
     inputs: float
     weights: float
+    whole: float
+    """B: both in one. Nothing is computed again."""
     again_selective: float
     """What a backward computes again where results of products and attention are kept."""
 
     @property
     def backward(self) -> float:
-        """Nothing is computed again."""
-        return self.inputs + self.weights
+        """The shorter of both ways."""
+        return min(self.whole, self.inputs + self.weights)
 
     def again(self, checkpointing: str) -> float:
         """What the backward computes again under one of the policies "none", "selective", "full"."""
@@ -170,11 +175,15 @@ def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
     streaming = hardware.streaming_seconds(streamed, operations)
     streaming_backward = hardware.streaming_seconds(streamed * BACKWARD_STREAMED, operations * BACKWARD_OPERATIONS)
     exchanged = 4 * setting.axes.tensor.gather_seconds(hardware, tokens * work.hidden_size * setting.element)
+    forward = products + attention + streaming + exchanged
+    inputs = inputs + attention_backward + streaming_backward + exchanged
+    correction = setting.correction
     return LayerTime(
-        forward=products + attention + streaming + exchanged,
-        inputs=inputs + attention_backward + streaming_backward + exchanged,
-        weights=weights,
-        again_selective=streaming,
+        forward=correction["F"] * forward,
+        inputs=correction["I"] * inputs,
+        weights=correction["W"] * weights,
+        whole=correction["B"] * (inputs + weights),
+        again_selective=correction["F"] * streaming,
     )
 
 
@@ -240,12 +249,14 @@ def head_time(hidden_size: int, rows: float, setting: Setting) -> HeadTime:
         for size in LOSS_BYTES[setting.loss]
     )
     again = setting.product_seconds(matrix) if setting.loss == "chunked" else 0.0
+    # S has the first three of these with one barrier, which is how passes are measured, and T the others.
+    first, second = setting.correction["S"], setting.correction["T"]
     return HeadTime(
-        forward=setting.product_seconds(matrix),
-        inputs=setting.product_seconds(matrix, "inputs"),
-        weights=setting.product_seconds(matrix, "weights"),
-        loss_forward=forward,
-        loss_backward=backward + again,
+        forward=first * setting.product_seconds(matrix),
+        loss_forward=first * forward,
+        inputs=first * setting.product_seconds(matrix, "inputs"),
+        weights=second * setting.product_seconds(matrix, "weights"),
+        loss_backward=second * (backward + again),
     )
 
 
@@ -270,13 +281,16 @@ def costs_of_cut(
 ) -> Costs:
     """Seconds of all passes and transfers of one step. rows: of the embedding and of the output layer."""
     devices = cut.placement.devices
-    forward, inputs, weights = [], [], []
+    correction = setting.correction
+    forward, inputs, weights, whole_backward = [], [], [], []
     first = 0
     for count in cut.layers_per_stage:
         held = range(first, first + count)
         forward.append(sum(layers[index].forward for index in held))
-        inputs.append(sum(layers[index].inputs + layers[index].again(cut.checkpointing[index]) for index in held))
+        again = sum(layers[index].again(cut.checkpointing[index]) for index in held)
+        inputs.append(again + sum(layers[index].inputs for index in held))
         weights.append(sum(layers[index].weights for index in held))
+        whole_backward.append(again + sum(layers[index].whole for index in held))
         first += count
     embedded = setting.tokens * hidden_size * setting.hidden_share
     hardware, pipeline = setting.hardware, setting.axes.pipeline
@@ -284,44 +298,50 @@ def costs_of_cut(
     whole = cut.vocabulary in WHOLE
     if whole:
         head = head_time(hidden_size, rows, setting)
-        forward[0] += hardware.streaming_seconds(embedded * 2 * setting.element)
-        weights[0] += hardware.streaming_seconds(embedded * (setting.element + 2 * GRADIENT_BYTES))
+        scattered = correction["G"] * hardware.streaming_seconds(embedded * (setting.element + 2 * GRADIENT_BYTES))
+        forward[0] += correction["E"] * hardware.streaming_seconds(embedded * 2 * setting.element)
         forward[-1] += head.forward + head.loss_forward
         inputs[-1] += head.inputs + head.loss_backward
         weights[-1] += head.weights
+        whole_backward[-1] += head.inputs + head.loss_backward + head.weights
+        weights[0] += scattered
+        whole_backward[0] += scattered
         return Costs(
             F=tuple(forward),
+            B=tuple(whole_backward),
             I=tuple(inputs),
             W=tuple(weights),
-            p2p=pipeline.hop_seconds(hardware, wide),
+            p2p=correction["p2p"] * pipeline.hop_seconds(hardware, wide),
             contention=contention,
         )
     if devices > 1 and hardware.torch_device != "cpu":
-        forward, inputs, weights = (
-            [time * BESIDE_COLLECTIVES for time in times] for times in (forward, inputs, weights)
+        forward, inputs, weights, whole_backward = (
+            [time * BESIDE_COLLECTIVES for time in times] for times in (forward, inputs, weights, whole_backward)
         )
     shard = head_time(hidden_size, rows / devices, setting)
-    combined = hardware.streaming_seconds(4.0 * embedded * setting.element, 4)
+    combined = correction["C"] * hardware.streaming_seconds(4.0 * embedded * setting.element, 4)
     one_barrier = cut.vocabulary == "vocab-2"
     rows_in, rows_back = 2 * setting.element, setting.element + 2 * GRADIENT_BYTES
     gathered = setting.axes.tensor.gather_seconds(hardware, setting.tokens * hidden_size * setting.element)
     first_product = shard.forward + shard.loss_forward + gathered
+    collectives = {
+        "broadcast": pipeline.broadcast_seconds(hardware, wide),
+        "reduce": pipeline.broadcast_seconds(hardware, wide),
+        "statistics": pipeline.gather_seconds(hardware, setting.tokens * devices * STATISTICS * 4.0),
+        "embedding": pipeline.broadcast_seconds(hardware, wide),
+    }
     return Costs(
         F=tuple(forward),
+        B=tuple(whole_backward),
         I=tuple(inputs),
         W=tuple(weights),
         S=first_product + (shard.inputs if one_barrier else 0.0),
         C=combined if one_barrier else 0.0,
         T=shard.weights + shard.loss_backward + (0.0 if one_barrier else shard.inputs + combined),
-        E=hardware.streaming_seconds(embedded / devices * rows_in),
-        G=hardware.streaming_seconds(embedded / devices * rows_back),
-        p2p=pipeline.hop_seconds(hardware, wide),
-        collectives={
-            "broadcast": pipeline.broadcast_seconds(hardware, wide),
-            "reduce": pipeline.broadcast_seconds(hardware, wide),
-            "statistics": pipeline.gather_seconds(hardware, setting.tokens * devices * STATISTICS * 4.0),
-            "embedding": pipeline.broadcast_seconds(hardware, wide),
-        },
+        E=correction["E"] * hardware.streaming_seconds(embedded / devices * rows_in),
+        G=correction["G"] * hardware.streaming_seconds(embedded / devices * rows_back),
+        p2p=correction["p2p"] * pipeline.hop_seconds(hardware, wide),
+        collectives={name: correction[name] * seconds for name, seconds in collectives.items()},
         contention=contention,
     )
 

@@ -1,8 +1,9 @@
-"""Times of passes and transfers from traces: the medians of what was measured.
+"""Times of passes and transfers from traces of steps.
 
 passes      A pass takes what it computed, and what its device then spent until it waited or began the next one: the
             time in which transfers are issued, tens of microseconds each on a host. So predicted steps include it.
-            Where stages or devices were measured several times, within a step or in several, the median counts.
+            Of one step the mean counts, since the step is a sum of all its passes, slow ones too (the first gradient
+            of a matrix is written to new memory); of several steps the median, since some are disturbed.
 contention  Passes that ran while other devices computed are compared with those of their kind and stage that ran
             alone: the factor by which the times of all agree best. Times are then those of a pass alone. Where passes
             hardly differ in that, or agree no better for it, the factor is 1 and times are as measured.
@@ -62,7 +63,8 @@ Site = tuple[Kind, int]
 
 @dataclass(slots=True)
 class Samples:
-    """What was measured, by site of passes and by class of transfers; joint: shares of passes that run as one."""
+    """What was measured in one step, by site of passes and by class of transfers; joint: shares of passes that run as
+    one."""
 
     passes: dict[Site, list[Sample]] = field(default_factory=lambda: defaultdict(list))
     joint: dict[Site, list[Sample]] = field(default_factory=lambda: defaultdict(list))
@@ -71,7 +73,7 @@ class Samples:
 
 
 def costs_of(traces: Sequence[Trace], others: Sequence[Trace] = ()) -> Costs:
-    """Seconds per pass and transfer: medians over all `traces`, which are of one placement.
+    """Seconds per pass and transfer from all `traces`, which are of one placement.
 
     others: further traces of the same model, for contention only.
 
@@ -86,32 +88,44 @@ def costs_of(traces: Sequence[Trace], others: Sequence[Trace] = ()) -> Costs:
                 f"the traces are of different placements, {list(placement.stage_device)} and"
                 f" {list(trace.program.placement.stage_device)}; costs are per stage, so one file is for one placement"
             )
-    samples, more = Samples(), Samples()
-    for trace in traces:
-        _passes(trace, samples)
-        _transfers(trace, samples)
-    for trace in others:
-        _passes(trace, more)
-    contention = contention_of(samples, more)
+    steps = [_samples(trace) for trace in traces]
+    contention = contention_of(*steps, *map(_samples, others))
     times: dict[str, Any] = {}
     for kind in (STAGE_KINDS - {Kind.O, Kind.L}) | VOCABULARY_KINDS:
         places = range(placement.devices if kind in VOCABULARY_KINDS else placement.stages)
-        row = [samples.passes.get((kind, place)) or samples.joint.get((kind, place)) or () for place in places]
-        if all(row):
-            times[kind.value] = tuple(statistics.median(one.alone(contention) for one in site) for site in row)
+        row = [_pass_seconds(steps, (kind, place), contention) for place in places]
+        if None not in row:
+            times[kind.value] = tuple(row)
     if Kind.F.value not in times:
         raise InputError("the traces have no forward of every stage, so no costs follow from them")
-    hop = transfer_seconds(samples, "p2p")
-    measured = (name for name in dict.fromkeys(CLASS_OF.values()) if samples.exact[name] or samples.bounds[name])
-    collectives = {name: transfer_seconds(samples, name) for name in measured}
-    return Costs(**times, p2p=hop, collectives=collectives, contention=contention)
+    seconds = {name: _transfer_seconds(steps, name) for name in dict.fromkeys(["p2p", *CLASS_OF.values()])}
+    collectives = {name: time for name, time in seconds.items() if name != "p2p" and time is not None}
+    return Costs(**times, p2p=seconds["p2p"] or 0.0, collectives=collectives, contention=contention)
 
 
-def transfer_seconds(samples: Samples, name: str) -> float:
-    """How long a transfer of a class takes; 0 where there was none."""
-    if samples.exact[name]:
-        return statistics.median(samples.exact[name])
-    return min(samples.bounds[name], default=0.0)
+def _samples(trace: Trace) -> Samples:
+    samples = Samples()
+    _passes(trace, samples)
+    _transfers(trace, samples)
+    return samples
+
+
+def _pass_seconds(steps: Sequence[Samples], site: Site, contention: float) -> float | None:
+    """The mean of a step, and the median of those of all steps; None where no step has the pass. Shares of passes that
+    run as one count only where none runs alone."""
+    for kind in ("passes", "joint"):
+        found = [samples for step in steps if (samples := getattr(step, kind).get(site))]
+        if found:
+            return statistics.median(statistics.fmean(one.alone(contention) for one in samples) for samples in found)
+    return None
+
+
+def _transfer_seconds(steps: Sequence[Samples], name: str) -> float | None:
+    """How long a transfer of a class takes; None where there was none."""
+    exact = [time for step in steps for time in step.exact[name]]
+    if exact:
+        return statistics.median(exact)
+    return min((time for step in steps for time in step.bounds[name]), default=None)
 
 
 def contention_of(*measured: Samples) -> float:

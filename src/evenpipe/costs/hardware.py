@@ -16,6 +16,8 @@ from typing import Any
 
 from evenpipe.errors import InputError
 
+from .measured_passes import MeasuredPasses
+
 GIB = 2**30
 TILES = ((128, 256), (128, 128))
 """Rows and columns of a result that one multiprocessor makes at a time: those of the large kernels of cuBLAS."""
@@ -73,6 +75,8 @@ class Hardware:
     context_bytes: int = 0
     """Of a device's memory, what a process takes beside its tensors: the driver's context with the kernels that it has
     loaded. 0: not measured."""
+    passes: tuple[MeasuredPasses, ...] = ()
+    """Of models that were measured: what times of those are corrected by."""
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -137,7 +141,8 @@ class Hardware:
 
     def to_dict(self) -> dict[str, Any]:
         """What `hardware_from_dict` takes, as JSON and TOML can hold it."""
-        return {**asdict(self), "peak_flops": dict(self.peak_flops)}
+        values = {**asdict(self), "peak_flops": dict(self.peak_flops)}
+        return values | {"passes": [measured.to_dict() for measured in self.passes]}
 
 
 _NUMBERS = (
@@ -284,6 +289,10 @@ def hardware_from_dict(values: Mapping[str, Any]) -> Hardware:
         given[name] = wire_from_dict(name, given[name])
     if not isinstance(given["peak_flops"], Mapping):
         raise InputError(f"hardware: peak_flops is {given['peak_flops']!r}, expected a table of FLOPs by dtype")
+    passes = given.pop("passes", [])
+    if not isinstance(passes, (list, tuple)):
+        raise InputError(f"hardware: passes is {passes!r}, expected tables")
+    given["passes"] = tuple(map(MeasuredPasses.from_dict, passes))
     return Hardware(**given)
 
 
@@ -313,7 +322,7 @@ def _known_keys(where: str, values: Mapping[str, Any], kind: type) -> Mapping[st
     return values
 
 
-_OPTIONAL = ("torch_device", "units", "contention", "context_bytes")
+_OPTIONAL = ("torch_device", "units", "contention", "context_bytes", "passes")
 
 
 def write_hardware(hardware: Hardware, path: str | Path) -> None:
@@ -328,14 +337,23 @@ def hardware_to_toml(hardware: Hardware) -> str:
     """Figures first, tables below them."""
     plain, tables = [], []
     for name, value in hardware.to_dict().items():
-        if isinstance(value, Mapping):
-            tables += ["", f"[{name}]", *(f"{key} = {_written(one)}" for key, one in value.items())]
+        if isinstance(value, list):
+            for table in value:
+                tables += ["", f"[[{name}]]", *_lines(table)]
+        elif isinstance(value, Mapping):
+            tables += ["", f"[{name}]", *_lines(value)]
         else:
             plain.append(f"{name} = {_written(value)}")
     return "\n".join([*plain, *tables]) + "\n"
 
 
+def _lines(table: Mapping[str, Any]) -> list[str]:
+    return [f"{key} = {_written(one)}" for key, one in table.items()]
+
+
 def _written(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_written(one)}" for key, one in value.items()) + "}"
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ") + '"'
     return str(value) if isinstance(value, int) else f"{value:.6g}"

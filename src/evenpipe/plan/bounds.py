@@ -24,6 +24,7 @@ from evenpipe.memory.states import MIXED, SINGLE, state_bytes
 from evenpipe.schedule import Placement
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.simulate import best_bound
+from evenpipe.simulate.bounds import either_backward
 
 from .configurations import LEAST, Configuration, Layout, Problem, Shape, shape_of
 from .evaluation import (
@@ -31,8 +32,8 @@ from .evaluation import (
     end_seconds,
     layer_times,
     layers_of_devices,
+    least_work,
     parameters_per_device,
-    work_per_device,
 )
 from .programs import InFlight, in_flight, short_steps
 
@@ -72,7 +73,7 @@ def work_bound(problem: Problem, configuration: Configuration) -> Bound:
     shape = _shape(configuration)
     costs = costs_of(problem, configuration, shape.placement)
     again, lacking, device = _memory_floor(problem, configuration, shape)
-    busy = work_per_device(costs, shape.placement, configuration.vocabulary)
+    busy = least_work(costs, shape.placement, configuration.vocabulary)
     work = max(done + more for done, more in zip(busy, again, strict=True)) * configuration.layout.microbatches
     return Bound(work + end_seconds(problem, configuration, shape.placement), lacking, device)
 
@@ -82,10 +83,11 @@ def order_bound(problem: Problem, configuration: Configuration) -> float:
     again."""
     shape, barriers = _shape(configuration), BARRIERS[configuration.vocabulary]
     stages = shape.placement.stages // shape.placement.devices
+    costs = costs_of(problem, configuration, shape.placement)
     bound = best_bound(
         shape.placement,
         configuration.layout.microbatches,
-        costs_of(problem, configuration, shape.placement),
+        either_backward(costs, shape.placement) if shape.split else costs,
         split=shape.split,
         barriers=barriers,
         memory_limit=[held + barriers * stages for held in _in_flight(configuration).stages],

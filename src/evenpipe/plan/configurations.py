@@ -12,13 +12,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
-from evenpipe.costs.analytic import Setting
+from evenpipe.costs.analytic import Cut, Setting, costs_of_cut, layer_time
 from evenpipe.costs.collectives import Axes
 from evenpipe.costs.hardware import ELEMENT_BYTES, Hardware
+from evenpipe.costs.measured_passes import (
+    NO_CORRECTION,
+    Correction,
+    MeasuredPasses,
+    between,
+    correction_of,
+    fingerprint,
+)
 from evenpipe.costs.work import LayerWork, layers_of
 from evenpipe.errors import InputError
 from evenpipe.memory.kernels import PRESETS, Kernels
@@ -34,6 +42,9 @@ LEAST = "least"
 """In the place of a checkpointing policy: on every device as little recomputation as its memory allows."""
 
 POLICIES = ("none", "selective", "full")
+
+EVENPIPE = "transformers"
+"""Kernels that evenpipe itself runs: transformers' own."""
 
 Options = tuple[tuple[str, Any], ...]
 
@@ -79,8 +90,10 @@ class Problem:
         devices of all of them compute."""
         kernels, parallelism = self.kernels, layout.parallelism
         others = parallelism.gpus - 1 if together else parallelism.dp - 1
+        correction = self.correction(layout.microbatch_size)
         return Setting(
-            hardware=self.hardware.slowed(self._slower(others)),
+            hardware=self.hardware.slowed(self._slower(others, correction)),
+            correction=correction,
             axes=Axes.of(dp=parallelism.dp, tp=parallelism.tp, cp=parallelism.cp, pp=parallelism.pp),
             dtype=self.dtype,
             microbatch_size=layout.microbatch_size,
@@ -98,12 +111,64 @@ class Problem:
         parallelism = layout.parallelism
         if parallelism.pp == 1:
             return 1.0
-        return self._slower(parallelism.gpus - 1) / self._slower(parallelism.dp - 1)
+        correction = self.correction(layout.microbatch_size)
+        return self._slower(parallelism.gpus - 1, correction) / self._slower(parallelism.dp - 1, correction)
 
-    def _slower(self, others: int) -> float:
+    def _slower(self, others: int, correction: Correction) -> float:
         """Factor on compute beside so many other devices that compute: in proportion to what all of a node do."""
-        per_other = (self.hardware.contention - 1) / max(1, self.hardware.devices_per_node - 1)
+        most = self.hardware.contention if correction.contention is None else correction.contention
+        per_other = (most - 1) / max(1, self.hardware.devices_per_node - 1)
         return 1 + per_other * min(others, self.hardware.devices_per_node - 1)
+
+    # --- what was measured of this model ---------------------------------------------------------------------
+
+    @property
+    def measured(self) -> tuple[MeasuredPasses, ...]:
+        """Passes of this model, with this length of sequence and these kernels, on this hardware."""
+        if self.kernels_name != EVENPIPE:
+            return ()
+        description = self.description
+        own = fingerprint(self.works, description.vocabulary_size, description.hidden_size)
+        return tuple(
+            one
+            for one in self.hardware.passes
+            if (one.model, one.dtype, one.sequence) == (own, self.dtype, self.sequence)
+        )
+
+    def correction(self, microbatch_size: int) -> Correction:
+        """Of analytic times, by what was measured; none without."""
+        if not self.hardware.passes:
+            return NO_CORRECTION
+        found: dict[int, Correction] | None = self.known.get("corrections")
+        if found is None:
+            found = self.known["corrections"] = {one.microbatch_size: self._correction(one) for one in self.measured}
+        return between(found, microbatch_size) if found else NO_CORRECTION
+
+    def _correction(self, measured: MeasuredPasses) -> Correction:
+        devices = measured.devices
+        uncorrected = replace(self, hardware=replace(self.hardware, passes=()), known={})
+        layout = Layout(
+            parallelism=Parallelism(dp=1, tp=1, cp=1, pp=devices),
+            microbatch_size=measured.microbatch_size,
+            microbatches=1,
+        )
+        setting = uncorrected.setting(layout)
+        layers = even_split(self.layers, devices)
+        cut = Cut(
+            placement=Placement.linear(devices),
+            layers_per_stage=layers,
+            checkpointing=("none",) * self.layers,
+            vocabulary="vocab-2",
+        )
+        times = {id(work): layer_time(work, setting) for work in self.kinds}
+        expected = costs_of_cut(
+            cut,
+            [times[id(work)] for work in self.works],
+            setting,
+            rows=self.description.vocabulary_size,
+            hidden_size=self.description.hidden_size,
+        )
+        return correction_of(measured, expected)
 
 
 def problem_of(

@@ -15,6 +15,7 @@ from typing import Any
 from evenpipe.costs.analytic import Cut, LayerTime, costs_of_cut, layer_time, step_end_seconds
 from evenpipe.errors import InputError
 from evenpipe.schedule import Costs, Placement, Program
+from evenpipe.schedule.costs import PassTimes
 from evenpipe.schedule.passes import Kind
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.simulate import simulate
@@ -120,8 +121,8 @@ def timed(problem: Problem, configuration: Configuration, limit: float = math.in
     placement = program.placement
     costs = costs_of(problem, configuration, placement)
     plain = replace(configuration, checkpointing=("none",) * problem.layers)
-    busy = work_per_device(costs, placement, configuration.vocabulary)
-    without = work_per_device(costs_of(problem, plain, placement), placement, configuration.vocabulary)
+    busy = work_of(program, costs)
+    without = work_of(program, costs_of(problem, plain, placement))
     found = Evaluation(
         configuration=configuration,
         devices=(),
@@ -178,14 +179,21 @@ def costs_of(problem: Problem, configuration: Configuration, placement: Placemen
     )
 
 
-def work_per_device(costs: Costs, placement: Placement, mode: str) -> list[float]:
+def work_of(program: Program, costs: Costs) -> list[float]:
     """Seconds in passes per microbatch, per device."""
+    order, times = program.order, PassTimes(costs, program.placement)
+    whole = [math.fsum(times.of(item, device) for item in order.passes(device)) for device in range(order.devices)]
+    return [seconds / order.microbatches for seconds in whole]
+
+
+def least_work(costs: Costs, placement: Placement, mode: str) -> list[float]:
+    """As `work_of`, of an order of any kind: backwards are whole or split, whatever is shorter."""
     work = [0.0] * placement.devices
-    for kind, times in costs.stage_times(placement).items():
-        if kind in (Kind.F, Kind.I, Kind.W):
-            assert times is not None
-            for stage, device in enumerate(placement.stage_device):
-                work[device] += times[stage]
+    by_kind = costs.stage_times(placement)
+    forward, backward, inputs, weights = (by_kind[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+    assert forward and backward and inputs and weights
+    for stage, device in enumerate(placement.stage_device):
+        work[device] += forward[stage] + min(backward[stage], inputs[stage] + weights[stage])
     if BARRIERS[mode]:
         for times in costs.device_times(placement).values():
             work = [done + more for done, more in zip(work, times or (), strict=True)]

@@ -127,6 +127,7 @@ class Ranking:
             f" {count(found.layouts, 'layout')}, {count(found.bounded, 'configuration')} looked at,"
             f" {found.evaluated} simulated"
         )
+        yield from _about_measured(problem)
         if not self.plans:
             yield "no plan fits"
             return
@@ -365,6 +366,17 @@ def _choices(plan: Evaluation) -> dict[str, Any]:
 
 
 # --- words ---------------------------------------------------------------------------------------------------
+
+
+def _about_measured(problem: Problem) -> Iterator[str]:
+    """Where the hardware's file has measured passes: whether they are of this model."""
+    if not problem.hardware.passes:
+        return
+    sizes = sorted({one.microbatch_size for one in problem.measured})
+    if sizes:
+        yield f"pass times as measured of this model with microbatches of {', '.join(map(str, sizes))}"
+    else:
+        yield "pass times from shapes alone: the hardware file has those of other models, lengths or kernels"
 
 
 def _seconds(seconds: float) -> str:

@@ -25,7 +25,7 @@ from evenpipe.schedule import (
 )
 from evenpipe.schedule.layers import even_split, split_by_cost
 from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS
-from evenpipe.schedule.planning import costs_of_work
+from evenpipe.schedule.planning import costs_of_work, order_of_function
 from evenpipe.schedule.registry import options_of
 from evenpipe.schedule.words import count
 from evenpipe.vocabulary import Shard, split
@@ -153,9 +153,7 @@ def runnable_order(
     elif isinstance(schedule, Program):
         order = schedule.order
     else:
-        order = schedule if isinstance(schedule, Order) else schedule(devices, microbatches)
-    if not isinstance(order, Order):
-        raise InputError(f"schedule: a function must return an Order, not {type(order).__name__}")
+        order = schedule if isinstance(schedule, Order) else order_of_function(schedule, devices, microbatches)
     for device, row in enumerate(order.rows):
         for item in row:
             if item is not None and item.kind not in RUNNABLE_KINDS:

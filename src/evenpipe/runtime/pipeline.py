@@ -28,7 +28,16 @@ from evenpipe.model import (
 )
 from evenpipe.parallel import clip_gradients, process_grid, total_norm
 from evenpipe.runtime.accounting import ByteCounter
-from evenpipe.runtime.batch import IGNORE_INDEX, Batch, Inputs, cut, distribute
+from evenpipe.runtime.arguments import (
+    check_kinds,
+    check_positive,
+    check_shardable,
+    device_of_torch,
+    dtype_of_compute,
+    is_sharded,
+    loss_of_model,
+)
+from evenpipe.runtime.batch import Batch, Inputs, cut, distribute
 from evenpipe.runtime.checkpointing import checkpointing_of_layers
 from evenpipe.runtime.clock import Conversion, read_clocks
 from evenpipe.runtime.device import build
@@ -120,24 +129,35 @@ class Pipeline:
         trust_remote_code: bool = False,
         timeout_seconds: float = 600.0,
     ) -> None:
+        check_kinds(
+            vocabulary=vocabulary,
+            schedule_options=schedule_options,
+            mesh=mesh,
+            loss=loss,
+            costs=costs,
+            layers_per_stage=layers_per_stage,
+            seed=seed,
+            compile_layers=compile_layers,
+            self_check=self_check,
+        )
         worker = initialise_worker()
         self._watch = worker.watch
+        self._closed = False
         self._grid = process_grid(mesh, replicas)
         self.device, self.devices = self._grid.device, self._grid.devices
         self.replica, self.replicas = self._grid.replica, self._grid.replicas
-        self._sharded = _is_sharded(data_parallel) and self.replicas > 1
-        self.torch_device = worker.torch_device if torch_device is None else _torch_device(torch_device)
+        self._sharded = is_sharded(data_parallel) and self.replicas > 1
+        self.torch_device = worker.torch_device if torch_device is None else device_of_torch(torch_device)
         if microbatches is not None:
-            _positive("microbatches", microbatches)
-        if not isinstance(timeout_seconds, (int, float)) or not timeout_seconds > 0:
-            raise InputError(f"timeout_seconds: {timeout_seconds!r}, expected a number above 0")
+            check_positive("microbatches", microbatches, whole=True)
+        check_positive("timeout_seconds", timeout_seconds)
         given = read_schedule(schedule, self.devices, microbatches, schedule_options)
         self.microbatches = given.microbatches
-        self._compute_dtype = _compute_dtype(parameter_dtype, compute_dtype, self.torch_device)
+        self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
         self.description = (
             model if isinstance(model, Description) else describe(model, trust_remote_code=trust_remote_code)
         )
-        options = _loss_options(loss or LossOptions(), self.description)
+        options = loss_of_model(loss or LossOptions(), self.description)
         self._checkpointing = checkpointing_of_layers(checkpointing, self.description.layers)
         self._compile_layers = compile_layers
         self._model_costs = ModelCosts.of(self.description)
@@ -154,7 +174,7 @@ class Pipeline:
             costs=costs,
         )
         if self._sharded:
-            _check_shardable(self.description)
+            check_shardable(self.description)
         self._groups = Groups(
             self._grid,
             self.layout,
@@ -339,6 +359,8 @@ class Pipeline:
                 module.train(modes[stage])
 
     def _run(self, inputs: Inputs, *, training: bool, record_passes: bool) -> StepResult:
+        if self._closed:
+            raise InputError("the pipeline is closed and cannot step, expected one that is open: make a new one")
         started = time.perf_counter()
         groups = self._groups
         inputs, totals = distribute(
@@ -482,8 +504,7 @@ class Pipeline:
 
         Collective. The same number on every process.
         """
-        if not max_norm > 0:
-            raise InputError(f"max_norm: {max_norm}, expected a number above 0")
+        check_positive("max_norm", max_norm)
         held = [
             (shard.parameter.grad, shard.saved_here)
             for shard in self._held.shards.values()
@@ -549,6 +570,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Destroys the communicators. Collective, when nothing is under way; the pipeline cannot step after it."""
+        self._closed = True
         self._groups.close()
 
     # --- whole tensors ---------------------------------------------------------------------------------------
@@ -608,62 +630,3 @@ class Pipeline:
         fault = self._groups.from_the_first(fault, "the saved model")
         if fault is not None:
             raise RunError(fault)
-
-
-def _torch_device(given: torch.device | str) -> torch.device:
-    try:
-        found = torch.device(given)
-    except RuntimeError:
-        raise InputError(f"torch_device: {given!r} is not a device of torch, expected 'cpu' or 'cuda'") from None
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"torch_device: {str(given)!r}, but torch finds no GPU here, expected 'cpu'")
-    return found
-
-
-def _compute_dtype(parameter: torch.dtype, given: torch.dtype | None, torch_device: torch.device) -> torch.dtype:
-    if parameter not in (torch.float32, torch.float64):
-        raise InputError(f"parameter_dtype: {parameter}, expected torch.float32 or torch.float64")
-    narrow = parameter == torch.float32
-    if given is None:
-        return torch.bfloat16 if narrow and torch_device.type == "cuda" else parameter
-    if given != parameter and not (narrow and given == torch.bfloat16):
-        accepted = f"{parameter}, that of the parameters" + (", or torch.bfloat16" if narrow else "")
-        raise InputError(f"compute_dtype: {given}, expected {accepted}")
-    return given
-
-
-def _positive(name: str, value: int) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise InputError(f"{name}: {value!r}, expected a whole number of at least 1")
-    return value
-
-
-def _loss_options(given: LossOptions, description: Description) -> LossOptions:
-    """The caller's options with what the model itself does to its logits."""
-    if given.ignore_index != IGNORE_INDEX:
-        raise InputError(f"loss: ignore_index is {given.ignore_index}, expected {IGNORE_INDEX}, as in transformers")
-    if description.config is None:  # plain modules: the caller says it
-        return given
-    for name, plain in (("soft_cap", None), ("logit_scale", 1.0)):
-        if getattr(given, name) != plain:
-            raise InputError(
-                f"loss: {name} is {getattr(given, name)}, expected {plain}: what {description.architecture} does to its"
-                " logits follows from the model"
-            )
-    return replace(given, logit_scale=description.logit_scale, soft_cap=description.soft_cap)
-
-
-def _is_sharded(data_parallel: str) -> bool:
-    if data_parallel not in ("replicate", "shard"):
-        raise InputError(f"data_parallel: {data_parallel!r}, expected 'replicate' or 'shard'")
-    return data_parallel == "shard"
-
-
-def _check_shardable(description: Description) -> None:
-    """FSDP2 splits the rows of a parameter; one number has none."""
-    for name, shape in description.shapes.items():
-        if not shape:
-            raise InputError(
-                f"data_parallel: 'shard', but the parameter {name} of {description.architecture} is a single number,"
-                " which has no rows to shard; expected 'replicate'"
-            )

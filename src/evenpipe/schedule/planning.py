@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -69,6 +70,26 @@ def costs_of_work(
     )
 
 
+def order_of_function(function: Callable[[int, int], Order], devices: int, microbatches: int) -> Order:
+    """What a function that is given as a schedule returns; what it raises is its own.
+
+    Raises InputError when it does not take devices and microbatches, and when it returns no order.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        inspect.signature(function).bind(devices, microbatches)
+    except TypeError as error:
+        raise InputError(
+            f"schedule: {name}(devices, microbatches) cannot be called: {error}, expected a function of these two"
+        ) from None
+    except ValueError:  # some written in C do not say what they take
+        pass
+    order = function(devices, microbatches)
+    if not isinstance(order, Order):
+        raise InputError(f"schedule: the function {name} returned {type(order).__name__}, expected an Order")
+    return order
+
+
 def plan_order(
     schedule: Schedule,
     devices: int,
@@ -90,9 +111,7 @@ def plan_order(
     if isinstance(schedule, str):
         order = generate(schedule, devices, microbatches, costs=costs, **options)
     else:
-        order = schedule if isinstance(schedule, Order) else schedule(devices, microbatches)
-        if not isinstance(order, Order):
-            raise InputError(f"a schedule that is a function must return an Order, not {type(order).__name__}")
+        order = schedule if isinstance(schedule, Order) else order_of_function(schedule, devices, microbatches)
         if order.forward_only:
             raise InputError("the order only evaluates; a schedule must train, and its evaluation follows from it")
         check_order(order).raise_if_faulty()

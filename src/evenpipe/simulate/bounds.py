@@ -91,7 +91,7 @@ def program_bounds(program: Program, costs: Costs, peak_in_flight: Sequence[int]
     kinds = {part.kind for part in passes}
     split = Kind.I in kinds
     if split and Kind.B in kinds:
-        costs = _either_backward(costs, program)
+        costs = either_backward(costs, program.placement)
     limits = None if kinds & {Kind.O, Kind.L} or program.forward_only else [max(1, peak) for peak in peak_in_flight]
     microbatches = len({(part.microbatch, part.slice) for part in passes if part.kind is Kind.F})
     return {
@@ -109,9 +109,9 @@ def program_bounds(program: Program, costs: Costs, peak_in_flight: Sequence[int]
     }
 
 
-def _either_backward(costs: Costs, program: Program) -> Costs:
+def either_backward(costs: Costs, placement: Placement) -> Costs:
     """Times of I and W that a whole backward takes at least, too, for an order that has both."""
-    times = costs.stage_times(program.placement)
+    times = costs.stage_times(placement)
     whole, inputs, weights = times[Kind.B], times[Kind.I], times[Kind.W]
     assert whole is not None and inputs is not None and weights is not None
     least = [min(i, b) for i, b in zip(inputs, whole, strict=True)]

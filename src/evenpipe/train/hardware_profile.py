@@ -1,4 +1,4 @@
-"""The hardware at hand, measured without a model: what `evenpipe plan --hardware FILE` and `estimate` read.
+"""The hardware at hand: what `evenpipe plan --hardware FILE` and `estimate` read.
 
     products     of several sizes, each a few times; the peak is what the largest reach, and a straight line through the
                  times of all gives what the smallest operation takes
@@ -6,6 +6,7 @@
     memory       a large tensor is copied
     contention   the products of one process alone, and of all processes at once
     wires        messages from process 0 to 1 and back through the communicators that the runtime uses, small and large
+    passes       with a configuration: of its model, as a pipeline over all processes, at some sizes of a microbatch
 
 On a GPU "host" is a copy between the device and pinned memory; on a CPU it is a copy in memory.
 """
@@ -15,7 +16,8 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,10 +25,16 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from evenpipe.costs.hardware import Hardware, Wire
+from evenpipe.costs.measured_passes import MeasuredPasses, fingerprint, passes_of
+from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
+from evenpipe.model import describe
 from evenpipe.runtime import initialise_worker, launch
 from evenpipe.runtime.communication import Communicators
 from evenpipe.runtime.worker import Worker
+from evenpipe.train.config import Config
+from evenpipe.train.planned_config import configured_model
+from evenpipe.train.profile import profile
 
 SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
 """Edges of the cubes that are multiplied."""
@@ -35,21 +43,32 @@ COPIED = {"cpu": 64 * 2**20, "cuda": 2**30}
 """Bytes of the tensor that is copied; far more than caches hold."""
 SECONDS = 0.15
 """Per measurement, at least."""
+MICROBATCH_SIZES = (1, 4)
+"""Sequences of the microbatches that passes of a model are measured with."""
+STEPS = 6
+"""Measured for each form of backward."""
 ROUNDS = 5
 """The fastest of so many counts: the others were disturbed."""
 SMALL, LARGE = 4, 4 * 2**20
 """Bytes of the messages."""
 
 
-def profile_hardware(processes: int, name: str | None = None) -> Hardware:
+def profile_hardware(
+    processes: int, name: str | None = None, *, config: Config | None = None, sizes: Sequence[int] = MICROBATCH_SIZES
+) -> Hardware:
     """Measures with so many processes on this machine, a device each. Takes about half a minute.
 
-    Raises InputError for no process, RunError when one fails.
+    config: passes of its model are measured too, with microbatches of so many sequences each of `sizes`.
+
+    Raises InputError for no process and for a configuration that does not go with so many, RunError when one fails.
     """
     if processes < 1:
         raise InputError(f"processes is {processes}, expected at least 1")
+    if not sizes or min(sizes) < 1:
+        raise InputError(f"microbatch sizes are {list(sizes)}, expected whole numbers of at least 1")
     found: dict[str, Any] = launch(measure, processes=processes)[0]
     device = found["device"]
+    passes = () if config is None else tuple(measured_passes(config, device, processes, size) for size in sizes)
     peaks = {dtype: max(flops / seconds for flops, seconds in rows) for dtype, rows in found["products"].items()}
     widest = "bf16" if "bf16" in peaks else "fp32"
     return Hardware(
@@ -68,6 +87,44 @@ def profile_hardware(processes: int, name: str | None = None) -> Hardware:
         host_bandwidth=found["host"],
         contention=max(1.0, found["contention"]),
         context_bytes=found["context_bytes"],
+        passes=passes,
+    )
+
+
+def measured_passes(config: Config, device: str, processes: int, microbatch_size: int) -> MeasuredPasses:
+    """Passes of the configured model in one pipeline over so many processes with vocab-2. It is run in 1F1B, with whole
+    and with split backwards.
+
+    device: what it runs on, "cuda" or "cpu". Raises InputError for a configuration that does not go with so many
+    processes, RunError when one fails.
+    """
+    model = describe(configured_model(config))
+    dtypes = {"float32": "fp32", "bfloat16": "bf16", "auto": "bf16" if device == "cuda" else "fp32"}
+    pipeline = replace(
+        config.pipeline,
+        processes=processes,
+        replicas=1,
+        data_parallel="replicate",
+        schedule="1f1b",
+        stages_per_device=None,
+        group_size=None,
+        memory_limit=None,
+        vocabulary="vocab-2",
+        microbatches=4 * processes,
+        microbatch_size=microbatch_size,
+        layers_per_stage=None,
+        checkpointing=("none",),
+        costs=None,
+    )
+    costs = profile(replace(config, pipeline=pipeline), steps=STEPS).costs
+    return MeasuredPasses(
+        model=fingerprint(layers_of(model), model.vocabulary_size, model.hidden_size),
+        dtype=dtypes[config.model.compute_dtype],
+        sequence=config.data.sequence_length,
+        microbatch_size=microbatch_size,
+        devices=processes,
+        contention=costs.contention,
+        seconds=passes_of(costs),
     )
 
 

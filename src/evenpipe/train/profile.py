@@ -68,9 +68,16 @@ def profile(config: Config, *, steps: int, warm_up: int = 2) -> Profile:
         processes=config.pipeline.processes,
         timeout_seconds=config.pipeline.timeout_seconds,
     )[0]
-    traces = {name: [trace_from_dict(trace) for trace in measured] for name, measured in found["traces"].items()}
-    shorter = [trace_from_dict(trace) for trace in found["shorter"]]
-    return Profile(_costs(traces, shorter, found["sizes"]), traces)
+    return profile_of([found])
+
+
+def profile_of(found: Sequence[dict[str, Any]]) -> Profile:
+    """From what `measure_pipeline` returned on the first process, one time or several."""
+    traces: dict[str, list[Trace]] = {}
+    for name, measured in ((name, measured) for one in found for name, measured in one["traces"].items()):
+        traces.setdefault(name, []).extend(map(trace_from_dict, measured))
+    shorter = [trace_from_dict(trace) for one in found for trace in one["shorter"]]
+    return Profile(_costs(traces, shorter, found[0]["sizes"]), traces)
 
 
 def _costs(traces: dict[str, list[Trace]], shorter: list[Trace], sizes: dict[str, Sequence[float]]) -> Costs:
@@ -99,6 +106,11 @@ def measure(config: Config, steps: int, warm_up: int) -> dict[str, Any]:
     pipeline = build_pipeline(config, size, end, worker.torch_device, self_check=False)
     gc.collect()
     gc.freeze()
+    return measure_pipeline(pipeline, config, steps, warm_up)
+
+
+def measure_pipeline(pipeline: Pipeline, config: Config, steps: int, warm_up: int) -> dict[str, Any]:
+    """The same of a pipeline that `config` describes. Collective."""
     tokens = config.data.sequence_length
     order = pipeline.layout.program.order
     traces = {AS_IT_IS: _run(pipeline, config, tokens, steps, warm_up)}
@@ -113,7 +125,7 @@ def measure(config: Config, steps: int, warm_up: int) -> dict[str, Any]:
     shorter = _run(pipeline, config, short, steps, warm_up)
     if pipeline.device != 0:
         return {}
-    narrow = worker.torch_device.type == "cuda"
+    narrow = pipeline.torch_device.type == "cuda"
     item = (compute_dtype(config) or (torch.bfloat16 if narrow else torch.float32)).itemsize
     hidden = config.pipeline.microbatch_size * pipeline.description.hidden_size * item
     # Bytes per token. The few numbers of the statistics are latency above all: they stay a duration.
@@ -129,7 +141,10 @@ def _run(pipeline: Pipeline, config: Config, tokens: int, steps: int, warm_up: i
     """Traces of `steps` steps after some that do not count; empty on all processes but the first."""
     traces = []
     for step in range(warm_up + steps):
-        ids = _token_ids(pipeline, config, tokens, step) if pipeline.device == 0 else None
+        ids = None
+        if pipeline.device == 0:
+            sequences = pipeline.microbatches * config.pipeline.microbatch_size
+            ids = token_ids(sequences, tokens, pipeline.description.vocabulary_size, step)
         result = pipeline.step(ids, record_passes=step >= warm_up)
         pipeline.zero_grad()
         if step >= warm_up:
@@ -152,11 +167,9 @@ def _following(pipeline: Pipeline, order: Order) -> Iterator[None]:
         pipeline.layout = layout
 
 
-def _token_ids(pipeline: Pipeline, config: Config, tokens: int, step: int) -> torch.Tensor:
-    """[sequences, tokens]: id k is drawn about as often as 1 / (k + 1)."""
-    generator = torch.Generator().manual_seed(step)
-    rows = pipeline.description.vocabulary_size
-    sequences = pipeline.microbatches * config.pipeline.microbatch_size
+def token_ids(sequences: int, tokens: int, rows: int, seed: int) -> torch.Tensor:
+    """[sequences, tokens]: id k below `rows` is drawn about as often as 1 / (k + 1)."""
+    generator = torch.Generator().manual_seed(seed)
     share = torch.rand(sequences, tokens, generator=generator, dtype=torch.float64)
     return (float(rows) ** share).long().sub_(1).clamp_(0, rows - 1)
 

@@ -1,0 +1,149 @@
+"""Passes of a model as they were measured on the hardware at hand, and how far `analytic` is off there.
+
+Shapes and data sheets do not say what a host takes to issue operations, what caches hold, or how well a library's
+kernels run at one size. So `evenpipe profile --hardware CONFIG.toml` runs a pipeline of the model, and what its passes
+took, over what `analytic` says they take, corrects the times of all other pipelines of that model: other schedules,
+modes, splits and numbers of devices. Between two sizes of a microbatch the factors are interpolated over the logarithm
+of the size; beyond the measured ones the nearest counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from evenpipe.errors import InputError
+
+if TYPE_CHECKING:
+    from evenpipe.schedule import Costs
+
+    from .work import LayerWork
+
+LAYERS = ("F", "B", "I", "W")
+"""Passes of stages: seconds of one microbatch in all layers of the model."""
+SHARDS = ("S", "C", "T", "E", "G")
+"""Passes of the vocabulary: seconds of one microbatch on one device, on average over them."""
+TRANSFERS = ("p2p", "broadcast", "statistics", "reduce", "embedding")
+MEASURED = (*LAYERS, *SHARDS, *TRANSFERS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredPasses:
+    """One pipeline of a model, one stage per device, its vocabulary layers sharded (vocab-2)."""
+
+    model: str
+    """`fingerprint` of it."""
+    dtype: str
+    """Of products, as `Setting.dtype`."""
+    sequence: int
+    """Tokens."""
+    microbatch_size: int
+    """Sequences."""
+    devices: int
+    contention: float
+    """Factor on all passes while all devices compute, as `Costs.contention`."""
+    seconds: Mapping[str, float]
+    """By the names in `MEASURED`; what was not there to measure is left out."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequence", "microbatch_size", "devices"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"hardware: passes.{name} is {value!r}, expected a whole number of at least 1")
+        for name in ("model", "dtype"):
+            if not isinstance(getattr(self, name), str):
+                raise InputError(f"hardware: passes.{name} is {getattr(self, name)!r}, expected a text")
+        if not _is_number(self.contention) or self.contention < 1:
+            raise InputError(f"hardware: passes.contention is {self.contention!r}, expected a number of at least 1")
+        for name, value in self.seconds.items():
+            if name not in MEASURED or not _is_number(value) or value < 0:
+                accepted = ", ".join(MEASURED)
+                raise InputError(f"hardware: passes.seconds.{name} is {value!r}, expected seconds of {accepted}")
+
+    @classmethod
+    def from_dict(cls, values: Any) -> MeasuredPasses:
+        """The inverse of `to_dict`. Raises InputError for an unknown or missing key and for a bad value."""
+        if not isinstance(values, Mapping):
+            raise InputError(f"hardware: passes holds {values!r}, expected tables")
+        for name in values:
+            if name not in cls.__slots__:
+                raise InputError(f"hardware: unknown key 'passes.{name}', accepted: {', '.join(cls.__slots__)}")
+        for name in cls.__slots__:
+            if name not in values:
+                raise InputError(f"hardware: passes.{name} is missing")
+        if not isinstance(values["seconds"], Mapping):
+            raise InputError(f"hardware: passes.seconds is {values['seconds']!r}, expected a table")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON and TOML can hold it."""
+        return {name: getattr(self, name) for name in self.__slots__} | {"seconds": dict(self.seconds)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def fingerprint(works: Sequence[LayerWork], rows: int, hidden_size: int) -> str:
+    """Of a model's shapes: equal for two models whose passes take the same time."""
+    return hashlib.sha256(repr((tuple(works), rows, hidden_size)).encode()).hexdigest()[:16]
+
+
+def passes_of(costs: Costs) -> dict[str, float]:
+    """`MeasuredPasses.seconds` of the measured costs of a pipeline with one stage per device."""
+    seconds: dict[str, float] = {}
+    for name in LAYERS:
+        time = getattr(costs, name)
+        if time is not None:
+            seconds[name] = math.fsum(time) if isinstance(time, tuple) else time
+    for name in SHARDS:
+        time = getattr(costs, name)
+        if time is not None:
+            seconds[name] = math.fsum(time) / len(time) if isinstance(time, tuple) else time
+    durations = {"p2p": costs.p2p, **costs.collectives}
+    durations |= {name: link.time for name, link in costs.links.items() if name in TRANSFERS}
+    return seconds | {name: time for name, time in durations.items() if time > 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Factors on analytic times by the names in `MEASURED`; what has none is as `analytic` says it."""
+
+    factors: Mapping[str, float] = field(default_factory=dict)
+    contention: float | None = None
+    """While `devices` of a machine compute; None: that of the hardware."""
+
+    def __getitem__(self, name: str) -> float:
+        return self.factors.get(name, 1.0)
+
+
+NO_CORRECTION = Correction()
+
+
+def correction_of(measured: MeasuredPasses, expected: Costs) -> Correction:
+    """What is to be corrected where `expected` are the analytic costs of the pipeline that was measured."""
+    analytic = passes_of(expected)
+    factors = {
+        name: measured.seconds[name] / analytic[name]
+        for name in MEASURED
+        if measured.seconds.get(name, 0) > 0 and analytic.get(name, 0) > 0
+    }
+    return Correction(factors, measured.contention)
+
+
+def between(corrections: Mapping[int, Correction], size: int) -> Correction:
+    """The correction for microbatches of `size` sequences from those of measured sizes."""
+    sizes = sorted(corrections)
+    low = max((one for one in sizes if one <= size), default=sizes[0])
+    high = min((one for one in sizes if one >= size), default=sizes[-1])
+    if low == high:
+        return corrections[low]
+    share = math.log(size / low) / math.log(high / low)
+    one, other = corrections[low], corrections[high]
+    names = one.factors.keys() & other.factors.keys()
+    factors = {name: one[name] + share * (other[name] - one[name]) for name in names}
+    assert one.contention is not None and other.contention is not None
+    return Correction(factors, one.contention + share * (other.contention - one.contention))

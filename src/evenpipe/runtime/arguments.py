@@ -1,0 +1,123 @@
+"""What a caller gives to a `Pipeline`, checked before anything is built: one sentence for each mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from numbers import Real
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from evenpipe.errors import InputError
+from evenpipe.model import Description
+from evenpipe.runtime.batch import IGNORE_INDEX
+from evenpipe.schedule import Costs
+from evenpipe.vocabulary import LossOptions
+
+COMPUTES_ON = ("cpu", "cuda")
+LARGEST_SEED = 2**64 - 1
+
+
+def check_kinds(**given: Any) -> None:
+    """Of the arguments whose values are checked where they are used: that they are of a kind that has such values.
+
+    Raises InputError that names the first one that is not, and what would be accepted.
+    """
+    for name, value in given.items():
+        accepted, fits = _KINDS[name]
+        if not fits(value):
+            raise InputError(f"{name}: {value!r}, expected {accepted}")
+
+
+def _or_none(kind: type) -> Any:
+    return lambda value: value is None or isinstance(value, kind)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _whole_numbers(value: Any) -> bool:
+    return value is None or (isinstance(value, Sequence) and not isinstance(value, str) and all(map(_whole, value)))
+
+
+_KINDS: Mapping[str, tuple[str, Any]] = {
+    "vocabulary": ("the name of a vocabulary mode", lambda value: isinstance(value, str)),
+    "schedule_options": ("a dictionary of options by name, or None", _or_none(Mapping)),
+    "mesh": ("a torch.distributed DeviceMesh, or None", _or_none(DeviceMesh)),
+    "loss": ("LossOptions, or None", _or_none(LossOptions)),
+    "costs": ("Costs, or None", _or_none(Costs)),
+    "layers_per_stage": ("whole numbers, one per stage, or None", _whole_numbers),
+    "seed": (f"a whole number from 0 to {LARGEST_SEED}", lambda value: _whole(value) and 0 <= value <= LARGEST_SEED),
+    "compile_layers": ("True or False", lambda value: isinstance(value, bool)),
+    "self_check": ("True or False", lambda value: isinstance(value, bool)),
+}
+
+
+def check_positive(name: str, value: Any, *, whole: bool = False) -> None:
+    """Raises InputError for anything but a number above 0, or with `whole` a whole one."""
+    number = _whole(value) if whole else isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not value > 0:
+        raise InputError(
+            f"{name}: {value!r}, expected {'a whole number of at least 1' if whole else 'a number above 0'}"
+        )
+
+
+def device_of_torch(given: torch.device | str) -> torch.device:
+    """Where a process computes. Raises InputError for what is no device, or none that models are trained on here."""
+    try:
+        found = torch.device(given)
+    except (RuntimeError, TypeError):
+        raise InputError(f"torch_device: {given!r} is not a device of torch, expected 'cpu' or 'cuda'") from None
+    if found.type not in COMPUTES_ON:
+        raise InputError(f"torch_device: {str(given)!r}, expected 'cpu' or 'cuda'")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"torch_device: {str(given)!r}, but torch finds no GPU here, expected 'cpu'")
+    return found
+
+
+def dtype_of_compute(parameter: torch.dtype, given: torch.dtype | None, torch_device: torch.device) -> torch.dtype:
+    """Of activations and products, where the caller gives `given`. Raises InputError for a pair that there is not."""
+    if parameter not in (torch.float32, torch.float64):
+        raise InputError(f"parameter_dtype: {parameter}, expected torch.float32 or torch.float64")
+    narrow = parameter == torch.float32
+    if given is None:
+        return torch.bfloat16 if narrow and torch_device.type == "cuda" else parameter
+    if given != parameter and not (narrow and given == torch.bfloat16):
+        accepted = f"{parameter}, that of the parameters" + (", or torch.bfloat16" if narrow else "")
+        raise InputError(f"compute_dtype: {given}, expected {accepted}")
+    return given
+
+
+def loss_of_model(given: LossOptions, description: Description) -> LossOptions:
+    """The caller's options with what the model itself does to its logits. Raises InputError where they disagree."""
+    if given.ignore_index != IGNORE_INDEX:
+        raise InputError(f"loss: ignore_index is {given.ignore_index}, expected {IGNORE_INDEX}, as in transformers")
+    if description.config is None:  # plain modules: the caller says it
+        return given
+    for name, plain in (("soft_cap", None), ("logit_scale", 1.0)):
+        if getattr(given, name) != plain:
+            raise InputError(
+                f"loss: {name} is {getattr(given, name)}, expected {plain}: what {description.architecture} does to its"
+                " logits follows from the model"
+            )
+    return replace(given, logit_scale=description.logit_scale, soft_cap=description.soft_cap)
+
+
+def is_sharded(data_parallel: str) -> bool:
+    """Whether replicas hold rows of parameters only. Raises InputError for what is no way of data parallelism."""
+    if data_parallel not in ("replicate", "shard"):
+        raise InputError(f"data_parallel: {data_parallel!r}, expected 'replicate' or 'shard'")
+    return data_parallel == "shard"
+
+
+def check_shardable(description: Description) -> None:
+    """FSDP2 splits the rows of a parameter; one number has none. Raises InputError for a model that has one."""
+    for name, shape in description.shapes.items():
+        if not shape:
+            raise InputError(
+                f"data_parallel: 'shard', but the parameter {name} of {description.architecture} is a single number,"
+                " which has no rows to shard; expected 'replicate'"
+            )
