@@ -91,14 +91,14 @@ def llama(settings: Settings, vocabulary: int) -> LlamaConfig:
     )
 
 
-def configuration(settings: Settings, vocabulary: int, **pipeline: Any) -> Config:
-    """Training of that Llama; `pipeline`: the fields of its [pipeline]. Of the data nothing is read."""
-    model = llama(settings, vocabulary).to_diff_dict()
+def configuration(settings: Settings, rows: int, **pipeline: Any) -> Config:
+    """Training of that Llama with so many rows of the vocabulary; `pipeline`: the fields of its [pipeline]. Of the data nothing is read."""
+    model = llama(settings, rows).to_diff_dict()
     del model["model_type"]
     return Config(
         model=ModelConfig(architecture="llama", config=model, self_check=False),
         data=DataConfig(corpus="python-standard-library", sequence_length=settings.tokens),
-        tokenizer=TokenizerConfig(vocabulary_size=vocabulary),
+        tokenizer=TokenizerConfig(vocabulary_size=rows),
         pipeline=PipelineConfig(processes=settings.processes, **pipeline),
     )
 
