@@ -92,7 +92,10 @@ def llama(settings: Settings, vocabulary: int) -> LlamaConfig:
 
 
 def configuration(settings: Settings, rows: int, **pipeline: Any) -> Config:
-    """Training of that Llama with so many rows of the vocabulary; `pipeline`: the fields of its [pipeline]. Of the data nothing is read."""
+    """Training of that Llama with so many rows of the vocabulary, which reads nothing of its data.
+
+    pipeline: the fields of its [pipeline].
+    """
     model = llama(settings, rows).to_diff_dict()
     del model["model_type"]
     return Config(

@@ -51,10 +51,11 @@ class Settings(common.Settings):
     hidden_size: int = option(512, "of the model; heads have 64")
     vocabulary: int = option(8192, "rows of embedding and output layer")
     profiled_microbatches: int = option(8, "of the steps that costs are taken from")
-    profiled_steps: int = option(2, "that costs are taken from, for every form of backward, in each round")
-    repetitions: int = option(2, "measured steps of every number of microbatches, in each round")
+    profiled_steps: int = option(3, "that costs are taken from, for every form of backward, in each round")
+    profiled_warm_up: int = option(2, "steps of every form that do not count: they find memory new to them")
+    repetitions: int = option(3, "measured steps of every number of microbatches, in each round")
     warm_up: int = option(1, "steps of each round that do not count")
-    rounds: int = option(3, "of costs and steps")
+    rounds: int = option(2, "of costs and steps")
 
 
 def bad_order(devices: int, microbatches: int, costs: Costs) -> Order:
@@ -91,7 +92,7 @@ def measure(settings: Settings, schedule: str, mode: str, sizes: list[int]) -> d
     profiles: list[dict[str, Any]] = []
     steps: list[dict[str, Any]] = [{"traces": [], "untraced": [], "traced": []} for _ in arms]
     for _ in range(settings.rounds):
-        profiles.append(measure_pipeline(pipeline, profiled, settings.profiled_steps, settings.warm_up))
+        profiles.append(measure_pipeline(pipeline, profiled, settings.profiled_steps, settings.profiled_warm_up))
         for repetition in range(settings.warm_up + settings.repetitions):
             for one, figures in zip(arms, steps, strict=True):
                 ids = token_ids(one.microbatches, settings.tokens, settings.vocabulary, repetition)

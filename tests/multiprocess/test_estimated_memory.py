@@ -77,6 +77,7 @@ def count_one(case: Case) -> int:
         vocabulary=case.mode,
         microbatches=MICROBATCHES,
         checkpointing=case.checkpointing,
+        sequence_length=case.tokens,
         self_check=False,
     )
     optimizer = torch.optim.AdamW(pipeline.parameters(), fused=True)

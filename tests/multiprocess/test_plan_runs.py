@@ -14,8 +14,15 @@ from harness import run_processes
 
 from evenpipe.cli.main import main
 from evenpipe.costs.hardware import find_hardware, write_hardware
+from evenpipe.memory.parallelism import Parallelism
+from evenpipe.model import describe
+from evenpipe.plan.configurations import Configuration, Layout, problem_of
+from evenpipe.plan.evaluation import costs_of
+from evenpipe.schedule import Placement
 from evenpipe.train import hardware_profile
+from evenpipe.train import profile as profile_module
 from evenpipe.train.config_file import load_config
+from evenpipe.train.planned_config import configured_model
 
 CONFIG = """
 [model]
@@ -57,6 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hardware_profile, "launch", launch)
+    monkeypatch.setattr(profile_module, "launch", launch)
     Path("text.txt").write_text("def f(x):\n    return x\n" * 3000)
     Path("train.toml").write_text(CONFIG.format(steps=STEPS, folder="run"))
     return tmp_path
@@ -70,9 +78,53 @@ def test_the_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert 1e9 < hardware.peak("fp32") < 1e13 and 1e8 < hardware.memory_bandwidth < 1e12
     assert 1e-7 < hardware.operation_seconds < 1e-3 and hardware.contention >= 1
     assert 1e-6 < hardware.inside.latency_seconds < 0.1 and hardware.inside.bandwidth > 1e6
-    for wrong in (["--hardware", "--processes", "0"], ["train.toml", "--hardware"], ["train.toml", "--processes", "2"]):
+    for wrong in (
+        ["--hardware", "--processes", "0"],
+        ["--hardware", "--from", "trace.json"],
+        ["--hardware", "--microbatch-sizes", "1"],
+        ["train.toml", "--hardware", "--microbatch-sizes", "0"],
+        ["train.toml", "--hardware", "--microbatch-sizes", "a"],
+        ["train.toml", "--processes", "2"],
+    ):
         assert main(["profile", *wrong]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_plans_take_the_passes_that_were_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pipeline that was measured is predicted with what its passes took."""
+    monkeypatch.setattr(hardware_profile, "STEPS", 2)
+    assert main(["profile", "train.toml", "--hardware", "--microbatch-sizes", "1,2", "-o", "host.toml"]) == 0
+    hardware = find_hardware("host.toml")
+    assert [(one.microbatch_size, one.devices, one.sequence) for one in hardware.passes] == [(1, 2, 256), (2, 2, 256)]
+    capsys.readouterr()
+    plan = ["plan", "--model", "train.toml", "--gpus", "2", "--hardware", "host.toml", "--pp", "2", "--no-cache"]
+    assert main([*plan, "--schedule", "1f1b", "--microbatch-size", "1", "--workers", "1"]) == 0
+    assert "pass times as measured of this model with microbatches of 1, 2" in capsys.readouterr().out
+    given = problem_of(
+        describe(configured_model(load_config("train.toml"))),
+        hardware,
+        gpus=2,
+        sequence=256,
+        sequences_per_step=8,
+        dtype="fp32",
+    )
+    for measured in hardware.passes:
+        one = Configuration(
+            layout=Layout(parallelism=Parallelism(pp=2), microbatch_size=measured.microbatch_size, microbatches=4),
+            schedule="1f1b",
+            options=(),
+            vocabulary="vocab-2",
+            layers_per_stage=(4, 4),
+            checkpointing=("none",),
+        )
+        costs = costs_of(given, one, Placement.linear(2))
+        for name in "FBIW":
+            assert sum(getattr(costs, name)) == pytest.approx(measured.seconds[name])
+        for name in "SCT":
+            assert getattr(costs, name) == pytest.approx(measured.seconds[name])
+        assert costs.p2p == pytest.approx(measured.seconds["p2p"])
 
 
 def test_a_written_plan_runs_unchanged(capsys: pytest.CaptureFixture[str]) -> None:

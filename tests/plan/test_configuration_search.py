@@ -124,7 +124,7 @@ def test_programs_are_those_of_the_runtime(small: Problem, schedule: str, mode: 
         microbatches=9,
         schedule=schedule,
         vocabulary=mode,
-        model=ModelCosts(layers=small.flops, head=small.head_flops),
+        model=ModelCosts.of(small.description, small.sequence),
         rows=small.description.vocabulary_size,
         layers_per_stage=one.layers_per_stage,
         schedule_options=dict(one.options),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evenpipe.schedule import Costs, Dependencies, Pass, Program, Transfer, generate
+from evenpipe.schedule import Costs, Dependencies, Kind, Pass, Program, Transfer, generate
 from evenpipe.schedule.trace import Clock, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
 from evenpipe.schedule.transforms import add_communication
 from evenpipe.simulate import simulate
@@ -34,6 +34,18 @@ def two_devices() -> Trace:
         Clock(1000.0, 1e-6, 2e-5),
     )
     return Trace(program, (first, second), Costs(F=1, B=2), {"schedule": "1f1b", "vocabulary": "first-last", "step": 3})
+
+
+def one_device(forwards: list[float]) -> Trace:
+    """As many microbatches on one device, whose forwards take so long and whose backwards take 1."""
+    program = add_communication(generate("1f1b", 1, len(forwards)))
+    clock, left, passes = 0.0, iter(forwards), []
+    for item in program.rows[0]:
+        assert isinstance(item, Pass)
+        end = clock + (next(left) if item.kind is Kind.F else 1.0)
+        passes.append(PassTime(item, clock, end, end - clock))
+        clock = end
+    return Trace(program, (DeviceTrace(0.0, clock, tuple(passes), (), ()),), Costs(F=1, B=1))
 
 
 def measured(program: Program, costs: Costs) -> Trace:
@@ -86,4 +98,4 @@ def _issued(program: Program, device: int, passes: list[PassTime]) -> dict[Trans
     return issued
 
 
-__all__ = ["measured", "two_devices"]
+__all__ = ["measured", "one_device", "two_devices"]

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the costs as one JSON object and nothing else")
     parser.epilog = (
         "Trains a few steps of the configured model on random tokens, with all its processes at once, and takes the\n"
-        "medians of every pass and transfer, in seconds. The file is for --costs of simulate, draw, check and search.\n"
+        "times of every pass and transfer, in seconds. The file is for --costs of simulate, draw, check and search.\n"
         "Its times hold for this model, number of stages, microbatch size and sequence length. An output layer that\n"
         "is whole (first-last) counts as part of the last stage."
     )

@@ -1,7 +1,7 @@
 """Costs from measurements: traces of real steps become the times that the simulator predicts from.
 
-`costs_of` takes the medians of traces, `write_costs` makes a cost file of them, `with_backward` gives orders with every
-kind of pass to measure.
+`costs_of` takes the means of a step, and medians of several steps, `write_costs` makes a cost file of them,
+`with_backward` gives orders with every kind of pass to measure.
 """
 
 from __future__ import annotations

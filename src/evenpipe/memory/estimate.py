@@ -197,6 +197,7 @@ def estimate(
     plan = planned(
         description,
         schedule,
+        sequence=sequence,
         devices=parallelism.pp,
         microbatches=microbatches,
         vocabulary=vocabulary,

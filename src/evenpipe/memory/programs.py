@@ -60,13 +60,17 @@ def planned(
     description: Description,
     schedule: Schedule,
     *,
+    sequence: int,
     devices: int,
     microbatches: int | None,
     vocabulary: str,
     layers_per_stage: Sequence[int] | None,
     options: Mapping[str, Any] | None,
 ) -> Planned:
-    """The program of a schedule. Raises InputError for names and sizes that do not go together."""
+    """The program of a schedule, for sequences of so many tokens.
+
+    Raises InputError for names and sizes that do not go together.
+    """
     mode = vocabulary_mode(vocabulary)
     split = None if layers_per_stage is None else tuple(layers_per_stage)
     if isinstance(schedule, Program):
@@ -95,7 +99,7 @@ def planned(
         mode=mode,
         split=split,
         options=tuple(sorted((options or {}).items())),
-        costs=ModelCosts.of(description),
+        costs=ModelCosts.of(description, sequence),
         rows=description.vocabulary_size,
     )
 

@@ -31,13 +31,15 @@ def head_flops(description: Description) -> float:
 
 
 ARRANGING_SEQUENCE = 2048
-"""Tokens per sequence that attention's share of a layer's cost is reckoned with, unless the model allows fewer."""
+"""Tokens per sequence that attention's share of a layer's cost is reckoned with where nobody says how many there are,
+unless the model allows fewer."""
 
 
-def arranging_flops(description: Description) -> tuple[tuple[float, ...], float]:
+def arranging_flops(description: Description, sequence: int | None = None) -> tuple[tuple[float, ...], float]:
     """What orders are arranged and layers are split by where no times are known: forward FLOPs per token of every
-    layer, and of the output layer."""
-    sequence = min(ARRANGING_SEQUENCE, description.maximum_length or ARRANGING_SEQUENCE)
+    layer, in sequences of so many tokens, and of the output layer."""
+    if sequence is None:
+        sequence = min(ARRANGING_SEQUENCE, description.maximum_length or ARRANGING_SEQUENCE)
     return tuple(layer_flops(description, sequence)), head_flops(description)
 
 

@@ -32,7 +32,7 @@ from evenpipe.errors import InputError
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.parallelism import Parallelism
 from evenpipe.model.description import Description
-from evenpipe.model.flops import head_flops, layer_flops
+from evenpipe.model.flops import arranging_flops
 from evenpipe.schedule import MODES, SCHEDULES, Order, Placement, even_split, generate, split_by_cost
 from evenpipe.schedule.passes import Kind
 from evenpipe.schedule.planning import BARRIERS
@@ -198,11 +198,12 @@ def problem_of(
     if dtype not in ELEMENT_BYTES:
         raise InputError(f"dtype is '{dtype}', expected one of {', '.join(ELEMENT_BYTES)}")
     hardware.peak(dtype)
+    flops, head = arranging_flops(description, sequence)
     return Problem(
         description=description,
         works=layers_of(description),
-        flops=tuple(layer_flops(description, sequence)),
-        head_flops=head_flops(description),
+        flops=flops,
+        head_flops=head,
         hardware=hardware,
         gpus=gpus,
         memory_bytes=hardware.memory_bytes if memory_bytes is None else memory_bytes,

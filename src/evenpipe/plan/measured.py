@@ -61,7 +61,7 @@ class Comparison:
 def compare(trace: Trace, costs: Costs | None = None, *, unit_seconds: float = 1.0) -> Comparison:
     """Simulate the program of `trace`.
 
-    costs: by default the medians of the trace itself. unit_seconds: of `costs`. Raises InputError when they lack a kind
+    costs: by default those of the trace itself. unit_seconds: of `costs`. Raises InputError when they lack a kind
     of pass that the program has.
     """
     own = costs is None

@@ -42,9 +42,9 @@ class ModelCosts:
     head: float
 
     @classmethod
-    def of(cls, description: Description) -> ModelCosts:
-        """What orders are arranged by where no times are known."""
-        layers, head = arranging_flops(description)
+    def of(cls, description: Description, sequence: int | None = None) -> ModelCosts:
+        """What orders are arranged by where no times are known; `sequence`: tokens, as for `arranging_flops`."""
+        layers, head = arranging_flops(description, sequence)
         return cls(layers=layers, head=head)
 
 

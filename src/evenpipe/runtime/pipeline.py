@@ -92,6 +92,8 @@ class Pipeline:
         compile_layers: run every layer through torch.compile, with any schedule. What stands before and after the
             layers is not compiled, nor are embedding, output layer and loss; the first step takes longer.
         costs: measured pass times that the schedule is arranged by; default: FLOPs.
+        sequence_length: tokens of the sequences to come, which attention's share of those FLOPs depends on; steps may
+            have others. Default: 2048, or the most that the model allows.
         communicators: "per-pair": one for each ordered pair of devices that send to each other and one for each kind of
             collective. "per-kind": one for all hops forward, one for all hops back, one for each kind of collective.
             "one": a single one. Each takes memory (with NCCL some 0.5 GB), and transfers of one wait for each other.
@@ -123,6 +125,7 @@ class Pipeline:
         checkpointing: str | Sequence[str] = "none",
         compile_layers: bool = False,
         costs: Costs | None = None,
+        sequence_length: int | None = None,
         communicators: str = "per-pair",
         torch_device: torch.device | str | None = None,
         self_check: bool = True,
@@ -150,6 +153,8 @@ class Pipeline:
         self.torch_device = worker.torch_device if torch_device is None else device_of_torch(torch_device)
         if microbatches is not None:
             check_positive("microbatches", microbatches, whole=True)
+        if sequence_length is not None:
+            check_positive("sequence_length", sequence_length, whole=True)
         check_positive("timeout_seconds", timeout_seconds)
         given = read_schedule(schedule, self.devices, microbatches, schedule_options)
         self.microbatches = given.microbatches
@@ -160,7 +165,7 @@ class Pipeline:
         options = loss_of_model(loss or LossOptions(), self.description)
         self._checkpointing = checkpointing_of_layers(checkpointing, self.description.layers)
         self._compile_layers = compile_layers
-        self._model_costs = ModelCosts.of(self.description)
+        self._model_costs = ModelCosts.of(self.description, sequence_length)
         self.layout: Layout = build_layout(
             devices=self.devices,
             microbatches=self.microbatches,

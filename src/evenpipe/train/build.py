@@ -28,6 +28,7 @@ def build_pipeline(
         "checkpointing": _one_or_per_layer(config.pipeline.checkpointing),
         "compile_layers": config.pipeline.compile_layers,
         "costs": None if config.pipeline.costs is None else read_costs(config.pipeline.costs),
+        "sequence_length": config.data.sequence_length,
         "communicators": config.pipeline.communicators,
         "loss": LossOptions(
             label_smoothing=config.loss.label_smoothing, z_loss=config.loss.z_loss, keep=config.loss.keep

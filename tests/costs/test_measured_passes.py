@@ -1,0 +1,178 @@
+"""Analytic times corrected by measured passes: what was measured is predicted, and what was not follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from evenpipe.costs.hardware import KNOWN, hardware_from_dict, read_hardware, write_hardware
+from evenpipe.costs.measured_passes import MEASURED, MeasuredPasses, fingerprint, passes_of
+from evenpipe.costs.work import layers_of
+from evenpipe.errors import InputError
+from evenpipe.memory.parallelism import Parallelism
+from evenpipe.model import describe
+from evenpipe.plan.configuration_search import search_configurations
+from evenpipe.plan.configurations import Configuration, Layout, Problem, Space, problem_of
+from evenpipe.plan.evaluation import costs_of, layer_times
+from evenpipe.plan.ranking import Ranking
+from evenpipe.schedule import Costs, Placement
+
+CONFIG = LlamaConfig(
+    vocab_size=32000,
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    tie_word_embeddings=False,
+)
+HARDWARE = replace(KNOWN["H100-80G"], torch_device="cpu")  # without the factor of collectives beside passes
+FACTORS = {name: 1.0 + 0.1 * place for place, name in enumerate(MEASURED)}
+"""What everything really takes, over what is said of it: another factor for each kind."""
+
+
+def problem(*passes: MeasuredPasses, **changes: Any) -> Problem:
+    options = {"gpus": 8, "sequence": 1024, "sequences_per_step": 64} | changes
+    return problem_of(describe(CONFIG), replace(HARDWARE, passes=passes), **options)
+
+
+def configuration(size: int, devices: int = 4, mode: str = "vocab-2") -> Configuration:
+    return Configuration(
+        layout=Layout(parallelism=Parallelism(dp=1, pp=devices), microbatch_size=size, microbatches=8),
+        schedule="1f1b",
+        options=(),
+        vocabulary=mode,
+        layers_per_stage=(8 // devices,) * devices,
+        checkpointing=("none",),
+    )
+
+
+def costs(given: Problem, size: int, devices: int = 4, mode: str = "vocab-2") -> Costs:
+    return costs_of(given, configuration(size, devices, mode), Placement.linear(devices))
+
+
+def measured(size: int, scale: float = 1.0, **changes: Any) -> MeasuredPasses:
+    """A pipeline of four devices on a machine where everything takes `scale` times its factor."""
+    description = describe(CONFIG)
+    seconds = passes_of(costs(problem(), size))
+    values: dict[str, Any] = {
+        "model": fingerprint(layers_of(description), description.vocabulary_size, description.hidden_size),
+        "dtype": "bf16",
+        "sequence": 1024,
+        "microbatch_size": size,
+        "devices": 4,
+        "contention": 1.0,
+        "seconds": {name: scale * FACTORS[name] * time for name, time in seconds.items()},
+    }
+    return MeasuredPasses(**values | changes)
+
+
+def test_everything_has_a_factor_of_its_own() -> None:
+    assert set(measured(1).seconds) == set(MEASURED)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("mode", ["vocab-1", "vocab-2", "first-last"])
+def test_other_pipelines_take_as_much_longer_as_the_measured_one(devices: int, mode: str) -> None:
+    plain, corrected = costs(problem(), 1, devices, mode), costs(problem(measured(1)), 1, devices, mode)
+    for name in "FBIW":
+        before, after = getattr(plain, name), getattr(corrected, name)
+        middle = slice(1, -1) if mode == "first-last" else slice(None)  # without embedding and output layer
+        assert after[middle] == pytest.approx([FACTORS[name] * time for time in before[middle]])
+    if mode == "vocab-2":
+        for name in ("S", "C", "T", "E", "G"):
+            assert getattr(corrected, name) == pytest.approx(FACTORS[name] * getattr(plain, name))
+        assert corrected.collectives == pytest.approx(
+            {name: FACTORS[name] * time for name, time in plain.collectives.items()}
+        )
+    assert corrected.p2p == pytest.approx(FACTORS["p2p"] * plain.p2p)
+
+
+def test_the_whole_output_layer_follows_from_its_shards() -> None:
+    """Logits and dX are in S, dW is in T."""
+    plain, corrected = costs(problem(), 1, 4, "first-last"), costs(problem(measured(1)), 1, 4, "first-last")
+    layers = costs(problem(measured(1)), 1, 4)
+    for name, factor in (("F", FACTORS["S"]), ("W", FACTORS["T"])):
+        head = getattr(plain, name)[-1] - getattr(costs(problem(), 1, 4), name)[-1]
+        assert getattr(corrected, name)[-1] - getattr(layers, name)[-1] == pytest.approx(factor * head)
+
+
+@pytest.mark.parametrize(("size", "scale"), [(1, 1.0), (2, 1.5), (4, 2.0), (8, 2.0)])
+def test_between_two_sizes_factors_are_interpolated(size: int, scale: float) -> None:
+    given = problem(measured(1), measured(4, scale=2.0))
+    for name in ("F", "S"):
+        plain, corrected = getattr(costs(problem(), size), name), getattr(costs(given, size), name)
+        assert corrected == pytest.approx(
+            scale * FACTORS[name] * plain if name == "S" else tuple(scale * FACTORS[name] * time for time in plain)
+        )
+
+
+def test_contention_is_that_of_the_passes() -> None:
+    layout = configuration(1, 8).layout
+    assert problem(measured(1)).contention(layout) == 1
+    assert problem(measured(1, contention=1.3)).contention(layout) == pytest.approx(1.3)
+
+
+@pytest.mark.parametrize(
+    ("passes", "changes"),
+    [
+        ({"sequence": 512}, {}),
+        ({"dtype": "fp32"}, {}),
+        ({"model": "another"}, {}),
+        ({}, {"kernels": "fused"}),
+    ],
+)
+def test_only_the_same_model_is_corrected(passes: dict[str, Any], changes: dict[str, Any]) -> None:
+    given, plain = problem(measured(1, **passes), **changes), problem(**changes)
+    layout = configuration(1).layout
+    assert layer_times(given, layout) == layer_times(plain, layout)
+    found = search_configurations(given, Space(pp=(8,), tp=(1,), cp=(1,), schedules=("1f1b",)), wanted=1, workers=1)
+    assert "pass times from shapes alone" in Ranking(found, 1).text()
+
+
+def test_a_plan_says_that_it_is_of_measured_passes() -> None:
+    given = problem(measured(4), measured(1))
+    found = search_configurations(given, Space(pp=(8,), tp=(1,), cp=(1,), schedules=("1f1b",)), wanted=1, workers=1)
+    assert "pass times as measured of this model with microbatches of 1, 4" in Ranking(found, 1).text()
+
+
+def test_files_hold_them(tmp_path: Path) -> None:
+    hardware = replace(HARDWARE, passes=(measured(1), measured(4)))
+    assert hardware_from_dict(hardware.to_dict()) == hardware
+    write_hardware(hardware, tmp_path / "hardware.toml")
+    read = read_hardware(tmp_path / "hardware.toml")
+    assert [one.microbatch_size for one in read.passes] == [1, 4]
+    assert read.passes[0].model == hardware.passes[0].model
+    assert read.passes[0].seconds == pytest.approx(hardware.passes[0].seconds, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sequence": 0}, "passes.sequence is 0, expected a whole number of at least 1"),
+        ({"contention": 0.9}, "passes.contention is 0.9, expected a number of at least 1"),
+        ({"seconds": {"F": -1}}, r"passes.seconds.F is -1, expected seconds of F, B, I, W"),
+        ({"seconds": {"Q": 1}}, r"passes.seconds.Q is 1, expected seconds of F, B, I, W"),
+        ({"seconds": 3}, "passes.seconds is 3, expected a table"),
+        ({"speed": 3}, "unknown key 'passes.speed', accepted: model, dtype"),
+        ({"model": None}, "passes.model is None, expected a text"),
+    ],
+)
+def test_wrong_entries_are_one_sentence(changes: dict[str, Any], words: str) -> None:
+    values = replace(HARDWARE, passes=(measured(1),)).to_dict()
+    values["passes"][0] |= changes
+    with pytest.raises(InputError, match=words):
+        hardware_from_dict(values)
+
+
+def test_a_missing_key_is_named() -> None:
+    values = replace(HARDWARE, passes=(measured(1),)).to_dict()
+    del values["passes"][0]["dtype"]
+    with pytest.raises(InputError, match=r"passes.dtype is missing"):
+        hardware_from_dict(values)
+    with pytest.raises(InputError, match=r"passes is 3, expected tables"):
+        hardware_from_dict(values | {"passes": 3})
