@@ -1,9 +1,9 @@
 """Are plans as fast, one beside the other, as the planner says?
 
-    python benchmarks/planned.py [--tokens 256] [--repetitions 8] [--output FILE.json]
+    python benchmarks/planned.py [--tokens 256] [--turns 6] [--output FILE.json]
 
 `evenpipe profile --hardware CONFIG.toml` measures this machine and the passes of the model; for each of some choices
-the planner's best plan for two processes is taken, and steps of all plans run in turn, the same data for all. Printed
+the planner's best plan for two processes is taken, and some steps of all plans run in turn, the same data for all. Printed
 are medians and the planner's times, and the pairs of plans whose predicted times differ by more than 5 % and that are
 measured the other way round.
 """
@@ -11,6 +11,7 @@ measured the other way round.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import time
@@ -54,8 +55,9 @@ class Settings(common.Settings):
     tokens: int = option(256, "of a sequence")
     vocabulary: int = option(16384, "rows of embedding and output layer")
     sequences: int = option(8, "of a step")
-    repetitions: int = option(8, "measured steps of each plan")
-    warm_up: int = option(2, "steps that do not count")
+    turns: int = option(6, "of all plans, one after the other")
+    repetitions: int = option(2, "measured steps of a plan in each turn")
+    warm_up: int = option(1, "steps of a turn that do not count: memory that another plan gave back is new to them")
 
 
 def measure(settings: Settings, plans: dict[str, Configuration]) -> dict[str, list[float]]:
@@ -76,15 +78,18 @@ def measure(settings: Settings, plans: dict[str, Configuration]) -> dict[str, li
     }
     ids = token_ids(settings, settings.vocabulary, settings.sequences)
     seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for repetition in range(settings.warm_up + settings.repetitions):
+    gc.collect()
+    gc.freeze()
+    for _ in range(settings.turns):
         for name, arm in arms.items():
-            arm.zero_grad()
-            dist.barrier()
-            started = time.perf_counter()
-            arm.step(ids)
-            dist.barrier()
-            if repetition >= settings.warm_up:
-                seconds[name].append(time.perf_counter() - started)
+            for step in range(settings.warm_up + settings.repetitions):
+                arm.zero_grad()
+                dist.barrier()
+                started = time.perf_counter()
+                arm.step(ids)
+                dist.barrier()
+                if step >= settings.warm_up:
+                    seconds[name].append(time.perf_counter() - started)
     return seconds
 
 
