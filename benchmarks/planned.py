@@ -1,10 +1,11 @@
 """Are plans as fast, one beside the other, as the planner says?
 
-    python benchmarks/planned.py [--tokens 256] [--turns 6] [--output FILE.json]
+    python benchmarks/planned.py [--tokens 256] [--turns 4] [--output FILE.json]
 
-`evenpipe profile --hardware CONFIG.toml` measures this machine and the passes of the model; for each of some choices
-the planner's best plan for two processes is taken, and some steps of all plans run in turn, the same data for all. Printed
-are medians and the planner's times, and the pairs of plans whose predicted times differ by more than 5 % and that are
+`evenpipe profile CONFIG.toml --hardware` measures this machine and the passes of the model; for each of some choices
+the planner's best plan for two processes is taken. Then, in turns, passes are measured again and some steps of each
+plan run, the same data for all: a machine that others share changes its speed from one minute to the next. Printed are
+medians and the planner's times, and the pairs of plans whose predicted times differ by more than 5 % and that are
 measured the other way round.
 """
 
@@ -15,7 +16,7 @@ import gc
 import os
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -28,8 +29,11 @@ from common import configuration, llama, option, token_ids
 from evenpipe.model import describe
 from evenpipe.plan.configuration_search import search_configurations
 from evenpipe.plan.configurations import Configuration, Space, problem_of
-from evenpipe.runtime import Pipeline, launch
-from evenpipe.train.hardware_profile import profile_hardware
+from evenpipe.plan.evaluation import timed
+from evenpipe.runtime import Pipeline, initialise_worker, launch
+from evenpipe.train.build import build_pipeline
+from evenpipe.train.hardware_profile import MICROBATCH_SIZES, passes_from, pipeline_to_measure, profile_hardware
+from evenpipe.train.profile import measure_pipeline, profile_of
 
 ONE: dict[str, Any] = {"tp": (1,), "cp": (1,), "zero": (0,), "pp": (2,)}
 CHOICES = {
@@ -55,13 +59,20 @@ class Settings(common.Settings):
     tokens: int = option(256, "of a sequence")
     vocabulary: int = option(16384, "rows of embedding and output layer")
     sequences: int = option(8, "of a step")
-    turns: int = option(6, "of all plans, one after the other")
-    repetitions: int = option(2, "measured steps of a plan in each turn")
+    turns: int = option(4, "of passes and of all plans, one after the other")
+    profiled_steps: int = option(2, "that passes are taken from, for every form of backward, in each turn")
+    profiled_warm_up: int = option(2, "steps of every form that do not count")
+    repetitions: int = option(3, "measured steps of a plan in each turn")
     warm_up: int = option(1, "steps of a turn that do not count: memory that another plan gave back is new to them")
 
 
-def measure(settings: Settings, plans: dict[str, Configuration]) -> dict[str, list[float]]:
-    """On every process: seconds of the steps of all plans, in turn."""
+def measure(settings: Settings, plans: dict[str, Configuration]) -> dict[str, Any]:
+    """On every process: passes, and seconds of the steps of all plans, in turn."""
+    device = initialise_worker().torch_device
+    measured = []
+    for size in MICROBATCH_SIZES:
+        one = pipeline_to_measure(configuration(settings, settings.vocabulary), settings.processes, size)
+        measured.append((one, build_pipeline(one, settings.vocabulary, 0, device, self_check=False), []))
     config = llama(settings, settings.vocabulary)
     arms = {
         name: Pipeline(
@@ -81,6 +92,8 @@ def measure(settings: Settings, plans: dict[str, Configuration]) -> dict[str, li
     gc.collect()
     gc.freeze()
     for _ in range(settings.turns):
+        for one, pipeline, profiles in measured:
+            profiles.append(measure_pipeline(pipeline, one, settings.profiled_steps, settings.profiled_warm_up))
         for name, arm in arms.items():
             for step in range(settings.warm_up + settings.repetitions):
                 arm.zero_grad()
@@ -90,7 +103,7 @@ def measure(settings: Settings, plans: dict[str, Configuration]) -> dict[str, li
                 dist.barrier()
                 if step >= settings.warm_up:
                     seconds[name].append(time.perf_counter() - started)
-    return seconds
+    return {"seconds": seconds, "profiles": [(one, profiles) for one, _, profiles in measured]}
 
 
 def main() -> None:
@@ -115,21 +128,24 @@ def main() -> None:
         plans[name] = found.best
     configurations = {name: plan.configuration for name, plan in plans.items()}
     measured = launch(measure, settings, configurations, processes=settings.processes, torch_device="cpu")
+    passes = [passes_from(profile_of(found).costs, one, "cpu") for one, found in measured[0]["profiles"]]
+    problem = replace(problem, hardware=replace(hardware, passes=tuple(passes)), known={})
     print(f"{'plan':<20}{'predicted':>11}{'measured':>10}{'error':>9}")
     for name, plan in plans.items():
-        steps = [max(step) for step in zip(*(one[name] for one in measured), strict=True)]
+        steps = [max(step) for step in zip(*(one["seconds"][name] for one in measured), strict=True)]
         seconds = statistics.median(steps)
+        predicted = timed(problem, plan.configuration).pipeline_seconds
         results.add(
             {
                 "plan": name,
                 "configuration": plan.configuration.name,
-                "predicted_seconds": plan.pipeline_seconds,
+                "predicted_seconds": predicted,
                 "step_seconds": seconds,
                 "steps": steps,
             }
         )
-        error = plan.pipeline_seconds / seconds - 1
-        print(f"{name:<20}{plan.pipeline_seconds:>9.3f} s{seconds:>8.3f} s{100 * error:>7.1f} %")
+        error = predicted / seconds - 1
+        print(f"{name:<20}{predicted:>9.3f} s{seconds:>8.3f} s{100 * error:>7.1f} %")
     wrong = [
         f"{one['plan']} and {other['plan']}"
         for one, other in combinations(results.cases, 2)

@@ -32,7 +32,8 @@ from evenpipe.model import describe
 from evenpipe.runtime import initialise_worker, launch
 from evenpipe.runtime.communication import Communicators
 from evenpipe.runtime.worker import Worker
-from evenpipe.train.config import Config
+from evenpipe.schedule import Costs
+from evenpipe.train.config import Config, PipelineConfig
 from evenpipe.train.planned_config import configured_model
 from evenpipe.train.profile import profile
 
@@ -92,37 +93,40 @@ def profile_hardware(
 
 
 def measured_passes(config: Config, device: str, processes: int, microbatch_size: int) -> MeasuredPasses:
-    """Passes of the configured model in one pipeline over so many processes with vocab-2. It is run in 1F1B, with whole
-    and with split backwards.
+    """Passes of the configured model in one pipeline over so many processes.
 
     device: what it runs on, "cuda" or "cpu". Raises InputError for a configuration that does not go with so many
     processes, RunError when one fails.
     """
-    model = describe(configured_model(config))
-    dtypes = {"float32": "fp32", "bfloat16": "bf16", "auto": "bf16" if device == "cuda" else "fp32"}
-    pipeline = replace(
-        config.pipeline,
+    one = pipeline_to_measure(config, processes, microbatch_size)
+    return passes_from(profile(one, steps=STEPS).costs, one, device)
+
+
+def pipeline_to_measure(config: Config, processes: int, microbatch_size: int) -> Config:
+    """One stage per device, the vocabulary sharded (vocab-2), 1F1B; `profile` takes whole and split backwards."""
+    pipeline = PipelineConfig(
         processes=processes,
-        replicas=1,
-        data_parallel="replicate",
         schedule="1f1b",
-        stages_per_device=None,
-        group_size=None,
-        memory_limit=None,
         vocabulary="vocab-2",
         microbatches=4 * processes,
         microbatch_size=microbatch_size,
-        layers_per_stage=None,
-        checkpointing=("none",),
-        costs=None,
+        compile_layers=config.pipeline.compile_layers,
+        communicators=config.pipeline.communicators,
+        timeout_seconds=config.pipeline.timeout_seconds,
     )
-    costs = profile(replace(config, pipeline=pipeline), steps=STEPS).costs
+    return replace(config, pipeline=pipeline)
+
+
+def passes_from(costs: Costs, config: Config, device: str) -> MeasuredPasses:
+    """What was measured of the pipeline that `config` describes, as files of hardware hold it."""
+    model = describe(configured_model(config))
+    dtypes = {"float32": "fp32", "bfloat16": "bf16", "auto": "bf16" if device == "cuda" else "fp32"}
     return MeasuredPasses(
         model=fingerprint(layers_of(model), model.vocabulary_size, model.hidden_size),
         dtype=dtypes[config.model.compute_dtype],
         sequence=config.data.sequence_length,
-        microbatch_size=microbatch_size,
-        devices=processes,
+        microbatch_size=config.pipeline.microbatch_size,
+        devices=config.pipeline.processes,
         contention=costs.contention,
         seconds=passes_of(costs),
     )
