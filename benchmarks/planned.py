@@ -2,11 +2,11 @@
 
     python benchmarks/planned.py [--tokens 256] [--turns 4] [--output FILE.json]
 
-`evenpipe profile CONFIG.toml --hardware` measures this machine and the passes of the model; for each of some choices
-the planner's best plan for two processes is taken. Then, in turns, passes are measured again and some steps of each
-plan run, the same data for all: a machine that others share changes its speed from one minute to the next. Printed are
-medians and the planner's times, and the pairs of plans whose predicted times differ by more than 5 % and that are
-measured the other way round.
+`evenpipe profile --hardware` measures this machine, and for each of some choices the planner's best plan for two
+processes is taken. Then, in turns, passes are measured, as `evenpipe profile CONFIG.toml --hardware` does, and some
+steps of each plan run, the same data for all: a machine that others share changes its speed from one minute to the
+next. Printed are medians and the planner's times, and the pairs of plans whose predicted times differ by more than 5 %
+and that are measured the other way round.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def main() -> None:
     common.add_arguments(parser, Settings)
     given = parser.parse_args()
     settings = common.settings_of(given, Settings)
-    hardware = profile_hardware(settings.processes, config=configuration(settings, settings.vocabulary))
+    hardware = profile_hardware(settings.processes)
     results = common.Results(settings, given.output, hardware=hardware.to_dict())
     problem = problem_of(
         describe(llama(settings, settings.vocabulary)),

@@ -108,7 +108,7 @@ def pipeline_to_measure(config: Config, processes: int, microbatch_size: int) ->
         processes=processes,
         schedule="1f1b",
         vocabulary="vocab-2",
-        microbatches=4 * processes,
+        microbatches=2 * processes,
         microbatch_size=microbatch_size,
         compile_layers=config.pipeline.compile_layers,
         communicators=config.pipeline.communicators,
