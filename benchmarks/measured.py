@@ -1,12 +1,12 @@
 """Does a step take as long as was predicted, on this machine?
 
-    python benchmarks/measured.py [--microbatches 1 2 4 8 16] [--rounds 3] [--output FILE.json]
+    python benchmarks/measured.py [--microbatches 1 2 4 8 16] [--rounds 2] [--output FILE.json]
 
 For every schedule and vocabulary mode the costs are measured as `evenpipe profile` measures them, at one number of
 microbatches; steps of every number of microbatches run in turn, traced, and each is compared with the simulation of the
 program that it ran. The last cases are an order made bad on purpose: C stands right behind S, so that every device
 waits for the statistics at once. A machine that others share changes its speed from one minute to the next: so the
-processes of a case measure costs and run steps in rounds, a minute or so in all. Printed are medians:
+processes of a case measure costs and run steps in rounds of a minute or two. Printed are medians:
 
     step        seconds from the first start of a pass to the last end of one, measured and predicted
     error       of the prediction, in percent of the measured step

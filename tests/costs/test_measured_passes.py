@@ -16,8 +16,7 @@ from evenpipe.errors import InputError
 from evenpipe.memory.parallelism import Parallelism
 from evenpipe.model import describe
 from evenpipe.plan.configuration_search import search_configurations
-from evenpipe.plan.configurations import Configuration, Layout, Problem, Space, problem_of
-from evenpipe.plan.evaluation import costs_of, layer_times
+from evenpipe.plan.configurations import Configuration, Layout, Problem, Space, costs_of, layer_times, problem_of
 from evenpipe.plan.ranking import Ranking
 from evenpipe.schedule import Costs, Placement
 

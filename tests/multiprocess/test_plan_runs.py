@@ -16,8 +16,7 @@ from evenpipe.cli.main import main
 from evenpipe.costs.hardware import find_hardware, write_hardware
 from evenpipe.memory.parallelism import Parallelism
 from evenpipe.model import describe
-from evenpipe.plan.configurations import Configuration, Layout, problem_of
-from evenpipe.plan.evaluation import costs_of
+from evenpipe.plan.configurations import Configuration, Layout, costs_of, problem_of
 from evenpipe.schedule import Placement
 from evenpipe.train import hardware_profile
 from evenpipe.train import profile as profile_module
@@ -90,12 +89,10 @@ def test_the_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_plans_take_the_passes_that_were_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_take_the_passes_that_were_measured(capsys: pytest.CaptureFixture[str]) -> None:
     """The pipeline that was measured is predicted with what its passes took."""
-    monkeypatch.setattr(hardware_profile, "STEPS", 2)
-    assert main(["profile", "train.toml", "--hardware", "--microbatch-sizes", "1,2", "-o", "host.toml"]) == 0
+    sizes = ["--microbatch-sizes", "1,2", "--steps", "2"]
+    assert main(["profile", "train.toml", "--hardware", *sizes, "-o", "host.toml"]) == 0
     hardware = find_hardware("host.toml")
     assert [(one.microbatch_size, one.devices, one.sequence) for one in hardware.passes] == [(1, 2, 256), (2, 2, 256)]
     capsys.readouterr()

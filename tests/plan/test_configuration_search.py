@@ -22,12 +22,13 @@ from evenpipe.plan.configurations import (
     Problem,
     Space,
     configurations,
+    costs_of,
     layouts,
     problem_of,
     shape_of,
     splits,
 )
-from evenpipe.plan.evaluation import costs_of, evaluate, work_of
+from evenpipe.plan.evaluation import evaluate, work_of
 from evenpipe.plan.evaluation_cache import EvaluationCache
 from evenpipe.plan.programs import arranged, extended, program_of, short_steps
 from evenpipe.plan.ranking import Ranking, explained, gains

@@ -132,7 +132,7 @@ def _hardware(arguments: argparse.Namespace) -> int:
     sizes: tuple[int, ...] = MICROBATCH_SIZES
     if arguments.microbatch_sizes is not None:
         sizes = whole_numbers("microbatch-sizes", arguments.microbatch_sizes)
-    hardware = profile_hardware(processes, config=config, sizes=sizes)
+    hardware = profile_hardware(processes, config=config, sizes=sizes, steps=arguments.steps)
     if arguments.output is not None:
         write_hardware(hardware, arguments.output)
     if arguments.json:

@@ -16,7 +16,7 @@ from typing import Any
 
 from evenpipe.errors import InputError
 
-from .measured_passes import MeasuredPasses
+from .measured_passes import MeasuredPasses, is_number
 
 GIB = 2**30
 TILES = ((128, 256), (128, 128))
@@ -81,10 +81,10 @@ class Hardware:
     def __post_init__(self) -> None:
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if entry.name in _NUMBERS and not (_is_number(value) and value > 0):
+            if entry.name in _NUMBERS and not (is_number(value) and value > 0):
                 raise InputError(f"hardware: {entry.name} is {value!r}, expected a number above 0")
         for dtype, peak in self.peak_flops.items():
-            if dtype not in ELEMENT_BYTES or not (_is_number(peak) and peak > 0):
+            if dtype not in ELEMENT_BYTES or not (is_number(peak) and peak > 0):
                 accepted = ", ".join(ELEMENT_BYTES)
                 raise InputError(f"hardware: peak_flops.{dtype} is {peak!r}, expected FLOPs per second of {accepted}")
         for name in ("product_fraction", "attention_fraction"):
@@ -156,10 +156,6 @@ _NUMBERS = (
     "host_bandwidth",
     "contention",
 )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 # --- known devices -------------------------------------------------------------------------------------------
@@ -303,7 +299,7 @@ def wire_from_dict(name: str, values: Any) -> Wire:
     given = _known_keys(f"hardware: {name}", values, Wire)
     for key, value in given.items():
         least = 0 if key == "latency_seconds" else 1e-9
-        if not _is_number(value) or value < least:
+        if not is_number(value) or value < least:
             raise InputError(
                 f"hardware: {name}.{key} is {value!r}, expected a number {'of at least' if not least else 'above'} 0"
             )

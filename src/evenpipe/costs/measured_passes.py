@@ -56,10 +56,10 @@ class MeasuredPasses:
         for name in ("model", "dtype"):
             if not isinstance(getattr(self, name), str):
                 raise InputError(f"hardware: passes.{name} is {getattr(self, name)!r}, expected a text")
-        if not _is_number(self.contention) or self.contention < 1:
+        if not is_number(self.contention) or self.contention < 1:
             raise InputError(f"hardware: passes.contention is {self.contention!r}, expected a number of at least 1")
         for name, value in self.seconds.items():
-            if name not in MEASURED or not _is_number(value) or value < 0:
+            if name not in MEASURED or not is_number(value) or value < 0:
                 accepted = ", ".join(MEASURED)
                 raise InputError(f"hardware: passes.seconds.{name} is {value!r}, expected seconds of {accepted}")
 
@@ -83,7 +83,8 @@ class MeasuredPasses:
         return {name: getattr(self, name) for name in self.__slots__} | {"seconds": dict(self.seconds)}
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Of a file: a finite one."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -26,11 +26,9 @@ from evenpipe.schedule.planning import BARRIERS
 from evenpipe.simulate import best_bound
 from evenpipe.simulate.bounds import either_backward
 
-from .configurations import LEAST, Configuration, Layout, Problem, Shape, shape_of
+from .configurations import LEAST, Configuration, Layout, Problem, Shape, costs_of, layer_times, shape_of
 from .evaluation import (
-    costs_of,
     end_seconds,
-    layer_times,
     layers_of_devices,
     least_work,
     parameters_per_device,

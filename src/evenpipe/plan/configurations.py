@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
-from evenpipe.costs.analytic import Cut, Setting, costs_of_cut, layer_time
+from evenpipe.costs.analytic import Cut, LayerTime, Setting, costs_of_cut, layer_time
 from evenpipe.costs.collectives import Axes
 from evenpipe.costs.hardware import ELEMENT_BYTES, Hardware
 from evenpipe.costs.measured_passes import (
@@ -33,7 +33,7 @@ from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.parallelism import Parallelism
 from evenpipe.model.description import Description
 from evenpipe.model.flops import arranging_flops
-from evenpipe.schedule import MODES, SCHEDULES, Order, Placement, even_split, generate, split_by_cost
+from evenpipe.schedule import MODES, SCHEDULES, Costs, Order, Placement, even_split, generate, split_by_cost
 from evenpipe.schedule.passes import Kind
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.schedule.registry import options_of
@@ -147,28 +147,19 @@ class Problem:
     def _correction(self, measured: MeasuredPasses) -> Correction:
         devices = measured.devices
         uncorrected = replace(self, hardware=replace(self.hardware, passes=()), known={})
-        layout = Layout(
-            parallelism=Parallelism(dp=1, tp=1, cp=1, pp=devices),
-            microbatch_size=measured.microbatch_size,
-            microbatches=1,
-        )
-        setting = uncorrected.setting(layout)
-        layers = even_split(self.layers, devices)
-        cut = Cut(
-            placement=Placement.linear(devices),
-            layers_per_stage=layers,
-            checkpointing=("none",) * self.layers,
+        one = Configuration(
+            layout=Layout(
+                parallelism=Parallelism(dp=1, tp=1, cp=1, pp=devices),
+                microbatch_size=measured.microbatch_size,
+                microbatches=1,
+            ),
+            schedule="1f1b",
+            options=(),
             vocabulary="vocab-2",
+            layers_per_stage=even_split(self.layers, devices),
+            checkpointing=("none",),
         )
-        times = {id(work): layer_time(work, setting) for work in self.kinds}
-        expected = costs_of_cut(
-            cut,
-            [times[id(work)] for work in self.works],
-            setting,
-            rows=self.description.vocabulary_size,
-            hidden_size=self.description.hidden_size,
-        )
-        return correction_of(measured, expected)
+        return correction_of(measured, costs_of(uncorrected, one, Placement.linear(devices)))
 
 
 def problem_of(
@@ -303,6 +294,41 @@ class Configuration:
         """With the stages per device where there is a choice."""
         stages = dict(self.options).get("stages_per_device")
         return self.schedule if stages is None else f"{self.schedule}/{stages}"
+
+
+# --- how long its passes take --------------------------------------------------------------------------------
+
+
+def layer_times(problem: Problem, layout: Layout) -> tuple[LayerTime, ...]:
+    """Of every layer; alike ones are computed once."""
+    found: tuple[LayerTime, ...] | None = problem.known.get(layout)
+    if found is None:
+        setting = problem.setting(layout)
+        times = {id(work): layer_time(work, setting) for work in problem.kinds}
+        found = problem.known[layout] = tuple(times[id(work)] for work in problem.works)
+    return found
+
+
+def costs_of(problem: Problem, configuration: Configuration, placement: Placement) -> Costs:
+    """Seconds of passes and transfers."""
+    setting = problem.setting(configuration.layout)
+    checkpointing = configuration.checkpointing
+    if len(checkpointing) == 1:
+        policy = "none" if checkpointing[0] == LEAST else checkpointing[0]
+        checkpointing = (policy,) * problem.layers
+    return costs_of_cut(
+        Cut(
+            placement=placement,
+            layers_per_stage=configuration.layers_per_stage,
+            checkpointing=checkpointing,
+            vocabulary=configuration.vocabulary,
+        ),
+        layer_times(problem, configuration.layout),
+        setting,
+        rows=problem.description.vocabulary_size,
+        hidden_size=problem.description.hidden_size,
+        contention=problem.contention(configuration.layout),
+    )
 
 
 # --- what there is to choose from ----------------------------------------------------------------------------

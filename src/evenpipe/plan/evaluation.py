@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from evenpipe.costs.analytic import Cut, LayerTime, costs_of_cut, layer_time, step_end_seconds
+from evenpipe.costs.analytic import step_end_seconds
 from evenpipe.errors import InputError
 from evenpipe.schedule import Costs, Placement, Program
 from evenpipe.schedule.costs import PassTimes
@@ -20,7 +20,7 @@ from evenpipe.schedule.passes import Kind
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.simulate import simulate
 
-from .configurations import LEAST, Configuration, Layout, Problem
+from .configurations import LEAST, Configuration, Problem, costs_of
 from .device_memory import DeviceUse, device_uses
 from .programs import arranged, extended, program_of, short_steps
 
@@ -122,13 +122,16 @@ def timed(problem: Problem, configuration: Configuration, limit: float = math.in
     costs = costs_of(problem, configuration, placement)
     plain = replace(configuration, checkpointing=("none",) * problem.layers)
     busy = work_of(program, costs)
-    without = work_of(program, costs_of(problem, plain, placement))
+    mode = configuration.vocabulary
+    without = least_work(costs_of(problem, plain, placement), placement, mode)
     found = Evaluation(
         configuration=configuration,
         devices=(),
         end_seconds=end_seconds(problem, configuration, placement),
         busy=tuple(busy),
-        again=tuple(max(0.0, one - other) for one, other in zip(busy, without, strict=True)),
+        again=tuple(
+            max(0.0, one - other) for one, other in zip(least_work(costs, placement, mode), without, strict=True)
+        ),
         late=True,
     )
     least = max(busy) * layout.microbatches
@@ -145,38 +148,6 @@ def timed(problem: Problem, configuration: Configuration, limit: float = math.in
 
 
 # --- time ----------------------------------------------------------------------------------------------------
-
-
-def layer_times(problem: Problem, layout: Layout) -> tuple[LayerTime, ...]:
-    """Of every layer; alike ones are computed once."""
-    found: tuple[LayerTime, ...] | None = problem.known.get(layout)
-    if found is None:
-        setting = problem.setting(layout)
-        times = {id(work): layer_time(work, setting) for work in problem.kinds}
-        found = problem.known[layout] = tuple(times[id(work)] for work in problem.works)
-    return found
-
-
-def costs_of(problem: Problem, configuration: Configuration, placement: Placement) -> Costs:
-    """Seconds of passes and transfers."""
-    setting = problem.setting(configuration.layout)
-    checkpointing = configuration.checkpointing
-    if len(checkpointing) == 1:
-        policy = "none" if checkpointing[0] == LEAST else checkpointing[0]
-        checkpointing = (policy,) * problem.layers
-    return costs_of_cut(
-        Cut(
-            placement=placement,
-            layers_per_stage=configuration.layers_per_stage,
-            checkpointing=checkpointing,
-            vocabulary=configuration.vocabulary,
-        ),
-        layer_times(problem, configuration.layout),
-        setting,
-        rows=problem.description.vocabulary_size,
-        hidden_size=problem.description.hidden_size,
-        contention=problem.contention(configuration.layout),
-    )
 
 
 def work_of(program: Program, costs: Costs) -> list[float]:

@@ -19,8 +19,8 @@ from evenpipe.schedule.words import count
 from evenpipe.simulate import simulate
 
 from .configuration_search import head_layers, search_configurations
-from .configurations import LEAST, Configuration, Layout, Problem, Space, divisors, layouts, shape_of, splits
-from .evaluation import Evaluation, costs_of, evaluate
+from .configurations import LEAST, Configuration, Layout, Problem, Space, costs_of, divisors, layouts, shape_of, splits
+from .evaluation import Evaluation, evaluate
 from .programs import arranged, program_of
 
 SHALLOWEST = 4

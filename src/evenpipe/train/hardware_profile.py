@@ -46,8 +46,6 @@ SECONDS = 0.15
 """Per measurement, at least."""
 MICROBATCH_SIZES = (1, 4)
 """Sequences of the microbatches that passes of a model are measured with."""
-STEPS = 6
-"""Measured for each form of backward."""
 ROUNDS = 5
 """The fastest of so many counts: the others were disturbed."""
 SMALL, LARGE = 4, 4 * 2**20
@@ -55,11 +53,17 @@ SMALL, LARGE = 4, 4 * 2**20
 
 
 def profile_hardware(
-    processes: int, name: str | None = None, *, config: Config | None = None, sizes: Sequence[int] = MICROBATCH_SIZES
+    processes: int,
+    name: str | None = None,
+    *,
+    config: Config | None = None,
+    sizes: Sequence[int] = MICROBATCH_SIZES,
+    steps: int = 6,
 ) -> Hardware:
     """Measures with so many processes on this machine, a device each. Takes about half a minute.
 
-    config: passes of its model are measured too, with microbatches of so many sequences each of `sizes`.
+    config: passes of its model are measured too, with microbatches of so many sequences each of `sizes`, in so many
+    `steps` for each form of backward.
 
     Raises InputError for no process and for a configuration that does not go with so many, RunError when one fails.
     """
@@ -69,7 +73,7 @@ def profile_hardware(
         raise InputError(f"microbatch sizes are {list(sizes)}, expected whole numbers of at least 1")
     found: dict[str, Any] = launch(measure, processes=processes)[0]
     device = found["device"]
-    passes = () if config is None else tuple(measured_passes(config, device, processes, size) for size in sizes)
+    passes = () if config is None else tuple(measured_passes(config, device, processes, size, steps) for size in sizes)
     peaks = {dtype: max(flops / seconds for flops, seconds in rows) for dtype, rows in found["products"].items()}
     widest = "bf16" if "bf16" in peaks else "fp32"
     return Hardware(
@@ -92,14 +96,14 @@ def profile_hardware(
     )
 
 
-def measured_passes(config: Config, device: str, processes: int, microbatch_size: int) -> MeasuredPasses:
+def measured_passes(config: Config, device: str, processes: int, microbatch_size: int, steps: int) -> MeasuredPasses:
     """Passes of the configured model in one pipeline over so many processes.
 
     device: what it runs on, "cuda" or "cpu". Raises InputError for a configuration that does not go with so many
     processes, RunError when one fails.
     """
     one = pipeline_to_measure(config, processes, microbatch_size)
-    return passes_from(profile(one, steps=STEPS).costs, one, device)
+    return passes_from(profile(one, steps=steps).costs, one, device)
 
 
 def pipeline_to_measure(config: Config, processes: int, microbatch_size: int) -> Config:
