@@ -32,7 +32,7 @@ from evenpipe.plan.configurations import Configuration, Space, problem_of
 from evenpipe.plan.evaluation import timed
 from evenpipe.runtime import Pipeline, initialise_worker, launch
 from evenpipe.train.build import build_pipeline
-from evenpipe.train.hardware_profile import MICROBATCH_SIZES, passes_from, pipeline_to_measure, profile_hardware
+from evenpipe.train.hardware_profile import MICROBATCH_SIZES, passes_from, pipelines_to_measure, profile_hardware
 from evenpipe.train.profile import measure_pipeline, profile_of
 
 ONE: dict[str, Any] = {"tp": (1,), "cp": (1,), "zero": (0,), "pp": (2,)}
@@ -71,8 +71,8 @@ def measure(settings: Settings, plans: dict[str, Configuration]) -> dict[str, An
     device = initialise_worker().torch_device
     measured = []
     for size in MICROBATCH_SIZES:
-        one = pipeline_to_measure(configuration(settings, settings.vocabulary), settings.processes, size)
-        measured.append((one, build_pipeline(one, settings.vocabulary, 0, device, self_check=False), []))
+        for one in pipelines_to_measure(configuration(settings, settings.vocabulary), settings.processes, size):
+            measured.append((one, build_pipeline(one, settings.vocabulary, 0, device, self_check=False), []))
     config = llama(settings, settings.vocabulary)
     arms = {
         name: Pipeline(
@@ -128,7 +128,11 @@ def main() -> None:
         plans[name] = found.best
     configurations = {name: plan.configuration for name, plan in plans.items()}
     measured = launch(measure, settings, configurations, processes=settings.processes, torch_device="cpu")
-    passes = [passes_from(profile_of(found).costs, one, "cpu") for one, found in measured[0]["profiles"]]
+    profiles = measured[0]["profiles"]
+    passes = [
+        passes_from([profile_of(found).costs for _, found in pair], pair[0][0], "cpu")
+        for pair in zip(profiles[::2], profiles[1::2], strict=True)
+    ]
     problem = replace(problem, hardware=replace(hardware, passes=tuple(passes)), known={})
     print(f"{'plan':<20}{'predicted':>11}{'measured':>10}{'error':>9}")
     for name, plan in plans.items():

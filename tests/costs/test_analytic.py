@@ -22,11 +22,14 @@ from evenpipe.costs.hardware import KNOWN
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
 from evenpipe.model import describe
+from evenpipe.model.structure import layers_of as layers_of_model
+from evenpipe.runtime.checkpointing import Switch, checkpoint_layer
 from evenpipe.schedule import MODES, Placement
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
 from families import FAMILIES, NAMED, tiny_config, tokens_and_labels, whole_model
 
+PRODUCTS = ("aten.mm", "aten.addmm")
 DATA = Path(__file__).resolve().parents[1] / "simulate/data/published_profile_2k.json"
 
 
@@ -55,9 +58,29 @@ def test_products_are_those_that_torch_counts(name: str) -> None:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(ids, use_cache=False)
     counts = counter.get_flop_counts()["Global"]
-    products = sum(count for operation, count in counts.items() if str(operation) in ("aten.mm", "aten.addmm"))
+    products = sum(count for operation, count in counts.items() if str(operation) in PRODUCTS)
     head = 2 * description.vocabulary_size * description.hidden_size
     assert products == ids.numel() * (sum(work.flops for work in layers_of(description)) + head)
+
+
+@pytest.mark.parametrize("name", [*NAMED, "gpt2", "phi"])
+def test_a_layer_runs_again_without_its_last_product(name: str) -> None:
+    """Unless a norm or weights of experts stand behind it."""
+    config = tiny_config(name)
+    ids, _ = tokens_and_labels()
+    counted = []
+    for choice in ("none", "full"):
+        model = whole_model(config, torch.float32)
+        for layer in layers_of_model(model, describe(config).structure.layers_name):
+            checkpoint_layer(layer, choice, Switch(), torch.device("cpu"))
+        loss = model(ids, use_cache=False).logits.sum()
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        counts = counter.get_flop_counts()["Global"]
+        counted.append(sum(count for operation, count in counts.items() if str(operation) in PRODUCTS))
+    works = layers_of(describe(config))
+    again = sum(work.flops - (work.last.flops if work.last else 0) for work in works)
+    assert counted[1] - counted[0] == ids.numel() * again
 
 
 def test_attention_counts_what_the_mask_leaves() -> None:
@@ -80,7 +103,9 @@ def test_parts_of_a_layer_scale_with_their_axes() -> None:
     assert 0.5 * one.forward < two.forward < 0.75 * one.forward, "tensor parallelism pays for its collectives"
     assert 0.5 * one.forward <= half.forward < 0.6 * one.forward
     assert one.inputs > one.forward, "the backward of attention has more products"
-    assert one.again("none") == 0 < one.again("selective") < one.again("full") == one.forward
+    assert one.again("none") == 0 < one.again("selective") < one.again("full") < one.forward
+    to_the_end = layer_time(work, setting(sequence=8192, stops_early=False))
+    assert to_the_end.again("full") == to_the_end.forward == one.forward
     with pytest.raises(InputError, match="cp is 3"):
         setting(axes=Axes.of(dp=1, tp=1, cp=3, pp=1))
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaConfig
 
 from evenpipe.costs.hardware import KNOWN, hardware_from_dict, read_hardware, write_hardware
-from evenpipe.costs.measured_passes import MEASURED, MeasuredPasses, fingerprint, passes_of
+from evenpipe.costs.measured_passes import MEASURED, OUTPUT, MeasuredPasses, fingerprint, output_passes, passes_of
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
 from evenpipe.memory.parallelism import Parallelism
@@ -58,6 +58,7 @@ def measured(size: int, scale: float = 1.0, **changes: Any) -> MeasuredPasses:
     """A pipeline of four devices on a machine where everything takes `scale` times its factor."""
     description = describe(CONFIG)
     seconds = passes_of(costs(problem(), size))
+    seconds |= output_passes(costs(problem(), size, mode="first-last"), (2, 2, 2, 2), seconds)
     values: dict[str, Any] = {
         "model": fingerprint(layers_of(description), description.vocabulary_size, description.hidden_size),
         "dtype": "bf16",
@@ -91,13 +92,42 @@ def test_other_pipelines_take_as_much_longer_as_the_measured_one(devices: int, m
     assert corrected.p2p == pytest.approx(FACTORS["p2p"] * plain.p2p)
 
 
+def output_layer(given: Problem, devices: int = 4) -> dict[str, float]:
+    """What the last stage takes with the output layer more than without."""
+    whole, sharded = costs(given, 1, devices, "first-last"), costs(given, 1, devices)
+    return {name: getattr(whole, name)[-1] - getattr(sharded, name)[-1] for name in "FBIW"}
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_the_whole_output_layer_takes_what_it_took(devices: int) -> None:
+    plain, corrected = output_layer(problem(), devices), output_layer(problem(measured(1)), devices)
+    assert corrected == pytest.approx({name: FACTORS[OUTPUT[name]] * time for name, time in plain.items()})
+
+
 def test_the_whole_output_layer_follows_from_its_shards() -> None:
-    """Logits and dX are in S, dW is in T."""
-    plain, corrected = costs(problem(), 1, 4, "first-last"), costs(problem(measured(1)), 1, 4, "first-last")
-    layers = costs(problem(measured(1)), 1, 4)
-    for name, factor in (("F", FACTORS["S"]), ("W", FACTORS["T"])):
-        head = getattr(plain, name)[-1] - getattr(costs(problem(), 1, 4), name)[-1]
-        assert getattr(corrected, name)[-1] - getattr(layers, name)[-1] == pytest.approx(factor * head)
+    """Logits and dX are in S, dW is in T: where no whole output layer was measured, as by earlier versions."""
+    seconds = {name: time for name, time in measured(1).seconds.items() if name not in OUTPUT.values()}
+    plain, corrected = output_layer(problem()), output_layer(problem(measured(1, seconds=seconds)))
+    assert corrected["F"] == pytest.approx(FACTORS["S"] * plain["F"])
+    assert corrected["W"] == pytest.approx(FACTORS["T"] * plain["W"])
+    assert corrected["B"] == pytest.approx(corrected["I"] + corrected["W"])
+
+
+@pytest.mark.parametrize(
+    ("times", "layers", "seconds"),
+    [
+        ([10, 9, 15], (2, 2, 3), 15 - 7 * 3 / 2),  # of the first stage's 10, 3 are the embedding
+        ([22], (7,), 22 - 3 / 3 - 11),
+        ([10, 9], (4, 4), 9 - 6),
+        ([10, 3], (4, 4), 0),
+    ],
+)
+def test_the_output_layer_is_what_the_last_stage_has_beside_its_layers(
+    times: list[float], layers: tuple[int, ...], seconds: float
+) -> None:
+    per_device = {1: 1.0, 2: 2.0, 3: 1.0}[len(layers)]
+    found = output_passes(Costs(F=times), layers, {"F": 11.0, "E": per_device})
+    assert found == {"output_F": pytest.approx(seconds)}
 
 
 @pytest.mark.parametrize(("size", "scale"), [(1, 1.0), (2, 1.5), (4, 2.0), (8, 2.0)])

@@ -77,16 +77,28 @@ def test_the_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert 1e9 < hardware.peak("fp32") < 1e13 and 1e8 < hardware.memory_bandwidth < 1e12
     assert 1e-7 < hardware.operation_seconds < 1e-3 and hardware.contention >= 1
     assert 1e-6 < hardware.inside.latency_seconds < 0.1 and hardware.inside.bandwidth > 1e6
-    for wrong in (
-        ["--hardware", "--processes", "0"],
-        ["--hardware", "--from", "trace.json"],
-        ["--hardware", "--microbatch-sizes", "1"],
-        ["train.toml", "--hardware", "--microbatch-sizes", "0"],
-        ["train.toml", "--hardware", "--microbatch-sizes", "a"],
-        ["train.toml", "--processes", "2"],
-    ):
-        assert main(["profile", *wrong]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--hardware", "--processes", "0"], "processes is 0"),
+        (["--hardware", "--from", "trace.json"], "--from"),
+        (["--hardware", "--microbatch-sizes", "1"], "no CONFIG.toml"),
+        (["train.toml", "--hardware", "--microbatch-sizes", "0"], "microbatch sizes are [0]"),
+        (["train.toml", "--hardware", "--microbatch-sizes", "a"], "microbatch-sizes"),
+        (["train.toml", "--hardware", "--steps", "0"], "steps is 0"),
+        (["train.toml", "--hardware", "--processes", "9"], "pipeline.processes is 9, but must be at most 8"),
+        (["train.toml", "--processes", "2"], "--processes is for --hardware"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_runs(
+    wrong: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hardware_profile, "launch", lambda *_, **__: pytest.fail("something ran"))
+    assert main(["profile", *wrong]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
 
 
 def test_plans_take_the_passes_that_were_measured(capsys: pytest.CaptureFixture[str]) -> None:

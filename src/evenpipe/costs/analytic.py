@@ -16,7 +16,7 @@ tests/costs/test_analytic.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from evenpipe.errors import InputError
@@ -24,7 +24,7 @@ from evenpipe.schedule import Costs, Placement
 
 from .collectives import Axes
 from .hardware import ELEMENT_BYTES, Hardware
-from .measured_passes import NO_CORRECTION, Correction
+from .measured_passes import LAYERS, NO_CORRECTION, OUTPUT, Correction
 from .work import (
     BACKWARD_OPERATIONS,
     BACKWARD_STREAMED,
@@ -78,6 +78,8 @@ class Setting:
     """Attention does not write its probabilities."""
     loss: str = "evenpipe"
     """As `Kernels.loss`."""
+    stops_early: bool = True
+    """A layer that runs again ends with the last tensor that its backward wants; else it runs to its end."""
     correction: Correction = NO_CORRECTION
     """By what passes of this model took."""
 
@@ -152,6 +154,8 @@ class LayerTime:
     """B: both in one. Nothing is computed again."""
     again_selective: float
     """What a backward computes again where results of products and attention are kept."""
+    again_full: float
+    """The same where only the layer's input is kept."""
 
     @property
     def backward(self) -> float:
@@ -160,7 +164,7 @@ class LayerTime:
 
     def again(self, checkpointing: str) -> float:
         """What the backward computes again under one of the policies "none", "selective", "full"."""
-        return {"none": 0.0, "selective": self.again_selective, "full": self.forward}[checkpointing]
+        return {"none": 0.0, "selective": self.again_selective, "full": self.again_full}[checkpointing]
 
 
 def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
@@ -178,12 +182,14 @@ def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
     forward = products + attention + streaming + exchanged
     inputs = inputs + attention_backward + streaming_backward + exchanged
     correction = setting.correction
+    skipped = setting.product_seconds(work.last) if work.last is not None and setting.stops_early else 0.0
     return LayerTime(
         forward=correction["F"] * forward,
         inputs=correction["I"] * inputs,
         weights=correction["W"] * weights,
         whole=correction["B"] * (inputs + weights),
         again_selective=correction["F"] * streaming,
+        again_full=correction["F"] * (forward - skipped),
     )
 
 
@@ -260,6 +266,17 @@ def head_time(hidden_size: int, rows: float, setting: Setting) -> HeadTime:
     )
 
 
+def whole_head_seconds(hidden_size: int, rows: int, setting: Setting) -> dict[str, float]:
+    """What the whole output layer adds to F, B, I and W of the last stage; from its shards where no whole one was
+    measured."""
+    correction = setting.correction
+    measured = OUTPUT["F"] in correction.factors
+    head = head_time(hidden_size, rows, replace(setting, correction=NO_CORRECTION) if measured else setting)
+    forward, inputs = head.forward + head.loss_forward, head.inputs + head.loss_backward
+    seconds = {"F": forward, "B": inputs + head.weights, "I": inputs, "W": head.weights}
+    return {name: correction[OUTPUT[name]] * seconds[name] for name in LAYERS}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """Which layers stand where: what a `Costs` is made for."""
@@ -297,13 +314,13 @@ def costs_of_cut(
     wide = setting.hop_bytes(hidden_size)
     whole = cut.vocabulary in WHOLE
     if whole:
-        head = head_time(hidden_size, rows, setting)
+        head = whole_head_seconds(hidden_size, rows, setting)
         scattered = correction["G"] * hardware.streaming_seconds(embedded * (setting.element + 2 * GRADIENT_BYTES))
         forward[0] += correction["E"] * hardware.streaming_seconds(embedded * 2 * setting.element)
-        forward[-1] += head.forward + head.loss_forward
-        inputs[-1] += head.inputs + head.loss_backward
-        weights[-1] += head.weights
-        whole_backward[-1] += head.inputs + head.loss_backward + head.weights
+        forward[-1] += head["F"]
+        inputs[-1] += head["I"]
+        weights[-1] += head["W"]
+        whole_backward[-1] += head["B"]
         weights[0] += scattered
         whole_backward[0] += scattered
         return Costs(

@@ -3,8 +3,9 @@
 Shapes and data sheets do not say what a host takes to issue operations, what caches hold, or how well a library's
 kernels run at one size. So `evenpipe profile --hardware CONFIG.toml` runs a pipeline of the model, and what its passes
 took, over what `analytic` says they take, corrects the times of all other pipelines of that model: other schedules,
-modes, splits and numbers of devices. Between two sizes of a microbatch the factors are interpolated over the logarithm
-of the size; beyond the measured ones the nearest counts.
+modes, splits and numbers of devices. The output layer is measured in shards (vocab-2) and as a whole (first-last): what
+a shard does per token beside its products does not grow with its rows. Between two sizes of a microbatch the factors
+are interpolated over the logarithm of the size; beyond the measured ones the nearest counts.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ LAYERS = ("F", "B", "I", "W")
 """Passes of stages: seconds of one microbatch in all layers of the model."""
 SHARDS = ("S", "C", "T", "E", "G")
 """Passes of the vocabulary: seconds of one microbatch on one device, on average over them."""
+OUTPUT = {name: f"output_{name}" for name in LAYERS}
+"""Names of what the whole output layer adds to the passes of the last stage, in seconds of one microbatch."""
 TRANSFERS = ("p2p", "broadcast", "statistics", "reduce", "embedding")
-MEASURED = (*LAYERS, *SHARDS, *TRANSFERS)
+MEASURED = (*LAYERS, *SHARDS, *OUTPUT.values(), *TRANSFERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPasses:
-    """One pipeline of a model, one stage per device, its vocabulary layers sharded (vocab-2)."""
+    """A pipeline of a model, one stage per device, with sharded vocabulary layers (vocab-2) and with whole ones."""
 
     model: str
     """`fingerprint` of it."""
@@ -94,7 +97,7 @@ def fingerprint(works: Sequence[LayerWork], rows: int, hidden_size: int) -> str:
 
 
 def passes_of(costs: Costs) -> dict[str, float]:
-    """`MeasuredPasses.seconds` of the measured costs of a pipeline with one stage per device."""
+    """`MeasuredPasses.seconds` of the measured costs of a pipeline with one stage per device, vocab-2."""
     seconds: dict[str, float] = {}
     for name in LAYERS:
         time = getattr(costs, name)
@@ -107,6 +110,28 @@ def passes_of(costs: Costs) -> dict[str, float]:
     durations = {"p2p": costs.p2p, **costs.collectives}
     durations |= {name: link.time for name, link in costs.links.items() if name in TRANSFERS}
     return seconds | {name: time for name, time in durations.items() if time > 0}
+
+
+def output_passes(costs: Costs, layers_per_stage: Sequence[int], sharded: Mapping[str, float]) -> dict[str, float]:
+    """What is whole in such a pipeline, by the names in `OUTPUT`.
+
+    costs: of the same pipeline with whole vocabulary layers (first-last), a list per kind. sharded: `passes_of` the one
+    with sharded ones, which tells what the embedding on the first stage takes.
+    """
+    devices = len(layers_per_stage)
+    embedding = {"F": sharded.get("E", 0.0), "W": sharded.get("G", 0.0), "B": sharded.get("G", 0.0)}
+    seconds = {}
+    for name in LAYERS:
+        times = getattr(costs, name)
+        if times is None or name not in sharded:
+            continue
+        embedded = devices * embedding.get(name, 0.0)
+        if devices == 1:
+            rest = times[0] - embedded - sharded[name]
+        else:
+            rest = times[-1] - (times[0] - embedded) * layers_per_stage[-1] / layers_per_stage[0]
+        seconds[OUTPUT[name]] = max(0.0, rest)
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +149,8 @@ class Correction:
 NO_CORRECTION = Correction()
 
 
-def correction_of(measured: MeasuredPasses, expected: Costs) -> Correction:
-    """What is to be corrected where `expected` are the analytic costs of the pipeline that was measured."""
-    analytic = passes_of(expected)
+def correction_of(measured: MeasuredPasses, analytic: Mapping[str, float]) -> Correction:
+    """What is to be corrected where passes of the pipeline that was measured take `analytic`, by the same names."""
     factors = {
         name: measured.seconds[name] / analytic[name]
         for name in MEASURED

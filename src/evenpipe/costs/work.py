@@ -60,6 +60,9 @@ class LayerWork:
     norms: int
     eager_norms: int
     """Of `norms`, those that transformers computes step by step (in fp32), not as one operation."""
+    last: Product | None = None
+    """The product that comes last where nothing is saved for the backward behind it: no norm stands there, no weights
+    of experts that results are multiplied with. A forward that runs again for what it saves need not compute it."""
 
     @property
     def flops(self) -> float:
@@ -116,21 +119,44 @@ def _layer(description: Description, index: int) -> LayerWork:
         gated=any("gate_proj" in name or "gate_up" in name for name in names),
         norms=len(norms),
         eager_norms=sum(type(one).__name__ != "LayerNorm" for one in norms),
+        last=_last_product(description, index),
     )
 
 
+NORMS_BEHIND = ("post_feedforward", "post_mlp")
+"""How the names of norms behind the last product begin: Gemma 2 and 3, OLMo 2, GLM 4."""
+
+
+def _last_product(description: Description, index: int) -> Product | None:
+    """`LayerWork.last`: MLPs run after attention, whatever the order in which a layer lists them."""
+    if any("norm" in name and name.startswith(NORMS_BEHIND) for name, _ in description.layer(index).named_children()):
+        return None
+    last = None
+    for name, product in _named_products(description, index):
+        if product.copies > 1:
+            return None
+        if "attn" not in name and "attention" not in name:
+            last = product
+    return last
+
+
 def _products(description: Description, index: int) -> Iterator[Product]:
+    return (product for _, product in _named_products(description, index))
+
+
+def _named_products(description: Description, index: int) -> Iterator[tuple[str, Product]]:
+    """With the name of the module within its layer."""
     config = _config(description)
     experts = _first(config, EXPERTS)
     met = (_first(config, EXPERTS_PER_TOKEN) or experts or 1) / (experts or 1)
-    for module in description.layer(index).modules():
+    for name, module in description.layer(index).named_modules():
         turned = hasattr(module, "nf")  # transformers' Conv1D holds its matrix as [inputs, outputs]
         for parameter in module.parameters(recurse=False):
             if parameter.ndim == 3 and experts and parameter.shape[0] == experts:
-                yield Product(parameter.shape[2], parameter.shape[1], experts, met * experts)
+                yield name, Product(parameter.shape[2], parameter.shape[1], experts, met * experts)
             elif parameter.ndim == 2:
                 outputs, inputs = parameter.shape[::-1] if turned else parameter.shape
-                yield Product(inputs, outputs)
+                yield name, Product(inputs, outputs)
 
 
 _NOTHING = -1

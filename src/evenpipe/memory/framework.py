@@ -10,7 +10,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """Habits of a framework that cost memory. `EVENPIPE` and `MEGATRON` are the two that are known here."""
+    """Habits of a framework that cost memory or time. `EVENPIPE` and `MEGATRON` are the two that are known here."""
 
     masters: Literal["parameters", "optimizer"]
     """Where the parameters in the optimizer's precision belong: "parameters", they are the model's own and products
@@ -35,6 +35,8 @@ class Framework:
     tokens over the context axis: as the kernel made it and as the product that follows takes it."""
     gradients_exist: bool = True
     """Sums of gradients are there when a step begins; else they are made by its first backward."""
+    stops_early: bool = False
+    """A checkpointed layer that runs again ends with the last tensor that its backward wants."""
     workspace: int = 0
     """Bytes of workspace for products that are allocated like tensors."""
     groups: tuple[tuple[str, ...], ...] = ()
@@ -48,6 +50,7 @@ EVENPIPE = Framework(
     gathered_for="step",
     step_counters=True,
     gradients_exist=False,
+    stops_early=True,
     groups=(("dp", "cp"), ("tp",), ("cp",)),
 )
 """This library: `runtime/parameters.py`, `parallel/fsdp.py`, torch's AdamW."""

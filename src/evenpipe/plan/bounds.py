@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from evenpipe.costs.analytic import Setting, head_time, step_end_seconds
+from evenpipe.costs.analytic import Setting, head_time, step_end_seconds, whole_head_seconds
 from evenpipe.costs.work import LayerWork
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.parameters import Held
@@ -54,8 +54,9 @@ def layout_bound(problem: Problem, layout: Layout) -> Bound:
     work = sum(time.forward + time.backward for time in layer_times(problem, layout))
     # Without waves: a shard of the output layer may fill its last wave better than the whole.
     smooth = replace(setting, hardware=replace(setting.hardware, units=1))
-    head = head_time(description.hidden_size, description.vocabulary_size, smooth)
-    work += head.seconds
+    shape = description.hidden_size, description.vocabulary_size
+    whole = whole_head_seconds(*shape, smooth)
+    work += min(head_time(*shape, smooth).seconds, whole["F"] + min(whole["B"], whole["I"] + whole["W"]))
     matrices = 1 if description.tied else 2
     parameters = sum(layer.parameters for layer in problem.works)
     parameters += matrices * description.vocabulary_size * description.hidden_size
@@ -181,7 +182,7 @@ def _memory_floor(problem: Problem, configuration: Configuration, shape: Shape) 
             return again, math.ceil(full - room), device
         elif none > room:
             cheap = sum(times[layer].again_selective for layer in layers)
-            dear = sum(times[layer].forward for layer in layers)
+            dear = sum(times[layer].again_full for layer in layers)
             if selective <= room:
                 again[device] = cheap * (none - room) / max(1.0, none - selective)
             else:

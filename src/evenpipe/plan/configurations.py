@@ -26,9 +26,12 @@ from evenpipe.costs.measured_passes import (
     between,
     correction_of,
     fingerprint,
+    output_passes,
+    passes_of,
 )
 from evenpipe.costs.work import LayerWork, layers_of
 from evenpipe.errors import InputError
+from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.parallelism import Parallelism
 from evenpipe.model.description import Description
@@ -103,6 +106,7 @@ class Problem:
             flash=kernels.attention != "eager",
             adds_weight_gradients=kernels.weight_gradient == "fused",
             loss=kernels.loss,
+            stops_early=FRAMEWORKS[self.kernels_name].stops_early,
         )
 
     def contention(self, layout: Layout) -> float:
@@ -147,19 +151,25 @@ class Problem:
     def _correction(self, measured: MeasuredPasses) -> Correction:
         devices = measured.devices
         uncorrected = replace(self, hardware=replace(self.hardware, passes=()), known={})
-        one = Configuration(
-            layout=Layout(
-                parallelism=Parallelism(dp=1, tp=1, cp=1, pp=devices),
-                microbatch_size=measured.microbatch_size,
-                microbatches=1,
-            ),
-            schedule="1f1b",
-            options=(),
-            vocabulary="vocab-2",
-            layers_per_stage=even_split(self.layers, devices),
-            checkpointing=("none",),
-        )
-        return correction_of(measured, costs_of(uncorrected, one, Placement.linear(devices)))
+        split = even_split(self.layers, devices)
+
+        def costs(vocabulary: str) -> Costs:
+            one = Configuration(
+                layout=Layout(
+                    parallelism=Parallelism(dp=1, tp=1, cp=1, pp=devices),
+                    microbatch_size=measured.microbatch_size,
+                    microbatches=1,
+                ),
+                schedule="1f1b",
+                options=(),
+                vocabulary=vocabulary,
+                layers_per_stage=split,
+                checkpointing=("none",),
+            )
+            return costs_of(uncorrected, one, Placement.linear(devices))
+
+        sharded = passes_of(costs("vocab-2"))
+        return correction_of(measured, sharded | output_passes(costs("first-last"), split, sharded))
 
 
 def problem_of(

@@ -44,6 +44,7 @@ from evenpipe.runtime.device import build
 from evenpipe.runtime.gathering import Held, stream_whole
 from evenpipe.runtime.given_schedule import read_schedule
 from evenpipe.runtime.groups import Groups
+from evenpipe.runtime.host_memory import keep_freed_memory
 from evenpipe.runtime.layout import Layout, ModelCosts, build_layout, flop_costs, without_vocabulary
 from evenpipe.runtime.parameters import ParameterShard, Sharding
 from evenpipe.runtime.replicas import Replicas
@@ -151,6 +152,8 @@ class Pipeline:
         self.replica, self.replicas = self._grid.replica, self._grid.replicas
         self._sharded = is_sharded(data_parallel) and self.replicas > 1
         self.torch_device = worker.torch_device if torch_device is None else device_of_torch(torch_device)
+        if self.torch_device.type == "cpu":
+            keep_freed_memory()
         if microbatches is not None:
             check_positive("microbatches", microbatches, whole=True)
         if sequence_length is not None:

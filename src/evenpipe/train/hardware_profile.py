@@ -6,7 +6,8 @@
     memory       a large tensor is copied
     contention   the products of one process alone, and of all processes at once
     wires        messages from process 0 to 1 and back through the communicators that the runtime uses, small and large
-    passes       with a configuration: of its model, as a pipeline over all processes, at some sizes of a microbatch
+    passes       with a configuration: of its model, as a pipeline over all processes with sharded vocabulary layers and
+                 one with whole ones, at some sizes of a microbatch
 
 On a GPU "host" is a copy between the device and pinned memory; on a CPU it is a copy in memory.
 """
@@ -18,6 +19,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,17 +27,17 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from evenpipe.costs.hardware import Hardware, Wire
-from evenpipe.costs.measured_passes import MeasuredPasses, fingerprint, passes_of
+from evenpipe.costs.measured_passes import MeasuredPasses, fingerprint, output_passes, passes_of
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
 from evenpipe.model import describe
 from evenpipe.runtime import initialise_worker, launch
 from evenpipe.runtime.communication import Communicators
 from evenpipe.runtime.worker import Worker
-from evenpipe.schedule import Costs
+from evenpipe.schedule import Costs, even_split
 from evenpipe.train.config import Config, PipelineConfig
 from evenpipe.train.planned_config import configured_model
-from evenpipe.train.profile import profile
+from evenpipe.train.profile import check_profile, profile
 
 SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
 """Edges of the cubes that are multiplied."""
@@ -71,9 +73,14 @@ def profile_hardware(
         raise InputError(f"processes is {processes}, expected at least 1")
     if not sizes or min(sizes) < 1:
         raise InputError(f"microbatch sizes are {list(sizes)}, expected whole numbers of at least 1")
+    pipelines = [] if config is None else [pipelines_to_measure(config, processes, size) for size in sizes]
+    for pipeline in chain.from_iterable(pipelines):
+        check_profile(pipeline, steps)
     found: dict[str, Any] = launch(measure, processes=processes)[0]
     device = found["device"]
-    passes = () if config is None else tuple(measured_passes(config, device, processes, size, steps) for size in sizes)
+    passes = tuple(
+        passes_from([profile(pipeline, steps=steps).costs for pipeline in pair], pair[0], device) for pair in pipelines
+    )
     peaks = {dtype: max(flops / seconds for flops, seconds in rows) for dtype, rows in found["products"].items()}
     widest = "bf16" if "bf16" in peaks else "fp32"
     return Hardware(
@@ -96,43 +103,40 @@ def profile_hardware(
     )
 
 
-def measured_passes(config: Config, device: str, processes: int, microbatch_size: int, steps: int) -> MeasuredPasses:
-    """Passes of the configured model in one pipeline over so many processes.
-
-    device: what it runs on, "cuda" or "cpu". Raises InputError for a configuration that does not go with so many
-    processes, RunError when one fails.
-    """
-    one = pipeline_to_measure(config, processes, microbatch_size)
-    return passes_from(profile(one, steps=steps).costs, one, device)
-
-
-def pipeline_to_measure(config: Config, processes: int, microbatch_size: int) -> Config:
-    """One stage per device, the vocabulary sharded (vocab-2), 1F1B; `profile` takes whole and split backwards."""
-    pipeline = PipelineConfig(
-        processes=processes,
-        schedule="1f1b",
-        vocabulary="vocab-2",
-        microbatches=2 * processes,
-        microbatch_size=microbatch_size,
-        compile_layers=config.pipeline.compile_layers,
-        communicators=config.pipeline.communicators,
-        timeout_seconds=config.pipeline.timeout_seconds,
-    )
-    return replace(config, pipeline=pipeline)
+def pipelines_to_measure(config: Config, processes: int, microbatch_size: int) -> list[Config]:
+    """One stage per device and 1F1B, with sharded vocabulary layers (vocab-2) and with whole ones (first-last);
+    `profile` takes whole and split backwards."""
+    pipelines = [
+        PipelineConfig(
+            processes=processes,
+            schedule="1f1b",
+            vocabulary=vocabulary,
+            microbatches=2 * processes,
+            microbatch_size=microbatch_size,
+            compile_layers=config.pipeline.compile_layers,
+            communicators=config.pipeline.communicators,
+            timeout_seconds=config.pipeline.timeout_seconds,
+        )
+        for vocabulary in ("vocab-2", "first-last")
+    ]
+    return [replace(config, pipeline=pipeline) for pipeline in pipelines]
 
 
-def passes_from(costs: Costs, config: Config, device: str) -> MeasuredPasses:
-    """What was measured of the pipeline that `config` describes, as files of hardware hold it."""
+def passes_from(costs: Sequence[Costs], config: Config, device: str) -> MeasuredPasses:
+    """What was measured of `pipelines_to_measure`, in that order, as files of hardware hold it; `config` is the first
+    of them."""
     model = describe(configured_model(config))
     dtypes = {"float32": "fp32", "bfloat16": "bf16", "auto": "bf16" if device == "cuda" else "fp32"}
+    devices = config.pipeline.processes
+    sharded = passes_of(costs[0])
     return MeasuredPasses(
         model=fingerprint(layers_of(model), model.vocabulary_size, model.hidden_size),
         dtype=dtypes[config.model.compute_dtype],
         sequence=config.data.sequence_length,
         microbatch_size=config.pipeline.microbatch_size,
-        devices=config.pipeline.processes,
-        contention=costs.contention,
-        seconds=passes_of(costs),
+        devices=devices,
+        contention=costs[0].contention,
+        seconds=sharded | output_passes(costs[1], even_split(model.layers, devices), sharded),
     )
 
 

@@ -55,11 +55,7 @@ def profile(config: Config, *, steps: int, warm_up: int = 2) -> Profile:
 
     Raises InputError for a configuration that does not go together, RunError when a process fails.
     """
-    if steps < 1:
-        raise InputError(f"steps is {steps}, expected a whole number of at least 1")
-    model = model_config(config.model)
-    check_shape(config, model)
-    check_schedule(config, model)
+    check_profile(config, steps)
     found = launch(
         measure,
         config,
@@ -69,6 +65,15 @@ def profile(config: Config, *, steps: int, warm_up: int = 2) -> Profile:
         timeout_seconds=config.pipeline.timeout_seconds,
     )[0]
     return profile_of([found])
+
+
+def check_profile(config: Config, steps: int) -> None:
+    """Raises InputError for what `profile` refuses, before any process runs."""
+    if steps < 1:
+        raise InputError(f"steps is {steps}, expected a whole number of at least 1")
+    model = model_config(config.model)
+    check_shape(config, model)
+    check_schedule(config, model)
 
 
 def profile_of(found: Sequence[dict[str, Any]]) -> Profile:
