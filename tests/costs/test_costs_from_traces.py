@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traced_steps import measured, one_device, two_devices
 
-from evenpipe.costs import BACKWARDS, costs_of, one_by_one, with_backward, write_costs
+from evenpipe.costs import BACKWARDS, completed, costs_of, one_by_one, with_backward, write_costs
 from evenpipe.costs.cost_file import check_output, costs_to_toml
 from evenpipe.costs.links import Size, link_of, with_links
 from evenpipe.errors import InputError
@@ -196,6 +196,25 @@ def test_links_take_the_place_of_durations() -> None:
     found = with_links(costs, other, {"p2p": Size(200, 100), "reduce": Size(200, 100)})
     assert found.p2p == 0.0 and found.links["p2p"].time == pytest.approx(0.3)
     assert found.collectives == {"reduce": 0.3, "statistics": 0.1}
+
+
+def test_a_weight_gradient_that_is_split_off_runs_behind_the_next_backward() -> None:
+    variant = with_backward(plan_order("1f1b", 2, 3, "first-last"), "split")
+    assert [str(item) for item in variant.passes(1)] == ["1F0", "1I0", "1F1", "1I1", "1W0", "1F2", "1I2", "1W1", "1W2"]
+
+
+@pytest.mark.parametrize(
+    ("costs", "other", "expected"),
+    [
+        (Costs(F=[2, 2], B=[4, 5]), Costs(F=[3, 2], I=[2, 2], W=[1, 1]), Costs(F=[2, 2], B=[4, 5], I=[3, 2], W=[1, 1])),
+        (Costs(F=[2], I=[2], W=[1]), Costs(F=[1], B=[4]), Costs(F=[2], I=[2], W=[1], B=[3])),
+        (Costs(F=[2], B=[4]), Costs(F=[1.5], B=[4], R=[2]), Costs(F=[2], B=[4], R=[1.5])),
+        (Costs(F=[9], B=[4]), Costs(F=[1], B=[4], R=[2]), Costs(F=[9], B=[4], R=[1])),
+        (Costs(F=[2], B=[4]), Costs(F=[3], B=[5]), Costs(F=[2], B=[4])),
+    ],
+)
+def test_passes_of_a_microbatch_take_what_they_took(costs: Costs, other: Costs, expected: Costs) -> None:
+    assert completed(costs, other) == expected
 
 
 def test_what_gives_no_costs_is_refused() -> None:

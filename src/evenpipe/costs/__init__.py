@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from .backwards import BACKWARDS, one_by_one, with_backward
+from .backwards import BACKWARDS, completed, one_by_one, with_backward
 from .cost_file import write_costs
 from .fit import costs_of
 
-__all__ = ["BACKWARDS", "costs_of", "one_by_one", "with_backward", "write_costs"]
+__all__ = ["BACKWARDS", "completed", "costs_of", "one_by_one", "with_backward", "write_costs"]

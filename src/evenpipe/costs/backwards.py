@@ -7,12 +7,14 @@ runs all devices under the same load as the order itself; the last one shows wha
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from evenpipe.errors import InputError
-from evenpipe.schedule import Kind, Order, Pass, parts_of
+from evenpipe.schedule import Costs, Kind, Order, Pass, parts_of
 
 BACKWARDS = ("whole", "split", "recomputed")
-"""B; I, and W where the order has it, else right behind I; and B behind R."""
+"""B; I, and W where the order has it, else behind the device's next I; and B behind R. W is split off to run later, and
+then finds less of what it needs in caches than right behind its I."""
 
 
 def with_backward(order: Order, backward: str) -> Order:
@@ -25,6 +27,7 @@ def with_backward(order: Order, backward: str) -> Order:
 
 def _row(items: list[Pass], backward: str) -> list[Pass]:
     row: list[Pass] = []
+    waiting: list[Pass] = []  # a W that comes behind the next I
     for item in (part for joint in items for part in parts_of(joint)):
         match item.kind:
             case Kind.R:
@@ -32,18 +35,35 @@ def _row(items: list[Pass], backward: str) -> list[Pass]:
             case Kind.W if backward != "split":
                 continue
             case Kind.B if backward == "split":
-                row += [_as(item, Kind.I), _as(item, Kind.W)]
+                row += [_as(item, Kind.I), *waiting]
+                waiting = [_as(item, Kind.W)]
             case Kind.B | Kind.I if backward == "recomputed":
                 row += [_as(item, Kind.R), _as(item, Kind.B)]
             case Kind.I if backward == "whole":
                 row.append(_as(item, Kind.B))
             case _:
                 row.append(item)
-    return row
+    return row + waiting
 
 
 def _as(item: Pass, kind: Kind) -> Pass:
     return Pass(kind, item.stage, item.microbatch, item.slice)
+
+
+def completed(costs: Costs, other: Costs) -> Costs:
+    """`costs` with the kinds of backward that only `other`, of another order of `with_backward`, has.
+
+    Both with a list per kind. A forward that keeps nothing, or whose backward is split, takes another time. What the F
+    of the other order takes more or less counts with the first of its kinds that are taken over, I, R or B, so that all
+    passes of a microbatch take what they took; half of a pass at most, since more is no effect of caches.
+    """
+    assert isinstance(costs.F, tuple) and isinstance(other.F, tuple)
+    missing = {kind: getattr(other, kind) for kind in "IWRB" if getattr(costs, kind) is None}
+    missing = {kind: time for kind, time in missing.items() if time is not None}
+    for kind in list(missing)[:1]:
+        forwards = zip(missing[kind], other.F, costs.F, strict=True)
+        missing[kind] = tuple(max(time / 2, time + forward - usual) for time, forward, usual in forwards)
+    return replace(costs, **missing)
 
 
 def one_by_one(order: Order) -> Order:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from evenpipe.costs import BACKWARDS, costs_of, one_by_one, with_backward
+from evenpipe.costs import BACKWARDS, completed, costs_of, one_by_one, with_backward
 from evenpipe.costs.links import Size, with_links
 from evenpipe.errors import InputError
 from evenpipe.runtime import Pipeline, initialise_worker, launch
@@ -86,18 +86,13 @@ def profile_of(found: Sequence[dict[str, Any]]) -> Profile:
 
 
 def _costs(traces: dict[str, list[Trace]], shorter: list[Trace], sizes: dict[str, Sequence[float]]) -> Costs:
-    """F, S, C, T, E, G and transfers from the schedule as it is; kinds that it lacks from the other runs.
-
-    R comes from the recomputed run, but so does a forward that keeps nothing: F stays that of the schedule.
-    """
-    # A forward that keeps nothing for its backward is another one.
+    """F, S, C, T, E, G and transfers from the schedule as it is; kinds that it lacks from the other runs."""
+    # For contention passes of a kind are to be alike: a forward that keeps nothing for its backward is another one.
     everything = [trace for name, found in traces.items() if name != "recomputed" for trace in found]
     costs = costs_of(traces[AS_IT_IS], everything)
     for name in BACKWARDS:
         if name in traces:
-            other = costs_of(traces[name], everything)
-            missing = {kind: getattr(other, kind) for kind in "BIWR" if getattr(costs, kind) is None}
-            costs = replace(costs, **{kind: time for kind, time in missing.items() if time is not None})
+            costs = completed(costs, costs_of(traces[name], everything))
     return with_links(costs, costs_of(shorter), {name: Size(*size) for name, size in sizes.items()})
 
 
