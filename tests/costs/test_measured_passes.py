@@ -113,6 +113,13 @@ def test_the_whole_output_layer_follows_from_its_shards() -> None:
     assert corrected["B"] == pytest.approx(corrected["I"] + corrected["W"])
 
 
+def test_a_pass_of_the_whole_output_layer_that_was_not_measured_follows_from_the_shards() -> None:
+    seconds = {name: time for name, time in measured(1).seconds.items() if name != OUTPUT["W"]}
+    plain, corrected = output_layer(problem()), output_layer(problem(measured(1, seconds=seconds)))
+    assert corrected["F"] == pytest.approx(FACTORS[OUTPUT["F"]] * plain["F"])
+    assert corrected["W"] == pytest.approx(FACTORS["T"] * plain["W"])
+
+
 @pytest.mark.parametrize(
     ("times", "layers", "seconds"),
     [

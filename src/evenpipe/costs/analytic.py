@@ -266,15 +266,35 @@ def head_time(hidden_size: int, rows: float, setting: Setting) -> HeadTime:
     )
 
 
-def whole_head_seconds(hidden_size: int, rows: int, setting: Setting) -> dict[str, float]:
-    """What the whole output layer adds to F, B, I and W of the last stage; from its shards where no whole one was
-    measured."""
-    correction = setting.correction
-    measured = OUTPUT["F"] in correction.factors
-    head = head_time(hidden_size, rows, replace(setting, correction=NO_CORRECTION) if measured else setting)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeHeadTime:
+    """Seconds that the whole output layer adds to the passes of the last stage, per microbatch."""
+
+    forward: float
+    inputs: float
+    weights: float
+    whole: float
+    """To B."""
+
+    @property
+    def seconds(self) -> float:
+        """All of it, with the shorter of both ways back."""
+        return self.forward + min(self.whole, self.inputs + self.weights)
+
+
+def whole_head_time(hidden_size: int, rows: int, setting: Setting) -> WholeHeadTime:
+    """As it was measured; what was not follows from the shards."""
+    factors = setting.correction.factors
+    shards = _added(head_time(hidden_size, rows, setting))
+    plain = _added(head_time(hidden_size, rows, replace(setting, correction=NO_CORRECTION)))
+    added = {name: factors[OUTPUT[name]] * plain[name] if OUTPUT[name] in factors else shards[name] for name in LAYERS}
+    return WholeHeadTime(forward=added["F"], inputs=added["I"], weights=added["W"], whole=added["B"])
+
+
+def _added(head: HeadTime) -> dict[str, float]:
+    """What an output layer adds to F, I, W and B."""
     forward, inputs = head.forward + head.loss_forward, head.inputs + head.loss_backward
-    seconds = {"F": forward, "B": inputs + head.weights, "I": inputs, "W": head.weights}
-    return {name: correction[OUTPUT[name]] * seconds[name] for name in LAYERS}
+    return {"F": forward, "I": inputs, "W": head.weights, "B": inputs + head.weights}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,13 +334,13 @@ def costs_of_cut(
     wide = setting.hop_bytes(hidden_size)
     whole = cut.vocabulary in WHOLE
     if whole:
-        head = whole_head_seconds(hidden_size, rows, setting)
+        head = whole_head_time(hidden_size, rows, setting)
         scattered = correction["G"] * hardware.streaming_seconds(embedded * (setting.element + 2 * GRADIENT_BYTES))
         forward[0] += correction["E"] * hardware.streaming_seconds(embedded * 2 * setting.element)
-        forward[-1] += head["F"]
-        inputs[-1] += head["I"]
-        weights[-1] += head["W"]
-        whole_backward[-1] += head["B"]
+        forward[-1] += head.forward
+        inputs[-1] += head.inputs
+        weights[-1] += head.weights
+        whole_backward[-1] += head.whole
         weights[0] += scattered
         whole_backward[0] += scattered
         return Costs(

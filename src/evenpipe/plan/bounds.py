@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from evenpipe.costs.analytic import Setting, head_time, step_end_seconds, whole_head_seconds
+from evenpipe.costs.analytic import Setting, head_time, step_end_seconds, whole_head_time
 from evenpipe.costs.work import LayerWork
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.parameters import Held
@@ -55,8 +55,7 @@ def layout_bound(problem: Problem, layout: Layout) -> Bound:
     # Without waves: a shard of the output layer may fill its last wave better than the whole.
     smooth = replace(setting, hardware=replace(setting.hardware, units=1))
     shape = description.hidden_size, description.vocabulary_size
-    whole = whole_head_seconds(*shape, smooth)
-    work += min(head_time(*shape, smooth).seconds, whole["F"] + min(whole["B"], whole["I"] + whole["W"]))
+    work += min(head_time(*shape, smooth).seconds, whole_head_time(*shape, smooth).seconds)
     matrices = 1 if description.tied else 2
     parameters = sum(layer.parameters for layer in problem.works)
     parameters += matrices * description.vocabulary_size * description.hidden_size

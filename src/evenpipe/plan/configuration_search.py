@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from evenpipe.costs.analytic import layer_time, whole_head_seconds
+from evenpipe.costs.analytic import layer_time, whole_head_time
 
 from .bounds import layout_bound, order_bound, work_bound
 from .configurations import Configuration, Layout, Problem, Space, configurations, layouts
@@ -222,9 +222,9 @@ def head_layers(problem: Problem, layout: Layout) -> float:
     """The time of the whole output layer, in layers."""
     setting = problem.setting(layout)
     description = problem.description
-    head = whole_head_seconds(description.hidden_size, description.vocabulary_size, setting)
+    head = whole_head_time(description.hidden_size, description.vocabulary_size, setting)
     layer = layer_time(problem.works[-1], setting)
-    return (head["F"] + min(head["B"], head["I"] + head["W"])) / (layer.forward + layer.backward)
+    return head.seconds / (layer.forward + layer.backward)
 
 
 def _mode(one: Configuration) -> str | None:

@@ -1,9 +1,9 @@
 """What becomes of memory that this process frees on the host.
 
 glibc gives it back to the system as soon as enough lies free at the end of its heap, and the next tensor finds it gone:
-every page has to be zeroed and mapped again. Training frees and takes the same sizes in every pass. Of the weight
-gradients of a small Llama stage that cost a quarter of the time (`benchmarks/measured.py`: 23.5 ms of a W, 17 without),
-and in some passes only, so that nobody could say how long they take.
+every page has to be zeroed and mapped again. Training frees and takes the same sizes in every pass. In the model of
+`benchmarks/measured.py` that cost a quarter of the time of weight gradients (traced: 23.5 ms of a W, 17 without), and
+in some passes only, so that nobody could say how long they take.
 """
 
 from __future__ import annotations

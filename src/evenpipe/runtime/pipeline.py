@@ -98,7 +98,8 @@ class Pipeline:
         communicators: "per-pair": one for each ordered pair of devices that send to each other and one for each kind of
             collective. "per-kind": one for all hops forward, one for all hops back, one for each kind of collective.
             "one": a single one. Each takes memory (with NCCL some 0.5 GB), and transfers of one wait for each other.
-        torch_device: where this process computes; default: its own GPU where there is one, else the CPU.
+        torch_device: where this process computes; default: its own GPU where there is one, else the CPU. On the CPU
+            the process keeps the memory that it frees (glibc; not where the environment sets its allocator).
         self_check: first compare a cut and a whole copy of the architecture, shrunken, on the first process.
         trust_remote_code: run Python code that comes with a hub model.
         timeout_seconds: limit of every single wait.
