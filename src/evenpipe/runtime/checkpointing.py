@@ -8,12 +8,12 @@
 one graph ("non-reentrant"): gradients are summed in the order of the plain backward, and hooks of parameters run once.
 The backward of a microbatch with R in its order finds everything, so layers keep all of it there: see `Switch`.
 
-Why "full" is not torch's: host time. In processor time of a small Llama layer on the CPU (F and B together, 835 us
-without checkpointing; `benchmarks/layer_host_time.py`) torch's adds 1430 us and this one 710, of which 350 are the
-second forward. A function of autograd's with a backward inside of its backward would add about 400, but it sums the
-gradients of a parameter that several layers share in another order and runs its hooks several times; and it cannot
-stop early. This one does, as torch's does: the second forward ends with the last tensor that is wanted of it, so the
-last product of the layer (a quarter of a Llama layer's work) is not computed again.
+Why "full" is not torch's: host time. In processor time of a small Llama layer on the CPU (F and B together, 645 us
+without checkpointing; `benchmarks/layer_host_time.py`) torch's adds 1070 us and this one 670, of which 275 are the
+second forward. A function of autograd's with a backward inside of its backward adds 460, but it sums the gradients of a
+parameter that several layers share in another order and runs its hooks several times; and it cannot stop early. This
+one does, as torch's does: the second forward ends with the last tensor that is wanted of it, so the last product of the
+layer (a quarter of a Llama layer's work) is not computed again.
 
 The input is saved through autograd, so that a change in place is noticed, and so that hooks on saved tensors around
 the layer see that one tensor.
