@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from evenpipe.runtime import Pipeline, StepResult, initialise_worker, launch
+    from evenpipe.runtime import OffloadOptions, Pipeline, StepResult, initialise_worker, launch
     from evenpipe.vocabulary import LossOptions
 
 _PUBLIC = {
     "LossOptions": "evenpipe.vocabulary",
+    "OffloadOptions": "evenpipe.runtime",
     "Pipeline": "evenpipe.runtime",
     "StepResult": "evenpipe.runtime",
     "initialise_worker": "evenpipe.runtime",
     "launch": "evenpipe.runtime",
 }
 
-__all__ = ["LossOptions", "Pipeline", "StepResult", "__version__", "initialise_worker", "launch"]
+__all__ = ["LossOptions", "OffloadOptions", "Pipeline", "StepResult", "__version__", "initialise_worker", "launch"]
 
 
 def __getattr__(name: str) -> Any:

@@ -112,7 +112,7 @@ VOCABULARY = "S0 is a pass of the vocabulary layers, which torch's runtime does 
     [
         (Order.from_csv("0F0,S0,C0,T0,0B0"), f"device 0, position 1: {VOCABULARY}"),
         (Order.from_csv("0F0,0R0,0B0"), "device 0, position 1: 0R0 recomputes, offloads or loads activations"),
-        (Order.from_csv("0F0,0O0,0L0,0B0"), "device 0, position 1: 0O0 recomputes, offloads or loads activations"),
+        (Order.from_csv("0F0,0O0,0D0,0L0,0B0"), "device 0, position 1: 0O0 recomputes, offloads or loads activations"),
         (Order.from_csv("0F0,0F0.1,0B0,0B0.1"), "device 0, position 1: 0F0.1 is a part of a sequence"),
         (
             Order.from_csv("0F0\n(1F0;1B0.1)OVERLAP_F_B", microbatches=2),

@@ -18,9 +18,10 @@ from evenpipe.costs.hardware import KNOWN
 from evenpipe.memory.estimate import estimate
 from evenpipe.memory.parallelism import Parallelism
 from evenpipe.model import describe
-from evenpipe.runtime import Pipeline
+from evenpipe.runtime import OffloadOptions, Pipeline
+from evenpipe.schedule import Order
 
-DEVICES, MICROBATCHES, SEQUENCES, TOKENS, ROWS = 4, 8, 2, 64, 1536
+DEVICES, MICROBATCHES, SEQUENCES, TOKENS, ROWS, LAYERS = 4, 8, 2, 64, 1536, 8
 CPU = replace(KNOWN["H200"], name="this host", torch_device="cpu")
 CLOSE = 0.002
 """What is left: which tokens are in which shard, taken to be as many everywhere. With a whole vocabulary it is the four
@@ -36,6 +37,9 @@ class Case:
     replicas: int = 1
     sharded: bool = False
     tokens: int = TOKENS
+    offload: str = "scheduled"
+    kept: tuple[int, ...] = ()
+    """Layers whose activations stay on the device."""
 
 
 CASES = [
@@ -47,6 +51,13 @@ CASES = [
     Case("1f1b", "first-last", replicas=2),
     Case("zbv", "vocab-2", replicas=2, sharded=True),
     Case("1f1b", "first-last", "full", replicas=2, sharded=True, tokens=8),  # fullest while gradients are summed
+    Case("gpipe", "first-last", offload="all"),
+    Case("zbv", "vocab-2", offload="all", tied=True),
+    Case("interleaved", "vocab-2", "selective", offload="all"),
+    Case("zb-h1", "vocab-1", "full", offload="all"),
+    Case("1f1b", "vocab-2", offload="all", kept=(0, 1, 4, 7)),
+    Case("po-h", "first-last"),
+    Case("po-f", "vocab-2"),
 ]
 
 
@@ -55,7 +66,7 @@ def config(case: Case) -> LlamaConfig:
         vocab_size=ROWS,
         hidden_size=64,
         intermediate_size=160,
-        num_hidden_layers=8,
+        num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=TOKENS,
@@ -63,11 +74,12 @@ def config(case: Case) -> LlamaConfig:
     )
 
 
-def count(cases: list[Case]) -> list[int]:
+def count(cases: list[Case]) -> list[tuple[int, Order]]:
+    """The most bytes of this process, and the order that it ran."""
     return [count_one(case) for case in cases]
 
 
-def count_one(case: Case) -> int:
+def count_one(case: Case) -> tuple[int, Order]:
     axes = (case.replicas, DEVICES // case.replicas)
     pipeline = Pipeline(
         config(case),
@@ -78,6 +90,9 @@ def count_one(case: Case) -> int:
         microbatches=MICROBATCHES,
         checkpointing=case.checkpointing,
         sequence_length=case.tokens,
+        offload=OffloadOptions(
+            activations=case.offload, layers=["keep" if layer in case.kept else "offload" for layer in range(LAYERS)]
+        ),
         self_check=False,
     )
     optimizer = torch.optim.AdamW(pipeline.parameters(), fused=True)
@@ -90,11 +105,11 @@ def count_one(case: Case) -> int:
             optimizer.step()
             pipeline.zero_grad()
     pipeline.close()
-    return counted.peak
+    return counted.peak, pipeline.order
 
 
 @pytest.fixture(scope="module")
-def counted() -> dict[Case, list[int]]:
+def counted() -> dict[Case, list[tuple[int, Order]]]:
     by_process = run_processes(count, DEVICES, CASES, timeout_seconds=240)
     return {case: [found[number] for found in by_process] for number, case in enumerate(CASES)}
 
@@ -108,13 +123,14 @@ def test_estimated_peaks_are_those_counted(case: Case, traced: bool, counted) ->
         sequence=case.tokens,
         microbatch_size=SEQUENCES,
         microbatches=MICROBATCHES,
-        schedule=case.schedule,
+        schedule=counted[case][0][1],
         vocabulary=case.mode,
         checkpointing=case.checkpointing,
+        kept_layers=case.kept,
         hardware=CPU,
         traced=traced,
     )
-    for process, peak in enumerate(counted[case]):
+    for process, (peak, _) in enumerate(counted[case]):
         device = found.devices[process % len(found.devices)]
         error = device.peak_allocated / peak - 1
         print(

@@ -60,7 +60,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(
 
 
 def test_passes_that_the_runtime_does_not_run() -> None:
-    order = Order.from_csv("0F0,0O0,0L0,0B0")
+    order = Order.from_csv("0F0,0O0,0D0,0L0,0B0")
     with pytest.raises(InputError, match=r"device 0 has the pass 0O0, but only .* can be run so far"):
         layout(order, devices=1, microbatches=1, vocabulary="first-last")
 

@@ -44,9 +44,12 @@ def needs(order: Order) -> dict[Placed, list[Placed]]:
             found += [at(Kind.F, stage - 1, i)] if stage else everywhere(Kind.E, i) if barriers else []
         elif item.kind in {Kind.B, Kind.I}:
             found.append(at(Kind.F, stage, i))
+            found += [at(Kind.L, stage, i)] if at(Kind.L, stage, i) in everything else []
             found += [backward(stage + 1, i)] if stage < last else everywhere(combining, i) if barriers else []
         elif item.kind is Kind.W:
             found.append(at(Kind.I, stage, i))
+        elif item.kind in {Kind.O, Kind.D, Kind.L}:
+            found.append(at({Kind.O: Kind.F, Kind.D: Kind.O, Kind.L: Kind.D}[item.kind], stage, i))
         elif item.kind is Kind.S:
             found.append(at(Kind.F, last, i))
         elif item.kind is combining:
@@ -107,7 +110,7 @@ def same_transfer(item: Transfer, device: int) -> tuple[str, int, int, int]:
 def order_is_sound(order: Order) -> bool:
     """Whether every pass is there once, on its device, and all devices reach the ends of their rows.
 
-    Of the passes that are not in every order, R, O and L, it knows nothing.
+    Of R, which is not in every order, it knows nothing.
     """
     place, last = order.placement, order.placement.stages - 1
     combining = [] if order.barriers == 2 and not order.forward_only else [Kind.C]
@@ -124,7 +127,8 @@ def order_is_sound(order: Order) -> bool:
             device = place.device_of(stage)
             split = placed[device, Pass(Kind.B, stage, i)] == 0
             backward = [] if order.forward_only else [Kind.I, Kind.W] if split else [Kind.B]
-            for kind in (Kind.F, *backward):
+            moved = {placed[device, Pass(kind, stage, i)] for kind in (Kind.O, Kind.D, Kind.L)} != {0}
+            for kind in (Kind.F, *backward, *((Kind.O, Kind.D, Kind.L) if moved and backward else ())):
                 placed[device, Pass(kind, stage, i)] -= 1
     if any(placed.values()):
         return False

@@ -21,7 +21,25 @@ from evenpipe.schedule import (
 )
 
 PASSES = [
-    *("", "0F0", "1F0", "0B0", "1B0", "0F1", "1F1", "0B1", "1B1", "0I0", "0W0", "1I1", "2F0", "0R0", "1O0", "1L0"),
+    *(
+        "",
+        "0F0",
+        "1F0",
+        "0B0",
+        "1B0",
+        "0F1",
+        "1F1",
+        "0B1",
+        "1B1",
+        "0I0",
+        "0W0",
+        "1I1",
+        "2F0",
+        "0R0",
+        "1O0",
+        "1D0",
+        "1L0",
+    ),
     *("E0", "S0", "C0", "T0", "G0", "S1", "0F0.1", "0UNSHARD", "(0F1;0B0)OVERLAP_F_B", "(1F1;1I0)OVERLAP_F_B"),
 ]
 TRANSFERS = ["0SEND_F0", "1RECV_F0", "1SEND_B0", "0RECV_B0", "1SEND_F0", "X0", "STATISTICS0", "DX0", "ROWS1"]

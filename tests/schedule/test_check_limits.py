@@ -23,6 +23,7 @@ from evenpipe.schedule import (
     plan_program,
 )
 
+TEN = Costs(F=1, B=2, bytes=10)
 GPIPE = "0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2"
 
 # rows, limits, faults as (device, position, sentence)
@@ -38,8 +39,9 @@ TABLE = [
     (GPIPE, {"bytes": 30, "costs": Costs(F=1, B=2, bytes=[10, 5])}, []),
     (GPIPE, {"bytes": 29, "costs": Costs(F=1, B=2, bytes=[10, 5])}, [(0, 2, "0F2 makes it 30 bytes")]),
     (GPIPE, {"bytes": [30, 14], "costs": Costs(F=1, B=2, bytes=[10, 5])}, [(1, 2, "1F2 makes it 15 bytes")]),
-    ("0F0,0O0,0F1,0B1,0L0,0B0", {"bytes": 10, "costs": Costs(F=1, B=2, bytes=10)}, []),
-    ("0F0,0O0,0F1,0L0,0B1,0B0", {"bytes": 10, "costs": Costs(F=1, B=2, bytes=10)}, [(0, 3, "0L0 makes it 20 bytes")]),
+    ("0F0,0O0,0D0,0F1,0B1,0L0,0B0", {"bytes": 10, "costs": TEN}, []),
+    ("0F0,0O0,0F1,0B1,0D0,0L0,0B0", {"bytes": 10, "costs": TEN}, [(0, 2, "0F1 makes it 20 bytes")]),
+    ("0F0,0O0,0D0,0F1,0L0,0B1,0B0", {"bytes": 10, "costs": TEN}, [(0, 4, "0L0 makes it 20 bytes")]),
     (GPIPE, {"activations": 1, "bytes": 1, "costs": Costs(F=1, B=2, bytes=1)}, [
         *((device, 1, f"{device}F1 makes it 2 stage activations") for device in (0, 1)),
         *((device, 1, f"{device}F1 makes it 2 bytes") for device in (0, 1)),

@@ -53,8 +53,8 @@ def test_an_example_with_collectives() -> None:
 def test_times_per_stage_and_device() -> None:
     costs = Costs(F=[1, 10], I=[2, 20], W=[3, 30], S=[1, 2])
     times = PassTimes(costs, Placement.linear(2))
-    words = ["0F0", "1F0", "0B0", "1B0", "1I0", "1W0", "1R0", "1O0", "1L0", "0UNSHARD", "(1F1;0B0)OVERLAP_F_B"]
-    assert [times.of(Pass.parse(word), 0) for word in words] == [1, 10, 5, 50, 20, 30, 10, 0, 0, 0, 15]
+    words = ["0F0", "1F0", "0B0", "1B0", "1I0", "1W0", "1R0", "1O0", "1D0", "1L0", "0UNSHARD", "(1F1;0B0)OVERLAP_F_B"]
+    assert [times.of(Pass.parse(word), 0) for word in words] == [1, 10, 5, 50, 20, 30, 10, 0, 0, 0, 0, 15]
     assert [times.of(Pass.parse("S0"), device) for device in range(2)] == [1, 2]
 
 

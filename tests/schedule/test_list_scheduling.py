@@ -61,7 +61,7 @@ def test_what_takes_no_time_comes_first() -> None:
     "text",
     [
         "0F0,0R0,0B0",  # recomputation
-        "0F0,0O0,0L0,0B0",  # offload
+        "0F0,0O0,0D0,0L0,0B0",  # offload
         "0F0,0F1,0I0,0W0,0I1",  # 0W1 is missing
         "(0F0;0B0)OVERLAP_F_B",  # not taken apart
     ],
@@ -83,7 +83,7 @@ def test_backwards_split_for_some_microbatches_only() -> None:
 
 
 def test_copies_and_recomputation_are_sorted() -> None:
-    order = Order.from_csv("0F0,0O0,0F1,0L0,0B0,0B1")
+    order = Order.from_csv("0F0,0O0,0F1,0D0,0L0,0B0,0B1")
     assert add_vocabulary(order, 1) == VirtualTimes.of(order, 1, EQUAL_COSTS).sort(FIXED)
 
 

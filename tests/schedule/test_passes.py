@@ -21,6 +21,7 @@ WORDS = [
     ("2F0.1", Pass(Kind.F, 2, 0, 1)),
     ("2R0", Pass(Kind.R, 2, 0)),
     ("2O0", Pass(Kind.O, 2, 0)),
+    ("2D0", Pass(Kind.D, 2, 0)),
     ("2L0", Pass(Kind.L, 2, 0)),
     ("E0", Pass(Kind.E, None, 0)),
     ("G5", Pass(Kind.G, None, 5)),

@@ -8,8 +8,8 @@ from evenpipe.errors import InputError
 from evenpipe.schedule import Costs, Order
 from evenpipe.simulate import Simulation, simulate
 
-ALONE = "0F0,0O0,0F1,0O1,0L0,0B0,0L1,0B1"
-PAIR = "0F0,0O0,0L0,0B0\n1F0,1O0,1L0,1B0"
+ALONE = "0F0,0O0,0F1,0O1,0D0,0L0,0B0,0D1,0L1,0B1"
+PAIR = "0F0,0O0,0D0,0L0,0B0\n1F0,1O0,1D0,1L0,1B0"
 
 
 def run(text: str, **costs: object) -> Simulation:
@@ -48,23 +48,24 @@ def test_streams(costs: dict[str, object], wanted: dict[str, tuple[float, float]
 
 def test_a_stream_that_has_emptied_goes_on_with_what_is_issued_later() -> None:
     # 0O1 ends at 6, before 0L1 is issued: the stream of loads has run 0L0 and has nothing to do.
-    simulation = run("0F0,0O0,0L0,0B0,0F1,0O1,0F2,0F3,0L1,0B1,0B2,0B3", O=1, L=1, engine={"streams": 2})
+    simulation = run("0F0,0O0,0D0,0L0,0B0,0F1,0O1,0F2,0F3,0D1,0L1,0B1,0B2,0B3", O=1, L=1, engine={"streams": 2})
     assert when(simulation).items() >= {"0L0": (2, 3), "0O1": (5, 6), "0L1": (7, 8), "0B1": (8, 9)}.items()
 
 
 def test_copies_take_no_compute_time() -> None:
     simulation = run(ALONE, O=2, L=2)
-    assert [str(event.item) for event in simulation.timeline.events[0]] == ["0F0", "0F1", "0B0", "0B1"]
+    assert [str(event.item) for event in simulation.timeline.events[0]] == ["0F0", "0F1", "0D0", "0B0", "0D1", "0B1"]
     assert simulation.timeline.busy == (4,)
-    assert simulation.waiting == ({"L": 7},)
+    assert simulation.waiting == ({"O": 1, "L": 6},)
     assert simulation.critical_path.by_resource == {"device": 2, "engine": 4, "transfer": 4, "end": 1}
 
 
-def test_device_bytes_are_free_when_a_copy_ends_and_taken_when_one_is_issued() -> None:
+def test_device_bytes_are_given_back_at_D_and_taken_when_a_copy_is_issued() -> None:
     simulation = run(ALONE, O=2, L=2, bytes=10)
-    # 0L0 is issued at 2, right behind 0O1, though its copy starts at 5. At 8, 0B0 releases and 0L1 takes.
-    assert simulation.timeline.memory == (((0, 10), (1, 20), (2, 30), (3, 20), (5, 10), (8, 10), (11, 0)),)
-    assert simulation.timeline.peak_bytes == (30,)
+    # 0D0 waits until 3, and 0L0 is issued, though its copy starts at 5. 0O1 ends at 5; what it copied stays until 0D1,
+    # at 8, where 0B0 releases and 0L1 takes.
+    assert simulation.timeline.memory == (((0, 10), (1, 20), (3, 20), (8, 10), (11, 0)),)
+    assert simulation.timeline.peak_bytes == (20,)
 
 
 @pytest.mark.parametrize(
@@ -91,13 +92,16 @@ def test_what_a_copy_waited_for() -> None:
     assert (waited["1O0"].resource, str(waited["1O0"].item), waited["1O0"].device) == ("link", "0O0", 0)
     alone = {str(event.item): event.cause.resource for event in run(ALONE, O=2, L=2).timeline.beside[0]}
     assert alone == {"0O0": "device", "0O1": "engine", "0L0": "engine", "0L1": "device"}
-    two = {str(e.item): e.cause for e in run(ALONE, O=2, L=2, engine={"streams": 2}).timeline.beside[0]}
-    assert (two["0L0"].resource, str(two["0L0"].item)) == ("transfer", "0O0")
+    two = run(ALONE, O=2, L=2, engine={"streams": 2}).timeline
+    causes = {str(event.item): event.cause for event in (*two.events[0], *two.beside[0])}
+    assert (causes["0D0"].resource, str(causes["0D0"].item)) == ("transfer", "0O0")
+    assert (causes["0L0"].resource, str(causes["0L0"].item)) == ("device", "0D0")
 
 
 def test_recomputation_waits_for_its_input_to_come_back() -> None:
-    simulation = run("0F0,0O0,0L0,0R0,0B0", O=2, L=1, R=5)
-    assert when(simulation) == {"0F0": (0, 1), "0O0": (1, 3), "0L0": (3, 4), "0R0": (4, 9), "0B0": (9, 10)}
+    simulation = run("0F0,0O0,0D0,0L0,0R0,0B0", O=2, L=1, R=5)
+    times = {"0F0": (0, 1), "0O0": (1, 3), "0D0": (3, 3), "0L0": (3, 4), "0R0": (4, 9), "0B0": (9, 10)}
+    assert when(simulation) == times
 
 
 def test_a_bandwidth_needs_bytes() -> None:

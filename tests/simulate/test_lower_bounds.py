@@ -123,7 +123,7 @@ def test_an_order_with_whole_and_split_backwards() -> None:
 
 
 def test_copies_to_the_host_lift_the_limit() -> None:
-    text = "0F0,0O0,0L0,0B0,0F1,0O1,0L1,0B1"
+    text = "0F0,0O0,0D0,0L0,0B0,0F1,0O1,0D1,0L1,0B1"
     simulation = simulate(Order.from_csv(text), UNIT)
     assert simulation.bounds["span"].name == "work"
     bounds = program_bounds(simulation.program, UNIT, (1,))

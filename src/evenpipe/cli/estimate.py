@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenpipe.cli.lists import whole_numbers
-from evenpipe.cli.schedule_arguments import add_json, numbers, refuse_too_large
+from evenpipe.cli.schedule_arguments import add_json, add_offload, numbers, offload, refuse_too_large
 from evenpipe.errors import InputError
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="balanced",
         help="first-last, redistribute, interlaced, vocab-1, vocab-2 or balanced (= vocab-2, the default)",
     )
+    add_offload(batch)
     what = parser.add_argument_group("what runs")
     what.add_argument(
         "--kernels",
@@ -152,6 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
         vocabulary=arguments.vocabulary,
         kernels=arguments.kernels,
         checkpointing=arguments.checkpointing,
+        offload=offload(arguments),
         layers_per_stage=None if split is None else whole_numbers("layers-per-stage", split),
         dtypes=dtypes,
         hardware=hardware,

@@ -79,7 +79,32 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
         help="first-last, redistribute, interlaced, vocab-1, vocab-2 or balanced (= vocab-2), one or several"
         " (default: first-last, where the first and last stage hold the vocabulary layers; a file as it stands)",
     )
+    add_offload(parser)
     add_costs(parser, "instead of equal ones")
+
+
+def add_offload(parser: argparse._ActionsContainer) -> None:
+    """`--offload`; read by `offload`."""
+    parser.add_argument(
+        "--offload",
+        metavar="WHAT",
+        default="scheduled",
+        help="which activations go to the host: free (all that lowers memory and costs no time), all (whatever it"
+        " takes to hold as little as can be), a number of bytes as --costs counts them (what it takes to hold no more),"
+        " none; default: scheduled (what the order says)",
+    )
+
+
+def offload(arguments: argparse.Namespace) -> str | float:
+    """What `--offload` says. Raises InputError for anything else."""
+    from evenpipe.schedule.planning import check_offload
+
+    try:
+        return check_offload(float(arguments.offload))
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+    return check_offload(arguments.offload)
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
@@ -110,6 +135,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         vocabularies=modes,
         costs=None if arguments.costs is None else read_costs(arguments.costs),
         options=given,
+        offload=offload(arguments),
     )
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import Costs, Dependencies, Kind, Pass, Transfer, TransferKind
-from evenpipe.schedule.passes import HOP_KINDS, STAGE_KINDS, VOCABULARY_KINDS
+from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, STAGE_KINDS, VOCABULARY_KINDS
 from evenpipe.schedule.trace import DeviceTrace, PassTime, Trace
 
 CLASS_OF = {
@@ -91,13 +91,18 @@ def costs_of(traces: Sequence[Trace], others: Sequence[Trace] = ()) -> Costs:
     steps = [_samples(trace) for trace in traces]
     contention = contention_of(*steps, *map(_samples, others))
     times: dict[str, Any] = {}
-    for kind in (STAGE_KINDS - {Kind.O, Kind.L}) | VOCABULARY_KINDS:
+    for kind in (STAGE_KINDS - OFFLOAD_KINDS) | VOCABULARY_KINDS:
         places = range(placement.devices if kind in VOCABULARY_KINDS else placement.stages)
         row = [_pass_seconds(steps, (kind, place), contention) for place in places]
         if None not in row:
             times[kind.value] = tuple(row)
     if Kind.F.value not in times:
         raise InputError("the traces have no forward of every stage, so no costs follow from them")
+    for kind in (Kind.O, Kind.L):
+        copies = _copy_seconds(traces, kind)
+        if copies:
+            usual = statistics.fmean(copies.values())
+            times[kind.value] = tuple(copies.get(stage, usual) for stage in range(placement.stages))
     seconds = {name: _transfer_seconds(steps, name) for name in dict.fromkeys(["p2p", *CLASS_OF.values()])}
     collectives = {name: time for name, time in seconds.items() if name != "p2p" and time is not None}
     return Costs(**times, p2p=seconds["p2p"] or 0.0, collectives=collectives, contention=contention)
@@ -118,6 +123,16 @@ def _pass_seconds(steps: Sequence[Samples], site: Site, contention: float) -> fl
         if found:
             return statistics.median(statistics.fmean(one.alone(contention) for one in samples) for samples in found)
     return None
+
+
+def _copy_seconds(traces: Sequence[Trace], kind: Kind) -> dict[int, float]:
+    """How long copies of one kind take, by stage."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for copy in chain.from_iterable(row.copies for trace in traces for row in trace.devices):
+        if copy.item.kind is kind:
+            assert copy.item.stage is not None
+            found[copy.item.stage].append(copy.end - copy.start)
+    return {stage: statistics.median(times) for stage, times in found.items()}
 
 
 def _transfer_seconds(steps: Sequence[Samples], name: str) -> float | None:
@@ -214,4 +229,8 @@ def _transfers(trace: Trace, samples: Samples) -> None:
 
 def _awaited(row: DeviceTrace) -> Iterator[tuple[Transfer, float, float]]:
     """Waits of passes; those of sends are not for their arrival."""
-    return ((wait.transfer, wait.start, wait.end) for wait in row.waits if wait.needed_by is not None)
+    return (
+        (wait.transfer, wait.start, wait.end)
+        for wait in row.waits
+        if wait.needed_by is not None and isinstance(wait.transfer, Transfer)
+    )

@@ -35,6 +35,7 @@ LOOKS: dict[Kind | TransferKind, Look] = {
     Kind.G: Look("embedding gradient", "#74249c"),
     Kind.R: Look("recompute", "#7a6a64"),
     Kind.O: Look("offload to host", "#444b5c"),
+    Kind.D: Look("give memory back", "#737a89"),
     Kind.L: Look("load from host", "#a4abb8"),
     Kind.UNSHARD: Look("gather parameters", "#6f7f93"),
     Kind.RESHARD: Look("free gathered parameters", "#6f7f93"),

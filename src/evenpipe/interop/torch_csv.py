@@ -26,7 +26,7 @@ from evenpipe.schedule import (
     check_program,
     parts_of,
 )
-from evenpipe.schedule.passes import HOP_KINDS, SHARDING_KINDS
+from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, SHARDING_KINDS
 
 COMPUTE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B})
 
@@ -97,7 +97,7 @@ def _unspeakable(item: Item | None) -> str:
             return _sliced(item, item.slice)
         return f"{item} is a collective of the vocabulary layers, which torch's runtime does not have; {_WITHOUT}"
     for part in parts_of(item):
-        if part.kind in {Kind.R, Kind.O, Kind.L}:
+        if part.kind in {Kind.R, *OFFLOAD_KINDS}:
             return (
                 f"{part} recomputes, offloads or loads activations, which torch's runtime cannot schedule; "
                 "take the order without it, and checkpoint inside the stage's module"

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from evenpipe.memory.bytes import StageBytes
+from evenpipe.memory.layers import SMALLEST_MOVED
 from evenpipe.memory.stretches import Profile, Stretch, joined
 from evenpipe.memory.tracker import Tracker
 from evenpipe.runtime.checkpointing import Switch, checkpoint_layer
@@ -31,6 +32,8 @@ class Trace:
     hidden: int
     """Bytes of the stage's input."""
     stored: int
+    moved: tuple[int, ...]
+    """What copies to the host carry of each layer, and last of the rest of the stage."""
     queued: int
     profiles: dict[str, Profile]
     """By pass: "forward", "bare forward" (without a graph), "recompute", "backward", "input", "weight", and of the last
@@ -57,6 +60,7 @@ class Trace:
             input=self.hidden,
             output=self.hidden,
             stored=self.stored + more["forward"],
+            moved=of_all(self.moved),
             forward_peak=above("forward"),
             backward_peak=above("backward"),
             input_peak=above("input"),
@@ -95,6 +99,7 @@ class Bench:
         stage: with tensors that the tracker counts.
         names: of the modules of its layers, first to last.
         choices: the checkpointing of each layer.
+        moves: of each layer, whether what it saves goes to the host.
         argument: what layers call the hidden states.
         shape: of the hidden states, [sequences, tokens, hidden_size]; `dtype` is theirs.
     """
@@ -104,6 +109,7 @@ class Bench:
         stage: nn.Module,
         names: Sequence[str],
         choices: Sequence[str],
+        moves: Sequence[bool],
         *,
         argument: str,
         shape: tuple[int, int, int],
@@ -121,10 +127,14 @@ class Bench:
         for layer, choice in zip(layers, choices, strict=True):
             checkpoint_layer(layer, choice, self._switch, torch.device("cpu"))
         self._place_of = {id(one): place for place, layer in enumerate(layers) for one in layer.parameters()}
-        for layer in layers:
-            layer.register_forward_pre_hook(partial(self._enters, argument), with_kwargs=True)
+        for place, layer in enumerate(layers):
+            layer.register_forward_pre_hook(partial(self._enters, argument, place), with_kwargs=True)
         if layers:
             layers[-1].register_forward_hook(self._leaves_the_last, prepend=True)
+        self._moves = moves
+        self._place = 0
+        self._seen: dict[int, bool] = {}
+        self._moved = [0] * (len(names) + 1)
         self._marks: list[Stretch] = []
         self._weight_places: list[int] = []
         self._began = 0
@@ -134,6 +144,7 @@ class Bench:
     def trace(self, *, split: bool, recompute: bool) -> Trace:
         """Every pass without gradients of parameters, and with them. `split`, `recompute`: as in `StageTracer`."""
         self._microbatch(first=True)
+        self._find_moved()
         hidden, stored, queued = self._microbatch()
         gradients = self._gradient_sizes()
         if recompute:
@@ -143,7 +154,15 @@ class Bench:
                 master.grad = None
             self._microbatch(first=True, split=True)
             hidden, stored, queued = self._microbatch(split=True)
-        return Trace(hidden, stored, queued, self._profiles, gradients, self._input_gradients if split else ())
+        return Trace(
+            hidden,
+            stored,
+            tuple(self._moved),
+            queued,
+            self._profiles,
+            gradients,
+            self._input_gradients if split else (),
+        )
 
     # --- one microbatch -----------------------------------------------------------------------------------------
 
@@ -203,6 +222,29 @@ class Bench:
                 sizes[places[0] if places else -1] += master.grad.nbytes
         return tuple(sizes)
 
+    # --- what copies carry --------------------------------------------------------------------------------------
+
+    def _find_moved(self) -> None:
+        """F once more, as `runtime/offload.py` sees it: what is saved, by the layer that saves it first."""
+        for tensor in (*self._stage.parameters(), *self._stage.buffers()):
+            self._seen[tensor.untyped_storage()._cdata] = False
+        self._place = len(self._names)
+        hidden = torch.empty(self._shape, dtype=self._dtype)
+        keeps: list[Tensor] = []  # so that no storage gets the number of another
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage, moves = tensor.untyped_storage(), self._place == len(self._names) or self._moves[self._place]
+            if storage._cdata not in self._seen:
+                self._seen[storage._cdata] = moves
+                keeps.append(tensor.detach())
+                if moves and storage.nbytes() >= SMALLEST_MOVED:
+                    self._moved[self._place] += storage.nbytes()
+            return tensor.detach()
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            self._stage(hidden.requires_grad_())
+        self._seen.clear()
+
     # --- stretches ----------------------------------------------------------------------------------------------
 
     def _mark(self, _: Any = None) -> None:
@@ -233,12 +275,14 @@ class Bench:
             start, layers, end = joined(marks), [], Stretch()
         self._profiles[name] = Profile(start, tuple(layers), end, backwards)
 
-    def _enters(self, argument: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enters(self, argument: str, place: int, _: nn.Module, args: Any, kwargs: Any) -> None:
         """A forward comes to a layer, and later the backward leaves it."""
+        self._place = place
         self._begins_at(args[0] if args else kwargs[argument])
 
     def _leaves_the_last(self, _: nn.Module, args: Any, output: Any) -> None:
         """A forward leaves the layers, and later the backward comes to them."""
+        self._place = len(self._names)
         self._begins_at(output[0] if isinstance(output, (tuple, list)) else output)
 
     def _begins_at(self, hidden: Tensor) -> None:

@@ -19,6 +19,8 @@ class StageBytes:
     """What F hands on, until it is sent or used; the gradient that B receives is as large."""
     stored: int
     """What F leaves for the backward beside its input and its output."""
+    moved: int | None = None
+    """The part of `input` and `stored` that copies to the host and back carry; None: all of it."""
     forward_peak: int
     """The most that lives at one moment within F, above."""
     backward_peak: int

@@ -7,7 +7,7 @@ after them (the last norm).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +18,7 @@ from evenpipe.memory.blocks import Block
 from evenpipe.memory.bytes import StageBytes
 from evenpipe.memory.cut import Sizes, sizes_of
 from evenpipe.memory.kernels import PRESETS, Kernels
-from evenpipe.memory.layers import LayerBytes, check_has_closed_form, given, layer_bytes
+from evenpipe.memory.layers import SMALLEST_MOVED, LayerBytes, check_has_closed_form, given, layer_bytes
 from evenpipe.memory.sketch import Tape, held
 from evenpipe.memory.stretches import Stretch, joined
 from evenpipe.model import Description
@@ -53,6 +53,7 @@ class ClosedForms:
         sequence: int,
         element: int = 4,
         checkpointing: str | Sequence[str] = "none",
+        kept_layers: Collection[int] = (),
         kernels: Kernels = PRESETS["transformers"],
         tp: int = 1,
         sequence_parallel: bool = True,
@@ -63,6 +64,7 @@ class ClosedForms:
         Args:
             element: bytes of an activation.
             checkpointing: of `layers.REGIONS`, for all layers of the model or one for each of them.
+            kept_layers: those that copies to the host leave alone.
             tp, sequence_parallel, cp: as in `Parallelism`.
 
         Raises:
@@ -106,9 +108,10 @@ class ClosedForms:
             norm=_norm_bytes(shapes[0], kernels, sizes, owned=is_last),
             is_last=is_last,
         )
-        stage = _Stage(layers(choices[first:last]), ends)
+        moves = [layer not in kept_layers for layer in range(first, last)]
+        stage = _Stage(layers(choices[first:last]), ends, moves)
         plain = ["none"] * (last - first)
-        again = None if choices[first:last] == plain else _Stage(layers(plain), ends).bytes(None)
+        again = None if choices[first:last] == plain else _Stage(layers(plain), ends, moves).bytes(None)
         return stage.bytes(again)
 
 
@@ -198,8 +201,8 @@ class _Ends:
 class _Stage:
     """Layers and ends, pass by pass."""
 
-    def __init__(self, layers: Sequence[LayerBytes], ends: _Ends) -> None:
-        self._layers, self._ends = layers, ends
+    def __init__(self, layers: Sequence[LayerBytes], ends: _Ends, moves: Sequence[bool]) -> None:
+        self._layers, self._ends, self._moves = layers, ends, moves
         shared = {"indices": ends.indices if ends.begins else 0}
         self._goes_with: dict[int, int] = {}
         given: set[str] = set()
@@ -232,6 +235,7 @@ class _Stage:
             input=stream,
             output=stream,
             stored=forward.kept - stream,
+            moved=self._moved(),
             forward_peak=forward.above,
             backward_peak=self._backward().above,
             input_peak=self._backward(split=True).above,
@@ -241,6 +245,20 @@ class _Stage:
             bare_forward_peak=bare.above,
             recomputed=recomputed,
         )
+
+    def _moved(self) -> int:
+        """What copies to the host carry."""
+        ends = self._ends
+        shared = {"indices": ends.indices if ends.begins else 0}
+        sizes = []
+        for layer, moves in zip(self._layers, self._moves, strict=True):
+            if moves:
+                sizes.append(ends.stream if layer.saves_input else 0)
+                shared |= layer.tables if layer.moves_tables else {}
+        if ends.is_last:
+            sizes += [ends.norm.saved, ends.stream if ends.norm.saves_input else 0]
+        own = sum(layer.moved for layer, moves in zip(self._layers, self._moves, strict=True) if moves)
+        return own + sum(size for size in (*sizes, *shared.values()) if size >= SMALLEST_MOVED)
 
     def _input_goes(self, place: int) -> int:
         """Bytes of a layer's input, which is the layer's before, unless it is the stage's."""

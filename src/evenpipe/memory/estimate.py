@@ -10,7 +10,7 @@ program is the one that `evenpipe train` would run; each row of it is replayed.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -153,6 +153,8 @@ def estimate(
     kernels: Kernels | str = "transformers",
     checkpointing: str | Sequence[str] = "none",
     layers_per_stage: Sequence[int] | None = None,
+    offload: str | float = "scheduled",
+    kept_layers: Collection[int] = (),
     dtypes: Dtypes | None = None,
     hardware: Hardware | None = None,
     memory: int | None = None,
@@ -173,6 +175,8 @@ def estimate(
         checkpointing: "none", "full" or "selective" for all layers or one for each; in closed form also Megatron-LM's
             selective choices (`layers.REGIONS`).
         layers_per_stage: None: split evenly, and by cost with "redistribute".
+        offload: which activations go to the host, as for `plan_order`; a program stays as it is.
+        kept_layers: those that copies of activations to the host leave alone.
         dtypes: None: bf16 with fp32 masters and gradients, on a CPU fp32 throughout.
         hardware: None: some NVIDIA GPU.
         memory: bytes of a card; None: those of the hardware. Without either there is no verdict.
@@ -203,6 +207,7 @@ def estimate(
         vocabulary=vocabulary,
         layers_per_stage=layers_per_stage,
         options=options,
+        offload=offload,
     )
     run = Run(
         parallelism=parallelism,
@@ -210,6 +215,7 @@ def estimate(
         microbatch_size=microbatch_size,
         kernels=chosen,
         checkpointing=_choices(checkpointing, description.layers),
+        kept_layers=frozenset(kept_layers),
         dtypes=dtypes or (SINGLE if on_cpu else MIXED),
         framework=framework or _framework(kernels, chosen),
         vocabulary=plan.mode,

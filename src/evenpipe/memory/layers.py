@@ -29,6 +29,9 @@ from evenpipe.model.shape import LayerShape
 INPUT, GRADIENT = "input", "gradient of the output"
 """Names of these storages."""
 
+SMALLEST_MOVED = 4096
+"""Bytes: what is smaller is not copied to the host (`runtime/offload.py`)."""
+
 REGIONS = {
     "none": frozenset[str](),
     "full": frozenset[str](),
@@ -58,6 +61,10 @@ class LayerBytes:
     """What the layer saves, by name; the input too, where it is saved. Tensors of one name are summed."""
     tables: Mapping[str, int] = field(default_factory=dict)
     """Tables of positions, which the layers of a stage have in common and which stay until the backward."""
+    moved: int = 0
+    """The part of `saved` that copies to the host carry: what hooks on saved tensors see, if it is large enough."""
+    moves_tables: bool = False
+    """Whether they carry tables, where those are large enough."""
     given: Mapping[str, int] = field(default_factory=dict)
     """What else layers have in common and keep until they run again: positions, masks."""
     forward_peak: int
@@ -168,6 +175,10 @@ def _measured(shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: 
         saved=kept.saved,
         tensors=tensors,
         tables={name: size for name, size in everything.items() if name in names_of_tables},
+        moved=0
+        if again
+        else sum(one.bytes for one in kept.saved_storages() if one.name != INPUT and one.bytes >= SMALLEST_MOVED),
+        moves_tables=not again,
         given={name: size for name, size in everything.items() if again and name not in names_of_tables},
         forward_peak=kept.peak,
         bare_forward_peak=bare.peak,

@@ -54,12 +54,19 @@ class ModelBytes:
             "sequence_parallel": run.parallelism.sequence_parallel,
             "cp": run.parallelism.cp,
         }
-        key = (*self._like(first, last), run.checkpointing[first:last], ends, *sizes.values())
+        kept = tuple(layer in run.kept_layers for layer in range(first, last))
+        key = (*self._like(first, last), run.checkpointing[first:last], kept, ends, *sizes.values())
         if key not in self._stages:
             if len(self._stages) >= KEPT_STAGES:
                 self._stages.clear()
             self._stages[key] = self._closed.stage(
-                first, last, is_first=ends[0], is_last=ends[1], checkpointing=run.checkpointing, **sizes
+                first,
+                last,
+                is_first=ends[0],
+                is_last=ends[1],
+                checkpointing=run.checkpointing,
+                kept_layers=run.kept_layers,
+                **sizes,
             )
         return self._stages[key]
 
@@ -82,7 +89,13 @@ class ModelBytes:
                 split=split,
                 kernels=run.kernels,
             )
-        return self._tracers[key].stage(*bounds, is_first=ends[0], is_last=ends[1], checkpointing=run.checkpointing)
+        return self._tracers[key].stage(
+            *bounds,
+            is_first=ends[0],
+            is_last=ends[1],
+            checkpointing=run.checkpointing,
+            kept_layers=run.kept_layers,
+        )
 
     @property
     def has_closed_form(self) -> bool:

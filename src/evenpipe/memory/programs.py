@@ -66,8 +66,10 @@ def planned(
     vocabulary: str,
     layers_per_stage: Sequence[int] | None,
     options: Mapping[str, Any] | None,
+    offload: str | float = "scheduled",
 ) -> Planned:
-    """The program of a schedule, for sequences of so many tokens.
+    """The program of a schedule, for sequences of so many tokens. `offload`: as for `plan_order`; a program stays as it
+    is.
 
     Raises InputError for names and sizes that do not go together.
     """
@@ -99,6 +101,7 @@ def planned(
         mode=mode,
         split=split,
         options=tuple(sorted((options or {}).items())),
+        offload=offload,
         costs=ModelCosts.of(description, sequence),
         rows=description.vocabulary_size,
     )
@@ -126,6 +129,7 @@ def _laid_out(
     mode: str,
     split: tuple[int, ...] | None,
     options: tuple[tuple[str, Any], ...],
+    offload: str | float,
     costs: ModelCosts,
     rows: int,
 ) -> Planned:
@@ -138,6 +142,7 @@ def _laid_out(
         rows=rows,
         layers_per_stage=split,
         schedule_options=dict(options),
+        offload=offload,
     )
     return Planned(layout.program, tuple(last - first for first, last in layout.layers), mode)
 

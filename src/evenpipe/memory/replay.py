@@ -158,6 +158,8 @@ _OF_VOCABULARY: Mapping[str, Callable[[VocabularyBytes], int]] = {
 """`product` and `handed_on` are things of their own."""
 
 _OF_STAGE: Mapping[str, Callable[[StageBytes], int]] = {
+    "moved": lambda one: one.input + one.stored,
+    "unmoved": lambda one: 0 if one.moved is None else one.input + one.stored - one.moved,
     "weight_gradients": lambda one: one.gradients - one.input_gradients,
     "bare_forward_peak": lambda one: one.forward_peak,
     "first_backward_peak": lambda one: one.backward_peak + one.gradients,

@@ -24,6 +24,8 @@ class Run:
     kernels: Kernels
     checkpointing: tuple[str, ...]
     """Of each layer."""
+    kept_layers: frozenset[int] = frozenset()
+    """Those that copies of activations to the host leave alone."""
     dtypes: Dtypes
     framework: Framework
     vocabulary: str

@@ -33,6 +33,11 @@ def output_of(stage: int) -> Thing:
     return Thing("output", stage, BUFFERS)
 
 
+def moved_of(stage: int) -> tuple[Thing, Thing]:
+    """What a forward with copies leaves, its input included: what goes to the host, and what stays."""
+    return Thing("moved", stage, ACTIVATIONS), Thing("unmoved", stage, ACTIVATIONS)
+
+
 def gradient_of(stage: int) -> Thing:
     """What B works on: the gradient of the stage's output."""
     return Thing("output", stage, ACTIVATIONS)

@@ -12,7 +12,7 @@ Kernels that transformers does not run by itself are functions that save what th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,7 @@ def trace_stage(
     compute_dtype: torch.dtype = torch.float32,
     parameter_dtype: torch.dtype = torch.float32,
     checkpointing: str | Sequence[str] = "none",
+    kept_layers: Collection[int] = (),
     split: bool = False,
     recompute: bool = False,
     kernels: Kernels = PRESETS["transformers"],
@@ -58,7 +59,9 @@ def trace_stage(
         recompute=recompute,
         kernels=kernels,
     )
-    return tracer.stage(first, last, is_first=is_first, is_last=is_last, checkpointing=checkpointing)
+    return tracer.stage(
+        first, last, is_first=is_first, is_last=is_last, checkpointing=checkpointing, kept_layers=kept_layers
+    )
 
 
 class StageTracer:
@@ -92,35 +95,48 @@ class StageTracer:
         self._traces: dict[tuple[Any, ...], Trace] = {}
 
     def stage(
-        self, first: int, last: int, *, is_first: bool, is_last: bool, checkpointing: str | Sequence[str] = "none"
+        self,
+        first: int,
+        last: int,
+        *,
+        is_first: bool,
+        is_last: bool,
+        checkpointing: str | Sequence[str] = "none",
+        kept_layers: Collection[int] = (),
     ) -> StageBytes:
         """The bytes of layers [first, last) with the ends that the stage owns.
 
         checkpointing: of all layers of the model, or one choice for each of them.
+        kept_layers: those that copies to the host leave alone.
 
         Raises:
             InputError: the stage cannot be run without values.
         """
         choices = checkpointing_of_layers(checkpointing, self._description.layers)[first:last]
-        found = self._stage(first, choices, is_first=is_first, is_last=is_last)
+        moves = tuple(layer not in kept_layers for layer in range(first, last))
+        found = self._stage(first, choices, moves, is_first=is_first, is_last=is_last)
         if self._recompute and any(choice != "none" for choice in choices):
             plain = ("none",) * len(choices)
-            found = replace(found, recomputed=self._stage(first, plain, is_first=is_first, is_last=is_last))
+            found = replace(found, recomputed=self._stage(first, plain, moves, is_first=is_first, is_last=is_last))
         return found
 
-    def _stage(self, first: int, choices: tuple[str, ...], *, is_first: bool, is_last: bool) -> StageBytes:
-        alike = list(zip(self._kinds[first : first + len(choices)], choices, strict=True))
+    def _stage(
+        self, first: int, choices: tuple[str, ...], moves: tuple[bool, ...], *, is_first: bool, is_last: bool
+    ) -> StageBytes:
+        alike = list(zip(self._kinds[first : first + len(choices)], choices, moves, strict=True))
         start, width, places = window([alike.index(kind) for kind in alike])
         run = alike[start : start + width]
         key = (tuple(run), is_first, is_last)
         trace = self._traces.get(key)
         if trace is None:
             ends = {"is_first": is_first, "is_last": is_last}
-            trace = self._traces[key] = self._run(first + start, [choice for _, choice in run], ends)
+            trace = self._traces[key] = self._run(first + start, run, ends)
         return trace.over(places)
 
-    def _run(self, first: int, choices: Sequence[str], ends: dict[str, bool]) -> Trace:
+    def _run(self, first: int, run: Sequence[tuple[Any, str, bool]], ends: dict[str, bool]) -> Trace:
+        """run: kind, checkpointing and whether it is moved, of each layer."""
         description = self._description
+        choices = [choice for _, choice, _ in run]
         stage = empty_stage(
             description,
             first,
@@ -137,6 +153,7 @@ class StageTracer:
                     stage,
                     [f"{layers}.{first + place}" for place in range(len(choices))],
                     choices,
+                    [moves for *_, moves in run],
                     argument=description.structure.layer_argument,
                     shape=self._shape,
                     dtype=self._compute_dtype,

@@ -7,6 +7,7 @@ themselves, so a walk has few different moments, and bytes are had for all of th
     output           from F until it has been sent and is known to have arrived, or until a local stage's F takes it
     gradient         likewise from B or I to the B or I of the stage before
     stored           from F, or R, to B or I; an end's F contains the vocabulary layer that is whole there
+    moved            of microbatches with copies a part of the input and of what is stored: not from D to L
     queued           from I to W
     X, statistics, exponentials, dX, rows: as `runtime/vocabulary_passes.py` puts and takes them
 
@@ -51,6 +52,7 @@ from evenpipe.memory.things import (
     gradient_parts,
     input_gradient_of,
     input_of,
+    moved_of,
     output_of,
     received,
 )
@@ -109,6 +111,7 @@ class _Walker:
         self._shares: Counter[int] = Counter()
         """Holders of the one tensor of row gradients of a microbatch: who sends it, and who uses its own part."""
         self._recomputed: set[Key] = set()
+        self._offloaded: set[Key] = set()
         self._made: set[Thing] = set()
         self._buffers = self._free_buffers = buffers
         self._handlers: dict[Kind, Callable[[Pass], None]] = {
@@ -117,7 +120,7 @@ class _Walker:
             Kind.I: self._backward,
             Kind.W: self._weights,
             Kind.R: self._recompute,
-            Kind.O: self._offload,
+            Kind.D: self._give_back,
             Kind.L: self._load,
             Kind.E: self._embed,
             Kind.G: self._embedding_gradient,
@@ -135,6 +138,8 @@ class _Walker:
             for part in parts_of(item) if isinstance(item, Pass) else ():
                 if part.kind is Kind.R:
                     self._recomputed.add(_key(part))
+                elif part.kind is Kind.O:
+                    self._offloaded.add(_key(part))
         self._hold(*[HANDED_ON] * self._buffers)
         if self._buffers:
             self._hold(ROOM)
@@ -176,7 +181,10 @@ class _Walker:
         self._hold(input_of(stage))
         self._moment(Thing("bare_forward_peak" if bare else "forward_peak", stage, TRANSIENT))
         self._hold(output_of(stage))
-        if not bare:
+        if self._moves_graph(item):
+            self._drop(input_of(stage))
+            self._hold(*moved_of(stage))
+        elif not bare:
             self._hold(self._stored(item))
         if stage == 0 and self._spread and not self._alone:
             self._drop(ROWS_ALL)  # the caller of the forward keeps them until it is over
@@ -215,13 +223,15 @@ class _Walker:
         first = "first_" if self._makes_gradients(stage, split=split) else ""
         self._moment(Thing(f"{recomputed}{first}{'input' if split else 'backward'}_peak", stage, TRANSIENT))
         self._hold_gradients(stage, split=split)
-        self._drop(self._stored(item))
+        self._drop(*(moved_of(stage) if self._moves_graph(item) else (self._stored(item),)))
         self._hold(input_gradient_of(stage))
         if split:
             self._hold(Thing(f"{recomputed}queued", stage, ACTIVATIONS))
         if stage == 0:
             self._rows_gradient()
-        self._drop(input_of(stage), gradient)
+        self._drop(gradient)
+        if not self._moves_graph(item):
+            self._drop(input_of(stage))
 
     def _rows_gradient(self) -> None:
         """At the first stage: the gradient of the input becomes one of rows; what B works on is still there."""
@@ -267,11 +277,18 @@ class _Walker:
         self._moment(Thing("recompute_peak", _stage(item), TRANSIENT))
         self._hold(self._stored(item))
 
-    def _offload(self, item: Pass) -> None:
-        self._drop(self._stored(item))
+    def _moves_graph(self, item: Pass) -> bool:
+        """Whether what F stores goes to the host. With R it is the stage's input."""
+        return _key(item) in self._offloaded and _key(item) not in self._recomputed
+
+    def _moved(self, item: Pass) -> Thing:
+        return moved_of(_stage(item))[0] if self._moves_graph(item) else input_of(_stage(item))
+
+    def _give_back(self, item: Pass) -> None:
+        self._drop(self._moved(item))
 
     def _load(self, item: Pass) -> None:
-        self._hold(self._stored(item))
+        self._hold(self._moved(item))
 
     # --- an output layer that is part of the last stage ---------------------------------------------------------
 

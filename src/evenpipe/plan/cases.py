@@ -18,7 +18,7 @@ from evenpipe.schedule.check import check_order, check_program
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
 from evenpipe.schedule.files import read_schedule
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.planning import BARRIERS, MODES, plan_order, vocabulary_mode
+from evenpipe.schedule.planning import BARRIERS, MODES, plan_order, vocabulary_mode, with_offload
 from evenpipe.schedule.program import Program
 from evenpipe.schedule.registry import generate, options_of
 from evenpipe.schedule.words import count
@@ -69,12 +69,13 @@ def plan_cases(
     vocabularies: Sequence[str] = (),
     costs: Costs | None = None,
     options: Mapping[str, Any] | None = None,
+    offload: str | float = "scheduled",
 ) -> list[Case]:
     """Every schedule of `names` (names, or CSV files, whose names end in .csv) in every mode of `vocabularies`.
 
     devices, microbatches: those of the first file where not given. vocabularies: none takes named schedules without
     vocabulary passes, and files as they stand. costs: equal ones by default. options: of the generators; with several
-    schedules each takes those that it has.
+    schedules each takes those that it has. offload: as for `plan_order`; programs stay as they are.
 
     Raises InputError for names, sizes, options and files that are wrong, with every fault of a file that is not sound.
     """
@@ -109,12 +110,13 @@ def plan_cases(
                 if mixed and mode in WHOLE and base is not None:
                     used = with_whole_vocabulary(own_costs, base.placement)
                 if mode is None:
-                    schedule = files[name]
-                elif isinstance(file := files.get(name), Program):
-                    schedule = _program_in_mode(name, file, mode, used)
+                    file = files[name]
+                    schedule = with_offload(file, used, offload) if isinstance(file, Order) else file
+                elif isinstance(given_file := files.get(name), Program):
+                    schedule = _program_in_mode(name, given_file, mode, used)
                 else:
-                    source = name if file is None else file
-                    schedule = plan_order(source, devices, microbatches, mode, used, **taken[name])
+                    source = name if given_file is None else given_file
+                    schedule = plan_order(source, devices, microbatches, mode, used, offload=offload, **taken[name])
                 simulation = simulate(schedule, used)
                 cases.append(Case(name=name, mode=mode, schedule=schedule, costs=used, simulation=simulation))
     return cases

@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from evenpipe.runtime.launcher import launch
+    from evenpipe.runtime.offload_options import OffloadOptions
     from evenpipe.runtime.pipeline import Pipeline
     from evenpipe.runtime.result import StepResult
     from evenpipe.runtime.worker import initialise_worker
 
 _PUBLIC = {
+    "OffloadOptions": "evenpipe.runtime.offload_options",
     "Pipeline": "evenpipe.runtime.pipeline",
     "StepResult": "evenpipe.runtime.result",
     "initialise_worker": "evenpipe.runtime.worker",
     "launch": "evenpipe.runtime.launcher",
 }
 
-__all__ = ["Pipeline", "StepResult", "initialise_worker", "launch"]
+__all__ = ["OffloadOptions", "Pipeline", "StepResult", "initialise_worker", "launch"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from evenpipe.runtime.checkpointing import Switch, checkpoint_layer
 from evenpipe.runtime.compilation import compile_layer
 from evenpipe.runtime.experts import split_experts
 from evenpipe.runtime.layout import Layout
+from evenpipe.runtime.offload import Activations, keep_on_device
 from evenpipe.runtime.parameters import Matrix, ParameterShard, ShardedMatrix, Sharding, StageParameters
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.runtime.weight_gradients import WeightGradients, report_unsplit, split_layers
@@ -88,6 +89,8 @@ def build(
     seed: int,
     checkpointing: tuple[str, ...],
     compile_layers: bool = False,
+    activations: Activations | None = None,
+    kept_layers: Collection[int] = (),
     sharding: Sharding | None = None,
     row_mesh: DeviceMesh | None = None,
     broadcast: Callable[[torch.Tensor], None] | None = None,
@@ -95,6 +98,8 @@ def build(
     """Builds what `device` holds and nothing else, and fills it from where the description says.
 
     Args:
+        activations: what moves them to the host; None: nothing does.
+        kept_layers: whose activations stay on the device all the same.
         sharding: over replicas. A stage is whole until it is built, then sharded, before the next one is built.
         row_mesh: over which rows of the vocabulary are spread where every device has some; see `ParameterShard.mesh`.
         broadcast: overwrites a tensor by that of the first replica; None: all replicas have the same weights anyway.
@@ -137,6 +142,8 @@ def build(
                 compile_layer(layer, held.weight_gradients, checkpointing[index], held.checkpointing, torch_device)
             else:
                 checkpoint_layer(layer, checkpointing[index], held.checkpointing, torch_device)
+            if activations is not None and index in kept_layers:
+                keep_on_device(layer, activations)
         for name, buffer in persistent_buffers(module):
             shared = nn.Parameter(buffer, requires_grad=False)
             layers_own = name.startswith(f"{description.structure.layers_name}.")  # all stages have the others

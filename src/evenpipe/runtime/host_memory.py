@@ -16,6 +16,17 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER = -1
 _LARGEST_IN_HEAP = 32 * 2**20
 """Bytes: glibc takes no more. What is larger is mapped by itself, and given back at once."""
+_SMALLEST_MAPPED = 64 * 2**10
+"""Bytes: small enough for activations, large enough that a mapping of its own is worth it."""
+
+
+def return_freed_memory() -> bool:
+    """Lets glibc give back at once what this process frees, if it is more than a few pages: where activations go to a
+    file, resident memory falls with them. Their next pages have to be mapped anew, which takes time.
+
+    Returns as `keep_freed_memory`.
+    """
+    return _set_options(_SMALLEST_MAPPED, _SMALLEST_MAPPED)
 
 
 def keep_freed_memory() -> bool:
@@ -24,6 +35,10 @@ def keep_freed_memory() -> bool:
     Returns False, and changes nothing, where the environment has settings for glibc's allocator of its own, and where
     the process has another C library.
     """
+    return _set_options(_LARGEST_IN_HEAP, _NEVER)
+
+
+def _set_options(mmap_threshold: int, trim_threshold: int) -> bool:
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in os.environ):
         return False
@@ -31,4 +46,4 @@ def keep_freed_memory() -> bool:
         set_option = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return False
-    return bool(set_option(_MMAP_THRESHOLD, _LARGEST_IN_HEAP) and set_option(_TRIM_THRESHOLD, _NEVER))
+    return bool(set_option(_MMAP_THRESHOLD, mmap_threshold) and set_option(_TRIM_THRESHOLD, trim_threshold))

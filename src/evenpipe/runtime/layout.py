@@ -13,7 +13,6 @@ from evenpipe.schedule import (
     PER_PAIR,
     SHARING,
     Costs,
-    Kind,
     Order,
     Placement,
     Program,
@@ -29,9 +28,6 @@ from evenpipe.schedule.planning import costs_of_work, order_of_function
 from evenpipe.schedule.registry import options_of
 from evenpipe.schedule.words import count
 from evenpipe.vocabulary import Shard, split
-
-RUNNABLE_KINDS = frozenset(Kind) - {Kind.O, Kind.L}
-"""All but the copies to the host and back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +84,7 @@ def build_layout(
     costs: Costs | None = None,
     schedule_options: Mapping[str, Any] | None = None,
     communicators: str = PER_PAIR,
+    offload: str | float = "scheduled",
 ) -> Layout:
     """Places a model on devices.
 
@@ -98,6 +95,7 @@ def build_layout(
         costs: pass times for the schedule, one F and B per stage *without* the vocabulary layers; None takes FLOPs.
         schedule_options: of the generator of a schedule that is given by name.
         communicators: which transfers share one, one of `SHARING`.
+        offload: which activations go to the host, as for `plan_order`.
 
     Raises:
         InputError: an unknown name, more stages than layers, or a split that does not add up.
@@ -114,10 +112,12 @@ def build_layout(
     layers = tuple(pairwise(bounds))
     costs = costs or _flop_costs(model, layers, devices, mode)
     if isinstance(schedule, str):  # arranged anew, with costs
-        order, program = plan_program(schedule, devices, microbatches, mode, costs, sharing=communicators, **options)
+        order, program = plan_program(
+            schedule, devices, microbatches, mode, costs, sharing=communicators, offload=offload, **options
+        )
     else:
         given = schedule if isinstance(schedule, Program) else base
-        order, program = plan_program(given, devices, microbatches, mode, costs, sharing=communicators)
+        order, program = plan_program(given, devices, microbatches, mode, costs, sharing=communicators, offload=offload)
     placement = program.placement
     if _is_sharded(mode):
         embedding = head = tuple(split(rows, devices))
@@ -140,9 +140,8 @@ def runnable_order(
 ) -> Order:
     """The order of a schedule at equal costs; `options` are those of a named one's generator.
 
-    Raises InputError when there is none of this size, and when it has passes that the runtime cannot run so far.
+    Raises InputError when there is none of this size.
     """
-    whose = f" '{schedule}'" if isinstance(schedule, str) else ""
     for name in ("name", "devices", "microbatches", "costs"):
         if name in (options or {}):
             raise InputError(f"schedule_options: {name} is no option of a schedule, but given beside it")
@@ -154,13 +153,6 @@ def runnable_order(
         order = schedule.order
     else:
         order = schedule if isinstance(schedule, Order) else order_of_function(schedule, devices, microbatches)
-    for device, row in enumerate(order.rows):
-        for item in row:
-            if item is not None and item.kind not in RUNNABLE_KINDS:
-                accepted = ", ".join(sorted(RUNNABLE_KINDS))
-                raise InputError(
-                    f"schedule{whose}: device {device} has the pass {item}, but only {accepted} can be run so far"
-                )
     return order
 
 

@@ -44,8 +44,9 @@ from evenpipe.runtime.device import build
 from evenpipe.runtime.gathering import Held, stream_whole
 from evenpipe.runtime.given_schedule import read_schedule
 from evenpipe.runtime.groups import Groups
-from evenpipe.runtime.host_memory import keep_freed_memory
+from evenpipe.runtime.host_memory import keep_freed_memory, return_freed_memory
 from evenpipe.runtime.layout import Layout, ModelCosts, build_layout, flop_costs, without_vocabulary
+from evenpipe.runtime.offload_options import OffloadOptions
 from evenpipe.runtime.parameters import ParameterShard, Sharding
 from evenpipe.runtime.replicas import Replicas
 from evenpipe.runtime.result import Shared, StepResult
@@ -53,7 +54,7 @@ from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.trace import gather_trace
 from evenpipe.runtime.walker import Walker
 from evenpipe.runtime.worker import initialise_worker
-from evenpipe.schedule import Costs, Order, Program, Schedule, Timeline, time_order, vocabulary_mode
+from evenpipe.schedule import Costs, Kind, Order, Program, Schedule, Timeline, time_order, vocabulary_mode
 from evenpipe.schedule.trace import Trace
 from evenpipe.vocabulary import LossOptions
 
@@ -98,8 +99,10 @@ class Pipeline:
         communicators: "per-pair": one for each ordered pair of devices that send to each other and one for each kind of
             collective. "per-kind": one for all hops forward, one for all hops back, one for each kind of collective.
             "one": a single one. Each takes memory (with NCCL some 0.5 GB), and transfers of one wait for each other.
+        offload: which activations go to the host and back, and where they are there; default: what the order says.
         torch_device: where this process computes; default: its own GPU where there is one, else the CPU. On the CPU
-            the process keeps the memory that it frees (glibc; not where the environment sets its allocator).
+            the process keeps the memory that it frees, and gives it back at once where activations go to the host
+            (glibc; not where the environment sets its allocator).
         self_check: first compare a cut and a whole copy of the architecture, shrunken, on the first process.
         trust_remote_code: run Python code that comes with a hub model.
         timeout_seconds: limit of every single wait.
@@ -129,6 +132,7 @@ class Pipeline:
         costs: Costs | None = None,
         sequence_length: int | None = None,
         communicators: str = "per-pair",
+        offload: OffloadOptions | None = None,
         torch_device: torch.device | str | None = None,
         self_check: bool = True,
         trust_remote_code: bool = False,
@@ -143,6 +147,7 @@ class Pipeline:
             layers_per_stage=layers_per_stage,
             seed=seed,
             compile_layers=compile_layers,
+            offload=offload,
             self_check=self_check,
         )
         worker = initialise_worker()
@@ -153,8 +158,7 @@ class Pipeline:
         self.replica, self.replicas = self._grid.replica, self._grid.replicas
         self._sharded = is_sharded(data_parallel) and self.replicas > 1
         self.torch_device = worker.torch_device if torch_device is None else device_of_torch(torch_device)
-        if self.torch_device.type == "cpu":
-            keep_freed_memory()
+        offload = offload or OffloadOptions()
         if microbatches is not None:
             check_positive("microbatches", microbatches, whole=True)
         if sequence_length is not None:
@@ -181,7 +185,15 @@ class Pipeline:
             rows=self.description.vocabulary_size,
             layers_per_stage=layers_per_stage,
             costs=costs,
+            offload=offload.activations,
         )
+        kept = offload.of_layers(self.description.layers)
+        self._kept_layers = frozenset(layer for layer, choice in enumerate(kept) if choice == "keep")
+        self._activations = None
+        if any(item is not None and item.kind is Kind.O for item in self.layout.program.rows[self.device]):
+            self._activations = offload.engine(self.torch_device)
+        if self.torch_device.type == "cpu":
+            keep_freed_memory() if self._activations is None else return_freed_memory()
         if self._sharded:
             check_shardable(self.description)
         self._groups = Groups(
@@ -241,6 +253,8 @@ class Pipeline:
             seed=seed,
             checkpointing=self._checkpointing,
             compile_layers=self._compile_layers,
+            activations=self._activations,
+            kept_layers=self._kept_layers,
             sharding=sharding,
             row_mesh=groups.row_mesh(sharded=self._sharded),
             broadcast=None if replicas is None or self.description.model is None else self._broadcast,
@@ -268,6 +282,7 @@ class Pipeline:
             if replicas is None
             else Replicas(self._held, self.layout, self.device, replicas, is_first=self.replica == 0),
             router_losses=self._router_losses,
+            activations=self._activations,
         )
 
     def _broadcast(self, tensor: Tensor) -> None:
@@ -580,6 +595,8 @@ class Pipeline:
     def close(self) -> None:
         """Destroys the communicators. Collective, when nothing is under way; the pipeline cannot step after it."""
         self._closed = True
+        if self._activations is not None:
+            self._activations.copies.close()
         self._groups.close()
 
     # --- whole tensors ---------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ The walker asks for two time stamps per pass, per wait and per transfer; everyth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from evenpipe.runtime import clock
 from evenpipe.runtime.clock import Conversion
 from evenpipe.schedule import Pass, Transfer
-from evenpipe.schedule.trace import PassTime, TransferTime, WaitTime
+from evenpipe.schedule.trace import CopyTime, PassTime, TransferTime, WaitTime
 
 
 @dataclass(slots=True)
@@ -33,6 +33,7 @@ class StepRecord:
     """This and what follows is filled when the walker records. In the order in which things ended."""
     waits: list[WaitTime] = field(default_factory=list)
     transfers: list[TransferTime] = field(default_factory=list)
+    copies: list[CopyTime] = field(default_factory=list)
     clock: Conversion | None = None
     """From this process's clock to the first one's."""
 
@@ -43,14 +44,16 @@ class Recording:
     Attributes:
         stamp: takes a time stamp. What it returns has a meaning after `finish` only.
         passes: pass, start, end, processor seconds.
-        waits: text of the transfer, text of the pass that needs it or "", start, end.
+        waits: text of the transfer or copy, text of the pass that needs it or "", start, end.
         transfers: transfer, when it was issued, when the call returned.
+        copies: text of the pass that asked for one, and two stamps.
     """
 
     def __init__(self, torch_device: torch.device) -> None:
         self.passes: list[tuple[Pass, Any, Any, float]] = []
         self.waits: list[tuple[str, str, Any, Any]] = []
         self.transfers: list[tuple[Transfer, Any, Any]] = []
+        self.copies: list[tuple[str, Sequence[Any]]] = []
         self._torch_device = torch_device
         self._clock = 0.0
         self.stamp: Callable[[], Any] = clock.now
@@ -69,7 +72,7 @@ class Recording:
         passes = {str(item): item for item, *_ in self.passes}
         transfers = {str(item): item for item, *_ in self.transfers}
         record.waits = [
-            WaitTime(transfers[what], passes.get(needed_by), seconds(a), seconds(b))
+            WaitTime(transfers.get(what) or passes[what], passes.get(needed_by), seconds(a), seconds(b))
             for what, needed_by, a, b in self.waits
         ]
         found: dict[str, float] = {}
@@ -78,6 +81,7 @@ class Recording:
         record.transfers = [
             TransferTime(item, seconds(a), seconds(b), found.get(str(item))) for item, a, b in self.transfers
         ]
+        record.copies = [CopyTime(passes[what], *map(seconds, stamps)) for what, stamps in self.copies]
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -40,6 +40,8 @@ class Row:
         """Stage and microbatch of those whose backward is I and W."""
         self.recomputed: set[tuple[int | None, int | None]] = set()
         """Of those that have R."""
+        self.offloaded: set[tuple[int | None, int | None]] = set()
+        """Of those that have O, D and L."""
         arrived = releases(program, device)
         steps: list[Step] = []
         for position, item in enumerate(program.rows[device]):
@@ -52,4 +54,10 @@ class Row:
                         self.split.add((part.stage, part.microbatch))
                     elif part.kind is Kind.R:
                         self.recomputed.add((part.stage, part.microbatch))
+                    elif part.kind is Kind.O:
+                        self.offloaded.add((part.stage, part.microbatch))
         self.steps = tuple(steps)
+
+    def moves_graph(self, key: tuple[int, int]) -> bool:
+        """Whether what F saves goes to the host. With R it is the stage's input alone."""
+        return key in self.offloaded and key not in self.recomputed

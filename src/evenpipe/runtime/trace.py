@@ -16,7 +16,7 @@ from evenpipe.runtime.clock import Conversion
 from evenpipe.runtime.communication import Communicator
 from evenpipe.runtime.recording import StepRecord
 from evenpipe.schedule import Costs, Pass, Program
-from evenpipe.schedule.trace import Clock, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
+from evenpipe.schedule.trace import Clock, CopyTime, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
 
 Times = dict[str, Any]
 """Times of one device without their passes and transfers, which follow from its row: lists of numbers."""
@@ -112,6 +112,7 @@ def _times(record: StepRecord) -> Times:
             )
             for entry in record.transfers
         ],
+        "copies": [(str(entry.item), convert(entry.start), convert(entry.end)) for entry in record.copies],
     }
 
 
@@ -136,4 +137,5 @@ def _device(times: Times, program: Program, device: int, begin: float) -> Device
             for what, issued, returned, found in times["transfers"]
         ),
         Clock(*times["clock"]),
+        tuple(CopyTime(items[what], start - begin, end - begin) for what, start, end in times["copies"]),
     )

@@ -10,6 +10,7 @@ program says; nothing is left over at the end of a step.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -102,6 +103,15 @@ class Values:
         """Lets go of what was sent, and waits for it if need be."""
         for handle in self._sent.pop(item, ()):
             self._wait(handle, "")
+
+    def wait_for_copy(self, what: str, wait: Callable[[], None]) -> None:
+        """The pass under way needs a copy to be over; `what` is the pass that asked for it."""
+        if self.recording is None:
+            wait()
+            return
+        started = self.recording.stamp()
+        wait()
+        self.recording.waits.append((what, self._pass, started, self.recording.stamp()))
 
     def _wait(self, handle: Handle, needed_by: str) -> None:
         if self.recording is None:

@@ -8,18 +8,20 @@ order in which they stand: what both receive is under way before the first begin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.batch import Batch, Microbatch
 from evenpipe.runtime.checkpointing import Switch
 from evenpipe.runtime.communication import Communicators
+from evenpipe.runtime.offload import Activations, Entrance, Packed
 from evenpipe.runtime.random_state import RandomState
 from evenpipe.runtime.recording import Recording, StepRecord
 from evenpipe.runtime.router_loss import ALONG, RouterLosses
@@ -49,11 +51,13 @@ class StageModule(Protocol):
 class _Forwarded:
     """What F leaves for the backward of the same stage and microbatch."""
 
-    input: Tensor
-    output: GradientEdge | None
+    input: Tensor | Packed | None = None
+    """None where the graph alone keeps it; `gradients` gets its gradient then."""
+    output: GradientEdge | None = None
     """None until R has run."""
     random_state: RandomState | None = None
     """Before F, where R is to draw the same numbers again."""
+    gradients: list[Tensor] = field(default_factory=list)
 
 
 class Walker:
@@ -73,6 +77,7 @@ class Walker:
         checkpointing: the switch of the stages' layers: microbatches with R keep all of the graph that R makes.
         replicas: what to do for other pipelines that hold the same parameters; None: there are none.
         router_losses: of a model whose routers have a loss of their own; None: of others.
+        activations: what moves them to the host, for orders with O, D and L; None: there are none.
     """
 
     def __init__(
@@ -92,6 +97,7 @@ class Walker:
         checkpointing: Switch | None = None,
         replicas: Replicas | None = None,
         router_losses: RouterLosses | None = None,
+        activations: Activations | None = None,
     ) -> None:
         self._device = device
         self._stages = stages
@@ -107,6 +113,8 @@ class Walker:
         self._checkpointing = Switch() if checkpointing is None else checkpointing
         self._replicas = replicas
         self._router_losses = router_losses
+        self._activations = activations
+        self._anchor = torch.empty(0, dtype=hidden_dtype, device=torch_device, requires_grad=True)
         self.record_passes = False
         self.counter: ByteCounter | None = None
 
@@ -132,6 +140,9 @@ class Walker:
             Kind.I: self._input_gradient,
             Kind.W: self._weight_gradient,
             Kind.R: self._recompute,
+            Kind.O: self._offload,
+            Kind.D: self._give_back,
+            Kind.L: self._load,
             Kind.OVERLAP_F_B: self._joint,
             Kind.UNSHARD: self._nothing,
             Kind.RESHARD: self._nothing,
@@ -158,6 +169,8 @@ class Walker:
         self._begin(row, batch)
         values, counter = self._values, self.counter
         recording = values.recording = Recording(self._torch_device) if self.record_passes else None
+        if self._activations is not None:
+            self._activations.recorded = None if recording is None else recording.copies
         record = StepRecord(start=time.perf_counter())
         before, after = ({}, {}) if self._replicas is None else self._replicas.begin(program)
         with torch.set_grad_enabled(self._gradients):
@@ -190,7 +203,7 @@ class Walker:
         record.busy, record.end = values.busy, time.perf_counter()
         if recording is not None:
             recording.finish(record)
-        left = (*values.left, *self._forwarded)
+        left = (*values.left, *self._forwarded, *(() if self._activations is None else self._activations.left))
         assert not left and not len(self._weight_gradients), f"values of the step are left over: {left}"
         self._end()
         return record
@@ -205,6 +218,8 @@ class Walker:
         self._forwarded.clear()
         self._weight_gradients.clear()
         self._checkpointing.off = False
+        if self._activations is not None:
+            self._activations.clear()
         self._vocabulary.begin(row, batch)
         if self._embedding is not None:
             self._embedding.begin(batch)
@@ -243,11 +258,13 @@ class Walker:
         if not self._gradients:
             output = self._call(stage, index, taken)
         elif key in self._row.recomputed:
-            self._forwarded[key] = _Forwarded(taken, None, RandomState.of(self._torch_device))
+            forwarded = self._forwarded[key] = _Forwarded(taken, random_state=RandomState.of(self._torch_device))
             with torch.no_grad():
                 output = self._call(stage, index, taken)
+            if key in self._row.offloaded:
+                forwarded.input = self._saved(key, taken)
         else:
-            output = self._forward_with_graph(_Forwarded(taken, None), stage, index)
+            output = self._forward_with_graph(_Forwarded(), stage, index, taken)
         result = output.detach()
         if stage < self._last_stage:
             self._values.here["F", stage + 1, index] = result.contiguous()
@@ -263,14 +280,22 @@ class Walker:
         statistics = self._output.forward(hidden, microbatch, index, gradients=self._gradients)
         self._output.combine(statistics.unsqueeze(0), microbatch, index, gradients=self._gradients)
 
-    def _forward_with_graph(self, forwarded: _Forwarded, stage: int, index: int) -> Tensor:
-        """The stage on `forwarded.input`, and its graph kept for the backward. Returns the output."""
+    def _forward_with_graph(self, forwarded: _Forwarded, stage: int, index: int, hidden: Tensor) -> Tensor:
+        """The stage on its input, which was received, placed or detached for this pass alone; its graph is kept for the
+        backward. Returns the output."""
         key = (stage, index)
-        # A leaf: what was received, placed or detached for this pass alone.
-        forwarded.input.requires_grad_()
+        saving: AbstractContextManager[None] = nullcontext()
+        if self._row.moves_graph(key):
+            assert self._activations is not None
+            saving = self._activations.saving(key, self._staying(stage, index))
+            hidden = Entrance.apply(self._anchor, hidden, forwarded.gradients)
+            forwarded.input = None
+        else:
+            forwarded.input = hidden.requires_grad_()
         self._weight_gradients.under_way = key if key in self._row.split else None
         self._checkpointing.off = key in self._row.recomputed
-        output = self._call(stage, index, forwarded.input)
+        with saving:
+            output = self._call(stage, index, hidden)
         self._checkpointing.off = False
         self._weight_gradients.under_way = None
         # The edge, not the output: the graph stays, the output itself goes as soon as it is sent.
@@ -288,12 +313,18 @@ class Walker:
         """R: the graph that F did not keep, from the stage's input and with the same random numbers."""
         stage, index = item.stage, item.microbatch
         assert stage is not None and index is not None
+        if (stage, index) in self._row.offloaded:
+            self._come_back(stage, index)
         self._values.ready()
         forwarded = self._forwarded[stage, index]
-        assert forwarded.random_state is not None
-        with forwarded.random_state.restored():
-            self._forward_with_graph(forwarded, stage, index)
+        hidden, random_state = forwarded.input, forwarded.random_state
+        assert hidden is not None and random_state is not None
+        if isinstance(hidden, Packed):
+            assert self._activations is not None
+            hidden = self._activations.unpack(hidden)
         forwarded.random_state = None
+        with random_state.restored():
+            self._forward_with_graph(forwarded, stage, index, hidden)
 
     def _backward(self, item: Pass) -> None:
         self._gradients_of_stage(item, split=False)
@@ -312,6 +343,8 @@ class Walker:
             gradient = self._values.take(("DX", -1, index))
         if self._router_losses is not None:
             self._router_losses.before_backward(stage, index)
+        if self._row.moves_graph((stage, index)):
+            self._come_back(stage, index)
         self._values.ready()
         if gradient is None:
             assert self._output is not None
@@ -325,9 +358,12 @@ class Walker:
             self._weight_gradients.begin((stage, index))
         torch.autograd.backward((forwarded.output,), (gradient,))
         self._weight_gradients.under_way = None
-        input_gradient = forwarded.input.grad
-        assert input_gradient is not None
-        forwarded.input.grad = None
+        if forwarded.input is None:
+            (input_gradient,) = forwarded.gradients
+        else:
+            assert isinstance(forwarded.input, Tensor) and forwarded.input.grad is not None
+            input_gradient = forwarded.input.grad
+            forwarded.input.grad = None
         if stage:
             self._values.here["B", stage - 1, index] = input_gradient.contiguous()
             return
@@ -346,6 +382,47 @@ class Walker:
             assert self._output is not None
             self._output.backward(index)
         self._weight_gradients.compute((stage, index))
+
+    # --- activations on the host -----------------------------------------------------------------------------
+
+    def _saved(self, key: tuple[int, int], hidden: Tensor) -> Packed | Tensor:
+        """A stage's input that waits for R, and goes to the host meanwhile."""
+        assert self._activations is not None
+        with self._activations.saving(key, ()):
+            return self._activations.pack(hidden)
+
+    def _staying(self, stage: int, index: int) -> Iterator[Tensor]:
+        """What F sees and does not own."""
+        module, microbatch = self._stages[stage], self._microbatches[index]
+        if isinstance(module, nn.Module):
+            yield from module.parameters()
+            yield from module.buffers()
+        for tensor in (microbatch.position_ids, microbatch.attention_mask):
+            if tensor is not None:
+                yield tensor
+
+    def _offload(self, item: Pass) -> None:
+        assert self._activations is not None and item.stage is not None and item.microbatch is not None
+        self._activations.offload((item.stage, item.microbatch))
+        self._values.ready()
+
+    def _give_back(self, item: Pass) -> None:
+        activations, stage, index = self._activations, item.stage, item.microbatch
+        assert activations is not None and stage is not None and index is not None
+        self._values.wait_for_copy(f"{stage}O{index}", lambda: activations.give_back((stage, index)))
+        self._values.ready()
+
+    def _load(self, item: Pass) -> None:
+        assert self._activations is not None and item.stage is not None and item.microbatch is not None
+        self._activations.load((item.stage, item.microbatch))
+        self._values.ready()
+
+    def _come_back(self, stage: int, index: int) -> None:
+        activations = self._activations
+        assert activations is not None
+        self._values.wait_for_copy(f"{stage}L{index}", lambda: activations.ready((stage, index)))
+
+    # --- others ----------------------------------------------------------------------------------------------
 
     def _joint(self, item: Pass) -> None:
         for part in item.parts:

@@ -22,7 +22,18 @@ from .program import Program
 from .registry import SCHEDULES, generate
 from .timeline import Cause, Event, Timeline
 from .timing import time_order
-from .transforms import add_communication, add_recompute, add_vocabulary, forward_only, interlace
+from .transforms import (
+    Offloaded,
+    add_communication,
+    add_offload,
+    add_recompute,
+    add_vocabulary,
+    forward_only,
+    interlace,
+    offloaded,
+    plan_offload,
+    without_offload,
+)
 
 __all__ = [
     "EQUAL_COSTS",
@@ -41,6 +52,7 @@ __all__ = [
     "Kind",
     "Limits",
     "Link",
+    "Offloaded",
     "Order",
     "Pass",
     "Placement",
@@ -52,6 +64,7 @@ __all__ = [
     "Transfer",
     "TransferKind",
     "add_communication",
+    "add_offload",
     "add_recompute",
     "add_vocabulary",
     "check_order",
@@ -61,10 +74,13 @@ __all__ = [
     "forward_only",
     "generate",
     "interlace",
+    "offloaded",
     "parts_of",
+    "plan_offload",
     "plan_order",
     "plan_program",
     "split_by_cost",
     "time_order",
     "vocabulary_mode",
+    "without_offload",
 ]

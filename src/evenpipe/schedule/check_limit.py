@@ -31,8 +31,8 @@ class Limits:
 def check_limits(schedule: Order | Program, limits: Limits) -> Iterator[Fault]:
     """For each device and limit, where the row first exceeds it.
 
-    Bytes are counted pass by pass along the row: copies to and from the host are taken to end where they stand. Rows
-    that only evaluate store nothing. Raises InputError for limits that are none, and for bytes without costs.
+    Bytes are counted pass by pass along the row. Rows that only evaluate store nothing. Raises InputError for limits
+    that are none, and for bytes without costs.
     """
     if limits.activations is not None:
         bounds = limits_per_device(limits.activations, schedule.devices)

@@ -107,10 +107,13 @@ def _missing(order: Order, device: int, rows: Rows, positions: dict[What, dict[i
                 yield absent(Kind.I, stage, microbatches)
             elif not (has[Kind.B] or has[Kind.W]):
                 yield absent(Kind.W, stage, microbatches, ", so its activations are never released")
-            if has[Kind.O] and not has[Kind.L]:
-                yield absent(Kind.L, stage, microbatches, ", so its activations never come back")
-            if has[Kind.L] and not has[Kind.O]:
-                yield absent(Kind.O, stage, microbatches)
+            if has[Kind.O] or has[Kind.D] or has[Kind.L]:
+                if not has[Kind.O]:
+                    yield absent(Kind.O, stage, microbatches, ", so its activations are not on the host")
+                if not has[Kind.D]:
+                    yield absent(Kind.D, stage, microbatches, ", so the memory that was copied is never given back")
+                if not has[Kind.L]:
+                    yield absent(Kind.L, stage, microbatches, ", so its activations never come back")
 
 
 def runs(there: Collection[int], microbatches: int) -> Iterator[range]:

@@ -25,7 +25,7 @@ _PER_STAGE = ("F", "B", "I", "W", "R", "O", "L", "bytes")
 _PER_DEVICE = ("S", "C", "T", "E", "G")
 _FACTORS = ("overlap_slowdown", "contention")
 _ONE_NUMBER = ("p2p", *_FACTORS)
-_MEMORY = (*_PER_STAGE[:-1], *_PER_DEVICE, RECEIVE)
+_MEMORY = (*_PER_STAGE[:-1], "D", *_PER_DEVICE, RECEIVE)
 _CLASS_OF = {
     TransferKind.X: "broadcast",
     TransferKind.STATISTICS: "statistics",
@@ -87,8 +87,9 @@ class Costs:
     """What one forward of a stage stores until its backward: one number, or one per stage."""
     memory: Mapping[str, Cost] | None = None
     """What each pass adds to the bytes held, by kind, in place of `bytes`: above 0 from its start, below 0 from its
-    end. One number, or one per stage (F, B, I, W, R, O, L) or device (S, C, T, E, G); `receive` is the buffer of one
-    hop, from the moment when it is issued to the end of the pass that uses it. For the full simulator."""
+    end. One number, or one per stage (F, B, I, W, R, O, D, L) or device (S, C, T, E, G); `receive` is the buffer of one
+    hop, from the moment when it is issued to the end of the pass that uses it. What L adds is what copies carry where
+    their times are not given. For the full simulator."""
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -156,7 +157,7 @@ class Costs:
     def stage_times(self, placement: Placement) -> dict[Kind, tuple[float, ...] | None]:
         """Per kind, one time per stage; None where no time was given. Raises InputError when a list is not so long.
 
-        Copies (O, L) take none: they run beside compute.
+        What moves activations (O, D, L) takes none: copies run beside compute.
         """
         given = {name: spread(name, getattr(self, name), placement.stages, "stage") for name in _PER_STAGE[:5]}
         inputs, weights = given["I"], given["W"]
@@ -171,6 +172,7 @@ class Costs:
             Kind.W: weights,
             Kind.R: given["F"] if given["R"] is None else given["R"],
             Kind.O: copies,
+            Kind.D: copies,
             Kind.L: copies,
         }
 
@@ -188,27 +190,28 @@ class Costs:
         Raises InputError when the engine has a bandwidth and there is neither a time nor `bytes`.
         """
         times = {}
+        copies = (0.0,) * placement.stages
         for kind in (Kind.O, Kind.L):
             given = spread(kind.value, getattr(self, kind.value), placement.stages, "stage")
             if given is None and self.engine.bandwidth is not None:
-                sizes = self.stage_bytes(placement)
+                sizes = (self.memory_deltas(placement) or {}).get(Kind.L) or self.stage_bytes(placement)
                 if sizes is None:
                     raise InputError(f"costs: bytes is missing, but engine.bandwidth needs it; or give {kind.value}")
                 given = tuple(size / self.engine.bandwidth for size in sizes)
-            times[kind] = (0.0,) * placement.stages if given is None else given
+            times[kind] = copies if given is None else given
         return times
 
     def memory_deltas(self, placement: Placement) -> dict[Kind, tuple[float, ...]] | None:
         """What each kind adds to the bytes held, per stage, or per device for vocabulary kinds; None if not known.
 
-        Without `memory`, a forward stores `bytes`, and B or W releases them; O releases them and L takes them again.
+        Without `memory`, a forward stores `bytes`, and B or W releases them; D releases them and L takes them again.
         """
         if self.memory is None:
             sizes = self.stage_bytes(placement)
             if sizes is None:
                 return None
             released = tuple(-size for size in sizes)
-            return {Kind.F: sizes, Kind.B: released, Kind.W: released, Kind.O: released, Kind.L: sizes}
+            return {Kind.F: sizes, Kind.B: released, Kind.W: released, Kind.D: released, Kind.L: sizes}
         deltas = {}
         for name, value in self.memory.items():
             if name != RECEIVE:
@@ -294,6 +297,7 @@ def _listed(value: Any) -> Any:
     return [_listed(one) for one in value] if isinstance(value, tuple) else value
 
 
-EQUAL_COSTS = Costs(F=1, I=1, W=1, S=0.4, T=0.4, E=0, G=0)
-"""Equal stages, a backward twice its forward, vocabulary passes that weigh something: what is taken when no costs are
-given. Orders depend on little more than the ratio of forward to backward."""
+EQUAL_COSTS = Costs(F=1, I=1, W=1, S=0.4, T=0.4, E=0, G=0, O=0.75, L=0.75)
+"""Equal stages, a backward twice its forward, vocabulary passes that weigh something, copies to the host and back that
+take half as long as forward and backward: what is taken when no costs are given. Orders depend on little more than the
+ratio of forward to backward."""

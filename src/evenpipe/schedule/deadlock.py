@@ -72,6 +72,10 @@ def _awaited(order: Order, done: Sequence[int], stopped: dict[int, int]) -> dict
         item = order.rows[device][position]
         assert item is not None
         needs = [(device, earlier) for earlier in dependencies.after(item, device)]
+        for part in parts_of(item):
+            for kind, stage in dependencies.rule(device, part.kind, part.stage).if_present:
+                if (kind, stage, part.microbatch, part.slice) in ran[device]:
+                    needs.append((device, Pass(kind, stage, part.microbatch, part.slice)))
         for transfer in dependencies.waits_for(item, device):
             needs += dependencies.producers(transfer, device)
         words[device] = join([text for there, wanted in needs if (text := unmet(wanted, there))])

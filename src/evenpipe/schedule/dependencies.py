@@ -200,8 +200,10 @@ def _own_stage(kind: Kind, stage: int | None, combines: bool) -> tuple[tuple[Wha
             return ((Kind.I, stage),), ()
         case Kind.R | Kind.O:
             return ((Kind.F, stage),), ()
-        case Kind.L:
+        case Kind.D:
             return ((Kind.O, stage),), ()
+        case Kind.L:
+            return ((Kind.D, stage),), ()
         case Kind.C:
             return ((Kind.S, None),), ()
         case Kind.T:

@@ -45,9 +45,11 @@ class Kind(StrEnum):
     R = "R"
     """Recompute a stage's activations before its backward."""
     O = "O"
-    """Offload a stage's activations to the host."""
+    """Offload a stage's activations to the host: the copy begins."""
+    D = "D"
+    """Their copy is over, which compute waits for: the device's memory is given back."""
     L = "L"
-    """Load them back."""
+    """Load them back: memory is taken, and the copy begins."""
     UNSHARD = "UNSHARD"
     """torch's: gather a stage's sharded parameters."""
     RESHARD = "RESHARD"
@@ -77,14 +79,16 @@ class TransferKind(StrEnum):
     """Their gradients, from the device of the first stage to the owners."""
 
 
-STAGE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.O, Kind.L})
+STAGE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.O, Kind.D, Kind.L})
 """Kinds that belong to a stage and a microbatch."""
 VOCABULARY_KINDS = frozenset({Kind.E, Kind.G, Kind.S, Kind.C, Kind.T})
 """Kinds that every device runs once per microbatch, on its shard of the vocabulary."""
 BACKWARD_KINDS = frozenset(
-    {Kind.B, Kind.I, Kind.W, Kind.T, Kind.G, Kind.R, Kind.O, Kind.L, Kind.REDUCE_GRAD, Kind.OVERLAP_F_B}
+    {Kind.B, Kind.I, Kind.W, Kind.T, Kind.G, Kind.R, Kind.O, Kind.D, Kind.L, Kind.REDUCE_GRAD, Kind.OVERLAP_F_B}
 )
 """Kinds that only training has, not evaluation."""
+OFFLOAD_KINDS = frozenset({Kind.O, Kind.D, Kind.L})
+"""Kinds that move activations to the host and back. They take no time of their own: copies run beside compute."""
 ROLE: dict[Kind, Kind] = {**{kind: kind for kind in Kind}, Kind.I: Kind.B}
 """What a kind is to other stages: I takes and gives the same as B, where a backward is split."""
 SHARDING_KINDS = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})

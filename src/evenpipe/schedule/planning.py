@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -20,6 +21,7 @@ from .registry import generate, nearest
 from .transforms.communication import add_communication
 from .transforms.forward_only import forward_only
 from .transforms.interlaced import interlace
+from .transforms.offload import add_offload, offloaded, without_offload
 from .transforms.vocabulary import add_vocabulary
 from .words import count
 
@@ -28,6 +30,9 @@ Schedule = str | Order | Program | Callable[[int, int], Order]
 
 MODES = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")
 """Vocabulary modes. The first two differ in how layers are cut only, and have the same orders."""
+
+OFFLOAD = ("scheduled", "none", "free", "all")
+"""What `plan_order` can do about activations."""
 
 _ALIASES = {"balanced": "vocab-2"}
 BARRIERS = {"first-last": 0, "redistribute": 0, "interlaced": 2, "vocab-1": 2, "vocab-2": 1}
@@ -48,7 +53,7 @@ def costs_of_work(
     """Pass times in the unit of the given work, for arranging an order where no times are known.
 
     layers, head: forward work of each layer and of the output layer, which is three products of equal size: logits, dX
-    and dW. A backward is twice its forward.
+    and dW. A backward is twice its forward; copies of activations to the host and back take half as long as both.
     """
     bounds = [0, *accumulate(layers_per_stage)]
     forward = [sum(layers[first:last]) for first, last in pairwise(bounds)]
@@ -65,6 +70,8 @@ def costs_of_work(
         W=tuple(forward),
         S=2 * share if one_barrier else share,
         T=share if one_barrier else 2 * share,
+        O=tuple(0.75 * time for time in forward),
+        L=tuple(0.75 * time for time in forward),
         E=0.0,
         G=0.0,
     )
@@ -96,10 +103,17 @@ def plan_order(
     microbatches: int,
     mode: str = "balanced",
     costs: Costs | None = None,
+    *,
+    offload: str | float = "scheduled",
     **options: Any,
 ) -> Order:
     """The order of a schedule in a vocabulary mode; `options` are the generator's.
 
+    offload: which activations go to the host. "scheduled": as the order says; "none"; "free": all that lowers the
+    memory of a device and costs no time; "all": whatever it takes to hold as little as can be; a number: what it takes
+    to hold no more bytes than that, as `costs` count them.
+
+    Where vocabulary passes are added, copies to the host find new places, for the activations that were moved before.
     An order that has vocabulary passes already is taken as it stands when its barriers are those of the mode; of a
     program the passes count, those that gather and reduce what is sharded only where no vocabulary passes are added
     between them. Raises InputError for unknown names, for an order of another size or other barriers, and for one that
@@ -120,15 +134,45 @@ def plan_order(
             f"the order is for {count(order.devices, 'device')} and {count(order.microbatches, 'microbatch')}, "
             f"not {devices} and {microbatches}"
         )
-    if order.barriers:
-        if order.barriers != BARRIERS[mode]:
-            raise InputError(
-                f"the order has {order.barriers} barriers, but vocabulary mode {mode} has {BARRIERS[mode]}"
-            )
-        return order
-    if mode == "interlaced":
-        return interlace(order, costs)
-    return add_vocabulary(order, BARRIERS[mode], costs) if BARRIERS[mode] else order
+    moved = offloaded(order)
+    scheduled, order = order, without_offload(order)
+    if order.barriers and order.barriers != BARRIERS[mode]:
+        raise InputError(f"the order has {order.barriers} barriers, but vocabulary mode {mode} has {BARRIERS[mode]}")
+    if not order.barriers and mode == "interlaced":
+        order = interlace(order, costs)
+    elif not order.barriers and BARRIERS[mode]:
+        order = add_vocabulary(order, BARRIERS[mode], costs)
+    elif offload == "scheduled":
+        return scheduled
+    if offload == "scheduled":
+        return add_offload(order, costs, only=moved) if moved else order
+    return with_offload(order, costs, offload)
+
+
+def with_offload(order: Order, costs: Costs | None, offload: str | float) -> Order:
+    """`order` with its activations on the host, or not, as `plan_order` says. Raises InputError for anything else."""
+    match check_offload(offload):
+        case "scheduled":
+            return order
+        case "none":
+            return without_offload(order)
+        case "free":
+            return add_offload(order, costs)
+        case "all":
+            return add_offload(order, costs, whatever_it_takes=True)
+        case limit:
+            assert not isinstance(limit, str)
+            return add_offload(order, costs, limit=limit)
+
+
+def check_offload(offload: str | float) -> str | float:
+    """`offload` of `plan_order`. Raises InputError for anything else."""
+    if isinstance(offload, str):
+        if offload in OFFLOAD:
+            return offload
+    elif not isinstance(offload, bool) and 0 < offload < math.inf:
+        return offload
+    raise InputError(f"offload: {offload!r}, expected one of {', '.join(OFFLOAD)}, or bytes above 0")
 
 
 def plan_program(
@@ -139,18 +183,19 @@ def plan_program(
     costs: Costs | None = None,
     *,
     sharing: str = PER_PAIR,
+    offload: str | float = "scheduled",
     **options: Any,
 ) -> tuple[Order, Program]:
     """The order of a schedule in a vocabulary mode, and its program with communication, which is checked.
 
-    A program whose barriers are those of the mode is returned as it stands, with communicators shared as `sharing`
-    says. Arguments and errors as for `plan_order`; `sharing` is one of `SHARING`.
+    A program whose barriers are those of the mode, and whose copies are to stay, is returned as it stands, with
+    communicators shared as `sharing` says. Arguments and errors as for `plan_order`; `sharing` is one of `SHARING`.
     """
     as_it_stands = isinstance(schedule, Program) and schedule.barriers == BARRIERS[vocabulary_mode(mode)]
     if isinstance(schedule, Program) and as_it_stands:
         check_program(schedule).raise_if_faulty()  # before its order is: faults are to show the rows as they were given
-    order = plan_order(schedule, devices, microbatches, mode, costs, **options)
-    if isinstance(schedule, Program) and as_it_stands:
+    order = plan_order(schedule, devices, microbatches, mode, costs, offload=offload, **options)
+    if isinstance(schedule, Program) and as_it_stands and order == schedule.order:
         program = schedule if schedule.sharing == sharing else schedule.shared(sharing)
     else:
         program = add_communication(order, costs, sharing)

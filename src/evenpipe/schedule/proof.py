@@ -17,7 +17,7 @@ from typing import Any
 from .dependencies import Dependencies, Route
 from .flows import vocabulary_kinds
 from .order import Order
-from .passes import Item, Kind, Transfer, TransferKind
+from .passes import OFFLOAD_KINDS, Item, Kind, Transfer, TransferKind
 from .places import ABSENT, Numbers, Places, unmet_in_row
 from .program import Program
 
@@ -88,8 +88,9 @@ def _in_place(places: Places, vocabulary: set[tuple[Kind, None]], stages: Sequen
         if not forward_only:
             split = (Kind.I, stage) in places.at
             wanted |= {(Kind.I, stage), (Kind.W, stage)} if split else {(Kind.B, stage)}
-            optional |= {(Kind.R, stage), (Kind.O, stage), (Kind.L, stage)}
-            if _presence(places.at.get((Kind.O, stage))) != _presence(places.at.get((Kind.L, stage))):
+            optional |= {(kind, stage) for kind in (Kind.R, *OFFLOAD_KINDS)}
+            moved = [_presence(places.at.get((kind, stage))) for kind in OFFLOAD_KINDS]
+            if any(presence != moved[0] for presence in moved):
                 return False
     there = {key for key, numbers in places.at.items() if numbers and isinstance(key[0], Kind)}
     return not places.odd and there <= wanted | optional and all(places.complete(kind, stage) for kind, stage in wanted)

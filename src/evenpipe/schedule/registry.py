@@ -22,6 +22,8 @@ from .generators import (
     interleaved,
     looped_bfs,
     one_f_one_b,
+    po_f,
+    po_h,
     v_budget,
     v_half,
     v_min,
@@ -47,6 +49,8 @@ SCHEDULES: dict[str, Callable[..., Order]] = {
     "v-budget": v_budget,
     "gis": gis,
     "gis-h": gis_h,
+    "po-h": po_h,
+    "po-f": po_f,
     "dualpipe-v": dualpipe_v,
 }
 """Generators by name. Each takes devices and microbatches, and by keyword what its own docstring says."""

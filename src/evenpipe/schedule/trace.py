@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from .costs import Costs
 from .dependencies import Dependencies, Route
-from .passes import HOP_KINDS, Pass, Transfer
+from .passes import HOP_KINDS, Kind, Pass, Transfer
 from .program import Program
 from .timeline import Cause, Event, Timeline
 
@@ -38,10 +39,10 @@ class PassTime:
 
 @dataclass(frozen=True, slots=True)
 class WaitTime:
-    """A device stood still until a transfer was complete, or found it complete already."""
+    """A device stood still until a transfer, or a copy to or from the host, was complete, or found it complete."""
 
-    transfer: Transfer
-    """As this device issued it."""
+    transfer: Transfer | Pass
+    """As this device issued it; of a copy its O or L."""
     needed_by: Pass | None
     """The pass that uses it; None where a send was waited for, so that its memory can be given back."""
     start: float
@@ -58,6 +59,16 @@ class TransferTime:
     """The call that issues it lasted until here."""
     complete: float | None
     """The first wait for it ended: when it completed, or later where it had completed before. None: nobody waited."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTime:
+    """When a copy to the host, or back, began and ended."""
+
+    item: Pass
+    """O or L."""
+    start: float
+    end: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +94,7 @@ class DeviceTrace:
     waits: tuple[WaitTime, ...]
     transfers: tuple[TransferTime, ...]
     clock: Clock = Clock()
+    copies: tuple[CopyTime, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +174,8 @@ class Trace:
             before = item
 
     def timeline(self) -> Timeline:
-        """Passes as they ran, and beside them the transfers: each from the moment when its last member had issued it
-        to the moment when this device found it complete, or of a hop either of both."""
+        """Passes as they ran, and beside them copies and transfers: each of the latter from the moment when its last
+        member had issued it to the moment when this device found it complete, or of a hop either of both."""
         return _Drawing(self).timeline()
 
 
@@ -187,8 +199,8 @@ class _Drawing:
     def timeline(self) -> Timeline:
         devices = range(len(self.trace.devices))
         passes = tuple(tuple(self._passes(device)) for device in devices)
-        transfers = tuple(tuple(sorted(self._transfers(device), key=lambda event: event.start)) for device in devices)
-        return Timeline(passes, beside=transfers)
+        beside = (chain(self._transfers(device), self._copies(device)) for device in devices)
+        return Timeline(passes, beside=tuple(tuple(sorted(row, key=lambda event: event.start)) for row in beside))
 
     def _key(self, transfer: Transfer, device: int) -> tuple[int, int, int]:
         route = self.dependencies.route_of(transfer, device)
@@ -197,6 +209,8 @@ class _Drawing:
 
     def _passes(self, device: int) -> Iterator[Event]:
         for gap in self.trace.gaps(device):
+            if gap.after.item.kind in (Kind.O, Kind.L):
+                continue  # the place where a copy is asked for
             longest = max(gap.waited, key=lambda wait: wait.end - wait.start, default=None)
             cause = _behind(gap.before, device)
             if longest is not None and longest.end - longest.start > max(WAITED_SECONDS, gap.busy):
@@ -210,6 +224,15 @@ class _Drawing:
             end = self.arrived.get(key, transfer.returned if transfer.complete is None else transfer.complete)
             last = _last_before(self.trace.devices[issuer].passes, start)
             yield Event(device, transfer.item, start, max(start, end), _behind(last, issuer))
+
+    def _copies(self, device: int) -> Iterator[Event]:
+        row = self.trace.devices[device]
+        asked = {entry.item: place for place, entry in enumerate(row.passes)}
+        for copy in row.copies:
+            place = asked[copy.item]
+            yield Event(
+                device, copy.item, copy.start, copy.end, _behind(row.passes[place - 1] if place else None, device)
+            )
 
 
 def _behind(before: PassTime | None, device: int) -> Cause:

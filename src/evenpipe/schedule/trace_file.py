@@ -13,8 +13,9 @@
        "clock": {"offset": 3.1e-05, "drift": 0.0, "uncertainty": 1.2e-05},
        "passes": [["E0", start, end, processor], ...],
        "waits": [["X0", "S0", start, end], ...],                  the pass that uses it, or "" for a send
-       "transfers": [["ROWS0", issued, returned, complete], ...]  complete: null where nobody waited for it
-      },
+       "transfers": [["ROWS0", issued, returned, complete], ...], complete: null where nobody waited for it
+       "copies": [["0O0", start, end], ...]     to the host and back; absent where there are none. Waits for them name
+      },                                        0O0, or 0L0, in place of a transfer
       ...
      ]
     }
@@ -36,11 +37,11 @@ from typing import Any
 from evenpipe.errors import InputError
 
 from .costs import Costs
-from .passes import Pass, Transfer
+from .passes import Kind, Pass, Transfer
 from .placement import Placement
 from .program import Program
 from .text import rows_to_csv
-from .trace import Clock, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
+from .trace import Clock, CopyTime, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
 
 FORMAT, VERSION = "evenpipe trace", 1
 _DIGITS = 9
@@ -75,6 +76,11 @@ def trace_to_dict(trace: Trace) -> dict[str, Any]:
                     [str(t.item), _rounded(t.issued), _rounded(t.returned), _rounded(t.complete)]
                     for t in device.transfers
                 ],
+                **(
+                    {"copies": [[str(c.item), _rounded(c.start), _rounded(c.end)] for c in device.copies]}
+                    if device.copies
+                    else {}
+                ),
             }
             for row, device in zip(program.rows, trace.devices, strict=True)
         ],
@@ -84,7 +90,7 @@ def trace_to_dict(trace: Trace) -> dict[str, Any]:
 def write_trace(trace: Trace, path: str | Path) -> None:
     """Write a file that `read_trace` reads; it is never half written. Raises InputError where it cannot be written."""
     text = json.dumps(trace_to_dict(trace), ensure_ascii=False, separators=(",", ":"))
-    for mark in ('"devices":[', '"row":', '"start":', '"passes":', '"waits":', '"transfers":'):
+    for mark in ('"devices":[', '"row":', '"start":', '"passes":', '"waits":', '"transfers":', '"copies":'):
         text = text.replace(mark, "\n" + mark)  # a few lines, not one: names can be read, and files compared
     target = Path(path)
     partial = target.with_name(target.name + ".part")
@@ -155,18 +161,28 @@ def _device(values: Mapping[str, Any], program: Program, number: int) -> DeviceT
             raise InputError(f"{where} is {text!r}, which is no transfer of the row")
         return transfers[text]
 
-    done, waits, sent = [], [], []
+    def copy_of(text: Any, where: str) -> Pass:
+        copy = pass_of(text, where)
+        if copy.kind not in (Kind.O, Kind.L):
+            raise InputError(f"{where} is {text!r}, which is no copy to the host, nor back")
+        return copy
+
+    done, waits, sent, copies = [], [], [], []
     for index, (text, start, end, processor) in enumerate(entries("passes", 4)):
         at = f"{where}passes[{index}]"
         done.append(PassTime(pass_of(text, at), *_ordered(at, start, end), _seconds(at, processor)))
     for index, (text, needed_by, start, end) in enumerate(entries("waits", 4)):
         at = f"{where}waits[{index}]"
         user = None if needed_by == "" else pass_of(needed_by, at)
-        waits.append(WaitTime(transfer_of(text, at), user, *_ordered(at, start, end)))
+        what = copy_of(text, at) if text in passes else transfer_of(text, at)
+        waits.append(WaitTime(what, user, *_ordered(at, start, end)))
     for index, (text, issued, returned, complete) in enumerate(entries("transfers", 4)):
         at = f"{where}transfers[{index}]"
         found = None if complete is None else _seconds(at, complete)
         sent.append(TransferTime(transfer_of(text, at), *_ordered(at, issued, returned), found))
+    for index, (text, start, end) in enumerate(entries("copies", 3) if "copies" in values else ()):
+        at = f"{where}copies[{index}]"
+        copies.append(CopyTime(copy_of(text, at), *_ordered(at, start, end)))
     if [entry.item for entry in done] != [item for item in program.rows[number] if isinstance(item, Pass)]:
         raise InputError(f"{where}passes are not those of {where}row in its order")
     clock = _table(values.get("clock"), f"{where}clock")
@@ -176,6 +192,7 @@ def _device(values: Mapping[str, Any], program: Program, number: int) -> DeviceT
         tuple(waits),
         tuple(sent),
         Clock(*(_seconds(f"{where}clock.{name}", clock.get(name)) for name in _CLOCK)),
+        tuple(copies),
     )
 
 

@@ -32,6 +32,7 @@ from typing import Any
 from evenpipe.errors import InputError
 from evenpipe.schedule import Costs, Kind, Pass, Placement, Program, parts_of
 from evenpipe.schedule.check_limit import limits_per_device
+from evenpipe.schedule.passes import OFFLOAD_KINDS
 
 from .microbatch import UNREACHED, Microbatch
 
@@ -92,7 +93,7 @@ def program_bounds(program: Program, costs: Costs, peak_in_flight: Sequence[int]
     split = Kind.I in kinds
     if split and Kind.B in kinds:
         costs = either_backward(costs, program.placement)
-    limits = None if kinds & {Kind.O, Kind.L} or program.forward_only else [max(1, peak) for peak in peak_in_flight]
+    limits = None if kinds & OFFLOAD_KINDS or program.forward_only else [max(1, peak) for peak in peak_in_flight]
     microbatches = len({(part.microbatch, part.slice) for part in passes if part.kind is Kind.F})
     return {
         of: best_bound(

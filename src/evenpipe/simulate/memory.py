@@ -24,7 +24,7 @@ def memory_curves(program: Program, costs: Costs, work: Work, loop: Loop) -> tup
     """The curve of each device, or None where `costs` do not say what passes store.
 
     What a pass adds is there from its start, what it releases until its end. A copy back to the device takes its bytes
-    when it is issued, a copy to the host releases them when it ends. An order that only evaluates stores nothing.
+    when it is issued. An order that only evaluates stores nothing.
 
     Raises InputError when a device holds something at the end, or less than nothing: then the deltas of one microbatch
     do not add up to 0.

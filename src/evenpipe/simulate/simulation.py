@@ -24,8 +24,8 @@ END = "end"
 class Simulation:
     """One step of `program` under `costs`. Times are in the unit of the costs.
 
-    waiting: per device, idle time by what the next pass waited for: the kind of a transfer as the device issues it, L
-    for a copy that had to come back, "end" behind the last pass. With `timeline.busy` it adds up to the makespan.
+    waiting: per device, idle time by what the next pass waited for: the kind of a transfer as the device issues it, O
+    and L for a copy that had to be over, "end" behind the last pass. With `timeline.busy` it adds up to the makespan.
     slowed: per device, the part of its busy time that collectives beside it, and the compute of others, cost.
     """
 

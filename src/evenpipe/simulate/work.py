@@ -13,7 +13,8 @@ from evenpipe.schedule.costs import PassTimes
 from evenpipe.schedule.passes import HOP_KINDS
 
 COPIES = frozenset({Kind.O, Kind.L})
-_AFTER_LOADING = frozenset({Kind.B, Kind.I, Kind.R})
+_WAITS_FOR = {Kind.D: Kind.O, Kind.B: Kind.L, Kind.I: Kind.L, Kind.R: Kind.L}
+"""Which copy has to be over."""
 
 
 @dataclass(slots=True)
@@ -110,8 +111,8 @@ class _Numbering:
                         k = self._number(key, route, part.microbatch, part.slice)
                     feeds[k].append(n)
                     needs[n] += 1
-                if copies and part.kind in _AFTER_LOADING:
-                    self._after(copies.get((Kind.L, part.stage, part.microbatch, part.slice)), n)
+                if copies and part.kind in _WAITS_FOR:
+                    self._after(copies.get((_WAITS_FOR[part.kind], part.stage, part.microbatch, part.slice)), n)
         work.rows.append(row)
 
     def _after(self, copy: int | None, n: int) -> None:

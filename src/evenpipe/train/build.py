@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from evenpipe.runtime import Pipeline
+from evenpipe.runtime import OffloadOptions, Pipeline
 from evenpipe.schedule.files import read_costs
 from evenpipe.train.config import Config
 from evenpipe.train.model_source import pipeline_model
@@ -30,6 +30,14 @@ def build_pipeline(
         "costs": None if config.pipeline.costs is None else read_costs(config.pipeline.costs),
         "sequence_length": config.data.sequence_length,
         "communicators": config.pipeline.communicators,
+        "offload": OffloadOptions(
+            activations=config.offload.activations,
+            layers=_one_or_per_layer(config.offload.layers),
+            host_memory=config.offload.host_bytes,
+            when_full=config.offload.when_full,
+            directory=config.offload.directory,
+            streams=config.offload.streams,
+        ),
         "loss": LossOptions(
             label_smoothing=config.loss.label_smoothing, z_loss=config.loss.z_loss, keep=config.loss.keep
         ),

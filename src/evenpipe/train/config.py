@@ -245,6 +245,46 @@ class PipelineConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadConfig(Section):
+    """Which activations go to the host, and what they find there."""
+
+    section: ClassVar[str] = "offload"
+
+    activations: Literal["scheduled", "none", "free", "all"] = "scheduled"
+    """"scheduled": what the order says, as those of po-h and po-f do. "none": nothing. "free": all that lowers the
+    memory of a device and costs no time, by pipeline.costs. "all": whatever it takes to hold as little as can be."""
+    layers: tuple[str, ...] = ("offload",)
+    """What that means for layers: "offload" moves what a layer keeps for its backward, "keep" leaves it on the device,
+    or a list with one of these per layer. With checkpointing "full" only a layer's input is moved."""
+    host_memory: str | None = None
+    """What one device may take of the host, such as "24GiB"; none: as much as it needs."""
+    when_full: Literal["error", "keep"] = "error"
+    """When that is taken: end the run, or keep on the device what does not fit."""
+    directory: str | None = None
+    """On the CPU: where the file is made that activations are written to. It has no name, and is gone with the process;
+    none: the system's directory for temporary files."""
+    streams: int = 1
+    """1: copies to the host and back take turns. 2: each direction has a stream of its own."""
+
+    def check(self) -> None:
+        if not self.layers or not set(self.layers) <= {"offload", "keep"}:
+            self.require("layers", False, "offload, keep, or a list with one of these per layer")
+        self.require("streams", self.streams in (1, 2), "1 or 2")
+        self.require(
+            "directory", self.directory is None or Path(self.directory).is_dir(), "an existing directory, or none"
+        )
+        if self.host_memory is not None:
+            self.host_bytes  # noqa: B018  (which refuses what is no size)
+
+    @property
+    def host_bytes(self) -> int | None:
+        """`host_memory` in bytes."""
+        from evenpipe.memory.sizes import parse_size
+
+        return None if self.host_memory is None else parse_size(self.host_memory, "offload.host_memory")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig(Section):
     """Options of the loss; the fields of `evenpipe.vocabulary.options.LossOptions` that do not come from the model."""
 
@@ -389,6 +429,7 @@ class Config:
     data: DataConfig
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)

@@ -8,6 +8,7 @@ from .grouped import gis, gis_h
 from .interleaved import interleaved
 from .looped_bfs import looped_bfs
 from .one_f_one_b import one_f_one_b
+from .pipe_offload import po_f, po_h
 from .v_budget import v_budget
 from .v_shape_fixed import v_half, v_min
 from .zbv import zbv
@@ -22,6 +23,8 @@ __all__ = [
     "interleaved",
     "looped_bfs",
     "one_f_one_b",
+    "po_f",
+    "po_h",
     "v_budget",
     "v_half",
     "v_min",

@@ -1,4 +1,4 @@
-"""Transforms of orders, in the order of use: vocabulary or interlaced, recompute, forward_only for evaluation,
+"""Transforms of orders, in the order of use: vocabulary or interlaced, recompute, offload, forward_only for evaluation,
 communication.
 
 All are pure functions from an order to another order, the last one to a program.
@@ -9,7 +9,19 @@ from __future__ import annotations
 from .communication import add_communication
 from .forward_only import forward_only
 from .interlaced import interlace
+from .offload import Offloaded, add_offload, offloaded, plan_offload, without_offload
 from .recompute import add_recompute
 from .vocabulary import add_vocabulary
 
-__all__ = ["add_communication", "add_recompute", "add_vocabulary", "forward_only", "interlace"]
+__all__ = [
+    "Offloaded",
+    "add_communication",
+    "add_offload",
+    "add_recompute",
+    "add_vocabulary",
+    "forward_only",
+    "interlace",
+    "offloaded",
+    "plan_offload",
+    "without_offload",
+]

@@ -9,16 +9,21 @@ serialises them; and a receive stands before the pass that runs while its data b
 Where kinds of transfers share a communicator, one that is late keeps those behind it waiting. The reduce of dX has the
 most to wait for, the slowest of all devices: there its instant is a quarter of an interval (the work of the busiest
 device per microbatch) before the backward that uses it, if that is later.
+
+A device that gives memory back (D) waits for a copy, for as long as its next pass lets it: transfers between the pass
+before and the next one stand before D.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
 
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
 from evenpipe.schedule.dependencies import Dependencies, Route
 from evenpipe.schedule.flows import PER_PAIR
 from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import HOP_KINDS, Item, Kind, Transfer, TransferKind
+from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, Item, Kind, Pass, Transfer, TransferKind
 from evenpipe.schedule.places import ABSENT
 from evenpipe.schedule.program import Program
 from evenpipe.schedule.timing import Run, durations, run
@@ -72,7 +77,7 @@ class Lowering:
         for route, numbers in self._routes[device]:
             items.update(zip(numbers, self._transfers(route, numbers, device), strict=True))
         there = items if self._complete else [number for number in items if place[number] != NOWHERE]
-        return tuple([items[number] for number in sorted(there, key=place.__getitem__)])
+        return tuple(_with_late_returns([items[number] for number in sorted(there, key=place.__getitem__)]))
 
     def _transfers(self, route: Route, numbers: range, device: int) -> list[Transfer]:
         """The transfers of a route as `device` issues them."""
@@ -101,6 +106,20 @@ def _delay_reduces(order: Order, graph: Graph, times: Run, instants: list[float]
             for number, backward in zip(numbers, places.get((kind, placement.stages - 1), ()), strict=False):
                 if backward != ABSENT:
                     instants[number] = max(instants[number], times.start[backward] - quarter)
+
+
+def _with_late_returns(row: Iterable[Item]) -> Iterator[Item]:
+    """D, and copies that follow it, right before the next pass."""
+    waiting: list[Item] = []
+    for item in row:
+        if item.kind is Kind.D or (waiting and item.kind in OFFLOAD_KINDS):
+            waiting.append(item)
+            continue
+        if waiting and isinstance(item, Pass):
+            yield from waiting
+            waiting.clear()
+        yield item
+    yield from waiting
 
 
 NOWHERE = -1

@@ -26,7 +26,7 @@ from evenpipe.schedule.costs import Costs
 from evenpipe.schedule.dependencies import Dependencies
 from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import HOP_KINDS, ROLE, Kind, parts_of
+from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, ROLE, Kind, parts_of
 from evenpipe.schedule.places import ABSENT, Places
 from evenpipe.schedule.timing import durations, run
 
@@ -138,7 +138,7 @@ def _roles(places: Places) -> dict[tuple[Kind, int | None], list[int]] | None:
     """Numbers by microbatch of every kind and stage of a row, B and I as one; None if one is missing or twice there."""
     roles: dict[tuple[Kind, int | None], list[int]] = {}
     for (kind, stage), numbers in places.at.items():
-        if not isinstance(kind, Kind) or kind in _COPIES:
+        if not isinstance(kind, Kind) or kind in _UNPLANNED:
             return None
         other = roles.setdefault((ROLE[kind], stage), numbers)
         if other is not numbers:
@@ -292,4 +292,4 @@ def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequen
     return rows
 
 
-_COPIES = {Kind.R, Kind.O, Kind.L}
+_UNPLANNED = OFFLOAD_KINDS | {Kind.R}

@@ -1,0 +1,280 @@
+"""Activations on the host: what a forward saves for its backward leaves the device at O and D, and comes back at L.
+
+    F    what autograd saves of a microbatch is packed: memory once, however many tensors show it
+    O    the copy to the host begins
+    D    the copy is over, and the device's memory is given back
+    L    memory is taken, and the copy back begins
+    B    (or R, or I) the copy back is over; backward takes the tensors out, and gives memory back as it always does
+
+Parameters and buffers, the inputs of a step, and what is smaller than a page stay where they are. Whole storages are
+moved: what shares memory before shares it afterwards. Sizes may differ from step to step and between microbatches. What
+the host has no room for stays on the device, or is an error, as configured.
+
+Hooks on saved tensors switch off autograd's own check for tensors that are changed in place after they were saved. It
+is made here instead, before a copy and before a tensor is used.
+
+The stage's input is moved too: its gradient is handed over by a function of autograd's, since a leaf would keep it.
+Source of the passes: arXiv 2503.01328; the engine of its artifact asserts static shapes, and takes no checkpointing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from evenpipe.errors import RunError
+from evenpipe.runtime.copies import Copies, Ticket
+from evenpipe.runtime.host_pool import PAGE, HostPool, Slot
+
+Key = tuple[int, int]
+"""Stage and microbatch."""
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class _Memory:
+    """One storage that autograd wants to keep. Owned by the graph, through `Packed`."""
+
+    __slots__ = ("__weakref__", "bytes", "seen", "storage", "version")
+
+    def __init__(self, tensor: Tensor, storage: UntypedStorage) -> None:
+        self.storage: UntypedStorage | None = storage
+        self.bytes = storage.nbytes()
+        self.seen: Tensor | None = tensor.detach()  # shares its version; the tensor itself would be a cycle
+        self.version = tensor._version
+
+    def check(self) -> None:
+        """Raises RuntimeError where the tensor was changed in place since it was saved."""
+        if self.seen is not None and self.seen._version != self.version:
+            raise RuntimeError(
+                f"a tensor {list(self.seen.shape)} {self.seen.dtype} that is needed for a backward was changed in place"
+                f" after it was saved (version {self.version}, now {self.seen._version})"
+            )
+
+    def free(self) -> None:
+        """The device's memory is given back, as far as nobody else holds it."""
+        self.storage = self.seen = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """In the graph in place of a tensor."""
+
+    memory: _Memory
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(slots=True)
+class _Moved:
+    """What is on its way to the host, there, or on its way back, of one microbatch."""
+
+    memories: list[_Memory]
+    slots: list[Slot]
+    out: Ticket
+    back: Ticket | None = None
+
+
+@dataclass(slots=True)
+class Stash:
+    """What F of one microbatch saved, as long as it is on the device."""
+
+    saved: list[ReferenceType[_Memory]] = field(default_factory=list)
+
+
+class Activations:
+    """Those of a device's microbatches whose orders have O, D and L.
+
+    Args:
+        pool: of the host.
+        copies: what moves bytes.
+        torch_device: whose tensors are moved.
+        keep_when_full: where the pool is full, activations stay on the device; else that is an error.
+    """
+
+    smallest_bytes = PAGE
+    """What is smaller stays on the device."""
+
+    def __init__(
+        self, pool: HostPool, copies: Copies, torch_device: torch.device, *, keep_when_full: bool = False
+    ) -> None:
+        self.pool, self.copies = pool, copies
+        self.active = True
+        """False while a layer runs whose activations are to stay on the device."""
+        self.recorded: list[tuple[str, Sequence[Any]]] | None = None
+        """Where not None, gets the pass that asked for a copy, as text, and the copy's stamps."""
+        self._torch_device = torch_device
+        self._keep_when_full = keep_when_full
+        self._stashes: dict[Key, Stash] = {}
+        self._moved: dict[Key, _Moved] = {}
+        self._under_way: Stash | None = None
+        self._known: dict[int, ReferenceType[_Memory]] = {}
+        self._staying: set[int] = set()
+
+    # --- F -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def saving(self, key: Key, staying: Iterable[Tensor]) -> Iterator[None]:
+        """While F of that microbatch runs. `staying`: tensors whose memory is not of this microbatch alone."""
+        self._under_way = self._stashes[key] = Stash()
+        self._staying = {tensor.untyped_storage()._cdata for tensor in staying}
+        try:
+            with saved_tensors_hooks(self.pack, self.unpack):
+                yield
+        finally:
+            self._under_way = None
+            self._known.clear()
+            self._staying = set()
+
+    def pack(self, tensor: Tensor) -> Packed | Tensor:
+        """What the graph keeps of a tensor that is saved now."""
+        stash = self._under_way
+        if stash is None or not self._is_moved(tensor):
+            return tensor.detach()
+        storage = tensor.untyped_storage()
+        number = storage._cdata
+        known = self._known.get(number)
+        memory = None if known is None else known()
+        if memory is None:  # never seen, or the number of one that is gone
+            if not self.active:
+                self._staying.add(number)  # for other layers too
+                return tensor.detach()
+            memory = _Memory(tensor, storage)
+            self._known[number] = ref(memory)
+            stash.saved.append(self._known[number])
+        return Packed(memory, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(self, packed: Packed | Tensor) -> Tensor:
+        """That tensor again."""
+        if isinstance(packed, Tensor):
+            return packed
+        memory = packed.memory
+        memory.check()
+        assert memory.storage is not None, "activations are used while they are on the host"
+        tensor = torch.empty(0, dtype=packed.dtype, device=self._torch_device)
+        return tensor.set_(memory.storage, packed.offset, packed.size, packed.stride)
+
+    def _is_moved(self, tensor: Tensor) -> bool:
+        if type(tensor) not in _PLAIN or tensor.device.type != self._torch_device.type:
+            return False
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+            return False
+        storage = tensor.untyped_storage()
+        return storage.nbytes() >= self.smallest_bytes and storage._cdata not in self._staying
+
+    # --- O, D, L -----------------------------------------------------------------------------------------------
+
+    def offload(self, key: Key) -> None:
+        """O. Raises RunError where the host has no room, unless activations stay then."""
+        stash = self._stashes.pop(key)
+        memories: list[_Memory] = []
+        slots: list[Slot] = []
+        for one in stash.saved:
+            memory = one()
+            if memory is None:
+                continue
+            memory.check()
+            slot = self.pool.take(memory.bytes)
+            if slot is not None:
+                memories.append(memory)
+                slots.append(slot)
+            elif not self._keep_when_full:
+                for taken in slots:
+                    self.pool.give(taken)
+                raise RunError(
+                    f"offload: the host has no room for {memory.bytes} bytes of stage {key[0]}, microbatch {key[1]}:"
+                    f' {self.pool.used} bytes are used; expected more host_memory, or when_full = "keep"'
+                )
+        moves = [(memory.storage, slot) for memory, slot in zip(memories, slots, strict=True) if memory.storage]
+        moved = self._moved[key] = _Moved(memories, slots, self.copies.out(moves))
+        self._record("O", key, moved.out)
+
+    def give_back(self, key: Key) -> None:
+        """D."""
+        moved = self._moved[key]
+        self.copies.wait(moved.out)
+        for memory in moved.memories:
+            memory.free()
+
+    def load(self, key: Key) -> None:
+        """L."""
+        moved = self._moved[key]
+        moves = []
+        for memory, slot in zip(moved.memories, moved.slots, strict=True):
+            memory.storage = torch.empty(memory.bytes, dtype=torch.uint8, device=self._torch_device).untyped_storage()
+            moves.append((memory.storage, slot))
+        moved.back = self.copies.back(moves, moved.out)
+        for slot in moved.slots:
+            self.pool.give(slot)
+        self._record("L", key, moved.back)
+
+    def ready(self, key: Key) -> None:
+        """B, I or R of that microbatch may use its activations from here on."""
+        moved = self._moved.pop(key)
+        assert moved.back is not None
+        self.copies.wait(moved.back)
+
+    def _record(self, kind: str, key: Key, ticket: Ticket) -> None:
+        if self.recorded is not None:
+            self.recorded.append((f"{key[0]}{kind}{key[1]}", ticket.stamps))
+
+    # --- the step ----------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forgets what a step that failed may have left, once its copies are over."""
+        for moved in self._moved.values():
+            for ticket in (moved.out, moved.back):
+                if ticket is not None:
+                    with suppress(RunError):  # why the step failed, perhaps
+                        self.copies.wait(ticket)
+            if moved.back is None:
+                for slot in moved.slots:
+                    self.pool.give(slot)
+        self._moved.clear()
+        self._stashes.clear()
+        self.active = True
+
+    @property
+    def left(self) -> tuple[Key, ...]:
+        """Microbatches whose activations nobody has used."""
+        return (*self._stashes, *self._moved)
+
+
+class Entrance(torch.autograd.Function):
+    """A stage's input, whose gradient goes into a list: nothing but the graph keeps the input itself."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, hidden: Tensor, gradients: list[Tensor]) -> Tensor:
+        """anchor: an empty tensor that requires a gradient, so that what follows has a graph."""
+        ctx.gradients = gradients
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.gradients.append(gradient)
+        return None, None, None
+
+
+def keep_on_device(layer: nn.Module, activations: Activations) -> None:
+    """What this layer saves stays where it is."""
+    forward = layer.forward
+
+    @functools.wraps(forward)
+    def staying(*args: Any, **kwargs: Any) -> Any:
+        before, activations.active = activations.active, False
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            activations.active = before
+
+    layer.forward = staying

@@ -1,0 +1,59 @@
+"""The bytes that a device holds at each place of its row, when stretches of them change: the most, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class BytesHeld:
+    """A list of numbers. Adding to a stretch of it, and finding its largest number, take logarithmic time.
+
+    A binary tree over the places: of each node the largest number below it, without what was added to nodes above.
+    """
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._size = 1
+        while self._size < len(values):
+            self._size *= 2
+        self._most = [0.0] * self._size + list(values) + [float("-inf")] * (self._size - len(values))
+        self._added = [0.0] * (2 * self._size)
+        for node in range(self._size - 1, 0, -1):
+            self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
+
+    def add(self, first: int, last: int, value: float) -> None:
+        """Add `value` to the numbers from `first` up to, but not, `last`."""
+        if first >= last:
+            return
+        most, added = self._most, self._added
+        low, high = first + self._size, last + self._size
+        ends = (low, high - 1)
+        while low < high:
+            if low & 1:
+                most[low] += value
+                added[low] += value
+                low += 1
+            if high & 1:
+                high -= 1
+                most[high] += value
+                added[high] += value
+            low >>= 1
+            high >>= 1
+        for end in ends:
+            node = end >> 1
+            while node:
+                most[node] = max(most[2 * node], most[2 * node + 1]) + added[node]
+                node >>= 1
+
+    @property
+    def most(self) -> float:
+        """The largest number; minus infinity where there are none."""
+        return self._most[1]
+
+    def where(self) -> int:
+        """The first place of the largest number."""
+        node = 1
+        while node < self._size:
+            node *= 2
+            if self._most[node + 1] > self._most[node]:
+                node += 1
+        return node - self._size

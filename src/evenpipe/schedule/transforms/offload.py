@@ -1,0 +1,492 @@
+"""The offload transform: which forwards' activations go to the host, when they go, and when they come back.
+
+    2F0  2O0  ...  2D0  ...  2L0  ...  2B0
+
+O starts the copy to the host and L the copy back; at D the device's memory is given back, and the copy must be over.
+O, D and L take no time of their own: copies run beside compute, each at the place that the plan below finds for it.
+
+    late forwards    what a device runs before its first backward may wait as long as nobody waits for it: activations
+                     that are made later are held for a shorter time
+    where it is      of what is held where a device holds the most, the activations that are used last go to the host:
+    most             O as early, L as late as the engines allow. Who cannot be gone before, and back in time, stays.
+                     The device that is furthest above its limit chooses first; again and again, until all are within
+                     their limits, or nothing more can be moved without delay
+    whatever it      a device that is still above its limit gives memory back before it needs it again, takes it back
+    takes            when it has to, and moves what will be late: all of that costs time, and only memory forces it
+
+Postponed forwards, O early and L late: arXiv 2503.01328, section 3.3, and `scheduler/offloading.py` of its artifact. It
+moves whole chunks, the longest lifespan first; what is used last where memory is short is the same at its schedules,
+moves no more than it takes, and leaves the engines to what matters where they are slow. What stays here fails there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, pairwise
+from math import inf
+from operator import attrgetter
+
+from evenpipe.errors import InputError
+from evenpipe.schedule.check_limit import limits_per_device
+from evenpipe.schedule.costs import EQUAL_COSTS, Costs
+from evenpipe.schedule.graph import Graph
+from evenpipe.schedule.order import Order
+from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, ROLE, VOCABULARY_KINDS, Kind, Pass, parts_of
+from evenpipe.schedule.timing import Run, durations, run
+
+from .bytes_held import BytesHeld
+from .copy_lanes import BACK, OUT, Copy, Lanes, ends_of
+
+Forward = tuple[int | None, int | None]
+"""Stage and microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """An order with copies.
+
+    moved: per device, the forwards whose activations go to the host. peak_bytes: per device, the most bytes held, by
+    what costs say that passes store; None where they do not. over: per device, what that is above its limit.
+    """
+
+    order: Order
+    moved: tuple[int, ...]
+    peak_bytes: tuple[float, ...] | None
+    over: tuple[float, ...]
+
+
+def plan_offload(
+    order: Order,
+    costs: Costs | None = None,
+    *,
+    only: Collection[Forward] | None = None,
+    limit: float | Sequence[float] | None = None,
+    host_limit: float | None = None,
+    whatever_it_takes: bool = False,
+) -> Offloaded:
+    """`order` with copies of activations to the host and back, in place of those that it has.
+
+    Args:
+        costs: pass times, copy times (`O` and `L`, or bytes over `engine.bandwidth`), and what passes store; equal
+            passes by default, and copies that take no time.
+        only: forwards, by stage and microbatch, whose activations may be moved; default: all.
+        limit: bytes that each device may hold, one number or one per device. Default: as little as can be without
+            delay.
+        host_limit: bytes that each device may have on the host.
+        whatever_it_takes: without a limit, as little as can be at all; waiting for copies is no matter.
+
+    An order that only evaluates is returned as it is. Never fails for want of room or time: `Offloaded.over` says what
+    is still too much. Raises InputError for a limit that is none, or where costs do not say what passes store.
+    """
+    costs = EQUAL_COSTS if costs is None else costs
+    limits = None if limit is None else limits_per_device(limit, order.devices, "bytes")
+    if order.forward_only:
+        return Offloaded(order, (0,) * order.devices, None, (0.0,) * order.devices)
+    plan = _Plan(without_offload(order), costs, None if only is None else frozenset(only), limits, host_limit)
+    plan.move(forces=whatever_it_takes or limits is not None)
+    return plan.result()
+
+
+def add_offload(
+    order: Order,
+    costs: Costs | None = None,
+    *,
+    only: Collection[Forward] | None = None,
+    limit: float | Sequence[float] | None = None,
+    host_limit: float | None = None,
+    whatever_it_takes: bool = False,
+) -> Order:
+    """The order of `plan_offload`."""
+    plan = plan_offload(
+        order, costs, only=only, limit=limit, host_limit=host_limit, whatever_it_takes=whatever_it_takes
+    )
+    return plan.order
+
+
+def without_offload(order: Order) -> Order:
+    """`order` with everything kept on the device."""
+    if not any(item and item.kind in OFFLOAD_KINDS for row in order.rows for item in row):
+        return order
+    rows = tuple(tuple(item for item in row if item is None or item.kind not in OFFLOAD_KINDS) for row in order.rows)
+    return replace(order, rows=rows)
+
+
+def offloaded(order: Order) -> frozenset[Forward]:
+    """The forwards whose activations `order` moves."""
+    found = {item for row in order.rows for item in row if item and item.kind is Kind.O}
+    return frozenset(
+        (item.stage, item.microbatch) for item in found if item.stage is not None and item.microbatch is not None
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Stay:
+    """One forward's activations on a device. Places are numbers of passes in its row: before which a copy stands."""
+
+    device: int
+    stage: int
+    microbatch: int
+    slice: int
+    size: float
+    made: int
+    """Place of F."""
+    used: int
+    """Place of the first pass that needs them."""
+    ready: float
+    needed: float
+    out: float = 0.0
+    """When the copy to the host is to start, and until when it takes."""
+    over: float = 0.0
+    back: float = 0.0
+    """When the copy back is to start."""
+    sent: int = 0
+    """Place of O."""
+    given: int = 0
+    """Place of D."""
+    taken: int = 0
+    """Place of L."""
+
+
+class _Plan:
+    """The copies of one order, device by device."""
+
+    def __init__(
+        self,
+        order: Order,
+        costs: Costs,
+        only: frozenset[Forward] | None,
+        limits: tuple[float, ...] | None,
+        host_limit: float | None,
+    ) -> None:
+        self.order, self.engine, self.host_limit = order, costs.engine, host_limit
+        self.rows = [list(order.passes(device)) for device in range(order.devices)]
+        self.takes = costs.copy_times(order.placement)
+        deltas = costs.memory_deltas(order.placement)
+        self.known = deltas is not None
+        if deltas is None:
+            if limits is not None or host_limit is not None:
+                raise InputError("offload: costs do not say what passes store (bytes), which a limit needs")
+            deltas = replace(costs, bytes=1.0).memory_deltas(order.placement)
+            assert deltas is not None
+        self.deltas = deltas
+        self.limited = limits is not None
+        self.limits = (0.0,) * order.devices if limits is None else limits
+        self.starts, self.ends, self.eager_ends = _late_forwards(order, costs)
+        self.tolerance = 1e-9 * max(end for ends in self.ends for end in ends)
+        self.stays = [list(self._stays(device, only)) for device in range(order.devices)]
+        self.longest = [max((stay.used - stay.made for stay in stays), default=0) for stays in self.stays]
+        self.held = [BytesHeld(list(self._held(device))) for device in range(order.devices)]
+        self.moved: list[set[_Stay]] = [set() for _ in self.rows]
+        self.lanes = Lanes(costs.engine)
+
+    # --- what there is to move -------------------------------------------------------------------------------
+
+    def _stays(self, device: int, only: frozenset[Forward] | None) -> Iterator[_Stay]:
+        """Those of a device that may be moved, as they are made."""
+        sizes = self.deltas.get(Kind.D)
+        if sizes is None:
+            return
+        found = []
+        made: dict[tuple[int | None, int | None, int], int] = {}
+        starts, ends = self.starts[device], self.ends[device]
+        for place, item in enumerate(self.rows[device]):
+            for part in parts_of(item):
+                stage, microbatch = part.stage, part.microbatch
+                if part.kind is Kind.F and (only is None or (stage, microbatch) in only):
+                    made[stage, microbatch, part.slice] = place
+                elif part.kind is Kind.R or ROLE[part.kind] is Kind.B:
+                    first = made.pop((stage, microbatch, part.slice), place)
+                    if first < place:
+                        assert stage is not None and microbatch is not None
+                        size = -sizes[stage]
+                        if size > 0:
+                            stay = _Stay(
+                                device, stage, microbatch, part.slice, size, first, place, ends[first], starts[place]
+                            )
+                            found.append(stay)
+        yield from sorted(found, key=lambda stay: stay.made)
+
+    def _held(self, device: int) -> Iterator[float]:
+        """The most bytes during each pass of a row, with everything kept."""
+        held = 0.0
+        for item in self.rows[device]:
+            less = 0.0
+            for part in parts_of(item):
+                values = self.deltas.get(part.kind)
+                if values is not None:
+                    index = device if part.kind in VOCABULARY_KINDS else part.stage
+                    assert index is not None
+                    held, less = held + max(0.0, values[index]), less + min(0.0, values[index])
+            yield held
+            held += less
+
+    def _stays_at(self, device: int, place: int) -> Iterator[_Stay]:
+        """What is made before a place and used behind it."""
+        stays = self.stays[device]
+        first = bisect_left(stays, place - self.longest[device], key=_made)
+        return (stay for stay in stays[first : bisect_left(stays, place, key=_made)] if stay.used > place)
+
+    # --- what is moved ---------------------------------------------------------------------------------------
+
+    def move(self, *, forces: bool) -> None:
+        """Finds what is moved, and when; with `forces` also what costs time."""
+        while True:
+            self._lower()
+            if not self._drop_late():
+                break
+        if forces:
+            for device, limit in enumerate(self.limits):
+                self._force(device, limit * (1 + ROUNDING))
+
+    def _lower(self) -> None:
+        """Moves what lowers the most bytes of devices above their limits, while nothing is delayed."""
+        above = [
+            (limit - held.most, device) for device, (limit, held) in enumerate(zip(self.limits, self.held, strict=True))
+        ]
+        heapify(above)
+        while above and above[0][0] < 0:
+            _, device = heappop(above)
+            if self._lower_at(device, self.held[device].where()):
+                limit = self.limits[device] * (1 + ROUNDING)
+                heappush(above, (limit - self.held[device].most, device))
+
+    def _lower_at(self, device: int, where: int) -> bool:
+        """Moves what is used last of that which is held at a place; False where nothing can be."""
+        staying = [stay for stay in self._stays_at(device, where) if stay not in self.moved[device]]
+        for stay in sorted(staying, key=lambda stay: -stay.used):
+            if self._in_time(stay) and stay.given <= where < stay.taken and self._host_has_room(stay):
+                self.lanes.take(device, OUT, stay.out, self.takes[Kind.O][stay.stage])
+                self.lanes.take(device, BACK, stay.back, self.takes[Kind.L][stay.stage])
+                self._add(stay)
+                return True
+        return False
+
+    def _add(self, stay: _Stay) -> None:
+        self.moved[stay.device].add(stay)
+        self.held[stay.device].add(stay.given, stay.taken, -stay.size)
+
+    def _in_time(self, stay: _Stay) -> bool:
+        """Whether there is time for both copies and a pass in between; finds their places."""
+        device, out, back = stay.device, self.takes[Kind.O][stay.stage], self.takes[Kind.L][stay.stage]
+        start = self.lanes.earliest(device, OUT, stay.ready, out)
+        if start + out + back > stay.needed + self.tolerance:
+            return False
+        self.lanes.take(device, OUT, start, out)
+        latest = self.lanes.latest(device, BACK, stay.needed, back)
+        self.lanes.release(device, OUT, start, out)
+        if start + out > latest + self.tolerance:
+            return False
+        stay.out, stay.over, stay.back = start, start + out, latest
+        ends = self.ends[device]
+        stay.given = self._given(stay)
+        stay.sent = min(stay.given, max(stay.made + 1, bisect_right(ends, start + self.tolerance)))
+        stay.taken = min(stay.used, bisect_right(ends, latest + self.tolerance))
+        return stay.given < stay.taken
+
+    def _given(self, stay: _Stay) -> int:
+        """The first place behind F that is reached when the copy to the host is over."""
+        return max(stay.made + 1, bisect_left(self.starts[stay.device], stay.over - self.tolerance))
+
+    def _host_has_room(self, stay: _Stay) -> bool:
+        """Whether the host holds no more of the device than it may, from O to the end of L."""
+        if self.host_limit is None:
+            return True
+        first, last = self._on_host(stay)
+        events = [(first, stay.size), (last, -stay.size)]
+        for other in self.moved[stay.device]:
+            begin, end = self._on_host(other)
+            if begin < last and end > first:
+                events += [(max(begin, first), other.size), (min(end, last), -other.size)]
+        events.sort()
+        return max(accumulate(size for _, size in events)) <= self.host_limit * (1 + ROUNDING)
+
+    def _on_host(self, stay: _Stay) -> tuple[float, float]:
+        return stay.out, stay.back + self.takes[Kind.L][stay.stage]
+
+    def _drop_late(self) -> bool:
+        """Runs the copies as devices issue them whose forwards run as late as planned, and as early as they can; where
+        links are shared, also some so and some so, for who comes first is served first. What comes back too late, or is
+        gone too late to be of use, stays for good where it is; whether there was any."""
+        late: dict[_Stay, None] = {}
+        devices = range(len(self.rows))
+        mixed = [[device == one for device in devices] for one in devices if self.engine.shared]
+        for early in ([False for _ in devices], [True for _ in devices], *mixed):
+            late |= self._late(early)
+            late |= self._late([not one for one in early]) if early in mixed else {}
+        for stay in late:
+            self.moved[stay.device].remove(stay)
+            self.stays[stay.device].remove(stay)
+            self.held[stay.device].add(stay.given, stay.taken, stay.size)
+            self.lanes.release(stay.device, OUT, stay.out, self.takes[Kind.O][stay.stage])
+            self.lanes.release(stay.device, BACK, stay.back, self.takes[Kind.L][stay.stage])
+        return bool(late)
+
+    def _late(self, early: Sequence[bool]) -> dict[_Stay, None]:
+        """What is late if these devices run their forwards as early as they can, and the others as late as planned."""
+        copies: list[Copy] = []
+        numbers: dict[tuple[_Stay, Kind], int] = {}
+        for device, moved in enumerate(self.moved):
+            clock = 0.0
+            for turn in _turns(moved):
+                stay = turn.stay
+                if turn.place:
+                    clock = max(clock, (self.eager_ends if early[device] else self.ends)[device][turn.place - 1])
+                if turn.kind is Kind.D:
+                    clock = clock if early[device] else max(clock, stay.over)
+                    continue
+                numbers[stay, turn.kind] = len(copies)
+                behind = numbers[stay, Kind.O] if turn.kind is Kind.L else None
+                takes = self.takes[turn.kind][stay.stage]
+                copies.append(Copy(device, BACK if turn.kind is Kind.L else OUT, clock, takes, behind))
+        ends = ends_of(copies, self.engine)
+        late: dict[_Stay, None] = {}
+        for moved in self.moved:
+            for stay in sorted(moved, key=_made):
+                over = ends[numbers[stay, Kind.O]]
+                too_late = ends[numbers[stay, Kind.L]] > stay.needed + self.tolerance
+                if too_late or over > self.starts[stay.device][stay.given] + self.tolerance:
+                    late[stay] = None
+        return late
+
+    def _force(self, device: int, limit: float) -> None:
+        """Lets the device wait for copies until it stays within its limit, or nothing more helps."""
+        held, moved = self.held[device], self.moved[device]
+        while held.most > limit:
+            where = held.where()
+            there = list(self._stays_at(device, where))
+            under_way = [stay for stay in there if stay in moved and where < stay.given]
+            early = [stay for stay in there if stay in moved and stay.taken <= where]
+            begin = self.starts[device][where]
+            if under_way:
+                stay = min(under_way, key=lambda stay: stay.over)
+                held.add(where, stay.given, -stay.size)
+                stay.given, stay.sent, stay.over = where, min(stay.sent, where), min(stay.over, begin)
+            elif early:
+                stay = max(early, key=lambda stay: stay.needed)
+                held.add(stay.taken, where + 1, -stay.size)
+                stay.taken, stay.back = where + 1, max(stay.back, begin)
+            else:
+                for stay in sorted(there, key=lambda stay: -stay.used):
+                    if stay not in moved:
+                        stay.out, stay.over, stay.back = stay.ready, begin, begin
+                        stay.sent, stay.given, stay.taken = stay.made + 1, where, where + 1
+                        if self._host_has_room(stay):
+                            self._add(stay)
+                            break
+                else:
+                    return
+
+    # --- the result ------------------------------------------------------------------------------------------
+
+    def result(self) -> Offloaded:
+        """The order with its copies."""
+        rows = tuple(_row(row, moved) for row, moved in zip(self.rows, self.moved, strict=True))
+        peaks = tuple(held.most for held in self.held) if self.known else None
+        over = tuple(
+            max(0.0, held.most - limit) if self.limited and held.most > limit * (1 + ROUNDING) else 0.0
+            for held, limit in zip(self.held, self.limits, strict=True)
+        )
+        return Offloaded(replace(self.order, rows=rows), tuple(map(len, self.moved)), peaks, over)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A copy, or the end of one, before the pass at `place`."""
+
+    place: int
+    kind: Kind
+    stay: _Stay
+
+
+def _turns(moved: Collection[_Stay]) -> list[_Turn]:
+    """O, D and L of a device in the order of its row. At one place memory is given back first: `_given` makes sure that
+    no pass waits for it. Copies follow by their time, as the engine takes them."""
+    turns = []
+    for stay in moved:
+        at_once = stay.sent == stay.given
+        turns.append((stay.sent, not at_once, stay.out, Kind.O, stay))
+        turns.append((stay.given, False, max(stay.out, stay.over), Kind.D, stay))
+        turns.append((stay.taken, True, stay.back, Kind.L, stay))
+    turns.sort(key=lambda turn: (*turn[:3], turn[4].stage, turn[4].microbatch, turn[3] is Kind.D))
+    return [_Turn(place, kind, stay) for place, _, _, kind, stay in turns]
+
+
+def _row(row: Sequence[Pass], moved: Collection[_Stay]) -> tuple[Pass, ...]:
+    turns = _turns(moved)
+    result: list[Pass] = []
+    done = 0
+    for place, item in enumerate(row):
+        while done < len(turns) and turns[done].place == place:
+            stay = turns[done].stay
+            result.append(Pass(turns[done].kind, stay.stage, stay.microbatch, stay.slice))
+            done += 1
+        result.append(item)
+    assert done == len(turns), "every copy stands before a pass"
+    return tuple(result)
+
+
+ROUNDING = 1e-12
+"""Of bytes: what sums may be off by."""
+
+_made = attrgetter("made")
+
+
+Times = list[list[float]]
+"""By device and place."""
+
+
+def _late_forwards(order: Order, costs: Costs) -> tuple[Times, Times, Times]:
+    """Starts and ends of all passes in the event model, but what devices run before their first backward as late as
+    nobody waits for it; and ends as early as can be."""
+    graph = Graph.of(order)
+    takes = durations(order, graph, costs)
+    times = run(order, graph, takes)
+    start, eager_end = list(times.start), times.end
+    passes = len(graph.items)
+    first_backward = [
+        next((n for n in range(*bounds) if _goes_back(graph.items[n])), bounds[1]) for bounds in pairwise(graph.first)
+    ]
+    joins = _joins(order, graph, times)
+    awaited_from = [inf] * (graph.size - passes)
+    """By transfer, when the first pass that waits for it starts."""
+    for number in reversed(times.happened):
+        if number >= passes:
+            continue
+        device, here, microbatch = graph.device_of[number], graph.site[number], graph.offset[number]
+        if number < first_backward[device] < graph.first[device + 1]:
+            latest = start[number + 1]
+            for transfer in graph.waits[graph.site[number + 1]]:
+                waited = transfer + graph.offset[number + 1]
+                if times.start[waited] >= eager_end[number]:  # it is issued in between
+                    latest = min(latest, start[number + 1] - takes[waited])
+            for transfer in graph.feeds[here]:
+                fed = transfer + microbatch
+                latest = min(latest, awaited_from[fed - passes] - takes[fed])
+            joined = bisect_left(joins[device], eager_end[number])
+            if joined < len(joins[device]):
+                latest = min(latest, joins[device][joined])
+            start[number] = max(start[number], latest - takes[number])
+        for transfer in graph.waits[here]:
+            waited = transfer + microbatch - passes
+            awaited_from[waited] = min(awaited_from[waited], start[number])
+    starts = [start[first:last] for first, last in pairwise(graph.first)]
+    ends = [[start[n] + takes[n] for n in range(first, last)] for first, last in pairwise(graph.first)]
+    return starts, ends, [eager_end[first:last] for first, last in pairwise(graph.first)]
+
+
+def _joins(order: Order, graph: Graph, times: Run) -> Times:
+    """By device, when its collectives begin: they wait for every member, which issues them behind the passes that ended
+    before."""
+    joins: Times = [[] for _ in range(order.devices)]
+    for route, numbers in graph.by_route():
+        if route.kind not in HOP_KINDS:
+            for device in route.members:
+                joins[device] += [times.start[number] for number in numbers]
+    return [sorted(row) for row in joins]
+
+
+def _goes_back(item: Pass) -> bool:
+    return any(part.kind is Kind.R or ROLE[part.kind] is Kind.B for part in parts_of(item))

@@ -1,0 +1,273 @@
+"""Activations on the host in real runs: the same bits, less memory, and nothing that is used too early.
+
+The judge is the same pipeline with everything on the device, which other tests compare with transformers in one
+process. Memory that is given back is poisoned, copies are late by chance, layers choose at random what becomes of
+their activations.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference
+import torch
+from harness import run_processes
+from test_gradients import llama
+
+from evenpipe.errors import InputError
+from evenpipe.model import describe
+from evenpipe.runtime import OffloadOptions, Pipeline
+from evenpipe.runtime.host_pool import FileSlab, Slot
+from evenpipe.runtime.offload import Activations
+from evenpipe.schedule import SCHEDULES, Kind, Order, add_recompute, offloaded, plan_order
+
+MODES = ("first-last", "vocab-1", "vocab-2")
+VOCABULARY = 67
+LAYERS = 8
+DELAY_SECONDS = 0.002
+"""Of a copy, at most."""
+
+
+@dataclass(frozen=True)
+class Case:
+    schedule: str
+    mode: str
+    microbatches: int
+    seed: int
+    activations: str = "all"
+
+    def __str__(self) -> str:
+        return f"{self.schedule}, {self.mode}, m = {self.microbatches}, seed {self.seed}, {self.activations}"
+
+
+@cache
+def described(tied: bool) -> Any:
+    return describe(llama(VOCABULARY, tied, torch.float32, LAYERS))
+
+
+def poison_and_delay(seed: int) -> list[int]:
+    """Copies begin late, and memory of the host holds no number as soon as it is given back. Returns how many copies
+    there were, as they are made."""
+    chance, count = random.Random(seed), [0]
+    write, read, load = FileSlab.write, FileSlab.read, Activations.load
+
+    def late_write(slab: FileSlab, slot: Slot, address: int, size: int) -> None:
+        count[0] += 1
+        time.sleep(chance.uniform(0, DELAY_SECONDS))
+        write(slab, slot, address, size)
+
+    def late_read(slab: FileSlab, slot: Slot, address: int, size: int) -> None:
+        count[0] += 1
+        time.sleep(chance.uniform(0, DELAY_SECONDS))
+        read(slab, slot, address, size)
+        nothing = torch.full((size // 4 + 1,), torch.nan)
+        write(slab, slot, nothing.data_ptr(), size)
+
+    def load_into_nothing(activations: Activations, key: tuple[int, int]) -> None:
+        """Fresh memory of the device holds what was there before; here it holds no number until the copy is over."""
+        empty = torch.empty
+        torch.empty = lambda size, *arguments, **named: empty(size, *arguments, **named).fill_(255)  # type: ignore
+        try:
+            load(activations, key)
+        finally:
+            torch.empty = empty
+
+    FileSlab.write, FileSlab.read, Activations.load = late_write, late_read, load_into_nothing  # type: ignore
+    return count
+
+
+def choices(seed: int) -> dict[str, Any]:
+    """What becomes of the layers' activations, at random."""
+    chance = random.Random(seed)
+    return {
+        "checkpointing": [chance.choice(("none", "full", "selective")) for _ in range(LAYERS)],
+        "layers": [chance.choice(("offload", "offload", "keep")) for _ in range(LAYERS)],
+        "tied": chance.random() < 0.5,
+        "again": chance.random() < 0.25,
+        "streams": chance.choice((1, 2)),
+    }
+
+
+def schedule_of(case: Case, again: bool) -> Any:
+    if not again:
+        return case.schedule
+
+    def recomputed(devices: int, microbatches: int) -> Order:
+        return add_recompute(plan_order(case.schedule, devices, microbatches, case.mode, offload="none"))
+
+    return recomputed
+
+
+def gradients(case: Case, activations: str) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """Losses of two steps of other sizes, the sums of their gradients, and how many forwards of this device were
+    moved."""
+    given = choices(case.seed)
+    pipeline = Pipeline(
+        described(given["tied"]),
+        schedule=schedule_of(case, given["again"]),
+        vocabulary=case.mode,
+        microbatches=case.microbatches,
+        checkpointing=given["checkpointing"],
+        offload=OffloadOptions(activations=activations, layers=given["layers"], streams=given["streams"]),
+        self_check=False,
+    )
+    losses = []
+    for sequences, tokens in ((2, 6), (1, 9)):
+        ids, labels = reference.batches(VOCABULARY, sequences * case.microbatches, tokens, 1, seed=tokens)[0]
+        losses.append(pipeline.step(ids, labels).loss)
+    found = pipeline.full_gradients()
+    held = pipeline._activations
+    assert held is None or (held.pool.used == 0 and held.left == ())
+    moved = len({item for item in pipeline.order.rows[pipeline.device] if item and item.kind is Kind.O})
+    pipeline.close()
+    return losses, found, moved
+
+
+def faults_of_all(cases: list[Case], poisoned: bool) -> tuple[list[str], int, int]:
+    """What is wrong, how many forwards were moved, and how many copies were made."""
+    Activations.smallest_bytes = 1
+    kept = [gradients(case, "none") for case in cases]
+    count = poison_and_delay(os.getpid()) if poisoned else [0]
+    faults, forwards = [], 0
+    for case, (losses, wanted, _) in zip(cases, kept, strict=True):
+        try:
+            found_losses, found, moved = gradients(case, case.activations)
+        except Exception as error:
+            error.add_note(str(case))
+            raise
+        forwards += moved
+        others = [name for name, tensor in wanted.items() if not torch.equal(tensor, found[name])]
+        faults += [f"{case}: other bits in {others}"] * bool(others)
+        faults += [f"{case}: losses {found_losses}, not {losses}"] * (found_losses != losses)
+    return faults, forwards, count[0]
+
+
+def check(processes: int, cases: list[Case], *, poisoned: bool = False) -> tuple[int, int]:
+    results = run_processes(faults_of_all, processes, cases, poisoned, timeout_seconds=280)
+    assert not any(faults for faults, _, _ in results), "\n".join(fault for faults, _, _ in results for fault in faults)
+    return sum(moved for _, moved, _ in results), sum(copies for _, _, copies in results)
+
+
+def cases(processes: int, turns: int = 1) -> list[Case]:
+    return [
+        Case(
+            name,
+            MODES[(number + turn) % 3],
+            (1, 3, processes + 1, 2 * processes)[(number + turn) % 4],
+            31 * number + turn,
+        )
+        for turn in range(turns)
+        for number, name in enumerate(SCHEDULES)
+    ]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_every_schedule_gives_the_same_bits_with_everything_on_the_host(processes: int) -> None:
+    moved, _ = check(processes, cases(processes))
+    assert moved > 20 * processes
+
+
+def test_poisoned_memory_and_late_copies_change_nothing_but_time() -> None:
+    _, copies = check(2, cases(2, turns=2), poisoned=True)
+    assert copies >= 1000
+
+
+@pytest.mark.parametrize("schedule", ["po-h", "po-f"])
+def test_schedules_with_copies_of_their_own(schedule: str) -> None:
+    check(2, [Case(schedule, mode, 6, seed, "scheduled") for seed, mode in enumerate(MODES)])
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+
+def most_resident(microbatches: int, activations: str) -> tuple[int, int]:
+    """Bytes of the process that no file stands behind: with everything there but a step, and at most during one."""
+    config = llama(256, False, torch.float32, 4).config
+    config.hidden_size, config.intermediate_size, config.max_position_embeddings = 256, 512, 256
+    pipeline = Pipeline(
+        config,
+        schedule="gpipe",
+        microbatches=microbatches,
+        offload=OffloadOptions(activations=activations),
+        self_check=False,
+    )
+    ids = torch.zeros(microbatches, 256, dtype=torch.int64)
+    pipeline.step(ids)
+    before = resident()
+    most = [0]
+    walker = pipeline._walker
+    for kind, handler in list(walker._pass_handlers.items()):
+
+        def watched(item: Any, handler: Any = handler) -> None:
+            handler(item)
+            most[0] = max(most[0], resident())
+
+        walker._pass_handlers[kind] = watched
+    walker._rows.clear()
+    pipeline.step(ids)
+    pipeline.close()
+    return before, most[0]
+
+
+def resident() -> int:
+    with Path("/proc/self/status").open(encoding="ascii") as file:
+        lines = dict(line.split(":", 1) for line in file)
+    return sum(int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+
+
+def test_resident_memory_does_not_grow_with_the_microbatches() -> None:
+    grown = {}
+    for activations in ("none", "all"):
+        for microbatches in (4, 16):
+            found = run_processes(most_resident, 1, microbatches, activations)
+            grown[activations, microbatches] = max(most - before for before, most in found)
+    assert grown["none", 16] > 3 * grown["none", 4] > 3 * 2**22
+    assert grown["all", 16] < 1.1 * grown["all", 4]
+
+
+# --- what a user may get wrong ----------------------------------------------------------------------------------
+
+
+def refusals() -> dict[str, str]:
+    found = {}
+    for name, options in {
+        "a number without bytes": OffloadOptions(activations=1e9),
+        "too few layers": OffloadOptions(layers=("keep",)),
+    }.items():
+        with pytest.raises(InputError) as error:
+            Pipeline(described(False), offload=options, self_check=False)
+        found[name] = str(error.value)
+    with pytest.raises(InputError) as error:
+        Pipeline(described(False), offload={"activations": "all"}, self_check=False)  # type: ignore[arg-type]
+    found["a dictionary"] = str(error.value)
+    return found
+
+
+def test_wrong_options_are_refused_by_every_process() -> None:
+    for found in run_processes(refusals, 2):
+        assert "costs do not say what passes store" in found["a number without bytes"]
+        assert "offload.layers: 1 choices, expected one for each of the 8 layers" in found["too few layers"]
+        assert "expected OffloadOptions, or None" in found["a dictionary"]
+
+
+def test_an_order_with_copies_runs_as_it_stands() -> None:
+    order = plan_order("1f1b", 2, 6, "vocab-2", offload="all")
+    assert offloaded(order)
+    faults = run_processes(runs_as_it_stands, 2, order)
+    assert faults == ["", ""]
+
+
+def runs_as_it_stands(order: Order) -> str:
+    pipeline = Pipeline(described(False), schedule=order, self_check=False)
+    ids, labels = reference.batches(VOCABULARY, 6, 6, 1)[0]
+    pipeline.step(ids, labels)
+    fault = "" if pipeline.order == order else "another order ran"
+    pipeline.close()
+    return fault

@@ -1,0 +1,358 @@
+"""Activations on the host and back: the pool, the copies, and what autograd finds when it comes back."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evenpipe.errors import InputError, RunError
+from evenpipe.runtime.copies import FileCopies
+from evenpipe.runtime.host_pool import PAGE, SLAB, FileSlab, HostPool, Slot
+from evenpipe.runtime.offload import Activations, Entrance, keep_on_device
+from evenpipe.runtime.offload_options import OffloadOptions
+
+CPU = torch.device("cpu")
+KEY = (0, 0)
+
+
+# --- the pool ---------------------------------------------------------------------------------------------------
+
+
+class NoSlab:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_slots_never_overlap_and_come_back(seed: int) -> None:
+    chance, pool = random.Random(seed), HostPool(NoSlab)
+    taken: list[Slot] = []
+    for _ in range(400):
+        if taken and chance.random() < 0.48:
+            pool.give(taken.pop(chance.randrange(len(taken))))
+        else:
+            slot = pool.take(chance.choice([1, PAGE, PAGE + 1, 3 * PAGE, chance.randint(1, SLAB // 4)]))
+            assert slot is not None
+            assert slot.offset % PAGE == slot.size % PAGE == 0
+            assert slot.offset + slot.size <= pool.slabs[slot.slab].size
+            for other in taken:
+                apart = other.offset + other.size <= slot.offset or slot.offset + slot.size <= other.offset
+                assert other.slab != slot.slab or apart
+            taken.append(slot)
+        assert pool.used == sum(slot.size for slot in taken) <= pool.most_used
+    for slot in taken:
+        pool.give(slot)
+    slabs = pool.size
+    for slab in list(pool.slabs):  # everything is in one piece again
+        assert pool.take(slab.size) is not None
+    assert pool.size == slabs
+
+
+def test_the_same_sizes_find_the_same_memory() -> None:
+    pool = HostPool(NoSlab)
+    for _ in range(5):
+        slots = [pool.take(size) for size in (SLAB // 3, SLAB // 3, 5 * PAGE, SLAB)]
+        for slot in slots:
+            assert slot is not None
+            pool.give(slot)
+    assert pool.size == 2 * SLAB
+
+
+def test_a_pool_is_no_larger_than_it_may_be() -> None:
+    pool = HostPool(NoSlab, 10 * PAGE)
+    first, second = pool.take(6 * PAGE), pool.take(4 * PAGE)
+    assert first is not None
+    assert second is not None
+    assert pool.take(1) is None
+    assert pool.size == 10 * PAGE
+    pool.give(first)
+    assert pool.take(6 * PAGE) is not None
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    slab = FileSlab(8 * PAGE, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    source, target = torch.randn(3 * PAGE // 4), torch.zeros(3 * PAGE // 4)
+    slot = Slot(0, 2 * PAGE, 3 * PAGE)
+    slab.write(slot, source.data_ptr(), 3 * PAGE)
+    slab.read(slot, target.data_ptr(), 3 * PAGE)
+    assert torch.equal(source, target)
+
+
+def test_no_file_can_be_made(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"offload.directory: .*nowhere', no file of 4096 bytes can be made there"):
+        FileSlab(PAGE, tmp_path / "nowhere")
+
+
+# --- one forward and backward -----------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """Aliases, views, a tensor that is saved twice, a small one, and one in another dtype."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        q, k, v = self.up(self.norm(hidden)).chunk(3, dim=-1)
+        mixed = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+        mask = mixed > 0
+        return hidden + self.down((mixed * mask).double().sin().float() * q.exp().clamp(max=2))
+
+
+class Late(FileCopies):
+    """Copies begin when they are let go."""
+
+    def __init__(self, pool: HostPool) -> None:
+        super().__init__(pool)
+        self.gate = threading.Event()
+
+    def _copy(self, *arguments: object) -> None:
+        assert self.gate.wait(20)
+        super()._copy(*arguments)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def activations() -> Iterator[Activations]:
+    made = OffloadOptions().engine(CPU)
+    yield made
+    made.copies.close()
+
+
+def model(layers: int = 3, width: int = 64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(width) for _ in range(layers)))
+
+
+def forward(
+    stage: nn.Module, activations: Activations, hidden: Tensor, key: tuple[int, int] = KEY
+) -> tuple[Tensor, list[Tensor]]:
+    gradients: list[Tensor] = []
+    anchor = torch.empty(0, requires_grad=True)
+    with activations.saving(key, stage.parameters()):
+        return stage(Entrance.apply(anchor, hidden, gradients)), gradients
+
+
+def through_the_host(activations: Activations, key: tuple[int, int] = KEY) -> None:
+    activations.offload(key)
+    activations.give_back(key)
+    activations.load(key)
+    activations.ready(key)
+
+
+def gradients_of(stage: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in stage.parameters()]
+
+
+def expected(stage: nn.Module, hidden: Tensor) -> tuple[list[Tensor], Tensor]:
+    stage.zero_grad()
+    leaf = hidden.clone().requires_grad_()
+    stage(leaf).square().sum().backward()
+    assert leaf.grad is not None
+    found = gradients_of(stage)
+    stage.zero_grad()
+    return found, leaf.grad
+
+
+def test_gradients_have_the_same_bits(activations: Activations) -> None:
+    stage = model()
+    for size in ((4, 32), (1, 50), (4, 32)):  # sizes change from step to step
+        hidden = torch.randn(*size, 64)
+        wanted, input_gradient = expected(stage, hidden)
+        output, found = forward(stage, activations, hidden)
+        through_the_host(activations)
+        output.square().sum().backward()
+        assert all(map(torch.equal, gradients_of(stage), wanted))
+        assert torch.equal(found[0], input_gradient)
+        assert activations.left == ()
+        assert activations.pool.used == 0
+
+
+def test_the_device_holds_nothing_between_D_and_L(activations: Activations) -> None:
+    stage = model()
+    hidden = torch.randn(8, 32, 64)
+    output, _ = forward(stage, activations, hidden)
+    memories = [one() for one in activations._stashes[KEY].saved]
+    storages = [weakref.ref(memory.storage) for memory in memories if memory is not None]
+    saved = sum(memory.bytes for memory in memories if memory is not None)
+    assert len(storages) > 20
+    output = output.detach().sum() + output.mean()  # the output itself is given away
+    del memories, hidden
+    gc.disable()
+    activations.offload(KEY)
+    activations.give_back(KEY)
+    assert activations.pool.used >= saved
+    assert not [storage for storage in storages if storage() is not None]
+    gc.enable()
+    activations.load(KEY)
+    activations.ready(KEY)
+    output.backward()
+    assert activations.pool.used == 0
+
+
+def test_what_shares_memory_shares_it_afterwards(activations: Activations) -> None:
+    found: list[Tensor] = []
+    wide = torch.randn(64, 96, requires_grad=True)
+    with activations.saving(KEY, [wide]):
+        whole = wide * 2
+        q, k = whole.chunk(2, dim=-1)
+        product = q * k
+    through_the_host(activations)
+    node = product.grad_fn
+    assert node is not None
+    found = [node._saved_self, node._saved_other]
+    assert found[0].untyped_storage()._cdata == found[1].untyped_storage()._cdata
+    assert torch.equal(found[0], q)
+    assert torch.equal(found[1], k)
+    assert found[1].stride() == k.stride()
+
+
+def test_parameters_and_small_tensors_stay(activations: Activations) -> None:
+    stage = nn.Linear(256, 256)
+    output, _ = forward(stage, activations, torch.randn(2, 256))  # 2 KiB
+    assert activations._stashes[KEY].saved == []
+    through_the_host(activations)
+    output.sum().backward()
+
+
+def test_a_layer_can_be_kept(activations: Activations) -> None:
+    stage = model(2)
+    bytes_moved = []
+    for kept in (False, True):
+        if kept:
+            keep_on_device(stage[1], activations)
+        hidden = torch.randn(4, 32, 64)
+        wanted, _ = expected(stage, hidden)
+        output, _ = forward(stage, activations, hidden)
+        activations.offload(KEY)
+        bytes_moved.append(activations.pool.used)
+        activations.give_back(KEY)
+        activations.load(KEY)
+        activations.ready(KEY)
+        output.square().sum().backward()
+        assert all(map(torch.equal, gradients_of(stage), wanted))
+    assert bytes_moved[1] * 2 == pytest.approx(bytes_moved[0], rel=0.1)
+
+
+@pytest.mark.parametrize("when", ["before O", "before its use"])
+def test_a_saved_tensor_that_is_changed_in_place_is_noticed(activations: Activations, when: str) -> None:
+    hidden = torch.randn(64, 64)
+    weight = torch.randn(64, 64, requires_grad=True)
+    if when == "before O":
+        with activations.saving(KEY, []):
+            product = hidden @ weight
+        hidden.add_(1)
+        with pytest.raises(RuntimeError, match="changed in place after it was saved"):
+            activations.offload(KEY)
+        return
+    activations.smallest_bytes = 1
+    with activations.saving(KEY, []):
+        product = hidden @ weight
+    hidden.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        product.sum().backward()
+
+
+def test_late_copies_delay_and_nothing_else() -> None:
+    pool = HostPool(FileSlab)
+    copies = Late(pool)
+    activations = Activations(pool, copies, CPU)
+    stage, hidden = model(), torch.randn(4, 32, 64)
+    wanted, _ = expected(stage, hidden)
+    output, _ = forward(stage, activations, hidden)
+    del hidden
+    activations.offload(KEY)
+    for step in (lambda: activations.give_back(KEY), lambda: activations.ready(KEY)):
+        copies.gate.clear()
+        waits = threading.Timer(0.05, copies.gate.set)
+        waits.start()
+        step()
+        assert copies.gate.is_set()
+        copies.gate.clear()
+        if KEY in activations._moved:
+            activations.load(KEY)
+    output.square().sum().backward()
+    assert all(map(torch.equal, gradients_of(stage), wanted))
+    copies.gate.set()
+    copies.close()
+
+
+# --- a host without room ----------------------------------------------------------------------------------------
+
+
+def test_no_room_is_an_error_that_says_so() -> None:
+    activations = OffloadOptions(host_memory=4 * PAGE).engine(CPU)
+    graph = forward(model(), activations, torch.randn(4, 32, 64))
+    with pytest.raises(RunError, match=r"the host has no room for \d+ bytes of stage 0, microbatch 0"):
+        activations.offload(KEY)
+    assert activations.pool.used == 0
+    activations.clear()
+    activations.copies.close()
+    del graph
+
+
+def test_or_what_does_not_fit_stays() -> None:
+    activations = OffloadOptions(host_memory=40 * PAGE, when_full="keep").engine(CPU)
+    stage, hidden = model(), torch.randn(4, 32, 64)
+    wanted, _ = expected(stage, hidden)
+    output, _ = forward(stage, activations, hidden)
+    activations.offload(KEY)
+    assert 0 < activations.pool.used <= 40 * PAGE
+    activations.give_back(KEY)
+    activations.load(KEY)
+    activations.ready(KEY)
+    output.square().sum().backward()
+    assert all(map(torch.equal, gradients_of(stage), wanted))
+    activations.copies.close()
+
+
+def test_a_step_that_failed_leaves_nothing(activations: Activations) -> None:
+    stage = model()
+    graphs = []
+    for key, until in (((0, 0), 0), ((0, 1), 1), ((0, 2), 2), ((0, 3), 3)):
+        graphs.append(forward(stage, activations, torch.randn(4, 32, 64), key))
+        steps: list[Callable[[tuple[int, int]], None]] = [activations.offload, activations.give_back, activations.load]
+        for step in steps[:until]:
+            step(key)
+    assert activations.left
+    assert activations.pool.used
+    activations.clear()
+    assert activations.left == ()
+    assert activations.pool.used == 0
+
+
+# --- options ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"activations": "some"}, "offload: 'some', expected one of scheduled, none, free, all, or bytes above 0"),
+        ({"activations": -1.0}, "offload: -1.0, expected one of"),
+        ({"when_full": "wait"}, "offload.when_full: 'wait', expected 'error' or 'keep'"),
+        ({"streams": 3}, "offload.streams: 3, expected 1 or 2"),
+        ({"host_memory": 100}, "offload.host_memory: 100, expected whole bytes, at least 4096"),
+    ],
+)
+def test_wrong_options(given: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        OffloadOptions(**given)  # type: ignore[arg-type]
+    assert message in str(error.value)
+
+
+def test_choices_of_layers() -> None:
+    assert OffloadOptions().of_layers(2) == ("offload", "offload")
+    assert OffloadOptions(layers=("keep", "offload")).of_layers(2) == ("keep", "offload")
+    with pytest.raises(InputError, match=r"offload.layers: 1 choices, expected one for each of the 2 layers"):
+        OffloadOptions(layers=("keep",)).of_layers(2)
+    with pytest.raises(InputError, match=r"offload.layers: 'drop', expected 'offload' or 'keep'"):
+        OffloadOptions(layers="drop").of_layers(2)
