@@ -6,7 +6,7 @@ The same model runs with everything kept, and with everything on the host that l
 (`OffloadOptions(activations="all")`). For each process:
 
     grown       the most bytes that no file stands behind (RssAnon + RssShmem) in a step, less those before it
-    predicted   the same from the estimator: the most bytes of tensors, less what there is between steps
+    predicted   the same from the estimator: the most bytes of tensors, less those behind the step
     step        median seconds
 """
 
@@ -28,8 +28,11 @@ import torch.distributed as dist
 from common import llama, option, token_ids
 
 from evenpipe.costs.hardware import KNOWN
-from evenpipe.memory.estimate import estimate
+from evenpipe.memory.device import DeviceBytes
+from evenpipe.memory.estimate import estimate, model_bytes
 from evenpipe.memory.parallelism import Parallelism
+from evenpipe.memory.programs import planned
+from evenpipe.memory.replay import replay
 from evenpipe.model import describe
 from evenpipe.runtime import OffloadOptions, Pipeline, launch
 from evenpipe.runtime.host_memory import return_freed_memory
@@ -105,17 +108,33 @@ def measure(settings: Settings, schedule: str, activations: str, microbatches: i
 
 
 def predicted(settings: Settings, order: Order) -> list[int]:
-    """By device: the most bytes of tensors in a step, less those between steps."""
+    """By device: the most bytes of tensors in a step, less those behind it; gradients are there already."""
+    description = describe(llama(settings, VOCABULARY))
+    sizes = {"sequence": settings.tokens, "vocabulary": "balanced"}
     found = estimate(
-        describe(llama(settings, VOCABULARY)),
+        description,
         Parallelism(pp=settings.processes),
-        sequence=settings.tokens,
         microbatches=order.microbatches,
         schedule=order,
         hardware=replace(KNOWN["H200"], name="this host", torch_device="cpu"),
+        **sizes,
     )
-    terms = ("activations", "vocabulary", "buffers", "transient")
-    return [sum(device.memory.terms[term] for term in terms) for device in found.devices]
+    plan = planned(
+        description,
+        order,
+        devices=settings.processes,
+        microbatches=order.microbatches,
+        layers_per_stage=None,
+        options=None,
+        **sizes,
+    )
+    grown = []
+    for device in range(settings.processes):
+        held = DeviceBytes.of(model_bytes(description), plan, found.run, device)
+        state = replace(held.state, optimizer=0, step_peak=0)
+        memory = replay(plan.program, device, held.stages, held.vocabulary, state, batch=held.fixed, curve=True)
+        grown.append(memory.peak - memory.curve[-1])
+    return grown
 
 
 def main() -> None:

@@ -90,6 +90,12 @@ def test_the_schedule_commands_of_the_readme(tmp_path: Path) -> None:
     run([*evenpipe, "check", "best.csv"], tmp_path)
 
 
+def test_the_command_about_activations_on_the_host_of_the_readme(tmp_path: Path) -> None:
+    (words,) = (words for words in commands("evenpipe ") if "--offload" in words)
+    run([sys.executable, "-m", "evenpipe.cli.main", *words[1:]], tmp_path)
+    assert "offload to host" in (tmp_path / "offload.html").read_text(encoding="utf-8")
+
+
 def test_the_commands_about_what_is_known_before_a_run_of_the_readme(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     shown = [words for words in commands("evenpipe ") if words[1] in {"explain", "estimate", "plan"}]
@@ -99,7 +105,7 @@ def test_the_commands_about_what_is_known_before_a_run_of_the_readme(tmp_path: P
         assert words in text
 
 
-@pytest.mark.parametrize("name", ["schedules.md", "memory.md"])
+@pytest.mark.parametrize("name", ["schedules.md", "memory.md", "offload.md"])
 def test_what_a_page_shows_is_what_its_commands_print(name: str, tmp_path: Path) -> None:
     pytest.importorskip("ortools")
     sys.path.insert(0, str(ROOT / "docs"))

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from evenpipe.runtime import OffloadOptions, Pipeline, StepResult, initialise_worker, launch
+    from evenpipe.runtime import HostAdamW, OffloadOptions, Pipeline, StepResult, initialise_worker, launch
     from evenpipe.vocabulary import LossOptions
 
 _PUBLIC = {
+    "HostAdamW": "evenpipe.runtime",
     "LossOptions": "evenpipe.vocabulary",
     "OffloadOptions": "evenpipe.runtime",
     "Pipeline": "evenpipe.runtime",
@@ -22,7 +23,16 @@ _PUBLIC = {
     "launch": "evenpipe.runtime",
 }
 
-__all__ = ["LossOptions", "OffloadOptions", "Pipeline", "StepResult", "__version__", "initialise_worker", "launch"]
+__all__ = [
+    "HostAdamW",
+    "LossOptions",
+    "OffloadOptions",
+    "Pipeline",
+    "StepResult",
+    "__version__",
+    "initialise_worker",
+    "launch",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -70,7 +70,7 @@ def test_pass_times_are_found_again(schedule: str, mode: str, kinds: str) -> Non
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_step_is_predicted_as_it_was_measured(schedule: str, mode: str) -> None:
     """From the means of the trace alone; every pass of it, to the last digit but one."""
-    costs = Costs(F=3, B=6, I=3, W=2, S=1, C=0.25, T=0.75, E=0.5, G=0.25)
+    costs = Costs(F=3, B=6, I=3, W=2, S=1, C=0.25, T=0.75, E=0.5, G=0.25, O=4, L=3.5)
     comparison = compare(trace(schedule, mode, 4, costs))
     for row, again in zip(comparison.measured.events, comparison.predicted.events, strict=True):
         assert [(e.item, pytest.approx(e.start), pytest.approx(e.end)) for e in row] == [

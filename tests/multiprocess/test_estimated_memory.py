@@ -27,6 +27,10 @@ CLOSE = 0.002
 """What is left: which tokens are in which shard, taken to be as many everywhere. With a whole vocabulary it is the four
 bytes of the loss."""
 
+EARLY = 0.02
+"""By which estimates may be above what is counted where activations are on the host: a backward gives back the input of
+its stage before its end then, and is estimated as one that does not."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -74,12 +78,12 @@ def config(case: Case) -> LlamaConfig:
     )
 
 
-def count(cases: list[Case]) -> list[tuple[int, Order]]:
-    """The most bytes of this process, and the order that it ran."""
+def count(cases: list[Case]) -> list[tuple[int, Order, int]]:
+    """The most bytes of this process, the order that it ran, and the most bytes on the host."""
     return [count_one(case) for case in cases]
 
 
-def count_one(case: Case) -> tuple[int, Order]:
+def count_one(case: Case) -> tuple[int, Order, int]:
     axes = (case.replicas, DEVICES // case.replicas)
     pipeline = Pipeline(
         config(case),
@@ -105,11 +109,11 @@ def count_one(case: Case) -> tuple[int, Order]:
             optimizer.step()
             pipeline.zero_grad()
     pipeline.close()
-    return counted.peak, pipeline.order
+    return counted.peak, pipeline.order, 0 if pipeline._activations is None else pipeline._activations.pool.most_used
 
 
 @pytest.fixture(scope="module")
-def counted() -> dict[Case, list[tuple[int, Order]]]:
+def counted() -> dict[Case, list[tuple[int, Order, int]]]:
     by_process = run_processes(count, DEVICES, CASES, timeout_seconds=240)
     return {case: [found[number] for found in by_process] for number, case in enumerate(CASES)}
 
@@ -130,10 +134,14 @@ def test_estimated_peaks_are_those_counted(case: Case, traced: bool, counted) ->
         hardware=CPU,
         traced=traced,
     )
-    for process, (peak, _) in enumerate(counted[case]):
+    for process, (peak, _, host) in enumerate(counted[case]):
         device = found.devices[process % len(found.devices)]
         error = device.peak_allocated / peak - 1
         print(
             f"{case} device {device.device}: {device.peak_allocated} of {peak} ({error:+.3%}), {device.binding_event}"
         )
-        assert abs(error) < CLOSE, f"{device} and {peak}"
+        more = EARLY if device.host else CLOSE
+        assert -CLOSE < error < more, f"{device} and {peak}"
+        assert device.host <= host <= 1.02 * device.host, (
+            f"{device.host} on the host, and {host} in slots of whole pages"
+        )

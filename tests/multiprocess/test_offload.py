@@ -24,6 +24,7 @@ from test_gradients import llama
 from evenpipe.errors import InputError
 from evenpipe.model import describe
 from evenpipe.runtime import OffloadOptions, Pipeline
+from evenpipe.runtime.host_memory import return_freed_memory
 from evenpipe.runtime.host_pool import FileSlab, Slot
 from evenpipe.runtime.offload import Activations
 from evenpipe.schedule import SCHEDULES, Kind, Order, add_recompute, offloaded, plan_order
@@ -198,6 +199,7 @@ def most_resident(microbatches: int, activations: str) -> tuple[int, int]:
         offload=OffloadOptions(activations=activations),
         self_check=False,
     )
+    return_freed_memory()  # with everything on the device too
     ids = torch.zeros(microbatches, 256, dtype=torch.int64)
     pipeline.step(ids)
     before = resident()
@@ -223,13 +225,15 @@ def resident() -> int:
 
 
 def test_resident_memory_does_not_grow_with_the_microbatches() -> None:
+    """But for the gradients of the last hidden states, which the output layer makes in the forwards of GPipe."""
     grown = {}
     for activations in ("none", "all"):
         for microbatches in (4, 16):
             found = run_processes(most_resident, 1, microbatches, activations)
             grown[activations, microbatches] = max(most - before for before, most in found)
     assert grown["none", 16] > 3 * grown["none", 4] > 3 * 2**22
-    assert grown["all", 16] < 1.1 * grown["all", 4]
+    gradients = (16 - 4) * 256 * 256 * 4
+    assert grown["all", 16] < 1.1 * grown["all", 4] + gradients
 
 
 # --- what a user may get wrong ----------------------------------------------------------------------------------

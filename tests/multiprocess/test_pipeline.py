@@ -534,9 +534,9 @@ def bad_pipelines() -> None:
         "compute_dtype: torch.float32, expected torch.float64": {"mode": "vocab-2", "compute_dtype": torch.float32},
         "ignore_index is -1, expected -100": {"mode": "vocab-2", "loss": LossOptions(ignore_index=-1)},
         "soft_cap is 30.0, expected None": {"mode": "vocab-2", "loss": LossOptions(soft_cap=30.0)},
-        "device 0 has the pass 0O0": {
+        "0D0 is missing": {
             "mode": "first-last",
-            "schedule": Order.from_csv("0F0,0F1,0O0,0D0,0L0,0B0,0B1\n1F0,1B0,1F1,1B1"),
+            "schedule": Order.from_csv("0F0,0F1,0O0,0L0,0B0,0B1\n1F0,1B0,1F1,1B1"),
         },
         "torch_device: 'gpu'": {"mode": "vocab-2", "torch_device": "gpu"},
         **({} if torch.cuda.is_available() else NO_GPU),

@@ -192,7 +192,7 @@ def check(processes: int, cases: list[Case]) -> None:
 
 
 def matrix(processes: int) -> list[Case]:
-    """All of it: 14 schedules x 3 modes x 5 numbers of microbatches, tied and untied, whatever a forward keeps."""
+    """All of it: 16 schedules x 3 modes x 5 numbers of microbatches, tied and untied, whatever a forward keeps."""
     counts = sorted({1, 2, processes, processes + 1, 2 * processes + 1})
     cases = itertools.product(SCHEDULES, MODES, counts, (False, True), KEPT)
     return [Case(*case, SHARING[number % 3]) for number, case in enumerate(cases)]

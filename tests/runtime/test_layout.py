@@ -59,12 +59,6 @@ def test_what_does_not_fit_is_refused_in_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-def test_passes_that_the_runtime_does_not_run() -> None:
-    order = Order.from_csv("0F0,0O0,0D0,0L0,0B0")
-    with pytest.raises(InputError, match=r"device 0 has the pass 0O0, but only .* can be run so far"):
-        layout(order, devices=1, microbatches=1, vocabulary="first-last")
-
-
 def test_orders_with_recomputation_are_taken() -> None:
     order = Order.from_csv("0F0,0F1,0R0,0B0,0R1,0B1")
     found = layout(order, devices=1, microbatches=2)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from evenpipe.schedule import Costs, Dependencies, Kind, Pass, Program, Transfer, generate
-from evenpipe.schedule.trace import Clock, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
+from evenpipe.schedule.trace import Clock, CopyTime, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
 from evenpipe.schedule.transforms import add_communication
 from evenpipe.simulate import simulate
+
+COPIES = (Kind.O, Kind.L)
+AWAITED = {Kind.D: Kind.O, Kind.B: Kind.L, Kind.I: Kind.L, Kind.R: Kind.L}
 
 
 def two_devices() -> Trace:
@@ -53,9 +58,12 @@ def measured(program: Program, costs: Costs) -> Trace:
     simulation = simulate(program, costs)
     timeline, dependencies = simulation.timeline, Dependencies.of(program)
     ends: dict[tuple[int, int], float] = {}
+    copies: list[dict[Pass, CopyTime]] = [{} for _ in program.rows]
     for device, row in enumerate(timeline.beside):
         for event in row:
-            assert isinstance(event.item, Transfer)
+            if isinstance(event.item, Pass):
+                copies[device][event.item] = CopyTime(event.item, event.start, event.end)
+                continue
             route = dependencies.route_of(event.item, device)
             assert route is not None
             ends[route.number, event.item.microbatch] = event.end
@@ -69,6 +77,9 @@ def measured(program: Program, costs: Costs) -> Trace:
                 transfers.append(item)
                 continue
             assert isinstance(item, Pass)
+            if item.kind in COPIES:
+                passes.append(PassTime(item, clock, clock, 0.0))
+                continue
             waited = clock
             for transfer in dependencies.waits_for(item, device):
                 route = dependencies.route_of(transfer, device)
@@ -76,12 +87,16 @@ def measured(program: Program, costs: Costs) -> Trace:
                 until = max(waited, ends[route.number, transfer.microbatch])
                 waits.append(WaitTime(transfer, item, waited, until))
                 waited = until
+            copy = copies[device].get(replace(item, kind=AWAITED[item.kind])) if item.kind in AWAITED else None
+            if copy is not None:
+                waits.append(WaitTime(copy.item, item, waited, max(waited, copy.end)))
             passes.append(PassTime(item, events[item].start, events[item].end, events[item].end - events[item].start))
             clock = events[item].end
         found = {wait.transfer: wait.end for wait in reversed(waits)}
         issued = _issued(program, device, passes)
         times = tuple(TransferTime(item, issued[item], issued[item], found.get(item)) for item in transfers)
-        devices.append(DeviceTrace(0.0, timeline.makespan, tuple(passes), tuple(waits), times))
+        beside = tuple(copies[device].values())
+        devices.append(DeviceTrace(0.0, timeline.makespan, tuple(passes), tuple(waits), times, copies=beside))
     return Trace(program, tuple(devices), costs)
 
 

@@ -99,7 +99,7 @@ class Bench:
         stage: with tensors that the tracker counts.
         names: of the modules of its layers, first to last.
         choices: the checkpointing of each layer.
-        moves: of each layer, whether what it saves goes to the host.
+        moves: of each layer, whether what it saves can go to the host; None: of all.
         argument: what layers call the hidden states.
         shape: of the hidden states, [sequences, tokens, hidden_size]; `dtype` is theirs.
     """
@@ -109,12 +109,12 @@ class Bench:
         stage: nn.Module,
         names: Sequence[str],
         choices: Sequence[str],
-        moves: Sequence[bool],
         *,
         argument: str,
         shape: tuple[int, int, int],
         dtype: torch.dtype,
         tracker: Tracker,
+        moves: Sequence[bool] | None = None,
     ) -> None:
         self._stage, self._names = stage, names
         self._shape, self._dtype = shape, dtype
@@ -131,7 +131,7 @@ class Bench:
             layer.register_forward_pre_hook(partial(self._enters, argument, place), with_kwargs=True)
         if layers:
             layers[-1].register_forward_hook(self._leaves_the_last, prepend=True)
-        self._moves = moves
+        self._moves = [True] * len(names) if moves is None else moves
         self._place = 0
         self._seen: dict[int, bool] = {}
         self._moved = [0] * (len(names) + 1)

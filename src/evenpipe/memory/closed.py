@@ -131,6 +131,7 @@ class _Norm:
     """The norm behind the layers, or what it does to zeros where the stage does not own it."""
 
     saved: int
+    moved: int
     saves_input: bool
     forward_peak: int
     backward_peak: int
@@ -146,15 +147,18 @@ def _norm_bytes(shape: LayerShape, kernels: Kernels, sizes: Sizes, *, owned: boo
     output = Block(tape, shape, kernels, sizes).last_norm(hidden)
     forward_peak, saved = meter.peak - live, meter.live - live - output.bytes
     if not owned:
-        return _Norm(0, False, forward_peak, 0)
+        return _Norm(0, 0, False, forward_peak, 0)
     assert output.node is not None
-    root, saves_input = output.node, any(one is hidden.storage for one in held(output.node))
+    root, storages = output.node, held(output.node)
+    saves_input = any(one is hidden.storage for one in storages)
+    moved = sum(one.bytes for one in storages if one is not hidden.storage and one.bytes >= SMALLEST_MOVED)
+    del storages
     del output
     gradient = tape.new(sizes.stream, sizes.element)  # held by who received it
     live = meter.live
     meter.reset()
     tape.backward(root, [gradient])
-    return _Norm(saved, saves_input, forward_peak, meter.peak - live)
+    return _Norm(saved, moved, saves_input, forward_peak, meter.peak - live)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,16 +253,18 @@ class _Stage:
     def _moved(self) -> int:
         """What copies to the host carry."""
         ends = self._ends
-        shared = {"indices": ends.indices if ends.begins else 0}
-        sizes = []
+        moved, sizes, seen = 0, [ends.indices if ends.begins else 0], set[str]()
         for layer, moves in zip(self._layers, self._moves, strict=True):
             if moves:
+                moved += layer.moved
                 sizes.append(ends.stream if layer.saves_input else 0)
-                shared |= layer.tables if layer.moves_tables else {}
+            for name, size in layer.tables.items() if layer.moves_tables else ():
+                sizes += [size] if moves and name not in seen else []  # where the first layer keeps it, it stays
+                seen.add(name)
         if ends.is_last:
-            sizes += [ends.norm.saved, ends.stream if ends.norm.saves_input else 0]
-        own = sum(layer.moved for layer, moves in zip(self._layers, self._moves, strict=True) if moves)
-        return own + sum(size for size in (*sizes, *shared.values()) if size >= SMALLEST_MOVED)
+            moved += ends.norm.moved
+            sizes.append(ends.stream if ends.norm.saves_input else 0)
+        return moved + sum(size for size in sizes if size >= SMALLEST_MOVED)
 
     def _input_goes(self, place: int) -> int:
         """Bytes of a layer's input, which is the layer's before, unless it is the stage's."""

@@ -22,6 +22,7 @@ from evenpipe.schedule import Schedule, vocabulary_mode
 from .bytes import DeviceMemory
 from .device import DeviceBytes
 from .framework import FRAMEWORKS, Framework
+from .host import host_bytes
 from .kernels import PRESETS, Kernels
 from .model_bytes import ModelBytes
 from .parallelism import Parallelism
@@ -47,6 +48,8 @@ class DeviceEstimate:
     process: ProcessMemory
     verdict: Verdict | None
     """None where no card was given."""
+    host: int = 0
+    """Activations in the host's memory at most."""
 
     @property
     def binding_event(self) -> str:
@@ -80,6 +83,7 @@ class DeviceEstimate:
             "peak_reserved": self.peak_reserved,
             "process": {"least": round(beside.least), "likely": round(beside.likely), "most": round(beside.most)},
             "communicators": self.process.communicators,
+            "host": self.host,
             "binding_event": self.binding_event,
             "verdict": self.verdict,
         }
@@ -265,6 +269,7 @@ def _device(source: ModelBytes, plan: Planned, run: Run, device: int, memory: in
         memory=found,
         process=process,
         verdict=None if memory is None else verdict_of(process, memory),
+        host=host_bytes(plan.program, device, held.stages),
     )
 
 

@@ -39,10 +39,13 @@ def _head(description: Description, found: Estimate) -> list[str]:
 def _table(found: Estimate) -> list[str]:
     several = any(len(device.stages) > 1 for device in found.devices)
     unit, size, digits = _unit(max(device.peak_allocated for device in found.devices))
-    head = ["device", *(["stages"] if several else []), "layers", *TERMS, "allocated", "reserved", "when it is fullest"]
+    moves = any(device.host for device in found.devices)
+    head = ["device", *(["stages"] if several else []), "layers", *TERMS, "allocated", "reserved"]
+    head += [*(["on the host"] if moves else []), "when it is fullest"]
     rows = []
     for device in found.devices:
         figures = [*device.terms.values(), device.peak_allocated, device.peak_reserved]
+        figures += [device.host] if moves else []
         rows.append(
             [
                 str(device.device),

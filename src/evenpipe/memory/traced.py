@@ -153,11 +153,11 @@ class StageTracer:
                     stage,
                     [f"{layers}.{first + place}" for place in range(len(choices))],
                     choices,
-                    [moves for *_, moves in run],
                     argument=description.structure.layer_argument,
                     shape=self._shape,
                     dtype=self._compute_dtype,
                     tracker=tracker,
+                    moves=[moves for *_, moves in run],
                 )
                 return bench.trace(split=self._split, recompute=self._recompute)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:

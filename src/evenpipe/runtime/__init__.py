@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from evenpipe.runtime.host_optimizer import HostAdamW
     from evenpipe.runtime.launcher import launch
     from evenpipe.runtime.offload_options import OffloadOptions
     from evenpipe.runtime.pipeline import Pipeline
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from evenpipe.runtime.worker import initialise_worker
 
 _PUBLIC = {
+    "HostAdamW": "evenpipe.runtime.host_optimizer",
     "OffloadOptions": "evenpipe.runtime.offload_options",
     "Pipeline": "evenpipe.runtime.pipeline",
     "StepResult": "evenpipe.runtime.result",
@@ -22,7 +24,7 @@ _PUBLIC = {
     "launch": "evenpipe.runtime.launcher",
 }
 
-__all__ = ["OffloadOptions", "Pipeline", "StepResult", "initialise_worker", "launch"]
+__all__ = ["HostAdamW", "OffloadOptions", "Pipeline", "StepResult", "initialise_worker", "launch"]
 
 
 def __getattr__(name: str) -> Any:

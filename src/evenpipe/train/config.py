@@ -323,9 +323,14 @@ class OptimizerConfig(Section):
     """Learning rate of the last step, as a share of the highest."""
     clip_norm: float | None = 1.0
     """Gradients are scaled down to this total norm over all devices; none: never."""
+    host_share: float = 0.0
+    """Share of the two moments, by elements, that each device has on the host (0 to 1, whole parameters, the largest
+    first): they come to the device for the update, bucket by bucket. On the CPU the host's side is a file in
+    offload.directory."""
 
     def check(self) -> None:
         self.positive("learning_rate", "epsilon", "clip_norm")
+        self.require("host_share", 0 <= self.host_share <= 1, "between 0 and 1")
         self.require("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers of at least 0 and below 1")
         self.at_least(0, "weight_decay", "warmup_steps")
         self.require("minimum_learning_rate_ratio", 0 <= self.minimum_learning_rate_ratio <= 1, "between 0 and 1")

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
+from evenpipe.runtime.host_optimizer import HostAdamW
 from evenpipe.train.config import OptimizerConfig
 
 
-def adamw(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW | None:
+def adamw(
+    parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, directory: str | None = None
+) -> torch.optim.AdamW | None:
     """AdamW with weight decay on matrices only; None for a process that holds no parameter that is trained.
+
+    directory: of moments on the host of a process that computes on the CPU.
 
     The fused version, on CPU too: one pass over memory, and the same bits for any cut of a parameter on multiples of
     its vector width.
@@ -27,7 +33,15 @@ def adamw(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfi
     ]
     if not groups:
         return None
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=True)
+    options: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": config.betas,
+        "eps": config.epsilon,
+        "fused": True,
+    }
+    if config.host_share:
+        return HostAdamW(groups, share=config.host_share, directory=directory, **options)
+    return torch.optim.AdamW(groups, **options)
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:

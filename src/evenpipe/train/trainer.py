@@ -86,7 +86,7 @@ class _Run:
         self.is_first = self.feeds and self.pipeline.replica == 0
         """Of the whole run."""
         self._generation_config = generation_config(config.model)
-        self.optimizer = adamw(self.pipeline.named_parameters(), config.optimizer)
+        self.optimizer = adamw(self.pipeline.named_parameters(), config.optimizer, config.offload.directory)
         self.progress = _Progress(steps=config.training.steps)
         self.started_step = 0
         self.metrics: Metrics | None = None

@@ -12,7 +12,7 @@ it. With M for the activations of the whole model, d devices and v stages per de
 
 from __future__ import annotations
 
-from evenpipe.schedule.costs import EQUAL_COSTS, Costs
+from evenpipe.schedule.costs import Costs
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.transforms.offload import add_offload
 
@@ -41,4 +41,4 @@ def po_f(devices: int, microbatches: int, *, stages_per_device: int = 2, costs: 
 def _offloading(devices: int, microbatches: int, stages_per_device: int, chunks: int, costs: Costs | None) -> Order:
     order = gis(devices, microbatches, stages_per_device=stages_per_device, group_size=1, costs=costs)
     moved = [(stage, microbatch) for stage in range(chunks * devices) for microbatch in range(microbatches)]
-    return add_offload(order, EQUAL_COSTS if costs is None else costs, only=moved)
+    return add_offload(order, costs, only=moved)

@@ -35,6 +35,7 @@ from evenpipe.schedule.costs import EQUAL_COSTS, Costs
 from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, ROLE, VOCABULARY_KINDS, Kind, Pass, parts_of
+from evenpipe.schedule.placement import Placement
 from evenpipe.schedule.timing import Run, durations, run
 
 from .bytes_held import BytesHeld
@@ -71,7 +72,8 @@ def plan_offload(
 
     Args:
         costs: pass times, copy times (`O` and `L`, or bytes over `engine.bandwidth`), and what passes store; equal
-            passes by default, and copies that take no time.
+            passes by default. Where nothing says how long copies take, there and back takes half as long as forward and
+            backward.
         only: forwards, by stage and microbatch, whose activations may be moved; default: all.
         limit: bytes that each device may hold, one number or one per device. Default: as little as can be without
             delay.
@@ -163,7 +165,7 @@ class _Plan:
     ) -> None:
         self.order, self.engine, self.host_limit = order, costs.engine, host_limit
         self.rows = [list(order.passes(device)) for device in range(order.devices)]
-        self.takes = costs.copy_times(order.placement)
+        self.takes = _copy_times(costs, order.placement)
         deltas = costs.memory_deltas(order.placement)
         self.known = deltas is not None
         if deltas is None:
@@ -433,6 +435,21 @@ ROUNDING = 1e-12
 
 _made = attrgetter("made")
 
+
+def _copy_times(costs: Costs, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+    """By kind and stage."""
+    if costs.O is not None or costs.L is not None or costs.engine.bandwidth is not None:
+        return costs.copy_times(placement)
+    times = costs.stage_times(placement)
+    forward, backward = times[Kind.F], times[Kind.B]
+    if forward is None or backward is None:
+        return costs.copy_times(placement)
+    assumed = tuple(UNKNOWN * (one + other) for one, other in zip(forward, backward, strict=True))
+    return {Kind.O: assumed, Kind.L: assumed}
+
+
+UNKNOWN = 0.25
+"""Time of a copy over that of forward and backward, where nothing says it."""
 
 Times = list[list[float]]
 """By device and place."""

@@ -1,0 +1,286 @@
+"""AdamW whose state is on the host, or a share of it, and visits the device bucket by bucket.
+
+    host    | bucket 0 | bucket 1 | bucket 2 | ...         exp_avg and exp_avg_sq
+                 v  ^       v  ^
+    device     update      (on its way)                    parameters and gradients
+
+The update itself is torch's, on the device, whatever the share: so its bits are those of `torch.optim.AdamW`, fused or
+not. Buckets end at multiples of 64 elements of a parameter, where the fused kernels cut as well.
+
+On a GPU the host's side is locked memory, and copies run on two streams of their own: while a bucket is updated the
+next one comes and the one before goes. On the CPU it is a file without a name that is mapped into memory: the update
+works on it in place, and its pages are let go bucket by bucket, so that resident memory holds no more than one.
+
+The state looks as torch's does, one tensor of the parameter's shape by name, so checkpoints are the same for all shares
+and are loaded with any.
+"""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from evenpipe.errors import InputError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+BUCKET_BYTES = 64 * 2**20
+"""Of one moment. Two buckets of two moments are on a GPU at a time."""
+_WIDTH = 64
+"""Elements: where a parameter may be cut without changing the bits of a fused update."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A stretch of a parameter, in elements."""
+
+    parameter: nn.Parameter
+    first: int
+    last: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.view(-1)[self.first : self.last]
+
+
+class HostAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` with a share of its moments on the host.
+
+    Args:
+        share: of all elements, 0 to 1, whose moments are there: whole parameters, as many as fit in, the largest first.
+        directory: on the CPU, where the file is made; None: the system's directory for temporary files.
+        bucket_bytes: of one moment.
+        options: as of `torch.optim.AdamW`, but amsgrad, capturable and differentiable.
+
+    Raises:
+        InputError: a share that is none, or an option that this one cannot have.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        share: float = 1.0,
+        directory: str | Path | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        **options: Any,
+    ) -> None:
+        if isinstance(share, bool) or not 0 <= share <= 1:
+            raise InputError(f"share: {share!r}, expected a number from 0 to 1")
+        for name in ("amsgrad", "capturable", "differentiable"):
+            if options.get(name):
+                raise InputError(f"{name}: True, expected False with moments on the host")
+        super().__init__(params, **options)
+        self._bucket_bytes = bucket_bytes
+        self._hosted = _largest(
+            (parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad),
+            share,
+        )
+        self._host = _Host(self._hosted, None if directory is None else Path(directory))
+        self._streams: tuple[Any, Any] | None = None
+
+    @property
+    def hosted(self) -> frozenset[nn.Parameter]:
+        """The parameters whose moments are on the host."""
+        return frozenset(self._hosted)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update, as torch's."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in trained:
+                self._state_of(parameter, group)
+            self._update(group, [_Piece(one, 0, one.numel()) for one in trained if one not in self._hosted], {})
+            pieces = [piece for one in trained if one in self._hosted for piece in self._pieces(one)]
+            self._stream(group, pieces)
+            for parameter in trained:
+                if parameter in self._hosted:
+                    self.state[parameter]["step"].add_(1)
+        return loss
+
+    # --- state -------------------------------------------------------------------------------------------------
+
+    def _state_of(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        """The state of a parameter is there, and on the host if it belongs there."""
+        state = self.state[parameter]
+        if not state:
+            on_device = group["fused"]
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+            for name in MOMENTS:
+                if parameter not in self._hosted:
+                    state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        if parameter not in self._hosted:
+            return
+        for name in MOMENTS:
+            there = self._host.tensor(parameter, name)
+            given = state.get(name)
+            if given is not there:  # the first step, or what a checkpoint brought
+                there.zero_() if given is None else there.copy_(given)
+                state[name] = there
+
+    def _pieces(self, parameter: nn.Parameter) -> Iterator[_Piece]:
+        elements = max(_WIDTH, self._bucket_bytes // parameter.element_size() // _WIDTH * _WIDTH)
+        for first in range(0, parameter.numel(), elements):
+            yield _Piece(parameter, first, min(first + elements, parameter.numel()))
+
+    # --- the update --------------------------------------------------------------------------------------------
+
+    def _update(self, group: dict[str, Any], pieces: list[_Piece], moments: dict[tuple[_Piece, str], Tensor]) -> None:
+        """torch's update of some pieces. Their moments are given, or in the state; then the step count goes on too."""
+        if not pieces:
+            return
+        states = [self.state[piece.parameter] for piece in pieces]
+        first, second = (
+            [moments.get((piece, name), state[name]) for piece, state in zip(pieces, states, strict=True)]
+            for name in MOMENTS
+        )
+        whole = not moments
+        parameters: list[Tensor] = [piece.parameter if whole else piece.of(piece.parameter) for piece in pieces]
+        gradients = []
+        for piece in pieces:
+            assert piece.parameter.grad is not None
+            gradients.append(piece.parameter.grad if whole else piece.of(piece.parameter.grad.contiguous()))
+        adamw(
+            parameters,
+            gradients,
+            first,
+            second,
+            [],
+            [state["step"] if whole else state["step"].clone() for state in states],
+            foreach=group["foreach"],
+            fused=group["fused"],
+            grad_scale=None,
+            found_inf=None,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+
+    def _stream(self, group: dict[str, Any], pieces: list[_Piece]) -> None:
+        """The update of what is on the host."""
+        if pieces and pieces[0].parameter.device.type == "cuda":
+            self._stream_to_gpu(group, pieces)
+            return
+        for piece in pieces:
+            there = {(piece, name): piece.of(self.state[piece.parameter][name]) for name in MOMENTS}
+            self._update(group, [piece], there)
+            self._host.let_go()
+
+    def _stream_to_gpu(self, group: dict[str, Any], pieces: list[_Piece]) -> None:
+        """Piece by piece through the device: one comes while the one before is updated. Memory is taken and given back
+        by the stream that computes, behind the copies out of it."""
+        device = pieces[0].parameter.device
+        if self._streams is None:
+            self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        inward, outward = self._streams
+        computing = torch.cuda.current_stream(device)
+        gone: list[tuple[Any, list[Tensor]]] = []
+        coming: dict[tuple[_Piece, str], Tensor] = {}
+
+        def fetch(piece: _Piece) -> Any:
+            while len(gone) > 1:  # two buckets at a time
+                event, _ = gone.pop(0)
+                computing.wait_event(event)
+            for name in MOMENTS:
+                coming[piece, name] = torch.empty(piece.last - piece.first, dtype=piece.parameter.dtype, device=device)
+            inward.wait_stream(computing)
+            inward.wait_stream(outward)  # what this step has written to the host is not read before
+            with torch.cuda.stream(inward):
+                for name in MOMENTS:
+                    source = piece.of(self.state[piece.parameter][name])
+                    coming[piece, name].copy_(source, non_blocking=True)
+                return inward.record_event()
+
+        arrived = fetch(pieces[0])
+        for number, piece in enumerate(pieces):
+            following = fetch(pieces[number + 1]) if number + 1 < len(pieces) else None
+            computing.wait_event(arrived)
+            moments = {(piece, name): coming.pop((piece, name)) for name in MOMENTS}
+            self._update(group, [piece], moments)
+            outward.wait_stream(computing)
+            with torch.cuda.stream(outward):
+                for name in MOMENTS:
+                    piece.of(self.state[piece.parameter][name]).copy_(moments[piece, name], non_blocking=True)
+                gone.append((outward.record_event(), list(moments.values())))
+            arrived = following
+        for event, _ in gone:
+            computing.wait_event(event)
+        outward.synchronize()  # the host may be read now: by a checkpoint, say
+
+
+def _largest(parameters: Iterable[nn.Parameter], share: float) -> dict[nn.Parameter, None]:
+    """As many of them as do not exceed a share of all elements, the largest first."""
+    ordered = sorted(parameters, key=lambda parameter: -parameter.numel())
+    left = share * sum(parameter.numel() for parameter in ordered) * (1 + 1e-12)
+    chosen: dict[nn.Parameter, None] = {}
+    for parameter in ordered:
+        if parameter.numel() <= left:
+            chosen[parameter] = None
+            left -= parameter.numel()
+    return chosen
+
+
+class _Host:
+    """The moments of parameters, in memory of the host."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], directory: Path | None) -> None:
+        self._tensors: dict[tuple[nn.Parameter, str], Tensor] = {}
+        self._map: mmap.mmap | None = None
+        mapped: list[nn.Parameter] = []
+        for parameter in parameters:
+            if parameter.device.type == "cuda":
+                for name in MOMENTS:
+                    self._tensors[parameter, name] = torch.empty_like(
+                        parameter, device="cpu", requires_grad=False, pin_memory=True
+                    )
+            else:
+                mapped.append(parameter)
+        if mapped:
+            self._make_file(mapped, directory)
+
+    def tensor(self, parameter: nn.Parameter, name: str) -> Tensor:
+        """A moment, of the parameter's shape."""
+        return self._tensors[parameter, name]
+
+    def let_go(self) -> None:
+        """Nobody works on the moments for now: their pages need not be in memory."""
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def _make_file(self, parameters: list[nn.Parameter], directory: Path | None) -> None:
+        """Raises InputError where there is no such directory, or no room for the file in it."""
+        sizes = [
+            -(-parameter.numel() * parameter.element_size() // mmap.PAGESIZE) * mmap.PAGESIZE
+            for parameter in parameters
+        ]
+        size = len(MOMENTS) * sum(sizes)
+        where = Path(tempfile.gettempdir()) if directory is None else directory
+        try:
+            with tempfile.TemporaryFile(prefix="evenpipe-", dir=where) as file:
+                file.truncate(size)
+                self._map = mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            raise InputError(
+                f"directory: {str(where)!r}, no file of {size} bytes can be made there: {error.strerror}"
+            ) from None
+        offset = 0
+        for parameter, bytes_ in zip(parameters, sizes, strict=True):
+            for name in MOMENTS:
+                flat = torch.frombuffer(self._map, dtype=parameter.dtype, count=parameter.numel(), offset=offset)
+                self._tensors[parameter, name] = flat.view(parameter.shape)
+                offset += bytes_

@@ -1,0 +1,128 @@
+"""AdamW with moments on the host has the bits of torch's, whatever the share, through a checkpoint and back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evenpipe.errors import InputError
+from evenpipe.runtime.host_optimizer import MOMENTS, HostAdamW
+
+SHARES = (0.0, 0.3, 0.5, 1.0)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(37, 129), nn.GELU(), nn.LayerNorm(129), nn.Linear(129, 65), nn.Linear(65, 3, bias=False)
+    )
+
+
+def groups(module: nn.Module) -> list[dict[str, object]]:
+    matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in module.parameters() if parameter.dim() == 1]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """With accumulation over three microbatches, clipping, and a rate that changes."""
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        optimizer.zero_grad(set_to_none=True)
+        for _ in range(3):
+            loss = module(torch.randn(8, 37, generator=generator)).square().mean()
+            loss.backward()
+        losses.append(loss.item())
+        nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + step)
+        optimizer.step()
+    return losses
+
+
+def tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    found = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    for name, parameter in module.named_parameters():
+        found |= {f"{key}.{name}": value for key, value in optimizer.state[parameter].items()}
+    return found
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("share", SHARES)
+def test_fifty_steps_have_the_bits_of_torch(share: float, fused: bool) -> None:
+    """In the middle the state goes through a dictionary into another optimizer, of another share."""
+    ours, theirs = model(), model()
+    optimizer = HostAdamW(groups(ours), share=share, lr=1e-2, fused=fused, bucket_bytes=4096)
+    resident = torch.optim.AdamW(groups(theirs), lr=1e-2, fused=fused)
+    assert train(ours, optimizer, range(20)) == train(theirs, resident, range(20))
+    for other in (1.0 - share, share):
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer = HostAdamW(groups(ours), share=other, lr=1e-2, fused=fused, bucket_bytes=4096)
+        optimizer.load_state_dict(saved)
+        start = 20 if other != share or share == 0.5 else 35
+        steps = range(start, start + 15)
+        assert train(ours, optimizer, steps) == train(theirs, resident, steps)
+        if share == 0.5:
+            break
+    found, wanted = tensors(ours, optimizer), tensors(theirs, resident)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_no_more_than_the_share_is_on_the_host(share: float) -> None:
+    module = model()
+    optimizer = HostAdamW(module.parameters(), share=share)
+    whole = sum(parameter.numel() for parameter in module.parameters())
+    hosted = sum(parameter.numel() for parameter in optimizer.hosted)
+    others = [parameter.numel() for parameter in module.parameters() if parameter not in optimizer.hosted]
+    assert hosted <= share * whole
+    assert all(hosted + size > share * whole for size in others)
+    assert (share == 1) == (hosted == whole)
+
+
+def test_pages_of_the_file_are_let_go() -> None:
+    module = nn.Linear(1024, 4096, bias=False)  # 16 MiB, and as much for each moment
+    optimizer = HostAdamW(module.parameters(), fused=True)
+    module.weight.grad = torch.ones_like(module.weight)
+    optimizer.step()
+    gc.collect()
+    before = resident_file_bytes()
+    optimizer.step()
+    assert resident_file_bytes() - before < 2**20
+    first, second = (optimizer.state[module.weight][name] for name in MOMENTS)
+    assert float(first.mean()) == pytest.approx(1 - 0.9**2)
+    assert float(second.mean()) == pytest.approx(1 - 0.999**2)
+    assert resident_file_bytes() - before > 2**24  # looked at, they are there
+
+
+def resident_file_bytes() -> int:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())
+    return (int(lines["RssFile"].split()[0]) + int(lines["RssShmem"].split()[0])) * 1024
+
+
+def test_the_file_has_no_name(tmp_path: Path) -> None:
+    HostAdamW(model().parameters(), directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"share": 1.5}, "share: 1.5, expected a number from 0 to 1"),
+        ({"share": True}, "share: True, expected a number from 0 to 1"),
+        ({"amsgrad": True}, "amsgrad: True, expected False with moments on the host"),
+        ({"directory": "/nowhere"}, "directory: '/nowhere', no file of"),
+    ],
+)
+def test_wrong_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        HostAdamW(model().parameters(), **options)  # type: ignore[arg-type]
+    assert message in str(error.value)
