@@ -1,0 +1,168 @@
+"""Plans for activations on the host: by hand where they are small, at random where they are not."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from offload_builds import check_build
+
+from evenpipe.errors import InputError
+from evenpipe.schedule import (
+    Costs,
+    Kind,
+    Order,
+    Pass,
+    add_communication,
+    add_offload,
+    generate,
+    plan_offload,
+    plan_order,
+)
+from evenpipe.schedule.links import CopyEngine
+from evenpipe.schedule.transforms.bytes_held import BytesHeld
+from evenpipe.schedule.transforms.copy_lanes import BACK, OUT, Copy, Lane, Lanes, ends_of
+
+GPIPE = "0F0,0F1,0F2,0F3,0B3,0B2,0B1,0B0"
+
+
+def words(order: Order) -> str:
+    return ",".join(map(str, order.rows[0]))
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("copy", "given", "wanted"),
+    [
+        # A copy takes as long as a forward: D stands where it is over, L behind the last pass that ends before the copy
+        # has to begin. 0F2 would be back as soon as it had gone.
+        (1.0, {}, "0F0,0O0,0F1,0D0,0O1,0F2,0D1,0F3,0B3,0L1,0B2,0L0,0B1,0B0"),
+        (0.0, {"limit": 2}, "0F0,0O0,0D0,0F1,0O1,0D1,0F2,0F3,0B3,0B2,0L1,0B1,0L0,0B0"),
+        (9.0, {}, GPIPE),  # nothing could be back in time
+        (9.0, {"limit": 3}, "0F0,0O0,0F1,0F2,0D0,0F3,0B3,0L0,0B2,0B1,0B0"),  # but it has to
+        (1.0, {"limit": 4}, GPIPE),  # enough as it is
+        (1.0, {"only": [(0, 2)]}, GPIPE),  # which does not lower the most that is held
+    ],
+)
+def test_one_device(copy: float, given: dict[str, object], wanted: str) -> None:
+    costs = Costs(F=1, B=2, O=copy, L=copy, bytes=1)
+    assert words(add_offload(Order.from_csv(GPIPE), costs, **given)) == wanted  # type: ignore[arg-type]
+
+
+def test_what_is_too_much_is_said() -> None:
+    plan = plan_offload(generate("1f1b", 2, 4), Costs(F=1, B=2, O=1, L=1, bytes=[4, 6]), limit=5)
+    assert plan.over == (0.0, 1.0)
+    assert plan.peak_bytes == (4.0, 6.0)
+    assert sum(plan.moved) > 0
+
+
+def test_a_host_without_room_gets_nothing() -> None:
+    costs = Costs(F=1, B=2, O=1, L=1, bytes=4)
+    assert sum(plan_offload(generate("gpipe", 2, 6), costs, host_limit=3).moved) == 0
+    assert sum(plan_offload(generate("gpipe", 2, 6), costs, host_limit=9).moved) > 0
+
+
+def test_an_order_that_evaluates_stays_as_it_is() -> None:
+    order = plan_order("1f1b", 2, 3, "vocab-2")
+    evaluation = Order(order.placement, 3, (order.rows[0][:0], order.rows[1][:0]), 0, forward_only=True)
+    assert plan_offload(evaluation, Costs(F=1, B=2)).order is evaluation
+
+
+@pytest.mark.parametrize(
+    ("costs", "given", "message"),
+    [
+        (Costs(F=1, B=2), {"limit": 3}, "costs do not say what passes store (bytes), which a limit needs"),
+        (Costs(F=1, B=2, bytes=1), {"limit": 0}, "must be a finite number above 0, in bytes, not 0"),
+        (Costs(F=1, B=2, bytes=1), {"limit": [1, 2, 3]}, "has 3 numbers for 2 devices; give one number, or 2"),
+    ],
+)
+def test_wrong_limits(costs: Costs, given: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        add_offload(generate("1f1b", 2, 4), costs, **given)  # type: ignore[arg-type]
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("offload", ["some", 0, True, float("nan")])
+def test_wrong_words(offload: object) -> None:
+    with pytest.raises(InputError, match=r"offload: .*, expected one of scheduled, none, free, all, or bytes above 0"):
+        plan_order("1f1b", 2, 4, "first-last", offload=offload)  # type: ignore[arg-type]
+
+
+def test_memory_is_given_back_behind_the_transfers_before_the_next_pass() -> None:
+    """Else whoever waits for them would wait for the copy, too."""
+    costs = Costs(F=1, B=2, S=0.4, T=0.4, E=0, G=0, O=2, L=2, p2p=0.1)
+    order = plan_order("1f1b", 4, 8, "vocab-1", costs, offload="free")
+    found = 0
+    for row in add_communication(order, costs).rows:
+        for place, item in enumerate(row):
+            if item.kind is Kind.D:
+                found += 1
+                assert isinstance(row[place + 1], Pass), list(map(str, row[place - 2 : place + 3]))
+    assert found > 10
+
+
+# --- at random --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", range(6))
+def test_any_order_budget_and_links(block: int) -> None:
+    """`python tests/schedule/offload_builds.py 2000` does as many more."""
+    came = [check_build(seed) for seed in range(25 * block, 25 * block + 25)]
+    assert "moved" in came
+    assert "forced" in came
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bytes_held_are_those_of_a_list(seed: int) -> None:
+    chance = random.Random(seed)
+    values = [float(chance.randint(0, 9)) for _ in range(chance.randint(1, 40))]
+    held = BytesHeld(values)
+    for _ in range(60):
+        first, last, more = chance.randint(0, len(values)), chance.randint(0, len(values)), chance.randint(-5, 5)
+        held.add(first, last, more)
+        for place in range(first, last):
+            values[place] += more
+        assert held.most == max(values)
+        assert held.where() == values.index(max(values))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_lane_carries_one_copy_at_a_time(seed: int) -> None:
+    chance, lane = random.Random(seed), Lane()
+    taken: list[tuple[int, int]] = []
+    for _ in range(40):
+        time, takes = chance.randint(0, 100), chance.randint(1, 9)
+        early, late = lane.earliest(time, takes), lane.latest(time + takes, takes)
+        free = [t for t in range(-200, 400) if all(t + takes <= a or t >= b for a, b in taken)]
+        assert early == min(t for t in free if t >= time)
+        assert late == max(t for t in free if t <= time)
+        lane.take(early, takes)
+        taken.append((int(early), int(early) + takes))
+        if chance.random() < 0.3:
+            first, last = taken.pop(chance.randrange(len(taken)))
+            lane.release(first, last - first)
+
+
+def test_devices_behind_one_link_take_turns_in_each_direction() -> None:
+    lanes = Lanes(CopyEngine(shared=((0, 1),), streams=2))
+    lanes.take(0, OUT, 0.0, 3.0)
+    assert lanes.earliest(1, OUT, 1.0, 2.0) == 3.0
+    assert lanes.earliest(1, BACK, 1.0, 2.0) == 1.0
+    assert Lanes(CopyEngine()).earliest(1, OUT, 1.0, 2.0) == 1.0
+    one = Lanes(CopyEngine())
+    one.take(0, OUT, 0.0, 3.0)
+    assert one.earliest(0, BACK, 1.0, 2.0) == 3.0
+    assert one.latest(0, BACK, 4.0, 2.0) == -2.0
+
+
+def test_copies_end_first_come_first_served() -> None:
+    copies = [
+        Copy(0, OUT, 0.0, 3.0),
+        Copy(1, OUT, 1.0, 3.0),
+        Copy(0, BACK, 1.0, 1.0, behind=0),
+        Copy(1, BACK, 1.5, 1.0, behind=1),
+    ]
+    assert ends_of(copies, CopyEngine()) == [3.0, 4.0, 4.0, 5.0]
+    assert ends_of(copies, CopyEngine(shared=((0, 1),))) == [3.0, 6.0, 4.0, 7.0]
