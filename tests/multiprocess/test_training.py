@@ -170,6 +170,17 @@ def test_killed_at_random_steps_it_ends_with_the_same_curve(uninterrupted: Path,
     assert curve(tmp_path) == curve(uninterrupted)
 
 
+def test_what_is_on_the_host_changes_no_bit(uninterrupted: Path, tmp_path: Path) -> None:
+    """Activations, and a share of the optimizer's moments; resumed with another share from the same checkpoints."""
+    path = write_config(tmp_path)
+    prepare(load_config(path), say=lambda text: None)
+    text = path.read_text() + '[offload]\nactivations = "all"\n'
+    for share, until in ((0.4, 6), (1.0, 10), (0.0, STEPS)):
+        path.write_text(text.replace("warmup_steps = 3", f"warmup_steps = 3\nhost_share = {share}"))
+        run_part(path, 2, "vocab-2", until)
+    assert curve(tmp_path) == curve(uninterrupted)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_resumed_in_another_layout_the_losses_agree(tmp_path: Path, tied: bool) -> None:
     """p = 4 -> 2 -> 3, and vocab-2 -> first-last -> vocab-1, each picking up the checkpoint of the one before."""
