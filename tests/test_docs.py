@@ -138,7 +138,7 @@ def test_the_programs_of_the_readme(number: int, tmp_path: Path) -> None:
     run([sys.executable, str(program)], tmp_path)
 
 
-@pytest.mark.parametrize("name", ["picture", "memory_picture"])
+@pytest.mark.parametrize("name", ["picture", "memory_picture", "offload_picture"])
 def test_pictures_are_what_the_code_draws(name: str) -> None:
     sys.path.insert(0, str(ROOT / "docs"))
     try:

@@ -9,7 +9,8 @@ from drawn_timelines import EMPTY, timeline, two_devices
 
 from evenpipe.draw import svg
 from evenpipe.draw.kinds import IDLE, LOOKS
-from evenpipe.schedule import EQUAL_COSTS, Kind, plan_order, time_order
+from evenpipe.schedule import EQUAL_COSTS, Costs, Kind, plan_order, time_order
+from evenpipe.simulate import simulate
 
 SPACE = "{http://www.w3.org/2000/svg}"
 
@@ -111,3 +112,15 @@ def test_odd_sizes_are_drawn(name: str, memory: bool) -> None:
         "hundreds of devices": timeline(*(f"{device}F0 {device} {device + 1}" for device in range(400))),
     }
     assert ET.fromstring(svg(odd[name], memory=memory)).tag == f"{SPACE}svg"
+
+
+def test_copies_have_a_lane_of_their_own() -> None:
+    """Below the row of their device, with a place in the legend; timelines without any have none."""
+    costs = Costs(F=1, B=2, O=0.75, L=0.75)
+    kept, moved = (plan_order("1f1b", 4, 8, "first-last", costs, offload=what) for what in ("none", "free"))
+    plain, drawn = (svg(simulate(order, costs).timeline) for order in (kept, moved))
+    assert "offload to host" not in plain
+    assert "offload to host" in drawn
+    assert "load from host" in drawn
+    copies = sum(item is not None and item.kind in (Kind.O, Kind.L) for row in moved.rows for item in row)
+    assert drawn.count(f'fill="{LOOKS[Kind.O].colour}"') + drawn.count(f'fill="{LOOKS[Kind.L].colour}"') == copies + 2

@@ -49,6 +49,14 @@ class Panel:
         rows = tuple(_by_start(row) for row in self.timeline.beside)
         return rows + ((),) * (self.devices - len(rows))
 
+    @cached_property
+    def copies(self) -> tuple[tuple[Event, ...], ...]:
+        """Copies to the host and back, per device, by start; those that take no time are left out."""
+        return tuple(
+            tuple(event for event in row if event.item.kind in (Kind.O, Kind.L) and event.end > event.start)
+            for row in self.beside
+        )
+
     def waits(self, device: int) -> list[Wait]:
         """The idle times of a device that ended with what its next pass waited for, where causes are known."""
         found = []

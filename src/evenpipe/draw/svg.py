@@ -14,12 +14,14 @@ from .canvas import FAINT, Canvas, n, text_width
 from .columns import cut, mean_colour
 from .figures import Scale, amount_text, figures, number_text
 from .kinds import IDLE, LOOKS, ink_on
-from .panel import Panel, Timelines, kinds_in, panels_of
+from .panel import Panel, Timelines, kinds_in, lanes, panels_of
 
 _MEMORY = "#8d97a5"
 _RIGHT, _HEADING, _AXIS, _LEGEND = 14, 34, 30, 22
 _WAIT = 0.3
 """Height of the bar of a wait, in a row's."""
+_COPY = 0.4
+"""Height of the lane of copies to the host and back, in a row's."""
 
 
 def svg(
@@ -43,21 +45,23 @@ def svg(
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Heights of a device's row, of the memory curve below it, and of the gap to the next."""
+    """Heights of a device's row, of the lane of copies and the memory curve below it, and of the gap to the next."""
 
     height: float
+    copies: float
     memory: float
     gap: float
 
     @property
     def pitch(self) -> float:
-        return self.height + self.memory + self.gap
+        return self.height + self.copies + self.memory + self.gap
 
     @classmethod
-    def of(cls, devices: int, memory: bool) -> _Rows:
+    def of(cls, devices: int, *, copies: bool, memory: bool) -> _Rows:
         height = 24.0 if devices <= 8 else 18.0 if devices <= 16 else 13.0 if devices <= 48 else 600 / devices
         gap = min(4.0, height / 5)
-        return cls(height, round(height * 0.6, 1) if memory else 0.0, gap + (2 if memory else 0))
+        lane = round(height * _COPY, 1) if copies else 0.0
+        return cls(height, lane, round(height * 0.6, 1) if memory else 0.0, gap + (2 if memory or copies else 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,8 @@ class _Page:
         self.waits = waits
         self.length = max(panel.length for panel in panels)
         most = max(panel.devices for panel in panels)
-        self.rows = _Rows.of(most, memory)
+        self.copies = any(row for panel in panels for row in panel.copies)
+        self.rows = _Rows.of(most, copies=self.copies, memory=memory)
         self.left = 12 + text_width(f"device {max(most - 1, 0)}", 12)
         self.right = float(_RIGHT)
         if memory:
@@ -115,7 +120,8 @@ class _Page:
         if self.memory and panel.devices:
             self.canvas.text(self.width - 6, top - 6, "peak", 10, fill=FAINT, anchor="end")
         every = max(1, -(-11 // max(1, int(self.rows.pitch))))  # names of rows lower than a line of text are left out
-        highest = max(panel.peaks, default=0.0)
+        alike = [other for other in self.panels if other.knows_bytes == panel.knows_bytes]
+        highest = max((peak for other in alike for peak in other.peaks), default=0.0)
         for device in range(panel.devices):
             y = top + device * self.rows.pitch
             if device % every == 0:
@@ -123,8 +129,9 @@ class _Page:
                 middle = y + self.rows.height / 2 + size * 0.36
                 self.canvas.text(self.left - 8, middle, f"device {device}", size, fill=FAINT, anchor="end")
             self._row(panel, device, y)
+            self._copies(panel, device, y + self.rows.height)
             if self.memory:
-                self._curve(panel, device, y + self.rows.height, highest)
+                self._curve(panel, device, y + self.rows.height + self.rows.copies, highest)
         return top + panel.devices * self.rows.pitch
 
     def _row(self, panel: Panel, device: int, y: float) -> None:
@@ -140,6 +147,19 @@ class _Page:
             self._waits(panel, device, y)
         for event in long:
             self._box(panel, event, y)
+
+    def _copies(self, panel: Panel, device: int, y: float) -> None:
+        """Copies beside compute, on as many lanes as run at a time."""
+        events = panel.copies[device]
+        chosen = lanes(events)
+        height = self.rows.copies / (max(chosen, default=0) + 1)
+        for event, lane in zip(events, chosen, strict=True):
+            x, width = self._x(panel, event.start), (event.end - event.start) * self.pixels_per_unit
+            edge = 0.4 if width >= 4 else 0.0
+            box = _Box(x + edge, y + 1 + lane * height, width - 2 * edge, height - 1)
+            colour = LOOKS[event.item.kind].colour
+            self.canvas.rect(box.x, box.y, box.width, box.height, colour)
+            self._number(str(event.item.microbatch), colour, box)
 
     def _box(self, panel: Panel, event: Event, y: float) -> None:
         height = self.rows.height
@@ -221,6 +241,8 @@ class _Page:
 
     def _legend(self, top: float) -> float:
         entries = [(LOOKS[kind].colour, f"{kind.value}  {LOOKS[kind].words}") for kind in kinds_in(self.panels)]
+        copied = {event.item.kind for panel in self.panels for row in panel.copies for event in row}
+        entries += [(LOOKS[kind].colour, f"{kind.value}  {LOOKS[kind].words}") for kind in LOOKS if kind in copied]
         entries.append((IDLE, "idle"))
         if self.waits:
             awaited = {kind for panel in self.panels for kind in panel.awaited}

@@ -1,0 +1,31 @@
+"""Draws docs/offload.svg: one step of 1F1B with everything on the device, and with its activations on the host.
+
+    python docs/offload_picture.py
+
+4 devices, 8 microbatches; copies there and back take half as long as forward and backward. Below each device its
+copies, and the bytes that it holds. A test draws it again and compares, so it shows what the schedule code does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from evenpipe.draw import svg
+from evenpipe.plan.cases import plan_cases
+from evenpipe.schedule import Costs
+
+FILE = Path(__file__).with_name("offload.svg")
+COSTS = Costs(F=1, B=2, O=0.75, L=0.75, bytes=2**30)
+
+
+def draw() -> str:
+    """The SVG text."""
+    found = {}
+    for name, offload in (("1f1b", "none"), ("1f1b, activations on the host", "free")):
+        (case,) = plan_cases(["1f1b"], devices=4, microbatches=8, costs=COSTS, offload=offload)
+        found[name] = case.simulation.timeline
+    return svg(found, width=960, memory=True)
+
+
+if __name__ == "__main__":
+    FILE.write_text(draw(), encoding="utf-8")
