@@ -14,7 +14,6 @@ from evenpipe.schedule import (
     Order,
     Pass,
     add_communication,
-    add_offload,
     generate,
     plan_offload,
     plan_order,
@@ -48,7 +47,7 @@ def words(order: Order) -> str:
 )
 def test_one_device(copy: float, given: dict[str, object], wanted: str) -> None:
     costs = Costs(F=1, B=2, O=copy, L=copy, bytes=1)
-    assert words(add_offload(Order.from_csv(GPIPE), costs, **given)) == wanted  # type: ignore[arg-type]
+    assert words(plan_offload(Order.from_csv(GPIPE), costs, **given).order) == wanted  # type: ignore[arg-type]
 
 
 def test_what_is_too_much_is_said() -> None:
@@ -80,7 +79,7 @@ def test_an_order_that_evaluates_stays_as_it_is() -> None:
 )
 def test_wrong_limits(costs: Costs, given: dict[str, object], message: str) -> None:
     with pytest.raises(InputError) as error:
-        add_offload(generate("1f1b", 2, 4), costs, **given)  # type: ignore[arg-type]
+        plan_offload(generate("1f1b", 2, 4), costs, **given)  # type: ignore[arg-type]
     assert message in str(error.value)
 
 

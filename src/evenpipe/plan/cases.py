@@ -109,13 +109,14 @@ def plan_cases(
                 used = own_costs
                 if mixed and mode in WHOLE and base is not None:
                     used = with_whole_vocabulary(own_costs, base.placement)
+                file = files.get(name)
                 if mode is None:
-                    file = files[name]
+                    assert file is not None, "only files are taken as they stand"
                     schedule = with_offload(file, used, offload) if isinstance(file, Order) else file
-                elif isinstance(given_file := files.get(name), Program):
-                    schedule = _program_in_mode(name, given_file, mode, used)
+                elif isinstance(file, Program):
+                    schedule = _program_in_mode(name, file, mode, used)
                 else:
-                    source = name if given_file is None else given_file
+                    source = name if file is None else file
                     schedule = plan_order(source, devices, microbatches, mode, used, offload=offload, **taken[name])
                 simulation = simulate(schedule, used)
                 cases.append(Case(name=name, mode=mode, schedule=schedule, costs=used, simulation=simulation))

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -85,11 +85,8 @@ class _Moved:
     back: Ticket | None = None
 
 
-@dataclass(slots=True)
-class Stash:
-    """What F of one microbatch saved, as long as it is on the device."""
-
-    saved: list[ReferenceType[_Memory]] = field(default_factory=list)
+Stash = list[ReferenceType[_Memory]]
+"""What F of one microbatch saved, as long as it is on the device."""
 
 
 class Activations:
@@ -126,7 +123,7 @@ class Activations:
     @contextmanager
     def saving(self, key: Key, staying: Iterable[Tensor]) -> Iterator[None]:
         """While F of that microbatch runs. `staying`: tensors whose memory is not of this microbatch alone."""
-        self._under_way = self._stashes[key] = Stash()
+        self._under_way = self._stashes[key] = []
         self._staying = {tensor.untyped_storage()._cdata for tensor in staying}
         try:
             with saved_tensors_hooks(self.pack, self.unpack):
@@ -139,9 +136,9 @@ class Activations:
     def pack(self, tensor: Tensor) -> Packed | Tensor:
         """What the graph keeps of a tensor that is saved now."""
         stash = self._under_way
-        if stash is None or not self._is_moved(tensor):
+        storage = self._storage_to_move(tensor)
+        if stash is None or storage is None:
             return tensor.detach()
-        storage = tensor.untyped_storage()
         number = storage._cdata
         known = self._known.get(number)
         memory = None if known is None else known()
@@ -151,7 +148,7 @@ class Activations:
                 return tensor.detach()
             memory = _Memory(tensor, storage)
             self._known[number] = ref(memory)
-            stash.saved.append(self._known[number])
+            stash.append(self._known[number])
         return Packed(memory, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, packed: Packed | Tensor) -> Tensor:
@@ -164,22 +161,23 @@ class Activations:
         tensor = torch.empty(0, dtype=packed.dtype, device=self._torch_device)
         return tensor.set_(memory.storage, packed.offset, packed.size, packed.stride)
 
-    def _is_moved(self, tensor: Tensor) -> bool:
+    def _storage_to_move(self, tensor: Tensor) -> UntypedStorage | None:
+        """None where it stays: it is small, not of F alone, or size, stride and offset do not say all of the tensor."""
         if type(tensor) not in _PLAIN or tensor.device.type != self._torch_device.type:
-            return False
+            return None
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
-            return False
+            return None
         storage = tensor.untyped_storage()
-        return storage.nbytes() >= self.smallest_bytes and storage._cdata not in self._staying
+        stays = storage.nbytes() < self.smallest_bytes or storage._cdata in self._staying
+        return None if stays else storage
 
     # --- O, D, L -----------------------------------------------------------------------------------------------
 
     def offload(self, key: Key) -> None:
         """O. Raises RunError where the host has no room, unless activations stay then."""
-        stash = self._stashes.pop(key)
         memories: list[_Memory] = []
         slots: list[Slot] = []
-        for one in stash.saved:
+        for one in self._stashes.pop(key):
             memory = one()
             if memory is None:
                 continue

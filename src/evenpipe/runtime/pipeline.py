@@ -193,7 +193,10 @@ class Pipeline:
         if any(item is not None and item.kind is Kind.O for item in self.layout.program.rows[self.device]):
             self._activations = offload.engine(self.torch_device)
         if self.torch_device.type == "cpu":
-            keep_freed_memory() if self._activations is None else return_freed_memory()
+            if self._activations is None:
+                keep_freed_memory()
+            else:
+                return_freed_memory()
         if self._sharded:
             check_shardable(self.description)
         self._groups = Groups(

@@ -25,7 +25,6 @@ from .timing import time_order
 from .transforms import (
     Offloaded,
     add_communication,
-    add_offload,
     add_recompute,
     add_vocabulary,
     forward_only,
@@ -64,7 +63,6 @@ __all__ = [
     "Transfer",
     "TransferKind",
     "add_communication",
-    "add_offload",
     "add_recompute",
     "add_vocabulary",
     "check_order",

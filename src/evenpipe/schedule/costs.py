@@ -297,7 +297,10 @@ def _listed(value: Any) -> Any:
     return [_listed(one) for one in value] if isinstance(value, tuple) else value
 
 
-EQUAL_COSTS = Costs(F=1, I=1, W=1, S=0.4, T=0.4, E=0, G=0, O=0.75, L=0.75)
+ASSUMED_COPY = 0.25
+"""Time of a copy to the host, or back, over that of forward and backward, where nothing says it."""
+
+EQUAL_COSTS = Costs(F=1, I=1, W=1, S=0.4, T=0.4, E=0, G=0, O=3 * ASSUMED_COPY, L=3 * ASSUMED_COPY)
 """Equal stages, a backward twice its forward, vocabulary passes that weigh something, copies to the host and back that
 take half as long as forward and backward: what is taken when no costs are given. Orders depend on little more than the
 ratio of forward to backward."""

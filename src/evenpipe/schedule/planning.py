@@ -12,7 +12,7 @@ from typing import Any
 from evenpipe.errors import InputError
 
 from .check import check_order, check_program
-from .costs import Costs
+from .costs import ASSUMED_COPY, Costs
 from .flows import PER_PAIR
 from .order import Order
 from .passes import SHARDING_KINDS
@@ -21,7 +21,7 @@ from .registry import generate, nearest
 from .transforms.communication import add_communication
 from .transforms.forward_only import forward_only
 from .transforms.interlaced import interlace
-from .transforms.offload import add_offload, offloaded, without_offload
+from .transforms.offload import offloaded, plan_offload, without_offload
 from .transforms.vocabulary import add_vocabulary
 from .words import count
 
@@ -62,6 +62,7 @@ def costs_of_work(
         forward[-1] += head
         backward[-1] += 2 * head
     share = head / devices
+    copies = tuple(3 * ASSUMED_COPY * time for time in forward)
     one_barrier = BARRIERS[mode] == 1
     return Costs(
         F=tuple(forward),
@@ -70,8 +71,8 @@ def costs_of_work(
         W=tuple(forward),
         S=2 * share if one_barrier else share,
         T=share if one_barrier else 2 * share,
-        O=tuple(0.75 * time for time in forward),
-        L=tuple(0.75 * time for time in forward),
+        O=copies,
+        L=copies,
         E=0.0,
         G=0.0,
     )
@@ -145,7 +146,7 @@ def plan_order(
     elif offload == "scheduled":
         return scheduled
     if offload == "scheduled":
-        return add_offload(order, costs, only=moved) if moved else order
+        return plan_offload(order, costs, only=moved).order if moved else order
     return with_offload(order, costs, offload)
 
 
@@ -157,12 +158,12 @@ def with_offload(order: Order, costs: Costs | None, offload: str | float) -> Ord
         case "none":
             return without_offload(order)
         case "free":
-            return add_offload(order, costs)
+            return plan_offload(order, costs).order
         case "all":
-            return add_offload(order, costs, whatever_it_takes=True)
+            return plan_offload(order, costs, whatever_it_takes=True).order
         case limit:
             assert not isinstance(limit, str)
-            return add_offload(order, costs, limit=limit)
+            return plan_offload(order, costs, limit=limit).order
 
 
 def check_offload(offload: str | float) -> str | float:

@@ -15,7 +15,7 @@ from math import ceil, gcd
 
 import pytest
 
-from evenpipe.schedule import Costs, add_offload, check_order, generate, offloaded
+from evenpipe.schedule import Costs, check_order, generate, offloaded
 from evenpipe.schedule.transforms import plan_offload
 from evenpipe.simulate import simulate
 
@@ -116,4 +116,4 @@ def test_the_paper_s_share_of_memory() -> None:
 
 def test_an_order_moved_twice_is_moved_once() -> None:
     once = generate("po-h", 4, 8, costs=HALF)
-    assert add_offload(once, HALF, only=offloaded(once)) == once
+    assert plan_offload(once, HALF, only=offloaded(once)).order == once

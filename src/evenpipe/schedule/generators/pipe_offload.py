@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from evenpipe.schedule.costs import Costs
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.transforms.offload import add_offload
+from evenpipe.schedule.transforms.offload import plan_offload
 
 from .grouped import gis
 
@@ -41,4 +41,4 @@ def po_f(devices: int, microbatches: int, *, stages_per_device: int = 2, costs: 
 def _offloading(devices: int, microbatches: int, stages_per_device: int, chunks: int, costs: Costs | None) -> Order:
     order = gis(devices, microbatches, stages_per_device=stages_per_device, group_size=1, costs=costs)
     moved = [(stage, microbatch) for stage in range(chunks * devices) for microbatch in range(microbatches)]
-    return add_offload(order, costs, only=moved)
+    return plan_offload(order, costs, only=moved).order

@@ -9,14 +9,13 @@ from __future__ import annotations
 from .communication import add_communication
 from .forward_only import forward_only
 from .interlaced import interlace
-from .offload import Offloaded, add_offload, offloaded, plan_offload, without_offload
+from .offload import Offloaded, offloaded, plan_offload, without_offload
 from .recompute import add_recompute
 from .vocabulary import add_vocabulary
 
 __all__ = [
     "Offloaded",
     "add_communication",
-    "add_offload",
     "add_recompute",
     "add_vocabulary",
     "forward_only",

@@ -31,7 +31,7 @@ from operator import attrgetter
 
 from evenpipe.errors import InputError
 from evenpipe.schedule.check_limit import limits_per_device
-from evenpipe.schedule.costs import EQUAL_COSTS, Costs
+from evenpipe.schedule.costs import ASSUMED_COPY, EQUAL_COSTS, Costs
 from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, ROLE, VOCABULARY_KINDS, Kind, Pass, parts_of
@@ -90,22 +90,6 @@ def plan_offload(
     plan = _Plan(without_offload(order), costs, None if only is None else frozenset(only), limits, host_limit)
     plan.move(forces=whatever_it_takes or limits is not None)
     return plan.result()
-
-
-def add_offload(
-    order: Order,
-    costs: Costs | None = None,
-    *,
-    only: Collection[Forward] | None = None,
-    limit: float | Sequence[float] | None = None,
-    host_limit: float | None = None,
-    whatever_it_takes: bool = False,
-) -> Order:
-    """The order of `plan_offload`."""
-    plan = plan_offload(
-        order, costs, only=only, limit=limit, host_limit=host_limit, whatever_it_takes=whatever_it_takes
-    )
-    return plan.order
 
 
 def without_offload(order: Order) -> Order:
@@ -314,10 +298,11 @@ class _Plan:
         gone too late to be of use, stays for good where it is; whether there was any."""
         late: dict[_Stay, None] = {}
         devices = range(len(self.rows))
-        mixed = [[device == one for device in devices] for one in devices if self.engine.shared]
-        for early in ([False for _ in devices], [True for _ in devices], *mixed):
+        scenarios = [[False for _ in devices], [True for _ in devices]]
+        for one in devices if self.engine.shared else ():
+            scenarios += [[device == one for device in devices], [device != one for device in devices]]
+        for early in scenarios:
             late |= self._late(early)
-            late |= self._late([not one for one in early]) if early in mixed else {}
         for stay in late:
             self.moved[stay.device].remove(stay)
             self.stays[stay.device].remove(stay)
@@ -444,12 +429,9 @@ def _copy_times(costs: Costs, placement: Placement) -> dict[Kind, tuple[float, .
     forward, backward = times[Kind.F], times[Kind.B]
     if forward is None or backward is None:
         return costs.copy_times(placement)
-    assumed = tuple(UNKNOWN * (one + other) for one, other in zip(forward, backward, strict=True))
+    assumed = tuple(ASSUMED_COPY * (one + other) for one, other in zip(forward, backward, strict=True))
     return {Kind.O: assumed, Kind.L: assumed}
 
-
-UNKNOWN = 0.25
-"""Time of a copy over that of forward and backward, where nothing says it."""
 
 Times = list[list[float]]
 """By device and place."""
