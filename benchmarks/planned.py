@@ -130,7 +130,7 @@ def main() -> None:
     measured = launch(measure, settings, configurations, processes=settings.processes, torch_device="cpu")
     profiles = measured[0]["profiles"]
     passes = [
-        passes_from([profile_of(found).costs for _, found in pair], pair[0][0], "cpu")
+        passes_from([profile_of(found) for _, found in pair], pair[0][0], "cpu")
         for pair in zip(profiles[::2], profiles[1::2], strict=True)
     ]
     problem = replace(problem, hardware=replace(hardware, passes=tuple(passes)), known={})

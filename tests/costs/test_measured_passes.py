@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,16 @@ import pytest
 from transformers import LlamaConfig
 
 from evenpipe.costs.hardware import KNOWN, hardware_from_dict, read_hardware, write_hardware
-from evenpipe.costs.measured_passes import MEASURED, OUTPUT, MeasuredPasses, fingerprint, output_passes, passes_of
+from evenpipe.costs.measured_passes import (
+    BARE,
+    MEASURED,
+    OUTPUT,
+    PLAIN,
+    MeasuredPasses,
+    fingerprint,
+    passes_of,
+    whole_passes,
+)
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
 from evenpipe.memory.parallelism import Parallelism
@@ -57,8 +67,9 @@ def costs(given: Problem, size: int, devices: int = 4, mode: str = "vocab-2") ->
 def measured(size: int, scale: float = 1.0, **changes: Any) -> MeasuredPasses:
     """A pipeline of four devices on a machine where everything takes `scale` times its factor."""
     description = describe(CONFIG)
-    seconds = passes_of(costs(problem(), size))
-    seconds |= output_passes(costs(problem(), size, mode="first-last"), (2, 2, 2, 2), seconds)
+    shards, whole = costs(problem(), size), costs(problem(), size, mode="first-last")
+    seconds = passes_of(shards, bare=shards.F)
+    seconds |= whole_passes(whole, (2, 2, 2, 2), seconds, bare=whole.F)
     values: dict[str, Any] = {
         "model": fingerprint(layers_of(description), description.vocabulary_size, description.hidden_size),
         "dtype": "bf16",
@@ -81,8 +92,10 @@ def test_other_pipelines_take_as_much_longer_as_the_measured_one(devices: int, m
     plain, corrected = costs(problem(), 1, devices, mode), costs(problem(measured(1)), 1, devices, mode)
     for name in "FBIW":
         before, after = getattr(plain, name), getattr(corrected, name)
-        middle = slice(1, -1) if mode == "first-last" else slice(None)  # without embedding and output layer
-        assert after[middle] == pytest.approx([FACTORS[name] * time for time in before[middle]])
+        whole = mode == "first-last"
+        middle = slice(1, -1) if whole else slice(None)  # without embedding and output layer
+        factor = FACTORS[PLAIN[name] if whole else name]
+        assert after[middle] == pytest.approx([factor * time for time in before[middle]])
     if mode == "vocab-2":
         for name in ("S", "C", "T", "E", "G"):
             assert getattr(corrected, name) == pytest.approx(FACTORS[name] * getattr(plain, name))
@@ -92,13 +105,34 @@ def test_other_pipelines_take_as_much_longer_as_the_measured_one(devices: int, m
     assert corrected.p2p == pytest.approx(FACTORS["p2p"] * plain.p2p)
 
 
+@pytest.mark.parametrize("mode", ["vocab-2", "first-last"])
+def test_layers_whose_input_alone_is_kept_have_forwards_that_keep_nothing(mode: str) -> None:
+    def forwards(given: Problem, checkpointing: tuple[str, ...]) -> Sequence[float]:
+        one = replace(configuration(1, mode=mode), checkpointing=checkpointing)
+        found = costs_of(given, one, Placement.linear(4)).F
+        assert isinstance(found, tuple)
+        return found[1:3]
+
+    whole = mode == "first-last"
+    uncorrected, given = forwards(problem(), ("none",)), problem(measured(1))
+    bare, kept = (FACTORS[PLAIN[name] if whole else name] for name in (BARE, "F"))
+    assert forwards(given, ("full",)) == pytest.approx([bare * time for time in uncorrected])
+    assert forwards(given, ("selective",)) == pytest.approx([kept * time for time in uncorrected])
+    half = forwards(given, ("none", "full") * 4)
+    assert half == pytest.approx([(bare + kept) / 2 * time for time in uncorrected])
+    old = {name: time for name, time in measured(1).seconds.items() if name not in {BARE, *PLAIN.values()}}
+    assert forwards(problem(measured(1, seconds=old)), ("full",)) == pytest.approx(
+        [FACTORS["F"] * time for time in uncorrected]
+    )
+
+
 def output_layer(given: Problem, devices: int = 4) -> dict[str, float]:
-    """What the last stage takes with the output layer more than without."""
-    whole, sharded = costs(given, 1, devices, "first-last"), costs(given, 1, devices)
-    return {name: getattr(whole, name)[-1] - getattr(sharded, name)[-1] for name in "FBIW"}
+    """What the last stage takes with the output layer more than the one before it."""
+    whole = costs(given, 1, devices, "first-last")
+    return {name: getattr(whole, name)[-1] - getattr(whole, name)[-2] for name in "FBIW"}
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("devices", [4, 8])  # of two, the other has the embedding
 def test_the_whole_output_layer_takes_what_it_took(devices: int) -> None:
     plain, corrected = output_layer(problem(), devices), output_layer(problem(measured(1)), devices)
     assert corrected == pytest.approx({name: FACTORS[OUTPUT[name]] * time for name, time in plain.items()})
@@ -121,20 +155,23 @@ def test_a_pass_of_the_whole_output_layer_that_was_not_measured_follows_from_the
 
 
 @pytest.mark.parametrize(
-    ("times", "layers", "seconds"),
+    ("times", "layers", "plain", "seconds"),
     [
-        ([10, 9, 15], (2, 2, 3), 15 - 7 * 3 / 2),  # of the first stage's 10, 3 are the embedding
-        ([22], (7,), 22 - 3 / 3 - 11),
-        ([10, 9], (4, 4), 9 - 6),
-        ([10, 3], (4, 4), 0),
+        ((10, 9, 15), (2, 2, 3), 16 * 7 / 4, 15 - 16 * 3 / 4),  # of the first stage's 10, 3 are the embedding
+        ((22,), (7,), None, 22 - 3 / 3 - 11),
+        ((10, 9), (4, 4), 6 * 2, 9 - 6),
+        ((10, 3), (4, 4), 6 * 2, 0),
     ],
 )
 def test_the_output_layer_is_what_the_last_stage_has_beside_its_layers(
-    times: list[float], layers: tuple[int, ...], seconds: float
+    times: tuple[float, ...], layers: tuple[int, ...], plain: float | None, seconds: float
 ) -> None:
     per_device = {1: 1.0, 2: 2.0, 3: 1.0}[len(layers)]
-    found = output_passes(Costs(F=times), layers, {"F": 11.0, "E": per_device})
-    assert found == {"output_F": pytest.approx(seconds)}
+    found = whole_passes(Costs(F=times), layers, {"F": 11.0, "bare": 11.0, "E": per_device}, bare=times)
+    assert found["output_F"] == pytest.approx(seconds)
+    assert "output_bare" not in found
+    for name in ("plain_F", "plain_bare"):
+        assert found.get(name) == (None if plain is None else pytest.approx(plain))
 
 
 @pytest.mark.parametrize(("size", "scale"), [(1, 1.0), (2, 1.5), (4, 2.0), (8, 2.0)])
@@ -165,7 +202,7 @@ def test_contention_is_that_of_the_passes() -> None:
 def test_only_the_same_model_is_corrected(passes: dict[str, Any], changes: dict[str, Any]) -> None:
     given, plain = problem(measured(1, **passes), **changes), problem(**changes)
     layout = configuration(1).layout
-    assert layer_times(given, layout) == layer_times(plain, layout)
+    assert layer_times(given, layout, "vocab-2") == layer_times(plain, layout, "vocab-2")
     found = search_configurations(given, Space(pp=(8,), tp=(1,), cp=(1,), schedules=("1f1b",)), wanted=1, workers=1)
     assert "pass times from shapes alone" in Ranking(found, 1).text()
 

@@ -24,7 +24,7 @@ from evenpipe.schedule import Costs, Placement
 
 from .collectives import Axes
 from .hardware import ELEMENT_BYTES, Hardware
-from .measured_passes import LAYERS, NO_CORRECTION, OUTPUT, Correction
+from .measured_passes import BARE, NO_CORRECTION, OUTPUT, PASSES, Correction
 from .work import (
     BACKWARD_OPERATIONS,
     BACKWARD_STREAMED,
@@ -148,6 +148,8 @@ class LayerTime:
     """Seconds of one layer and microbatch."""
 
     forward: float
+    bare: float
+    """A forward that keeps nothing but its input."""
     inputs: float
     weights: float
     whole: float
@@ -161,6 +163,15 @@ class LayerTime:
     def backward(self) -> float:
         """The shorter of both ways."""
         return min(self.whole, self.inputs + self.weights)
+
+    @property
+    def recomputed(self) -> float:
+        """What a layer takes longer where only its input is kept."""
+        return self.again_full + self.bare - self.forward
+
+    def forward_of(self, checkpointing: str) -> float:
+        """Under one of the policies "none", "selective", "full"."""
+        return self.bare if checkpointing == "full" else self.forward
 
     def again(self, checkpointing: str) -> float:
         """What the backward computes again under one of the policies "none", "selective", "full"."""
@@ -185,6 +196,7 @@ def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
     skipped = setting.product_seconds(work.last) if work.last is not None and setting.stops_early else 0.0
     return LayerTime(
         forward=correction["F"] * forward,
+        bare=(correction[BARE] if BARE in correction.factors else correction["F"]) * forward,
         inputs=correction["I"] * inputs,
         weights=correction["W"] * weights,
         whole=correction["B"] * (inputs + weights),
@@ -287,7 +299,7 @@ def whole_head_time(hidden_size: int, rows: int, setting: Setting) -> WholeHeadT
     factors = setting.correction.factors
     shards = _added(head_time(hidden_size, rows, setting))
     plain = _added(head_time(hidden_size, rows, replace(setting, correction=NO_CORRECTION)))
-    added = {name: factors[OUTPUT[name]] * plain[name] if OUTPUT[name] in factors else shards[name] for name in LAYERS}
+    added = {name: factors[OUTPUT[name]] * plain[name] if OUTPUT[name] in factors else shards[name] for name in PASSES}
     return WholeHeadTime(forward=added["F"], inputs=added["I"], weights=added["W"], whole=added["B"])
 
 
@@ -316,14 +328,18 @@ WHOLE = ("first-last", "redistribute")
 def costs_of_cut(
     cut: Cut, layers: Sequence[LayerTime], setting: Setting, *, rows: int, hidden_size: int, contention: float = 1.0
 ) -> Costs:
-    """Seconds of all passes and transfers of one step. rows: of the embedding and of the output layer."""
+    """Seconds of all passes and transfers of one step.
+
+    layers: with the correction `beside_whole` where vocabulary layers are whole. rows: of the embedding and of the
+    output layer.
+    """
     devices = cut.placement.devices
     correction = setting.correction
     forward, inputs, weights, whole_backward = [], [], [], []
     first = 0
     for count in cut.layers_per_stage:
         held = range(first, first + count)
-        forward.append(sum(layers[index].forward for index in held))
+        forward.append(sum(layers[index].forward_of(cut.checkpointing[index]) for index in held))
         again = sum(layers[index].again(cut.checkpointing[index]) for index in held)
         inputs.append(again + sum(layers[index].inputs for index in held))
         weights.append(sum(layers[index].weights for index in held))

@@ -4,8 +4,9 @@ Shapes and data sheets do not say what a host takes to issue operations, what ca
 kernels run at one size. So `evenpipe profile --hardware CONFIG.toml` runs a pipeline of the model, and what its passes
 took, over what `analytic` says they take, corrects the times of all other pipelines of that model: other schedules,
 modes, splits and numbers of devices. The output layer is measured in shards (vocab-2) and as a whole (first-last): what
-a shard does per token beside its products does not grow with its rows. Between two sizes of a microbatch the factors
-are interpolated over the logarithm of the size; beyond the measured ones the nearest counts.
+a shard does per token beside its products does not grow with its rows, and collectives of the shards slow down what
+runs beside them. Between two sizes of a microbatch the factors are interpolated over the logarithm of the size; beyond
+the measured ones the nearest counts.
 """
 
 from __future__ import annotations
@@ -13,24 +14,30 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from evenpipe.errors import InputError
 
 if TYPE_CHECKING:
-    from evenpipe.schedule import Costs
+    from evenpipe.schedule.costs import Cost, Costs
 
     from .work import LayerWork
 
-LAYERS = ("F", "B", "I", "W")
-"""Passes of stages: seconds of one microbatch in all layers of the model."""
+BARE = "bare"
+"""A forward that keeps nothing for its backward."""
+PASSES = ("F", "B", "I", "W")
+LAYERS = (*PASSES, BARE)
+"""Passes of stages: seconds of one microbatch in all layers of the model, beside sharded vocabulary layers."""
+PLAIN = {name: f"plain_{name}" for name in LAYERS}
+"""Names of the same beside whole vocabulary layers."""
 SHARDS = ("S", "C", "T", "E", "G")
 """Passes of the vocabulary: seconds of one microbatch on one device, on average over them."""
-OUTPUT = {name: f"output_{name}" for name in LAYERS}
+OUTPUT = {name: f"output_{name}" for name in PASSES}
 """Names of what the whole output layer adds to the passes of the last stage, in seconds of one microbatch."""
 TRANSFERS = ("p2p", "broadcast", "statistics", "reduce", "embedding")
-MEASURED = (*LAYERS, *SHARDS, *OUTPUT.values(), *TRANSFERS)
+MEASURED = (*LAYERS, *SHARDS, *PLAIN.values(), *OUTPUT.values(), *TRANSFERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +103,12 @@ def fingerprint(works: Sequence[LayerWork], rows: int, hidden_size: int) -> str:
     return hashlib.sha256(repr((tuple(works), rows, hidden_size)).encode()).hexdigest()[:16]
 
 
-def passes_of(costs: Costs) -> dict[str, float]:
-    """`MeasuredPasses.seconds` of the measured costs of a pipeline with one stage per device, vocab-2."""
+def passes_of(costs: Costs, bare: Cost | None = None) -> dict[str, float]:
+    """`MeasuredPasses.seconds` of the measured costs of a pipeline with one stage per device, vocab-2, and of its
+    forwards where they keep nothing."""
     seconds: dict[str, float] = {}
-    for name in LAYERS:
-        time = getattr(costs, name)
-        if time is not None:
-            seconds[name] = math.fsum(time) if isinstance(time, tuple) else time
+    for name, time in _stage_times(costs, bare).items():
+        seconds[name] = math.fsum(time) if isinstance(time, tuple) else time
     for name in SHARDS:
         time = getattr(costs, name)
         if time is not None:
@@ -112,29 +118,42 @@ def passes_of(costs: Costs) -> dict[str, float]:
     return seconds | {name: time for name, time in durations.items() if time > 0}
 
 
-def output_passes(costs: Costs, layers_per_stage: Sequence[int], sharded: Mapping[str, float]) -> dict[str, float]:
-    """What is whole in such a pipeline, by the names in `OUTPUT`.
+def whole_passes(
+    costs: Costs, layers_per_stage: Sequence[int], sharded: Mapping[str, float], bare: Cost | None = None
+) -> dict[str, float]:
+    """Passes of such a pipeline with whole vocabulary layers (first-last), by the names in `PLAIN` and `OUTPUT`.
 
-    costs: of the same pipeline with whole vocabulary layers (first-last), a list per kind. sharded: `passes_of` the one
-    with sharded ones, which tells what the embedding on the first stage takes.
+    costs, bare: as of `passes_of`, a list per kind. sharded: `passes_of` the pipeline with sharded ones, which tells
+    what the embedding on the first stage takes. A single device has its layers and the output layer in one pass: its
+    layers are taken to need what they needed there.
     """
-    devices = len(layers_per_stage)
-    embedding = {"F": sharded.get("E", 0.0), "W": sharded.get("G", 0.0), "B": sharded.get("G", 0.0)}
+    embedding = {"F": sharded.get("E", 0.0), BARE: sharded.get("E", 0.0)}
+    embedding |= dict.fromkeys(("W", "B"), sharded.get("G", 0.0))
+    devices, layers = len(layers_per_stage), sum(layers_per_stage)
+    others = layers - layers_per_stage[-1]
     seconds = {}
-    for name in LAYERS:
-        times = getattr(costs, name)
-        if times is None or name not in sharded:
+    for name, times in _stage_times(costs, bare).items():
+        if name not in sharded or not isinstance(times, tuple):
             continue
         embedded = devices * embedding.get(name, 0.0)
         if devices == 1:
             rest = times[0] - embedded - sharded[name]
         else:
-            rest = times[-1] - (times[0] - embedded) * layers_per_stage[-1] / layers_per_stage[0]
-        seconds[OUTPUT[name]] = max(0.0, rest)
+            plain = max(0.0, math.fsum(times[:-1]) - embedded) * layers / others
+            seconds[PLAIN[name]] = plain
+            rest = times[-1] - plain * layers_per_stage[-1] / layers
+        if name in OUTPUT:
+            seconds[OUTPUT[name]] = max(0.0, rest)
     return seconds
 
 
-@dataclass(frozen=True, slots=True)
+def _stage_times(costs: Costs, bare: Cost | None) -> dict[str, Cost]:
+    """By the names in `LAYERS`, those that are known."""
+    times = {name: getattr(costs, name) for name in PASSES} | {BARE: bare}
+    return {name: time for name, time in times.items() if time is not None}
+
+
+@dataclass(frozen=True)
 class Correction:
     """Factors on analytic times by the names in `MEASURED`; what has none is as `analytic` says it."""
 
@@ -144,6 +163,12 @@ class Correction:
 
     def __getitem__(self, name: str) -> float:
         return self.factors.get(name, 1.0)
+
+    @cached_property
+    def beside_whole(self) -> Correction:
+        """For stages beside whole vocabulary layers: `LAYERS` as `PLAIN`, where that was measured."""
+        plain = {name: self.factors[other] for name, other in PLAIN.items() if other in self.factors}
+        return replace(self, factors={**self.factors, **plain})
 
 
 NO_CORRECTION = Correction()

@@ -51,7 +51,10 @@ def layout_bound(problem: Problem, layout: Layout) -> Bound:
     parallelism = layout.parallelism
     setting = problem.setting(layout)
     description = problem.description
-    work = sum(time.forward + time.backward for time in layer_times(problem, layout))
+    work = min(
+        sum(time.forward + time.backward for time in layer_times(problem, layout, mode))
+        for mode in ("first-last", "vocab-2")
+    )
     # Without waves: a shard of the output layer may fill its last wave better than the whole.
     smooth = replace(setting, hardware=replace(setting.hardware, units=1))
     shape = description.hidden_size, description.vocabulary_size
@@ -153,7 +156,7 @@ def _memory_floor(problem: Problem, configuration: Configuration, shape: Shape) 
     logits = _logits(problem, configuration, shape, setting)
     saved = tuple(map(min, zip(*(saved_floor(work, setting) for work in problem.kinds), strict=True)))
     turns_back = shape.placement == Placement.v_shape(devices)
-    times = layer_times(problem, layout)
+    times = layer_times(problem, layout, configuration.vocabulary)
     only = configuration.checkpointing[0]
     again = [0.0] * devices
     tolerance = 0.1 * problem.memory_bytes if shape.by_costs else 0.0
@@ -181,7 +184,7 @@ def _memory_floor(problem: Problem, configuration: Configuration, shape: Shape) 
             return again, math.ceil(full - room), device
         elif none > room:
             cheap = sum(times[layer].again_selective for layer in layers)
-            dear = sum(times[layer].again_full for layer in layers)
+            dear = sum(times[layer].recomputed for layer in layers)
             if selective <= room:
                 again[device] = cheap * (none - room) / max(1.0, none - selective)
             else:

@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from evenpipe.costs.analytic import layer_time, whole_head_time
+from evenpipe.costs.analytic import whole_head_time
 
 from .bounds import layout_bound, order_bound, work_bound
-from .configurations import Configuration, Layout, Problem, Space, configurations, layouts
+from .configurations import Configuration, Layout, Problem, Space, configurations, layer_times, layouts
 from .evaluation import Evaluation, evaluate
 from .evaluation_cache import EvaluationCache
 
@@ -223,7 +223,7 @@ def head_layers(problem: Problem, layout: Layout) -> float:
     setting = problem.setting(layout)
     description = problem.description
     head = whole_head_time(description.hidden_size, description.vocabulary_size, setting)
-    layer = layer_time(problem.works[-1], setting)
+    layer = layer_times(problem, layout, "first-last")[-1]
     return head.seconds / (layer.forward + layer.backward)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
-from evenpipe.costs.analytic import Cut, LayerTime, Setting, costs_of_cut, layer_time
+from evenpipe.costs.analytic import WHOLE, Cut, LayerTime, Setting, costs_of_cut, layer_time
 from evenpipe.costs.collectives import Axes
 from evenpipe.costs.hardware import ELEMENT_BYTES, Hardware
 from evenpipe.costs.measured_passes import (
@@ -26,8 +26,8 @@ from evenpipe.costs.measured_passes import (
     between,
     correction_of,
     fingerprint,
-    output_passes,
     passes_of,
+    whole_passes,
 )
 from evenpipe.costs.work import LayerWork, layers_of
 from evenpipe.errors import InputError
@@ -168,8 +168,9 @@ class Problem:
             )
             return costs_of(uncorrected, one, Placement.linear(devices))
 
-        sharded = passes_of(costs("vocab-2"))
-        return correction_of(measured, sharded | output_passes(costs("first-last"), split, sharded))
+        shards, whole = costs("vocab-2"), costs("first-last")
+        sharded = passes_of(shards, bare=shards.F)
+        return correction_of(measured, sharded | whole_passes(whole, split, sharded, bare=whole.F))
 
 
 def problem_of(
@@ -309,13 +310,16 @@ class Configuration:
 # --- how long its passes take --------------------------------------------------------------------------------
 
 
-def layer_times(problem: Problem, layout: Layout) -> tuple[LayerTime, ...]:
-    """Of every layer; alike ones are computed once."""
-    found: tuple[LayerTime, ...] | None = problem.known.get(layout)
+def layer_times(problem: Problem, layout: Layout, vocabulary: str) -> tuple[LayerTime, ...]:
+    """Of every layer beside vocabulary layers of a mode; alike ones are computed once."""
+    whole = vocabulary in WHOLE
+    found: tuple[LayerTime, ...] | None = problem.known.get((layout, whole))
     if found is None:
         setting = problem.setting(layout)
+        if whole:
+            setting = replace(setting, correction=setting.correction.beside_whole)
         times = {id(work): layer_time(work, setting) for work in problem.kinds}
-        found = problem.known[layout] = tuple(times[id(work)] for work in problem.works)
+        found = problem.known[layout, whole] = tuple(times[id(work)] for work in problem.works)
     return found
 
 
@@ -333,7 +337,7 @@ def costs_of(problem: Problem, configuration: Configuration, placement: Placemen
             checkpointing=checkpointing,
             vocabulary=configuration.vocabulary,
         ),
-        layer_times(problem, configuration.layout),
+        layer_times(problem, configuration.layout, configuration.vocabulary),
         setting,
         rows=problem.description.vocabulary_size,
         hidden_size=problem.description.hidden_size,

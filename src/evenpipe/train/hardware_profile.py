@@ -27,17 +27,17 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from evenpipe.costs.hardware import Hardware, Wire
-from evenpipe.costs.measured_passes import MeasuredPasses, fingerprint, output_passes, passes_of
+from evenpipe.costs.measured_passes import MeasuredPasses, fingerprint, passes_of, whole_passes
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
 from evenpipe.model import describe
 from evenpipe.runtime import initialise_worker, launch
 from evenpipe.runtime.communication import Communicators
 from evenpipe.runtime.worker import Worker
-from evenpipe.schedule import Costs, even_split
+from evenpipe.schedule import even_split
 from evenpipe.train.config import Config, PipelineConfig
 from evenpipe.train.planned_config import configured_model
-from evenpipe.train.profile import check_profile, profile
+from evenpipe.train.profile import Profile, check_profile, profile
 
 SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
 """Edges of the cubes that are multiplied."""
@@ -79,7 +79,7 @@ def profile_hardware(
     found: dict[str, Any] = launch(measure, processes=processes)[0]
     device = found["device"]
     passes = tuple(
-        passes_from([profile(pipeline, steps=steps).costs for pipeline in pair], pair[0], device) for pair in pipelines
+        passes_from([profile(pipeline, steps=steps) for pipeline in pair], pair[0], device) for pair in pipelines
     )
     peaks = {dtype: max(flops / seconds for flops, seconds in rows) for dtype, rows in found["products"].items()}
     widest = "bf16" if "bf16" in peaks else "fp32"
@@ -105,7 +105,7 @@ def profile_hardware(
 
 def pipelines_to_measure(config: Config, processes: int, microbatch_size: int) -> list[Config]:
     """One stage per device and 1F1B, with sharded vocabulary layers (vocab-2) and with whole ones (first-last);
-    `profile` takes whole and split backwards."""
+    `profile` takes whole and split backwards, and forwards that keep nothing."""
     pipelines = [
         PipelineConfig(
             processes=processes,
@@ -122,21 +122,23 @@ def pipelines_to_measure(config: Config, processes: int, microbatch_size: int) -
     return [replace(config, pipeline=pipeline) for pipeline in pipelines]
 
 
-def passes_from(costs: Sequence[Costs], config: Config, device: str) -> MeasuredPasses:
+def passes_from(found: Sequence[Profile], config: Config, device: str) -> MeasuredPasses:
     """What was measured of `pipelines_to_measure`, in that order, as files of hardware hold it; `config` is the first
     of them."""
     model = describe(configured_model(config))
     dtypes = {"float32": "fp32", "bfloat16": "bf16", "auto": "bf16" if device == "cuda" else "fp32"}
     devices = config.pipeline.processes
-    sharded = passes_of(costs[0])
+    shards, whole = found
+    sharded = passes_of(shards.costs, shards.bare)
+    split = even_split(model.layers, devices)
     return MeasuredPasses(
         model=fingerprint(layers_of(model), model.vocabulary_size, model.hidden_size),
         dtype=dtypes[config.model.compute_dtype],
         sequence=config.data.sequence_length,
         microbatch_size=config.pipeline.microbatch_size,
         devices=devices,
-        contention=costs[0].contention,
-        seconds=sharded | output_passes(costs[1], even_split(model.layers, devices), sharded),
+        contention=shards.costs.contention,
+        seconds=sharded | whole_passes(whole.costs, split, sharded, whole.bare),
     )
 
 

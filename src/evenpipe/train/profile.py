@@ -26,6 +26,7 @@ from evenpipe.costs.links import Size, with_links
 from evenpipe.errors import InputError
 from evenpipe.runtime import Pipeline, initialise_worker, launch
 from evenpipe.schedule import Costs, Order, plan_program
+from evenpipe.schedule.costs import Cost
 from evenpipe.schedule.trace import Trace
 from evenpipe.schedule.trace_file import trace_from_dict, trace_to_dict
 from evenpipe.train.build import build_pipeline, compute_dtype
@@ -39,10 +40,13 @@ SHORTER = 8
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was measured. traces: of every step that counts, by what the backwards were; "as it is" for the schedule."""
+    """What was measured."""
 
     costs: Costs
+    bare: Cost | None
+    """Forwards of an order that computes them again: they keep nothing for their backwards."""
     traces: dict[str, list[Trace]]
+    """Of every step that counts, by what the backwards were; "as it is" for the schedule."""
 
     @property
     def about(self) -> dict[str, Any]:
@@ -77,26 +81,26 @@ def check_profile(config: Config, steps: int) -> None:
 
 
 def profile_of(found: Sequence[dict[str, Any]]) -> Profile:
-    """From what `measure_pipeline` returned on the first process, one time or several."""
+    """From what `measure_pipeline` returned on the first process, one time or several.
+
+    F, S, C, T, E, G and transfers are those of the schedule as it is; kinds that it lacks come from the other runs.
+    """
     traces: dict[str, list[Trace]] = {}
     for name, measured in ((name, measured) for one in found for name, measured in one["traces"].items()):
         traces.setdefault(name, []).extend(map(trace_from_dict, measured))
     shorter = [trace_from_dict(trace) for one in found for trace in one["shorter"]]
-    return Profile(_costs(traces, shorter, found[0]["sizes"]), traces)
-
-
-def _costs(traces: dict[str, list[Trace]], shorter: list[Trace], sizes: dict[str, Sequence[float]]) -> Costs:
-    """F, S, C, T, E, G and transfers from the schedule as it is; kinds that it lacks from the other runs."""
+    sizes = {name: Size(*size) for name, size in found[0]["sizes"].items()}
     # For contention passes of a kind are to be alike: a forward that keeps nothing for its backward is another one.
-    everything = [trace for name, found in traces.items() if name != "recomputed" for trace in found]
+    everything = [trace for name, measured in traces.items() if name != RECOMPUTED for trace in measured]
     costs = costs_of(traces[AS_IT_IS], everything)
-    for name in BACKWARDS:
-        if name in traces:
-            costs = completed(costs, costs_of(traces[name], everything))
-    return with_links(costs, costs_of(shorter), {name: Size(*size) for name, size in sizes.items()})
+    variants = {name: costs_of(traces[name], everything) for name in BACKWARDS if name in traces}
+    for variant in variants.values():
+        costs = completed(costs, variant)
+    bare = variants[RECOMPUTED].F if RECOMPUTED in variants else None
+    return Profile(with_links(costs, costs_of(shorter), sizes), bare, traces)
 
 
-AS_IT_IS, ALONE = "as it is", "one by one"
+AS_IT_IS, ALONE, RECOMPUTED = "as it is", "one by one", "recomputed"
 
 
 def measure(config: Config, steps: int, warm_up: int) -> dict[str, Any]:
