@@ -87,7 +87,7 @@ STEPS = [
 @pytest.mark.parametrize(("schedule", "mode"), STEPS)
 def test_two_short_steps_say_how_long_a_long_one_takes(small: Problem, schedule: str, mode: str) -> None:
     one = configuration(schedule, mode, 4, 40, stages_per_device=2 if schedule == "interleaved" else None)
-    sizes = short_steps(4, 40, sharded=mode not in ("first-last", "redistribute"))
+    sizes = short_steps(4, 40, planned=mode not in ("first-last", "redistribute"))
     assert sizes in ((8, 12), (12, 16))
     programs = {size: program_of(arranged(small, one, size))[1] for size in (*sizes, 40)}
     costs = costs_of(small, one, programs[40].placement)
@@ -100,7 +100,7 @@ def test_two_short_steps_say_how_long_a_long_one_takes(small: Problem, schedule:
 @pytest.mark.parametrize(("schedule", "mode"), [case for case in STEPS if case[1] in ("first-last", "vocab-2")])
 def test_memory_does_not_grow_with_the_step(small: Problem, schedule: str, mode: str) -> None:
     one = configuration(schedule, mode, 4, 40, stages_per_device=2 if schedule == "interleaved" else None)
-    peaks = [simulate_peaks(small, one, size) for size in (short_steps(4, 40, sharded=mode == "vocab-2")[0], 40)]
+    peaks = [simulate_peaks(small, one, size) for size in (short_steps(4, 40, planned=mode == "vocab-2")[0], 40)]
     assert peaks[0] == peaks[1]
 
 
@@ -112,7 +112,7 @@ def simulate_peaks(small: Problem, one: Configuration, microbatches: int) -> tup
 def test_short_steps_leave_the_same_rest() -> None:
     for devices in (1, 2, 3, 8):
         for microbatches in range(1, 12 * devices):
-            sizes = short_steps(devices, microbatches, sharded=True)
+            sizes = short_steps(devices, microbatches, planned=True)
             assert sizes == (microbatches,) or all((size - microbatches) % devices == 0 for size in sizes)
 
 

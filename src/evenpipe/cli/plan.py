@@ -55,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("schedule", "names of schedules"),
         ("vocabulary", "vocabulary modes"),
         ("checkpointing", "none, selective, full, or least: on each device as little as its memory allows"),
+        (
+            "offload",
+            "activations on the host: scheduled (as the schedule says; default), none, free (all that lowers the memory"
+            " of a device and costs no time), all, or least: free where memory is short",
+        ),
     ):
         space.add_argument(f"--{name}", metavar="X[,X...]", help=what)
     space.add_argument(
@@ -189,6 +194,7 @@ def _space(arguments: argparse.Namespace, problem: Problem) -> Space:
         ("schedule", "schedules"),
         ("vocabulary", "vocabularies"),
         ("checkpointing", "checkpointing"),
+        ("offload", "offload"),
     ):
         text = getattr(arguments, name)
         if text is not None:

@@ -22,7 +22,7 @@ from evenpipe.schedule import Schedule, vocabulary_mode
 from .bytes import DeviceMemory
 from .device import DeviceBytes
 from .framework import FRAMEWORKS, Framework
-from .host import host_bytes
+from .host import copied_bytes, host_bytes
 from .kernels import PRESETS, Kernels
 from .model_bytes import ModelBytes
 from .parallelism import Parallelism
@@ -50,6 +50,8 @@ class DeviceEstimate:
     """None where no card was given."""
     host: int = 0
     """Activations in the host's memory at most."""
+    copied: tuple[int, ...] = ()
+    """By stage of the device: what a copy of one microbatch's activations to the host, or back, carries."""
 
     @property
     def binding_event(self) -> str:
@@ -270,6 +272,7 @@ def _device(source: ModelBytes, plan: Planned, run: Run, device: int, memory: in
         process=process,
         verdict=None if memory is None else verdict_of(process, memory),
         host=host_bytes(plan.program, device, held.stages),
+        copied=tuple(copied_bytes(held.stages[stage]) for stage in stages),
     )
 
 

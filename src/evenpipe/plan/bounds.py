@@ -33,7 +33,7 @@ from .evaluation import (
     least_work,
     parameters_per_device,
 )
-from .programs import InFlight, in_flight, short_steps
+from .programs import InFlight, in_flight, steps_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +98,9 @@ def order_bound(problem: Problem, configuration: Configuration) -> float:
 
 
 def _in_flight(configuration: Configuration) -> InFlight:
-    layout, sharded = configuration.layout, bool(BARRIERS[configuration.vocabulary])
+    layout = configuration.layout
     devices = layout.parallelism.pp
-    microbatches = short_steps(devices, layout.microbatches, sharded=sharded)[0]
+    microbatches = steps_of(configuration)[0]
     return in_flight(
         configuration.schedule, configuration.options, devices, microbatches, configuration.layers_per_stage
     )
@@ -155,6 +155,8 @@ def _memory_floor(problem: Problem, configuration: Configuration, shape: Shape) 
     flight = _in_flight(configuration)
     logits = _logits(problem, configuration, shape, setting)
     saved = tuple(map(min, zip(*(saved_floor(work, setting) for work in problem.kinds), strict=True)))
+    if configuration.moves:  # what is on the host may be anything
+        saved = (0.0, 0.0, 0.0)
     turns_back = shape.placement == Placement.v_shape(devices)
     times = layer_times(problem, layout, configuration.vocabulary)
     only = configuration.checkpointing[0]

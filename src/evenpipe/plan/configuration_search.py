@@ -233,11 +233,12 @@ def _mode(one: Configuration) -> str | None:
 
 
 def _family(one: Configuration) -> Any:
-    return one.schedule, one.options, one.vocabulary, one.layout.parallelism.pp
+    return one.schedule, one.options, one.vocabulary, one.offload, one.layout.parallelism.pp
 
 
 def _all_but_size(one: Configuration) -> Any:
-    return one.layout.parallelism, one.schedule, one.options, one.vocabulary, one.layers_per_stage, one.checkpointing
+    keeps = one.checkpointing, one.offload
+    return one.layout.parallelism, one.schedule, one.options, one.vocabulary, one.layers_per_stage, keeps
 
 
 # --- processes -----------------------------------------------------------------------------------------------

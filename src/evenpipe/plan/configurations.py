@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from typing import Any, Literal
 
 from evenpipe.costs.analytic import WHOLE, Cut, LayerTime, Setting, costs_of_cut, layer_time
@@ -36,13 +37,17 @@ from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.parallelism import Parallelism
 from evenpipe.model.description import Description
 from evenpipe.model.flops import arranging_flops
-from evenpipe.schedule import MODES, SCHEDULES, Costs, Order, Placement, even_split, generate, split_by_cost
+from evenpipe.schedule import MODES, SCHEDULES, Costs, Order, Placement, even_split, generate, planning, split_by_cost
 from evenpipe.schedule.passes import Kind
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.schedule.registry import options_of
+from evenpipe.schedule.transforms.offload import offloaded
 
 LEAST = "least"
-"""In the place of a checkpointing policy: on every device as little recomputation as its memory allows."""
+"""In the place of a checkpointing policy: on every device as little recomputation as its memory allows. In the place of
+what is said about copies to the host: as "free", where not everything has room on the devices, else as "scheduled"."""
+
+OFFLOAD = (*planning.OFFLOAD, LEAST)
 
 POLICIES = ("none", "selective", "full")
 
@@ -233,12 +238,15 @@ class Space:
     vocabularies: tuple[str, ...] = ("first-last", "redistribute", "vocab-1", "vocab-2")
     checkpointing: tuple[str, ...] = (LEAST,)
     """`LEAST`, or policies for all layers."""
+    offload: tuple[str, ...] = ("scheduled",)
+    """Some of `OFFLOAD`."""
 
     def __post_init__(self) -> None:
         for name, known in (
             ("schedules", SCHEDULES),
             ("vocabularies", MODES),
             ("checkpointing", (LEAST, *POLICIES)),
+            ("offload", OFFLOAD),
             ("zero", (0, 1, 2, 3)),
         ):
             given = getattr(self, name)
@@ -285,6 +293,12 @@ class Configuration:
     layers_per_stage: tuple[int, ...]
     checkpointing: tuple[str, ...]
     """`LEAST` or a policy, alone: for all layers; in an evaluated plan, one policy per layer."""
+    offload: str = "scheduled"
+    """One of `OFFLOAD`; in an evaluated plan, none of `LEAST`."""
+    copy_time: tuple[float, ...] = ()
+    """By stage, what copies are arranged by, as `OffloadOptions.copy_time`; of an evaluated plan with copies."""
+    copy_seconds: tuple[float, ...] = ()
+    """By stage, what one copy takes; of such a plan."""
 
     @property
     def name(self) -> str:
@@ -297,8 +311,18 @@ class Configuration:
         parts.append(self.schedule_name)
         if parallelism.pp > 1:
             parts.append(self.vocabulary)
+        if self.offload not in ("scheduled", "none"):
+            parts.append(f"offload {self.offload}")
         parts.append(f"{self.layout.microbatch_size} x {self.layout.microbatches}")
         return " ".join(parts)
+
+    @property
+    def moves(self) -> bool:
+        """Whether it has activations on the host, or may have."""
+        if self.offload != "scheduled":
+            return self.offload != "none"
+        shape = shape_of(self.schedule, self.options, self.layout.parallelism.pp)
+        return shape is not None and shape.moves
 
     @property
     def schedule_name(self) -> str:
@@ -330,7 +354,7 @@ def costs_of(problem: Problem, configuration: Configuration, placement: Placemen
     if len(checkpointing) == 1:
         policy = "none" if checkpointing[0] == LEAST else checkpointing[0]
         checkpointing = (policy,) * problem.layers
-    return costs_of_cut(
+    costs = costs_of_cut(
         Cut(
             placement=placement,
             layers_per_stage=configuration.layers_per_stage,
@@ -343,6 +367,8 @@ def costs_of(problem: Problem, configuration: Configuration, placement: Placemen
         hidden_size=problem.description.hidden_size,
         contention=problem.contention(configuration.layout),
     )
+    copies = configuration.copy_seconds
+    return replace(costs, O=copies, L=copies) if copies else costs
 
 
 # --- what there is to choose from ----------------------------------------------------------------------------
@@ -416,7 +442,7 @@ def configurations(problem: Problem, space: Space, layout: Layout, head_layers: 
                 if key in seen:
                     continue
                 seen.add(key)
-                for policy in space.checkpointing:
+                for policy, offload in product(space.checkpointing, space.offload if devices > 1 else ("scheduled",)):
                     yield Configuration(
                         layout=layout,
                         schedule=schedule,
@@ -424,6 +450,7 @@ def configurations(problem: Problem, space: Space, layout: Layout, head_layers: 
                         vocabulary=mode,
                         layers_per_stage=split,
                         checkpointing=(policy,),
+                        offload=offload,
                     )
 
 
@@ -448,6 +475,8 @@ class Shape:
     """Its backwards are cut into I and W."""
     by_costs: bool
     """Its generator plans by costs, so what is in flight is only nearly that of equal stages."""
+    moves: bool
+    """It moves activations to the host."""
 
 
 @cache
@@ -461,6 +490,7 @@ def shape_of(schedule: str, options: Options, devices: int) -> Shape | None:
         placement=order.placement,
         split=any(item.kind is Kind.I for item in order.passes(0)),
         by_costs="costs" in inspect.signature(SCHEDULES[schedule]).parameters,
+        moves=bool(offloaded(order)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from evenpipe.memory.estimate import estimate
+from evenpipe.memory.estimate import Estimate, estimate
 from evenpipe.memory.states import MIXED, SINGLE
 from evenpipe.schedule import Program
 
@@ -22,6 +22,8 @@ class DeviceUse:
     """Of the card, what is left when everything beside tensors is as large as was ever seen; below 0 it is lacking."""
     event: str
     """When it is full."""
+    host_bytes: int = 0
+    """Activations in the host's memory at most."""
 
     @property
     def fits(self) -> bool:
@@ -37,8 +39,32 @@ def device_uses(
     problem: Problem, configuration: Configuration, program: Program, policies: tuple[str, ...]
 ) -> tuple[DeviceUse, ...]:
     """Of all devices, with one checkpointing policy per layer. Raises InputError for a model that cannot be cut so."""
+    return tuple(
+        DeviceUse(
+            peak_bytes=device.peak_allocated,
+            spare=problem.memory_bytes - round(device.process.process.most),
+            event=device.binding_event,
+            host_bytes=device.host,
+        )
+        for device in _estimated(problem, configuration, program, policies).devices
+    )
+
+
+def copied(
+    problem: Problem, configuration: Configuration, program: Program, policies: tuple[str, ...]
+) -> tuple[int, ...]:
+    """By stage, the bytes that a copy of one microbatch's activations to the host carries; arguments and errors as of
+    `device_uses`."""
+    found = [0] * program.placement.stages
+    for device in _estimated(problem, configuration, program, policies).devices:
+        for stage, size in zip(device.stages, device.copied, strict=True):
+            found[stage] = size
+    return tuple(found)
+
+
+def _estimated(problem: Problem, configuration: Configuration, program: Program, policies: tuple[str, ...]) -> Estimate:
     layout = configuration.layout
-    found = estimate(
+    return estimate(
         problem.description,
         layout.parallelism,
         sequence=problem.sequence,
@@ -52,12 +78,4 @@ def device_uses(
         dtypes=SINGLE if problem.dtype == "fp32" else MIXED,
         hardware=problem.hardware,
         memory=problem.memory_bytes,
-    )
-    return tuple(
-        DeviceUse(
-            peak_bytes=device.peak_allocated,
-            spare=problem.memory_bytes - round(device.process.process.most),
-            event=device.binding_event,
-        )
-        for device in found.devices
     )

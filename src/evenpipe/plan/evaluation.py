@@ -3,6 +3,9 @@
 Recomputation where it is left open (`LEAST`): a device keeps everything if that fits; else as many of its layers as
 needed keep the results of products only ("selective"); else all do, and as many as needed keep their input only
 ("full"). Layers of the device's first stages come first: there most microbatches are in flight.
+
+Copies to the host where they are left open: none if everything fits; else those that cost no time ("free"), and
+recomputation for what is still too much.
 """
 
 from __future__ import annotations
@@ -21,11 +24,14 @@ from evenpipe.schedule.planning import BARRIERS
 from evenpipe.simulate import simulate
 
 from .configurations import LEAST, Configuration, Problem, costs_of
-from .device_memory import DeviceUse, device_uses
-from .programs import arranged, extended, program_of, short_steps
+from .device_memory import DeviceUse, copied, device_uses
+from .programs import arranged, extended, program_of, steps_of
 
 TRIES = 4
 """How often layers are added to those that are computed again, where the first guess does not fit."""
+
+COPY_STEPS = 100
+"""`Configuration.copy_time` is rounded up to whole parts of so many: orders are arranged by it, and few differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +89,8 @@ class Evaluation:
             "vocabulary": self.configuration.vocabulary,
             "layers_per_stage": list(self.configuration.layers_per_stage),
             "checkpointing": list(self.configuration.checkpointing),
+            "offload": self.configuration.offload,
+            "copy_time": list(self.configuration.copy_time),
             "fits": self.fits,
             "fault": self.fault,
             "seconds": None if math.isinf(self.seconds) else self.seconds,
@@ -99,24 +107,19 @@ class Evaluation:
 def evaluate(problem: Problem, configuration: Configuration, limit: float = math.inf) -> Evaluation:
     """Memory first, then time. A configuration that has no order is told apart from one that does not fit; one whose
     step turns out to take `limit` seconds or more is not looked at any further."""
-    layout = configuration.layout
-    devices = layout.parallelism.pp
-    sizes = short_steps(devices, layout.microbatches, sharded=bool(BARRIERS[configuration.vocabulary]))
     try:
-        program = program_of(arranged(problem, configuration, sizes[0]))[1]
-        uses, policies, kept = _memory(problem, configuration, program)
+        held, kept = _memory(problem, configuration, steps_of(configuration)[0])
     except InputError as error:
         return Evaluation(configuration=configuration, devices=(), fault=str(error))
-    if not all(use.fits for use in uses):
-        return Evaluation(configuration=configuration, devices=uses, kept=kept)
-    chosen = replace(configuration, checkpointing=policies)
-    return replace(timed(problem, chosen, limit), devices=uses, kept=kept)
+    if not held.fits:
+        return Evaluation(configuration=configuration, devices=held.devices, kept=kept)
+    return replace(timed(problem, held.configuration, limit), devices=held.devices, kept=kept)
 
 
 def timed(problem: Problem, configuration: Configuration, limit: float = math.inf) -> Evaluation:
-    """Time only, with one checkpointing policy per layer. `limit` as for `evaluate`."""
-    layout, sharded = configuration.layout, bool(BARRIERS[configuration.vocabulary])
-    sizes = short_steps(layout.parallelism.pp, layout.microbatches, sharded=sharded)
+    """Time only, of an evaluated configuration, or one without copies with one checkpointing policy per layer. `limit`
+    as for `evaluate`."""
+    layout, sizes = configuration.layout, steps_of(configuration)
     program = program_of(arranged(problem, configuration, sizes[0]))[1]
     placement = program.placement
     costs = costs_of(problem, configuration, placement)
@@ -199,60 +202,116 @@ def parameters_per_device(problem: Problem, configuration: Configuration, placem
 # --- memory --------------------------------------------------------------------------------------------------
 
 
-def _memory(
-    problem: Problem, configuration: Configuration, program: Program
-) -> tuple[tuple[DeviceUse, ...], tuple[str, ...], tuple[DeviceUse, ...]]:
-    """What devices hold, the policy of each layer, and what devices would hold if nothing were computed again."""
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What devices hold, and with which policies and copies."""
+
+    configuration: Configuration
+    devices: tuple[DeviceUse, ...]
+
+    @property
+    def fits(self) -> bool:
+        return all(device.fits for device in self.devices)
+
+
+def _memory(problem: Problem, one: Configuration, microbatches: int) -> tuple[_Held, tuple[DeviceUse, ...]]:
+    """Of a configuration, and what devices would hold if everything were kept on them where that does not fit."""
+    if one.offload != LEAST:
+        return _recomputing(problem, one, microbatches)
+    policies = _given(problem, one) or ("none",) * problem.layers
+    scheduled = _held(problem, replace(one, offload="scheduled"), policies, microbatches)
+    if scheduled.fits:
+        return scheduled, ()
+    return _recomputing(problem, replace(one, offload="free"), microbatches)[0], scheduled.devices
+
+
+def _given(problem: Problem, one: Configuration) -> tuple[str, ...] | None:
+    """Policies, one per layer; None where they are left open."""
+    given = one.checkpointing
+    if given == (LEAST,):
+        return None
+    return given * problem.layers if len(given) == 1 else given
+
+
+def _held(problem: Problem, one: Configuration, policies: tuple[str, ...], microbatches: int) -> _Held:
+    """With these policies."""
+    one = replace(one, checkpointing=policies)
+    if one.moves:
+        one = _with_copies(problem, one, microbatches)
+    program = program_of(arranged(problem, one, microbatches))[1]
+    return _Held(one, device_uses(problem, one, program, policies))
+
+
+def _with_copies(problem: Problem, one: Configuration, microbatches: int) -> Configuration:
+    """With what a copy of each stage takes on this hardware, and that over its forward and backward."""
+    program = program_of(arranged(problem, replace(one, offload="none"), microbatches))[1]
+    sizes = copied(problem, one, program, one.checkpointing)
+    seconds = tuple(size / problem.hardware.host_bandwidth for size in sizes)
+    times = costs_of(problem, one, program.placement).stage_times(program.placement)
+    forward, backward = times[Kind.F], times[Kind.B]
+    assert forward is not None and backward is not None
+    shares = (copy / (ahead + back) for copy, ahead, back in zip(seconds, forward, backward, strict=True))
+    rounded = tuple(math.ceil(COPY_STEPS * share) / COPY_STEPS for share in shares)
+    return replace(one, copy_seconds=seconds, copy_time=rounded)
+
+
+def _recomputing(problem: Problem, one: Configuration, microbatches: int) -> tuple[_Held, tuple[DeviceUse, ...]]:
+    """With as little recomputation as needed, where that is left open; and what devices would hold with none."""
     layers = problem.layers
-    if configuration.checkpointing != (LEAST,):
-        given = configuration.checkpointing
-        policies = given * layers if len(given) == 1 else given
-        return device_uses(problem, configuration, program, policies), policies, ()
-    kept = ("none",) * layers
-    none = device_uses(problem, configuration, program, kept)
-    if all(use.fits for use in none):
-        return none, kept, ()
-    full = device_uses(problem, configuration, program, ("full",) * layers)
-    if not all(use.fits for use in full):
-        return full, ("full",) * layers, none
-    selective = device_uses(problem, configuration, program, ("selective",) * layers)
-    held = layers_of_devices(configuration, program.placement)
+    given = _given(problem, one)
+    if given is not None:
+        return _held(problem, one, given, microbatches), ()
+    none = _held(problem, one, ("none",) * layers, microbatches)
+    if none.fits:
+        return none, ()
+    full = _held(problem, one, ("full",) * layers, microbatches)
+    if not full.fits:
+        return full, none.devices
+    selective = _held(problem, one, ("selective",) * layers, microbatches)
+    placement = program_of(arranged(problem, none.configuration, microbatches))[1].placement
+    held = layers_of_devices(one, placement)
     wanted = {
-        device: _Wanted.of(none[device], selective[device], full[device], len(held[device]))
-        for device in range(program.devices)
-        if not none[device].fits
+        device: _Wanted.of(none.devices[device], selective.devices[device], full.devices[device], len(held[device]))
+        for device in range(placement.devices)
+        if not none.devices[device].fits
     }
     for _ in range(TRIES):
-        policies = _policies(layers, held, wanted)
-        uses = device_uses(problem, configuration, program, policies)
-        lacking = [device for device, use in enumerate(uses) if not use.fits]
+        found = _held(problem, one, _policies(layers, held, wanted), microbatches)
+        lacking = [device for device, use in enumerate(found.devices) if not use.fits]
         if not lacking:
-            return uses, policies, none
+            return found, none.devices
         for device in lacking:
-            wanted[device] = wanted[device].more(len(held[device]))
-    policies = _policies(layers, held, {device: _Wanted("full", len(held[device])) for device in wanted})
-    return device_uses(problem, configuration, program, policies), policies, none
+            wanted[device] = wanted[device].more(len(held[device])) if device in wanted else _Wanted("full", 1)
+    for policy in ("selective", "full"):
+        policies = _policies(layers, held, {device: _Wanted(policy, len(held[device])) for device in wanted})
+        found = _held(problem, one, policies, microbatches)
+        if found.fits:
+            break
+    return found, none.devices
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """`count` layers of a device have the policy; the others the one before it."""
+    """`count` layers of a device have the policy; the others keep more, as `others` says."""
 
     policy: str
     count: int
+    others: str = "none"
 
     @classmethod
     def of(cls, none: DeviceUse, selective: DeviceUse, full: DeviceUse, layers: int) -> _Wanted:
         """By straight lines between what was evaluated."""
+        if selective.peak_bytes >= none.peak_bytes:  # what the host takes of "none" is more than what this leaves out
+            return cls("full", _share(none, full, layers))
         if selective.fits:
             return cls("selective", _share(none, selective, layers))
-        return cls("full", _share(selective, full, layers))
+        return cls("full", _share(selective, full, layers), "selective")
 
     def more(self, layers: int) -> _Wanted:
         """One layer more."""
         if self.count < layers:
-            return _Wanted(self.policy, self.count + 1)
-        return _Wanted("full", 1 if self.policy == "selective" else layers)
+            return replace(self, count=self.count + 1)
+        return self if self.policy == "full" else _Wanted("full", 1, "selective")
 
 
 def _share(more: DeviceUse, less: DeviceUse, layers: int) -> int:
@@ -264,8 +323,7 @@ def _policies(layers: int, held: Sequence[Sequence[int]], wanted: dict[int, _Wan
     policies = ["none"] * layers
     for device, choice in wanted.items():
         for place, layer in enumerate(held[device]):
-            before = "none" if choice.policy == "selective" else "selective"
-            policies[layer] = choice.policy if place < choice.count else before
+            policies[layer] = choice.policy if place < choice.count else choice.others
     return tuple(policies)
 
 

@@ -23,6 +23,8 @@ ROOMS = ("costs", "memory", "model", "plan", "schedule", "simulate", "vocabulary
 """Whose sources decide what an evaluation says."""
 
 _FIELDS = ("seconds", "pipeline_seconds", "end_seconds", "busy", "again", "fault", "late")
+_CHOSEN = ("checkpointing", "offload", "copy_time", "copy_seconds")
+"""Of the configuration, what an evaluation decides."""
 
 
 class EvaluationCache:
@@ -89,7 +91,7 @@ def default_folder() -> Path:
 
 def _to_entry(evaluation: Evaluation) -> dict[str, Any]:
     entry = {name: getattr(evaluation, name) for name in _FIELDS}
-    entry["checkpointing"] = evaluation.configuration.checkpointing
+    entry |= {name: getattr(evaluation.configuration, name) for name in _CHOSEN}
     for name in ("devices", "kept"):
         entry[name] = [asdict(device) for device in getattr(evaluation, name)]
     if not evaluation.busy:
@@ -99,7 +101,7 @@ def _to_entry(evaluation: Evaluation) -> dict[str, Any]:
 
 def _from_entry(one: Configuration, entry: dict[str, Any]) -> Evaluation:
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
-    configuration = replace(one, checkpointing=given.pop("checkpointing"))
+    configuration = replace(one, **{name: given.pop(name) for name in _CHOSEN})
     given |= {name: tuple(DeviceUse(**device) for device in given[name]) for name in ("devices", "kept")}
     return Evaluation(configuration=configuration, **given)
 

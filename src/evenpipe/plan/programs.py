@@ -13,52 +13,73 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from evenpipe.schedule import Costs, Order, Program, generate, plan_program
-from evenpipe.schedule.costs import Cost
+from evenpipe.schedule.costs import ASSUMED_COPY, Cost
 from evenpipe.schedule.passes import Kind, Pass, parts_of
-from evenpipe.schedule.planning import costs_of_work
+from evenpipe.schedule.planning import BARRIERS, costs_of_work
 from evenpipe.schedule.timeline import peak_activations
+from evenpipe.schedule.transforms.offload import without_offload
 
-from .configurations import Configuration, Options, Problem
+from .configurations import Configuration, Options, Problem, shape_of
 
 SHORT, LONG = {False: 2, True: 3}, {False: 3, True: 4}
-"""Microbatches per device of the two steps that are simulated, beside the rest, without vocabulary passes and with
-them. The lists of the vocabulary transform repeat themselves from three on: with two, steps of V-shaped schedules came
-out up to 2 % off."""
+"""Microbatches per device of the two steps that are simulated, beside the rest, without vocabulary passes or copies to
+the host, and with them. The lists of the vocabulary transform repeat themselves from three on: with two, steps of
+V-shaped schedules came out up to 2 % off."""
 
-Arranged = tuple[str, Options, int, int, str, tuple[int, ...], tuple[float, ...], float]
+Arranged = tuple[str, Options, int, int, str, tuple[int, ...], tuple[float, ...], float, str, tuple[float, ...]]
 """All that an order depends on: schedule, its options, devices, microbatches, vocabulary mode, layers per stage,
-forward FLOPs per token of each layer, and of the output layer."""
+forward FLOPs per token of each layer, and of the output layer; which activations go to the host, as for `plan_order`,
+and how long their copies take, as `OffloadOptions.copy_time`."""
 
 
 def arranged(problem: Problem, configuration: Configuration, microbatches: int) -> Arranged:
     """What the order of a configuration depends on, for a step of `microbatches`."""
+    offload, options = configuration.offload, configuration.options
+    shape = shape_of(configuration.schedule, options, configuration.layout.parallelism.pp)
+    if offload == "none" and not (shape is not None and shape.moves):
+        offload = "scheduled"  # which is the same
     return (
         configuration.schedule,
-        configuration.options,
+        options,
         configuration.layout.parallelism.pp,
         microbatches,
         configuration.vocabulary,
         configuration.layers_per_stage,
         problem.flops,
         problem.head_flops,
+        offload,
+        configuration.copy_time,
     )
 
 
 @lru_cache(maxsize=32)
 def program_of(key: Arranged) -> tuple[Order, Program]:
     """The order and the checked program. Raises InputError where there is none of this size."""
-    schedule, options, devices, microbatches, mode, layers_per_stage, flops, head = key
+    schedule, options, devices, microbatches, mode, layers_per_stage, flops, head, offload, copy_time = key
     costs = costs_of_work(flops, head, layers_per_stage, devices, mode)
-    # Modes with the same costs of stages have the same order below their vocabulary passes.
-    order = _base_order(schedule, options, devices, microbatches, costs.F, costs.B)
-    return plan_program(order, devices, microbatches, mode, costs)
+    shape = shape_of(schedule, options, devices)
+    moves = shape is not None and shape.moves
+    if shape is not None:
+        costs = costs.with_copies(shape.placement, copy_time or ASSUMED_COPY)
+    if offload != "scheduled" and not moves:  # an order with copies is the one without, and copies
+        order, _ = program_of((*key[:-2], "scheduled", ()))
+    else:  # modes with the same costs of stages have the same order below their vocabulary passes
+        copies = costs.O if moves else None
+        order = _base_order(schedule, options, devices, microbatches, costs.F, costs.B, copies)
+    return plan_program(order, devices, microbatches, mode, costs, offload=offload)
 
 
 @lru_cache(maxsize=64)
 def _base_order(  # noqa: PLR0917 - all of it is the key
-    schedule: str, options: Options, devices: int, microbatches: int, forward: Cost | None, backward: Cost | None
+    schedule: str,
+    options: Options,
+    devices: int,
+    microbatches: int,
+    forward: Cost | None,
+    backward: Cost | None,
+    copies: Cost | None,
 ) -> Order:
-    costs = Costs(F=forward, B=backward, I=forward, W=forward)
+    costs = Costs(F=forward, B=backward, I=forward, W=forward, O=copies, L=copies)
     return generate(schedule, devices, microbatches, costs=costs, **dict(options))
 
 
@@ -77,8 +98,8 @@ class InFlight:
 def in_flight(
     schedule: str, options: Options, devices: int, microbatches: int, layers_per_stage: tuple[int, ...]
 ) -> InFlight:
-    """Of a schedule's order for equal stages. With the costs of a model some generators hold as much, arranged
-    otherwise."""
+    """Of a schedule's order for equal stages, with everything on the device. With the costs of a model some generators
+    hold as much, arranged otherwise."""
     order = _equal_order(schedule, options, devices, microbatches)
     rows = [list(order.passes(device)) for device in range(devices)]
     return InFlight(
@@ -89,7 +110,7 @@ def in_flight(
 
 @lru_cache(maxsize=64)
 def _equal_order(schedule: str, options: Options, devices: int, microbatches: int) -> Order:
-    return generate(schedule, devices, microbatches, **dict(options))
+    return without_offload(generate(schedule, devices, microbatches, **dict(options)))
 
 
 def _moments(row: list[Pass], layers_per_stage: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
@@ -119,12 +140,18 @@ def _moments(row: list[Pass], layers_per_stage: tuple[int, ...]) -> tuple[tuple[
     return tuple(kept)
 
 
-def short_steps(devices: int, microbatches: int, *, sharded: bool) -> tuple[int, ...]:
-    """Numbers of microbatches to simulate for a step of `microbatches`: two short ones, or the step itself. sharded:
-    the order has vocabulary passes."""
+def short_steps(devices: int, microbatches: int, *, planned: bool) -> tuple[int, ...]:
+    """Numbers of microbatches to simulate for a step of `microbatches`: two short ones, or the step itself. planned:
+    the order has vocabulary passes or copies to the host."""
     rest = microbatches % devices
-    short, long = SHORT[sharded] * devices + rest, LONG[sharded] * devices + rest
+    short, long = SHORT[planned] * devices + rest, LONG[planned] * devices + rest
     return (short, long) if microbatches > long else (microbatches,)
+
+
+def steps_of(configuration: Configuration) -> tuple[int, ...]:
+    """The same for a configuration."""
+    layout, planned = configuration.layout, bool(BARRIERS[configuration.vocabulary]) or configuration.moves
+    return short_steps(layout.parallelism.pp, layout.microbatches, planned=planned)
 
 
 def extended(times: Sequence[float], sizes: Sequence[int], microbatches: int, least: float) -> float:

@@ -22,6 +22,7 @@ from evenpipe.schedule import (
     plan_program,
     vocabulary_mode,
 )
+from evenpipe.schedule.costs import ASSUMED_COPY, Cost
 from evenpipe.schedule.layers import even_split, split_by_cost
 from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS
 from evenpipe.schedule.planning import costs_of_work, order_of_function
@@ -85,6 +86,7 @@ def build_layout(
     schedule_options: Mapping[str, Any] | None = None,
     communicators: str = PER_PAIR,
     offload: str | float = "scheduled",
+    copy_time: Cost = ASSUMED_COPY,
 ) -> Layout:
     """Places a model on devices.
 
@@ -96,6 +98,7 @@ def build_layout(
         schedule_options: of the generator of a schedule that is given by name.
         communicators: which transfers share one, one of `SHARING`.
         offload: which activations go to the host, as for `plan_order`.
+        copy_time: of their copies, as `OffloadOptions.copy_time`.
 
     Raises:
         InputError: an unknown name, more stages than layers, or a split that does not add up.
@@ -110,7 +113,7 @@ def build_layout(
     for number in counts:
         bounds.append(bounds[-1] + number)
     layers = tuple(pairwise(bounds))
-    costs = costs or _flop_costs(model, layers, devices, mode)
+    costs = (costs or _flop_costs(model, layers, devices, mode)).with_copies(base.placement, copy_time)
     if isinstance(schedule, str):  # arranged anew, with costs
         order, program = plan_program(
             schedule, devices, microbatches, mode, costs, sharing=communicators, offload=offload, **options
@@ -158,7 +161,8 @@ def runnable_order(
 
 def flop_costs(model: ModelCosts, layout: Layout) -> Costs:
     """Pass times of a layout in FLOPs per token, whatever costs it was arranged by."""
-    return _flop_costs(model, layout.layers, layout.program.devices, layout.mode)
+    costs = _flop_costs(model, layout.layers, layout.program.devices, layout.mode)
+    return costs.with_copies(layout.program.placement, ASSUMED_COPY)
 
 
 def without_vocabulary(order: Order) -> Order:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from evenpipe.errors import InputError
 from evenpipe.runtime.copies import FileCopies, StreamCopies
 from evenpipe.runtime.host_pool import PAGE, FileSlab, HostPool, PinnedSlab
 from evenpipe.runtime.offload import Activations
+from evenpipe.schedule.costs import ASSUMED_COPY, Cost
 from evenpipe.schedule.planning import check_offload
 
 LAYER_CHOICES = ("offload", "keep")
@@ -28,6 +30,10 @@ class OffloadOptions:
     """"scheduled": what the order says, as those of "po-h" and "po-f" do. "none": nothing. "free": all that lowers the
     memory of a device and costs no time. "all": whatever it takes to hold as little as can be. A number: what it takes
     to hold no more bytes than that, as `Pipeline`'s costs count them."""
+    copy_time: float | Sequence[float] = ASSUMED_COPY
+    """Of what a stage keeps of a microbatch, to the host or back, over its forward and backward together; one number,
+    or one per stage. Copies are arranged by it where `Pipeline`'s costs do not say how long they take.
+    `evenpipe plan --offload` finds it."""
     layers: str | Sequence[str] = "offload"
     """What that means for the layers of a stage: "offload" moves what a layer keeps for its backward, "keep" leaves it
     on the device; one of these for all layers of the model, or one per layer. With checkpointing a layer keeps less:
@@ -44,6 +50,9 @@ class OffloadOptions:
 
     def __post_init__(self) -> None:
         check_offload(self.activations)
+        for time in self.copy_times if isinstance(self.copy_times, tuple) else (self.copy_times,):
+            if isinstance(time, bool) or not isinstance(time, (int, float)) or not 0 <= time < math.inf:
+                raise InputError(f"offload.copy_time: {self.copy_time!r}, expected numbers of at least 0")
         if self.when_full not in ("error", "keep"):
             raise InputError(f"offload.when_full: {self.when_full!r}, expected 'error' or 'keep'")
         if self.streams not in (1, 2) or isinstance(self.streams, bool):
@@ -51,6 +60,12 @@ class OffloadOptions:
         size = self.host_memory
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < PAGE):
             raise InputError(f"offload.host_memory: {size!r}, expected whole bytes, at least {PAGE}")
+
+    @property
+    def copy_times(self) -> Cost:
+        """`copy_time` as costs have it."""
+        given = self.copy_time
+        return tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else given
 
     def of_layers(self, layers: int) -> tuple[str, ...]:
         """One choice for each layer of the model. Raises InputError for an unknown one, or for too many or too few."""

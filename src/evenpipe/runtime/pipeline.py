@@ -186,6 +186,7 @@ class Pipeline:
             layers_per_stage=layers_per_stage,
             costs=costs,
             offload=offload.activations,
+            copy_time=offload.copy_times,
         )
         kept = offload.of_layers(self.description.layers)
         self._kept_layers = frozenset(layer for layer, choice in enumerate(kept) if choice == "keep")

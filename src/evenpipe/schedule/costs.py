@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 from evenpipe.errors import InputError
@@ -200,6 +200,23 @@ class Costs:
                 given = tuple(size / self.engine.bandwidth for size in sizes)
             times[kind] = copies if given is None else given
         return times
+
+    def with_copies(self, placement: Placement, copy_time: Cost) -> Costs:
+        """With times of O and L where nothing says them: `copy_time` (one number, or one per stage) of forward and
+        backward of their stage together. As it is where a forward or backward has no time.
+
+        Raises InputError when a list is not as long as there are stages.
+        """
+        times = self.stage_times(placement)
+        forward, backward = times[Kind.F], times[Kind.B]
+        shares = spread("copy_time", copy_time, placement.stages, "stage")
+        assert shares is not None
+        if self.O is not None or self.L is not None or self.engine.bandwidth is not None:
+            return self
+        if forward is None or backward is None:
+            return self
+        copies = tuple(share * (one + other) for share, one, other in zip(shares, forward, backward, strict=True))
+        return replace(self, O=copies, L=copies)
 
     def memory_deltas(self, placement: Placement) -> dict[Kind, tuple[float, ...]] | None:
         """What each kind adds to the bytes held, per stage, or per device for vocabulary kinds; None if not known.

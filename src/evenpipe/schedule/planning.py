@@ -12,7 +12,7 @@ from typing import Any
 from evenpipe.errors import InputError
 
 from .check import check_order, check_program
-from .costs import ASSUMED_COPY, Costs
+from .costs import Costs
 from .flows import PER_PAIR
 from .order import Order
 from .passes import SHARDING_KINDS
@@ -48,12 +48,16 @@ def vocabulary_mode(name: str) -> str:
 
 
 def costs_of_work(
-    layers: Sequence[float], head: float, layers_per_stage: Sequence[int], devices: int, mode: str
+    layers: Sequence[float],
+    head: float,
+    layers_per_stage: Sequence[int],
+    devices: int,
+    mode: str,
 ) -> Costs:
     """Pass times in the unit of the given work, for arranging an order where no times are known.
 
     layers, head: forward work of each layer and of the output layer, which is three products of equal size: logits, dX
-    and dW. A backward is twice its forward; copies of activations to the host and back take half as long as both.
+    and dW. A backward is twice its forward. How long copies to the host take is left open.
     """
     bounds = [0, *accumulate(layers_per_stage)]
     forward = [sum(layers[first:last]) for first, last in pairwise(bounds)]
@@ -62,7 +66,6 @@ def costs_of_work(
         forward[-1] += head
         backward[-1] += 2 * head
     share = head / devices
-    copies = tuple(3 * ASSUMED_COPY * time for time in forward)
     one_barrier = BARRIERS[mode] == 1
     return Costs(
         F=tuple(forward),
@@ -71,8 +74,6 @@ def costs_of_work(
         W=tuple(forward),
         S=2 * share if one_barrier else share,
         T=share if one_barrier else 2 * share,
-        O=copies,
-        L=copies,
         E=0.0,
         G=0.0,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,14 +25,15 @@ def build_pipeline(
         "replicas": config.pipeline.replicas,
         "data_parallel": config.pipeline.data_parallel,
         "layers_per_stage": config.pipeline.layers_per_stage,
-        "checkpointing": _one_or_per_layer(config.pipeline.checkpointing),
+        "checkpointing": _one_or_all(config.pipeline.checkpointing),
         "compile_layers": config.pipeline.compile_layers,
         "costs": None if config.pipeline.costs is None else read_costs(config.pipeline.costs),
         "sequence_length": config.data.sequence_length,
         "communicators": config.pipeline.communicators,
         "offload": OffloadOptions(
             activations=config.offload.activations,
-            layers=_one_or_per_layer(config.offload.layers),
+            copy_time=_one_or_all(config.offload.copy_time),
+            layers=_one_or_all(config.offload.layers),
             host_memory=config.offload.host_bytes,
             when_full=config.offload.when_full,
             directory=config.offload.directory,
@@ -51,7 +52,11 @@ def build_pipeline(
     return Pipeline(pipeline_model(config, tokenizer_size, end_of_text_id), **{**options, **changes})
 
 
-def _one_or_per_layer(choices: tuple[str, ...]) -> str | tuple[str, ...]:
+Choice = TypeVar("Choice", str, float)
+
+
+def _one_or_all(choices: tuple[Choice, ...]) -> Choice | tuple[Choice, ...]:
+    """The only choice, which is for all, or one for each."""
     return choices[0] if len(choices) == 1 else choices
 
 

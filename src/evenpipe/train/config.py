@@ -253,6 +253,9 @@ class OffloadConfig(Section):
     activations: Literal["scheduled", "none", "free", "all"] = "scheduled"
     """"scheduled": what the order says, as those of po-h and po-f do. "none": nothing. "free": all that lowers the
     memory of a device and costs no time, by pipeline.costs. "all": whatever it takes to hold as little as can be."""
+    copy_time: tuple[float, ...] = (0.25,)
+    """Of what a stage keeps of a microbatch, to the host or back, over its forward and backward together; one number,
+    or one per stage. For where pipeline.costs does not say how long copies take; evenpipe plan --offload finds it."""
     layers: tuple[str, ...] = ("offload",)
     """What that means for layers: "offload" moves what a layer keeps for its backward, "keep" leaves it on the device,
     or a list with one of these per layer. With checkpointing "full" only a layer's input is moved."""
@@ -269,6 +272,7 @@ class OffloadConfig(Section):
     def check(self) -> None:
         if not self.layers or not set(self.layers) <= {"offload", "keep"}:
             self.require("layers", False, "offload, keep, or a list with one of these per layer")
+        self.require("copy_time", bool(self.copy_time) and min(self.copy_time) >= 0, "numbers of at least 0")
         self.require("streams", self.streams in (1, 2), "1 or 2")
         self.require(
             "directory", self.directory is None or Path(self.directory).is_dir(), "an existing directory, or none"

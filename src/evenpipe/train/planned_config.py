@@ -39,6 +39,7 @@ def planned_tables(problem: Problem, plan: Evaluation, base: Mapping[str, Any]) 
     tables = {name: dict(table) for name, table in base.items()}
     tables.setdefault("data", {})["sequence_length"] = problem.sequence
     tables["pipeline"] = {**_kept(tables.get("pipeline", {})), **_pipeline(problem, plan.configuration)}
+    tables |= _offload(tables.get("offload"), plan.configuration)
     config_from_dict(tables)
     return tables
 
@@ -83,6 +84,22 @@ def _pipeline(problem: Problem, one: Configuration) -> dict[str, Any]:
     policies = list(one.checkpointing)
     values["checkpointing"] = policies[0] if len(set(policies)) == 1 else policies
     return values
+
+
+def _offload(given: Mapping[str, Any] | None, one: Configuration) -> dict[str, Any]:
+    """[offload], where there is something to say."""
+    if given is None and not one.moves:
+        return {}
+    values: dict[str, Any] = {name: value for name, value in (given or {}).items() if name not in _OF_COPIES}
+    values["activations"] = one.offload
+    if one.moves:
+        times = one.copy_time
+        values["copy_time"] = times[0] if len(set(times)) == 1 else list(times)
+    return {"offload": values}
+
+
+_OF_COPIES = ("activations", "copy_time", "layers", "streams")
+"""What of [offload] a plan decides: all layers move what they keep, and copies take turns."""
 
 
 def _kept(pipeline: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,6 @@ from evenpipe.schedule.costs import ASSUMED_COPY, EQUAL_COSTS, Costs
 from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, ROLE, VOCABULARY_KINDS, Kind, Pass, parts_of
-from evenpipe.schedule.placement import Placement
 from evenpipe.schedule.timing import Run, durations, run
 
 from .bytes_held import BytesHeld
@@ -149,7 +148,7 @@ class _Plan:
     ) -> None:
         self.order, self.engine, self.host_limit = order, costs.engine, host_limit
         self.rows = [list(order.passes(device)) for device in range(order.devices)]
-        self.takes = _copy_times(costs, order.placement)
+        self.takes = costs.with_copies(order.placement, ASSUMED_COPY).copy_times(order.placement)
         deltas = costs.memory_deltas(order.placement)
         self.known = deltas is not None
         if deltas is None:
@@ -419,18 +418,6 @@ ROUNDING = 1e-12
 """Of bytes: what sums may be off by."""
 
 _made = attrgetter("made")
-
-
-def _copy_times(costs: Costs, placement: Placement) -> dict[Kind, tuple[float, ...]]:
-    """By kind and stage."""
-    if costs.O is not None or costs.L is not None or costs.engine.bandwidth is not None:
-        return costs.copy_times(placement)
-    times = costs.stage_times(placement)
-    forward, backward = times[Kind.F], times[Kind.B]
-    if forward is None or backward is None:
-        return costs.copy_times(placement)
-    assumed = tuple(ASSUMED_COPY * (one + other) for one, other in zip(forward, backward, strict=True))
-    return {Kind.O: assumed, Kind.L: assumed}
 
 
 Times = list[list[float]]

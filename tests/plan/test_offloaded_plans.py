@@ -1,0 +1,282 @@
+"""Plans with activations on the host: what is planned is what runs, it fits where it would not, and costs no time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from evenpipe.costs.hardware import KNOWN
+from evenpipe.errors import InputError
+from evenpipe.memory.parallelism import Parallelism
+from evenpipe.model import describe
+from evenpipe.plan.bounds import order_bound, work_bound
+from evenpipe.plan.configuration_search import head_layers, search_configurations
+from evenpipe.plan.configurations import (
+    Configuration,
+    Layout,
+    Problem,
+    Space,
+    configurations,
+    costs_of,
+    layouts,
+    problem_of,
+    shape_of,
+    splits,
+)
+from evenpipe.plan.evaluation import Evaluation, evaluate
+from evenpipe.plan.evaluation_cache import EvaluationCache
+from evenpipe.plan.programs import arranged, program_of, steps_of
+from evenpipe.runtime.layout import ModelCosts, build_layout
+from evenpipe.schedule.passes import OFFLOAD_KINDS
+from evenpipe.schedule.transforms.offload import offloaded
+from evenpipe.simulate import simulate
+from evenpipe.train.planned_config import planned_tables
+
+GIB = 2**30
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "po-h")
+
+
+def problem(memory: float = 79, sequence: int = 65536, **changes: object) -> Problem:
+    """Long sequences: copies take less than half of what computes beside them."""
+    config = LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=sequence,
+        tie_word_embeddings=False,
+    )
+    return problem_of(
+        describe(config),
+        KNOWN["A100-80G"],
+        gpus=4,
+        sequence=sequence,
+        sequences_per_step=64,
+        memory_bytes=int(memory * GIB),
+        **{"kernels": "fused", **changes},
+    )
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Problem:
+    return problem(1000)
+
+
+def configuration(schedule: str, mode: str, microbatches: int = 40, **changes: object) -> Configuration:
+    options = (("stages_per_device", 2),) if schedule in ("interleaved", "po-h") else ()
+    shape = shape_of(schedule, options, 4)
+    assert shape is not None
+    values = {
+        "layout": Layout(parallelism=Parallelism(pp=4), microbatch_size=1, microbatches=microbatches),
+        "schedule": schedule,
+        "options": options,
+        "vocabulary": mode,
+        "layers_per_stage": splits(16, shape.placement, mode, 2.0)[0],
+        "checkpointing": ("none",),
+        "offload": "free",
+    }
+    return Configuration(**{**values, **changes})
+
+
+@pytest.mark.parametrize("offload", ["free", "all", "scheduled"])
+@pytest.mark.parametrize("mode", ["first-last", "redistribute", "vocab-1", "vocab-2"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_programs_are_those_of_the_runtime(roomy: Problem, schedule: str, mode: str, offload: str) -> None:
+    one = evaluate(roomy, configuration(schedule, mode, 9, offload=offload)).configuration
+    layout = build_layout(
+        devices=4,
+        microbatches=9,
+        schedule=schedule,
+        vocabulary=mode,
+        model=ModelCosts.of(roomy.description, roomy.sequence),
+        rows=roomy.description.vocabulary_size,
+        layers_per_stage=one.layers_per_stage,
+        schedule_options=dict(one.options),
+        offload=one.offload,
+        **({"copy_time": one.copy_time} if one.copy_time else {}),
+    )
+    assert program_of(arranged(roomy, one, 9))[1] == layout.program
+    assert bool(offloaded(layout.program.order)) == (offload != "scheduled" or schedule == "po-h")
+
+
+@pytest.mark.parametrize("mode", ["first-last", "vocab-2"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_is_free_lowers_memory_and_costs_no_time(roomy: Problem, schedule: str, mode: str) -> None:
+    kept = evaluate(roomy, configuration(schedule, mode, offload="none"))
+    free = evaluate(roomy, configuration(schedule, mode))
+    peaks = list(zip(*([use.peak_bytes for use in plan.devices] for plan in (free, kept)), strict=True))
+    assert all(less <= 1.01 * more for less, more in peaks) and peaks[0][0] < 0.9 * peaks[0][1]
+    assert host(free) > 0 == host(kept)
+    assert free.seconds <= 1.02 * kept.seconds
+    assert free.configuration.copy_seconds and max(free.configuration.copy_time) < 0.5
+
+
+@pytest.mark.parametrize("mode", ["first-last", "vocab-2"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_short_steps_say_how_long_a_long_one_takes_and_what_it_holds(
+    roomy: Problem, schedule: str, mode: str
+) -> None:
+    found = evaluate(roomy, configuration(schedule, mode))
+    one = found.configuration
+    assert steps_of(one) in ((12, 16), (8, 12))
+    program = program_of(arranged(roomy, one, 40))[1]
+    whole = simulate(program, costs_of(roomy, one, program.placement))
+    assert found.pipeline_seconds == pytest.approx(whole.makespan, rel=0.005)
+    long = evaluate(roomy, replace(one, layout=replace(one.layout, microbatches=steps_of(one)[0]), offload="free"))
+    assert most(long) == most(found)
+
+
+def test_copies_are_planned_where_memory_is_short_and_nowhere_else(roomy: Problem) -> None:
+    one = configuration("1f1b", "vocab-2", checkpointing=("least",), offload="least")
+    plenty = evaluate(roomy, one)
+    assert plenty.configuration.offload == "scheduled" and not host(plenty) and not plenty.kept
+    free = evaluate(roomy, replace(one, offload="free"))
+    between = (most(free) + most(plenty)) / 2 / GIB
+    short = evaluate(problem(between * 1.05), one)
+    assert short.fits and short.configuration.offload == "free" and host(short) > 0
+    assert set(short.configuration.checkpointing) == {"none"}, "copies come before recomputation"
+    assert short.seconds <= 1.02 * plenty.seconds
+    assert max(use.peak_bytes for use in short.kept) == most(plenty)
+    without = evaluate(problem(between * 1.05), replace(one, offload="scheduled"))
+    assert without.fits and set(without.configuration.checkpointing) != {"none"}
+    assert without.seconds > short.seconds
+
+
+def test_where_copies_are_not_enough_as_little_as_needed_is_computed_again(roomy: Problem) -> None:
+    one = configuration("1f1b", "vocab-2", checkpointing=("least",), offload="least")
+    free = evaluate(roomy, replace(one, offload="free"))
+    tight = evaluate(problem(0.9 * most(free) / GIB), one)
+    assert tight.fits and tight.configuration.offload == "free"
+    policies = tight.configuration.checkpointing
+    assert len(set(policies)) > 1 and policies.count("none") > 0
+    alone = evaluate(problem(0.9 * most(free) / GIB), replace(one, offload="scheduled"))
+    assert not alone.fits or tight.seconds < alone.seconds
+
+
+def test_the_best_plan_is_that_of_an_exhaustive_search() -> None:
+    given = problem(40, sequence=16384)
+    space = Space(
+        pp=(2, 4),
+        tp=(1,),
+        cp=(1,),
+        zero=(1,),
+        microbatch_sizes=(1, 2),
+        schedules=("1f1b", "zbv"),
+        vocabularies=("first-last", "vocab-2"),
+        offload=("scheduled", "least"),
+    )
+    best = math.inf
+    moved = set()
+    for layout in layouts(given, space):
+        for one in configurations(given, space, layout, head_layers(given, layout)):
+            found = evaluate(given, one)
+            if found.fits:
+                best = min(best, found.seconds)
+                moved.add(found.configuration.offload)
+                bound = work_bound(given, one)
+                assert not bound.lacking
+                assert max(bound.seconds, order_bound(given, one)) <= found.seconds * (1 + 1e-9), one.name
+    assert moved == {"scheduled", "free"}
+    found = search_configurations(given, space, wanted=3, workers=1)
+    assert found.best is not None and best <= found.best.seconds <= 1.02 * best
+
+
+def test_the_cache_keeps_what_was_chosen(tmp_path: Path) -> None:
+    given = problem(60)
+    space = Space(pp=(4,), microbatch_sizes=(1,), schedules=("1f1b",), offload=("least",))
+    cache = EvaluationCache.of(given, tmp_path)
+    one = search_configurations(given, space, workers=1, cache=cache)
+    cache.save()
+    again = EvaluationCache.of(given, tmp_path)
+    kept = search_configurations(given, space, workers=1, cache=again)
+    assert again.hits == kept.evaluated > 0
+    assert [plan.to_dict() for plan in one.plans] == [plan.to_dict() for plan in kept.plans]
+    assert [plan.configuration for plan in one.plans] == [plan.configuration for plan in kept.plans]
+    assert any(plan.configuration.copy_seconds for plan in kept.plans)
+
+
+def test_a_plan_says_what_the_run_has_to_know(roomy: Problem) -> None:
+    base = {
+        "model": {"architecture": "llama", "config": {"num_hidden_layers": 16}},
+        "data": {"corpus": "python-standard-library:json"},
+        "tokenizer": {"vocabulary_size": 300},
+    }
+    plan = evaluate(roomy, configuration("1f1b", "vocab-2", 9))
+    tables = planned_tables(roomy, plan, {**base, "offload": {"host_memory": "64GiB", "layers": ["keep"]}})
+    time, *others = plan.configuration.copy_time
+    assert set(others) == {time}
+    assert tables["offload"] == {"host_memory": "64GiB", "activations": "free", "copy_time": time}
+    other = replace(plan, configuration=replace(plan.configuration, copy_time=(0.3, 0.3, 0.3, 0.4)))
+    assert planned_tables(roomy, other, base)["offload"]["copy_time"] == [0.3, 0.3, 0.3, 0.4]
+    kept = evaluate(roomy, configuration("1f1b", "vocab-2", 9, offload="none"))
+    assert "offload" not in planned_tables(roomy, kept, base)
+    assert planned_tables(roomy, kept, {**base, "offload": {"activations": "all"}})["offload"] == {
+        "activations": "none"
+    }
+
+
+def test_what_is_no_choice_is_one_sentence() -> None:
+    with pytest.raises(InputError, match="offload: 'some' is unknown, expected some of scheduled, none, free, all, l"):
+        Space(offload=("some",))
+
+
+def test_seventy_billion_parameters_on_sixteen_devices() -> None:
+    """V-Half, the vocabulary over all devices and copies that cost no time: of what is as fast, the least memory."""
+    config = LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+    )
+    given = problem_of(
+        describe(config),
+        KNOWN["H200"],
+        gpus=16,
+        sequence=4096,
+        sequences_per_step=256,
+        memory_bytes=1000 * GIB,
+    )
+    space = Space(
+        pp=(16,),
+        microbatch_sizes=(1,),
+        schedules=("1f1b", "zbv", "v-half"),
+        vocabularies=("first-last", "vocab-2"),
+        checkpointing=("none",),
+        offload=("none", "free"),
+    )
+    plans = search_configurations(given, space, wanted=100, workers=1).plans
+    best = min(plans, key=most)
+    one = best.configuration
+    assert (one.schedule, one.vocabulary, one.offload) == ("v-half", "vocab-2", "free")
+    assert best.seconds < 1.03 * evaluate(given, replace(one, offload="none", copy_time=(), copy_seconds=())).seconds
+    kept = [most(plan) for plan in plans if plan.configuration.offload == "none"]
+    assert most(best) < 0.85 * min(kept)
+
+
+def most(plan: Evaluation) -> int:
+    """Bytes that the fullest device holds."""
+    return max(use.peak_bytes for use in plan.devices)
+
+
+def host(plan: Evaluation) -> int:
+    """Bytes that a device has on the host, at most."""
+    return max(use.host_bytes for use in plan.devices)
+
+
+def test_moves_are_known_before_a_plan_is_made() -> None:
+    assert configuration("1f1b", "vocab-2").moves and configuration("1f1b", "vocab-2", offload="least").moves
+    assert not configuration("1f1b", "vocab-2", offload="scheduled").moves
+    assert configuration("po-h", "vocab-2", offload="scheduled").moves
+    assert not configuration("po-h", "vocab-2", offload="none").moves
+    order = program_of(arranged(problem(), configuration("po-h", "vocab-2", 9, offload="none"), 9))[0]
+    assert not any(item and item.kind in OFFLOAD_KINDS for row in order.rows for item in row)
