@@ -32,7 +32,14 @@ from evenpipe.plan.configurations import Configuration, Space, problem_of
 from evenpipe.plan.evaluation import timed
 from evenpipe.runtime import Pipeline, initialise_worker, launch
 from evenpipe.train.build import build_pipeline
-from evenpipe.train.hardware_profile import MICROBATCH_SIZES, passes_from, pipelines_to_measure, profile_hardware
+from evenpipe.train.config import Config
+from evenpipe.train.hardware_profile import (
+    MEASURED_AS,
+    MICROBATCH_SIZES,
+    passes_from,
+    pipelines_to_measure,
+    profile_hardware,
+)
 from evenpipe.train.profile import measure_pipeline, profile_of
 
 ONE: dict[str, Any] = {"tp": (1,), "cp": (1,), "zero": (0,), "pp": (2,)}
@@ -70,9 +77,13 @@ def measure(settings: Settings, plans: dict[str, Configuration]) -> dict[str, An
     """On every process: passes, and seconds of the steps of all plans, in turn."""
     device = initialise_worker().torch_device
     measured = []
+    found: dict[int, dict[str, tuple[Config, list[dict[str, Any]]]]] = {}
     for size in MICROBATCH_SIZES:
-        for one in pipelines_to_measure(configuration(settings, settings.vocabulary), settings.processes, size):
-            measured.append((one, build_pipeline(one, settings.vocabulary, 0, device, self_check=False), []))
+        pipelines = pipelines_to_measure(configuration(settings, settings.vocabulary), settings.processes, size)
+        found[size] = {name: (one, []) for name, one in pipelines.items()}
+        for name, one in pipelines.items():
+            pipeline = build_pipeline(one, settings.vocabulary, 0, device, self_check=False)
+            measured.append((name, one, pipeline, found[size][name][1]))
     config = llama(settings, settings.vocabulary)
     arms = {
         name: Pipeline(
@@ -92,8 +103,9 @@ def measure(settings: Settings, plans: dict[str, Configuration]) -> dict[str, An
     gc.collect()
     gc.freeze()
     for _ in range(settings.turns):
-        for one, pipeline, profiles in measured:
-            profiles.append(measure_pipeline(pipeline, one, settings.profiled_steps, settings.profiled_warm_up))
+        for name, one, pipeline, profiles in measured:
+            steps = settings.profiled_steps, settings.profiled_warm_up
+            profiles.append(measure_pipeline(pipeline, one, *steps, MEASURED_AS[name]))
         for name, arm in arms.items():
             for step in range(settings.warm_up + settings.repetitions):
                 arm.zero_grad()
@@ -103,7 +115,7 @@ def measure(settings: Settings, plans: dict[str, Configuration]) -> dict[str, An
                 dist.barrier()
                 if step >= settings.warm_up:
                     seconds[name].append(time.perf_counter() - started)
-    return {"seconds": seconds, "profiles": [(one, profiles) for one, _, profiles in measured]}
+    return {"seconds": seconds, "profiles": found}
 
 
 def main() -> None:
@@ -128,10 +140,9 @@ def main() -> None:
         plans[name] = found.best
     configurations = {name: plan.configuration for name, plan in plans.items()}
     measured = launch(measure, settings, configurations, processes=settings.processes, torch_device="cpu")
-    profiles = measured[0]["profiles"]
     passes = [
-        passes_from([profile_of(found) for _, found in pair], pair[0][0], "cpu")
-        for pair in zip(profiles[::2], profiles[1::2], strict=True)
+        passes_from({name: profile_of(profiles) for name, (_, profiles) in found.items()}, found["sharded"][0], "cpu")
+        for found in measured[0]["profiles"].values()
     ]
     problem = replace(problem, hardware=replace(hardware, passes=tuple(passes)), known={})
     print(f"{'plan':<20}{'predicted':>11}{'measured':>10}{'error':>9}")

@@ -16,9 +16,11 @@ from evenpipe.costs.measured_passes import (
     MEASURED,
     OUTPUT,
     PLAIN,
+    STAGE,
     MeasuredPasses,
     fingerprint,
     passes_of,
+    stage_passes,
     whole_passes,
 )
 from evenpipe.costs.work import layers_of
@@ -42,6 +44,8 @@ CONFIG = LlamaConfig(
 HARDWARE = replace(KNOWN["H100-80G"], torch_device="cpu")  # without the factor of collectives beside passes
 FACTORS = {name: 1.0 + 0.1 * place for place, name in enumerate(MEASURED)}
 """What everything really takes, over what is said of it: another factor for each kind."""
+BESIDE = {"F": 1e-4, "B": 2e-4, "I": 3e-4, "W": 4e-4}
+"""What a pass takes beside its layers, seconds."""
 
 
 def problem(*passes: MeasuredPasses, **changes: Any) -> Problem:
@@ -77,7 +81,10 @@ def measured(size: int, scale: float = 1.0, **changes: Any) -> MeasuredPasses:
         "microbatch_size": size,
         "devices": 4,
         "contention": 1.0,
-        "seconds": {name: scale * FACTORS[name] * time for name, time in seconds.items()},
+        "seconds": {
+            **{name: scale * FACTORS[name] * time for name, time in seconds.items()},
+            **{STAGE[name]: scale * time for name, time in BESIDE.items()},
+        },
     }
     return MeasuredPasses(**values | changes)
 
@@ -95,7 +102,7 @@ def test_other_pipelines_take_as_much_longer_as_the_measured_one(devices: int, m
         whole = mode == "first-last"
         middle = slice(1, -1) if whole else slice(None)  # without embedding and output layer
         factor = FACTORS[PLAIN[name] if whole else name]
-        assert after[middle] == pytest.approx([factor * time for time in before[middle]])
+        assert after[middle] == pytest.approx([factor * time + BESIDE[name] for time in before[middle]])
     if mode == "vocab-2":
         for name in ("S", "C", "T", "E", "G"):
             assert getattr(corrected, name) == pytest.approx(FACTORS[name] * getattr(plain, name))
@@ -111,7 +118,7 @@ def test_layers_whose_input_alone_is_kept_have_forwards_that_keep_nothing(mode: 
         one = replace(configuration(1, mode=mode), checkpointing=checkpointing)
         found = costs_of(given, one, Placement.linear(4)).F
         assert isinstance(found, tuple)
-        return found[1:3]
+        return [time - (BESIDE["F"] if given.hardware.passes else 0.0) for time in found[1:3]]
 
     whole = mode == "first-last"
     uncorrected, given = forwards(problem(), ("none",)), problem(measured(1))
@@ -174,13 +181,26 @@ def test_the_output_layer_is_what_the_last_stage_has_beside_its_layers(
         assert found.get(name) == (None if plain is None else pytest.approx(plain))
 
 
+def test_what_stands_beside_layers_follows_from_stages_of_two_sizes() -> None:
+    """A forward of 3 + 2 seconds per layer, four layers on each of two devices; a shorter backward counts as none."""
+    few, many = Costs(F=(11, 11), B=(9, 9), W=(4, 4)), Costs(F=(7, 7, 7, 7), B=(4, 4, 4, 4), I=(1, 1, 1, 1))
+    found = stage_passes(few, many)
+    assert found == {"stage_F": 3, "stage_B": 0}
+    assert passes_of(few, bare=(10, 10), beside=found) == {"F": 16, "B": 18, "W": 8, "bare": 14, "C": 0}
+    whole = whole_passes(Costs(F=(11, 20)), (4, 4), {"F": 16}, beside=found)
+    assert whole == {"plain_F": 16, "output_F": 9}
+    assert stage_passes(few, few) == {}
+
+
 @pytest.mark.parametrize(("size", "scale"), [(1, 1.0), (2, 1.5), (4, 2.0), (8, 2.0)])
 def test_between_two_sizes_factors_are_interpolated(size: int, scale: float) -> None:
     given = problem(measured(1), measured(4, scale=2.0))
     for name in ("F", "S"):
         plain, corrected = getattr(costs(problem(), size), name), getattr(costs(given, size), name)
         assert corrected == pytest.approx(
-            scale * FACTORS[name] * plain if name == "S" else tuple(scale * FACTORS[name] * time for time in plain)
+            scale * FACTORS[name] * plain
+            if name == "S"
+            else tuple(scale * (FACTORS[name] * time + BESIDE[name]) for time in plain)
         )
 
 

@@ -268,6 +268,11 @@ def most(plan: Evaluation) -> int:
     return max(use.peak_bytes for use in plan.devices)
 
 
+def needed(plan: Evaluation, given: Problem) -> float:
+    """Bytes of a card on which it just fits."""
+    return given.memory_bytes - min(use.spare for use in plan.devices)
+
+
 def host(plan: Evaluation) -> int:
     """Bytes that a device has on the host, at most."""
     return max(use.host_bytes for use in plan.devices)
@@ -280,3 +285,51 @@ def test_moves_are_known_before_a_plan_is_made() -> None:
     assert not configuration("po-h", "vocab-2", offload="none").moves
     order = program_of(arranged(problem(), configuration("po-h", "vocab-2", 9, offload="none"), 9))[0]
     assert not any(item and item.kind in OFFLOAD_KINDS for row in order.rows for item in row)
+
+
+# --- the optimizer -------------------------------------------------------------------------------------------
+
+
+def test_moments_go_to_the_host_where_that_is_faster_than_to_compute_again(roomy: Problem) -> None:
+    one = configuration("1f1b", "vocab-2", checkpointing=("least",), offload="none", host_share=None)
+    plenty = evaluate(roomy, one)
+    assert plenty.configuration.host_share == 0
+    sizes = [needed(evaluate(roomy, replace(one, host_share=share)), roomy) for share in (0.0, 1.0)]
+    assert sizes[1] < sizes[0]
+    given = problem((0.6 * sizes[0] + 0.4 * sizes[1]) / GIB)
+    chosen = evaluate(given, one)
+    assert chosen.fits and 0 < chosen.configuration.host_share < 1
+    assert set(chosen.configuration.checkpointing) == {"none"}
+    assert chosen.end_seconds > plenty.end_seconds and chosen.pipeline_seconds == plenty.pipeline_seconds
+    less = evaluate(given, replace(one, host_share=chosen.configuration.host_share - 0.25, checkpointing=("none",)))
+    assert not less.fits
+    again = evaluate(given, replace(one, host_share=0.0))
+    assert again.fits and again.seconds > chosen.seconds
+    tables = planned_tables(
+        given,
+        chosen,
+        {
+            "model": {"architecture": "llama", "config": {"num_hidden_layers": 16}},
+            "data": {"corpus": "python-standard-library:json"},
+            "tokenizer": {"vocabulary_size": 300},
+        },
+    )
+    assert tables["optimizer"] == {"host_share": chosen.configuration.host_share}
+
+
+def test_where_computing_again_is_faster_moments_stay() -> None:
+    """One microbatch per step: the optimizer is a large part of it."""
+    one = configuration("1f1b", "vocab-2", 1, checkpointing=("least",), offload="none", host_share=None)
+    roomy = problem(1000)
+    sizes = [needed(evaluate(roomy, replace(one, host_share=share)), roomy) for share in (0.0, 1.0)]
+    given = problem((sizes[0] + sizes[1]) / 2 / GIB)
+    chosen, other = evaluate(given, one), evaluate(given, replace(one, host_share=1.0))
+    resident = evaluate(given, replace(one, host_share=0.0))
+    assert resident.fits and other.fits
+    assert chosen.seconds == min(resident.seconds, chosen.seconds) <= other.seconds
+
+
+@pytest.mark.parametrize("share", [-0.5, 1.5])
+def test_a_share_is_a_part(share: float) -> None:
+    with pytest.raises(InputError, match=f"host share is {share}, expected numbers between 0 and 1, or least"):
+        Space(host_shares=(share,))

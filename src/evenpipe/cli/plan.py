@@ -56,6 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("vocabulary", "vocabulary modes"),
         ("checkpointing", "none, selective, full, or least: on each device as little as its memory allows"),
         (
+            "host-share",
+            "of AdamW's moments on the host, 0 to 1, or least: as much as memory asks for and time allows (default: 0)",
+        ),
+        (
             "offload",
             "activations on the host: scheduled (as the schedule says; default), none, free (all that lowers the memory"
             " of a device and costs no time), all, or least: free where memory is short",
@@ -199,11 +203,22 @@ def _space(arguments: argparse.Namespace, problem: Problem) -> Space:
         text = getattr(arguments, name)
         if text is not None:
             given[field] = words(name, text)
+    if arguments.host_share is not None:
+        given["host_shares"] = tuple(map(_share, words("host_share", arguments.host_share)))
     if "vocabularies" in given:
         from evenpipe.schedule import vocabulary_mode
 
         given["vocabularies"] = tuple(dict.fromkeys(map(vocabulary_mode, given["vocabularies"])))
     return replace(RUNNABLE if only else Space(), **given)
+
+
+def _share(text: str) -> float | None:
+    if text == "least":
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"--host-share is '{text}', expected numbers between 0 and 1, or least") from None
 
 
 def _check_output(path: Path) -> None:

@@ -5,8 +5,8 @@ kernels run at one size. So `evenpipe profile --hardware CONFIG.toml` runs a pip
 took, over what `analytic` says they take, corrects the times of all other pipelines of that model: other schedules,
 modes, splits and numbers of devices. The output layer is measured in shards (vocab-2) and as a whole (first-last): what
 a shard does per token beside its products does not grow with its rows, and collectives of the shards slow down what
-runs beside them. Between two sizes of a microbatch the factors are interpolated over the logarithm of the size; beyond
-the measured ones the nearest counts.
+runs beside them. Stages are measured in two sizes: a pass takes some time whatever layers it has. Between two sizes of
+a microbatch the factors are interpolated over the logarithm of the size; beyond the measured ones the nearest counts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 BARE = "bare"
 """A forward that keeps nothing for its backward."""
 PASSES = ("F", "B", "I", "W")
+STAGE = {name: f"stage_{name}" for name in PASSES}
+"""Names of what a pass of a stage takes beside its layers: seconds of one stage and microbatch."""
 LAYERS = (*PASSES, BARE)
-"""Passes of stages: seconds of one microbatch in all layers of the model, beside sharded vocabulary layers."""
+"""Passes of stages without that: seconds of one microbatch in all layers of the model, beside sharded vocabulary
+layers."""
 PLAIN = {name: f"plain_{name}" for name in LAYERS}
 """Names of the same beside whole vocabulary layers."""
 SHARDS = ("S", "C", "T", "E", "G")
@@ -37,7 +40,7 @@ SHARDS = ("S", "C", "T", "E", "G")
 OUTPUT = {name: f"output_{name}" for name in PASSES}
 """Names of what the whole output layer adds to the passes of the last stage, in seconds of one microbatch."""
 TRANSFERS = ("p2p", "broadcast", "statistics", "reduce", "embedding")
-MEASURED = (*LAYERS, *SHARDS, *PLAIN.values(), *OUTPUT.values(), *TRANSFERS)
+MEASURED = (*LAYERS, *SHARDS, *PLAIN.values(), *OUTPUT.values(), *STAGE.values(), *TRANSFERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,12 +106,22 @@ def fingerprint(works: Sequence[LayerWork], rows: int, hidden_size: int) -> str:
     return hashlib.sha256(repr((tuple(works), rows, hidden_size)).encode()).hexdigest()[:16]
 
 
-def passes_of(costs: Costs, bare: Cost | None = None) -> dict[str, float]:
+def stage_passes(costs: Costs, looped: Costs) -> dict[str, float]:
+    """By the names in `STAGE`, from costs of the same layers in fewer stages and in more, a list per kind."""
+    seconds = {}
+    for name in PASSES:
+        few, many = getattr(costs, name), getattr(looped, name)
+        if isinstance(few, tuple) and isinstance(many, tuple) and len(many) > len(few):
+            seconds[STAGE[name]] = max(0.0, math.fsum(many) - math.fsum(few)) / (len(many) - len(few))
+    return seconds
+
+
+def passes_of(costs: Costs, bare: Cost | None = None, beside: Mapping[str, float] | None = None) -> dict[str, float]:
     """`MeasuredPasses.seconds` of the measured costs of a pipeline with one stage per device, vocab-2, and of its
-    forwards where they keep nothing."""
+    forwards where they keep nothing. beside: `stage_passes`."""
     seconds: dict[str, float] = {}
-    for name, time in _stage_times(costs, bare).items():
-        seconds[name] = math.fsum(time) if isinstance(time, tuple) else time
+    for name, times in _stage_times(costs, bare, beside).items():
+        seconds[name] = math.fsum(times)
     for name in SHARDS:
         time = getattr(costs, name)
         if time is not None:
@@ -119,11 +132,15 @@ def passes_of(costs: Costs, bare: Cost | None = None) -> dict[str, float]:
 
 
 def whole_passes(
-    costs: Costs, layers_per_stage: Sequence[int], sharded: Mapping[str, float], bare: Cost | None = None
+    costs: Costs,
+    layers_per_stage: Sequence[int],
+    sharded: Mapping[str, float],
+    bare: Cost | None = None,
+    beside: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Passes of such a pipeline with whole vocabulary layers (first-last), by the names in `PLAIN` and `OUTPUT`.
 
-    costs, bare: as of `passes_of`, a list per kind. sharded: `passes_of` the pipeline with sharded ones, which tells
+    costs, bare, beside: as of `passes_of`. sharded: `passes_of` the pipeline with sharded ones, which tells
     what the embedding on the first stage takes. A single device has its layers and the output layer in one pass: its
     layers are taken to need what they needed there.
     """
@@ -132,8 +149,8 @@ def whole_passes(
     devices, layers = len(layers_per_stage), sum(layers_per_stage)
     others = layers - layers_per_stage[-1]
     seconds = {}
-    for name, times in _stage_times(costs, bare).items():
-        if name not in sharded or not isinstance(times, tuple):
+    for name, times in _stage_times(costs, bare, beside).items():
+        if name not in sharded:
             continue
         embedded = devices * embedding.get(name, 0.0)
         if devices == 1:
@@ -147,10 +164,12 @@ def whole_passes(
     return seconds
 
 
-def _stage_times(costs: Costs, bare: Cost | None) -> dict[str, Cost]:
-    """By the names in `LAYERS`, those that are known."""
+def _stage_times(costs: Costs, bare: Cost | None, beside: Mapping[str, float] | None) -> dict[str, tuple[float, ...]]:
+    """By the names in `LAYERS`, those that are known, of each stage and without what stands beside layers."""
     times = {name: getattr(costs, name) for name in PASSES} | {BARE: bare}
-    return {name: time for name, time in times.items() if time is not None}
+    less = {name: (beside or {}).get(STAGE["F" if name == BARE else name], 0.0) for name in times}
+    known = {name: time if isinstance(time, tuple) else (time,) for name, time in times.items() if time is not None}
+    return {name: tuple(max(0.0, time - less[name]) for time in times) for name, times in known.items()}
 
 
 @dataclass(frozen=True)
@@ -158,6 +177,8 @@ class Correction:
     """Factors on analytic times by the names in `MEASURED`; what has none is as `analytic` says it."""
 
     factors: Mapping[str, float] = field(default_factory=dict)
+    stage: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a pass beside its layers, by the names in `PASSES`."""
     contention: float | None = None
     """While `devices` of a machine compute; None: that of the hardware."""
 
@@ -181,7 +202,8 @@ def correction_of(measured: MeasuredPasses, analytic: Mapping[str, float]) -> Co
         for name in MEASURED
         if measured.seconds.get(name, 0) > 0 and analytic.get(name, 0) > 0
     }
-    return Correction(factors, measured.contention)
+    stage = {name: measured.seconds[other] for name, other in STAGE.items() if other in measured.seconds}
+    return Correction(factors, stage, measured.contention)
 
 
 def between(corrections: Mapping[int, Correction], size: int) -> Correction:
@@ -193,7 +215,11 @@ def between(corrections: Mapping[int, Correction], size: int) -> Correction:
         return corrections[low]
     share = math.log(size / low) / math.log(high / low)
     one, other = corrections[low], corrections[high]
-    names = one.factors.keys() & other.factors.keys()
-    factors = {name: one[name] + share * (other[name] - one[name]) for name in names}
+
+    def mean(low: float, high: float) -> float:
+        return low + share * (high - low)
+
+    factors = {name: mean(one[name], other[name]) for name in one.factors.keys() & other.factors.keys()}
+    stage = {name: mean(one.stage[name], other.stage[name]) for name in one.stage.keys() & other.stage.keys()}
     assert one.contention is not None and other.contention is not None
-    return Correction(factors, one.contention + share * (other.contention - one.contention))
+    return Correction(factors, stage, mean(one.contention, other.contention))

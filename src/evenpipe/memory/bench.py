@@ -241,8 +241,10 @@ class Bench:
                     self._moved[self._place] += storage.nbytes()
             return tensor.detach()
 
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
+        self._switch.hooks = pack, _as_it_is
+        with saved_tensors_hooks(pack, _as_it_is):
             self._stage(hidden.requires_grad_())
+        self._switch.hooks = None
         self._seen.clear()
 
     # --- stretches ----------------------------------------------------------------------------------------------
@@ -296,3 +298,8 @@ class Bench:
         if place is not None and self._weight_places[-1:] != [place]:
             self._mark()
             self._weight_places.append(place)
+
+
+def _as_it_is(packed: Any) -> Tensor:
+    tensor: Tensor = packed
+    return tensor

@@ -170,14 +170,13 @@ def _measured(shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: 
     del queued
     everything, names_of_tables = given(shape, kernels, sizes), _table_names(shape)
     again = checkpointing in ("full", "selective")
+    stays = {INPUT, *everything} if again else {INPUT}
     return LayerBytes(
         input=sizes.stream * sizes.element,
         saved=kept.saved,
         tensors=tensors,
         tables={name: size for name, size in everything.items() if name in names_of_tables},
-        moved=0
-        if again
-        else sum(one.bytes for one in kept.saved_storages() if one.name != INPUT and one.bytes >= SMALLEST_MOVED),
+        moved=sum(one.bytes for one in kept.saved_storages() if one.name not in stays and one.bytes >= SMALLEST_MOVED),
         moves_tables=not again,
         given={name: size for name, size in everything.items() if again and name not in names_of_tables},
         forward_peak=kept.peak,

@@ -17,16 +17,15 @@ from dataclasses import dataclass, replace
 from evenpipe.costs.analytic import Setting, head_time, step_end_seconds, whole_head_time
 from evenpipe.costs.work import LayerWork
 from evenpipe.memory.framework import FRAMEWORKS
-from evenpipe.memory.parameters import Held
 from evenpipe.memory.reserved import CUDA, communicators_of, process_memory
 from evenpipe.memory.sizes import GIB
-from evenpipe.memory.states import MIXED, SINGLE, state_bytes
 from evenpipe.schedule import Placement
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.simulate import best_bound
 from evenpipe.simulate.bounds import either_backward
 
 from .configurations import LEAST, Configuration, Layout, Problem, Shape, costs_of, layer_times, shape_of
+from .device_memory import state_floor
 from .evaluation import (
     end_seconds,
     layers_of_devices,
@@ -46,8 +45,8 @@ class Bound:
     device: int = 0
 
 
-def layout_bound(problem: Problem, layout: Layout) -> Bound:
-    """Over all configurations of a layout."""
+def layout_bound(problem: Problem, layout: Layout, host_share: float = 0.0) -> Bound:
+    """Over all configurations of a layout. host_share: the largest of the optimizer's moments that is on the host."""
     parallelism = layout.parallelism
     setting = problem.setting(layout)
     description = problem.description
@@ -65,7 +64,7 @@ def layout_bound(problem: Problem, layout: Layout) -> Bound:
     share = parameters / (parallelism.tp * parallelism.pp)
     together = problem.setting(layout, together=True)
     seconds = work / parallelism.pp * layout.microbatches + step_end_seconds(share, together, zero=parallelism.zero)
-    lacking = share * state_floor(problem, layout)[0] - usable(problem, layout)
+    lacking = share * state_floor(problem, layout, host_share)[0] - usable(problem, layout)
     return Bound(seconds, max(0, math.ceil(lacking)))
 
 
@@ -112,23 +111,6 @@ def _shape(configuration: Configuration) -> Shape:
     return shape
 
 
-def state_floor(problem: Problem, layout: Layout) -> tuple[float, float]:
-    """Bytes per parameter: of parameters and the optimizer's state, which are always there, and of gradients, which may
-    come with the first backward."""
-    parallelism, framework = layout.parallelism, FRAMEWORKS[problem.kernels_name]
-    many = 10**6
-    state = state_bytes(
-        Held(elements=many, trained=many),
-        SINGLE if problem.dtype == "fp32" else MIXED,
-        framework,
-        zero=parallelism.zero,
-        replicas=parallelism.replicas,
-    )
-    if framework.gradients_exist:
-        return state.total / many, 0.0
-    return (state.total - state.gradients) / many, state.gradients / many
-
-
 def usable(problem: Problem, layout: Layout, *, transfers: int = 0) -> float:
     """Bytes of tensors that a device has room for, when all else is as large as was ever seen. transfers: communicators
     of the pipeline."""
@@ -151,7 +133,8 @@ def _memory_floor(problem: Problem, configuration: Configuration, shape: Shape) 
     devices = layout.parallelism.pp
     barriers = BARRIERS[configuration.vocabulary]
     parameters = parameters_per_device(problem, configuration, shape.placement)
-    always, gradients = state_floor(problem, layout)
+    share = configuration.host_share
+    always, gradients = state_floor(problem, layout, 1.0 if share is None else share)
     flight = _in_flight(configuration)
     logits = _logits(problem, configuration, shape, setting)
     saved = tuple(map(min, zip(*(saved_floor(work, setting) for work in problem.kinds), strict=True)))

@@ -122,9 +122,10 @@ class _Search:
         self.losses: dict[Any, float] = {}  # by schedule, mode and devices: least time over bound so far
         self.bounds: dict[Configuration, float] = {}  # of what is being evaluated
         self.too_large: dict[Any, int] = {}  # by all but it, sequences per microbatch that do not fit
+        most_on_host = max(1.0 if share is None else share for share in space.host_shares)
         for layout in layouts(problem, space):
             self.found.layouts += 1
-            bound = layout_bound(problem, layout)
+            bound = layout_bound(problem, layout, most_on_host)
             if bound.lacking:
                 self.found.rejected.append(Rejected(layout, None, bound.seconds, bound.lacking, bound.device))
             else:
@@ -237,7 +238,7 @@ def _family(one: Configuration) -> Any:
 
 
 def _all_but_size(one: Configuration) -> Any:
-    keeps = one.checkpointing, one.offload
+    keeps = one.checkpointing, one.offload, one.host_share
     return one.layout.parallelism, one.schedule, one.options, one.vocabulary, one.layers_per_stage, keeps
 
 

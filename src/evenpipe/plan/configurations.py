@@ -240,6 +240,8 @@ class Space:
     """`LEAST`, or policies for all layers."""
     offload: tuple[str, ...] = ("scheduled",)
     """Some of `OFFLOAD`."""
+    host_shares: tuple[float | None, ...] = (0.0,)
+    """Of the optimizer's moments, that are on the host, 0 to 1; None: as large as memory asks for and time allows."""
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -255,6 +257,9 @@ class Space:
             for value in given:
                 if value not in known:
                     raise InputError(f"{name}: {value!r} is unknown, expected some of {', '.join(map(str, known))}")
+        for share in self.host_shares:
+            if share is not None and not 0 <= share <= 1:
+                raise InputError(f"host share is {share!r}, expected numbers between 0 and 1, or {LEAST}")
         for name in ("dp", "tp", "cp", "pp", "microbatch_sizes", "stages_per_device"):
             given = getattr(self, name)
             if given is not None and (not given or min(given) < 1):
@@ -299,6 +304,8 @@ class Configuration:
     """By stage, what copies are arranged by, as `OffloadOptions.copy_time`; of an evaluated plan with copies."""
     copy_seconds: tuple[float, ...] = ()
     """By stage, what one copy takes; of such a plan."""
+    host_share: float | None = 0.0
+    """Of the optimizer's moments, that are on the host; None, in no evaluated plan: left open."""
 
     @property
     def name(self) -> str:
@@ -313,6 +320,8 @@ class Configuration:
             parts.append(self.vocabulary)
         if self.offload not in ("scheduled", "none"):
             parts.append(f"offload {self.offload}")
+        if self.host_share:
+            parts.append(f"host share {self.host_share:g}")
         parts.append(f"{self.layout.microbatch_size} x {self.layout.microbatches}")
         return " ".join(parts)
 
@@ -442,7 +451,8 @@ def configurations(problem: Problem, space: Space, layout: Layout, head_layers: 
                 if key in seen:
                     continue
                 seen.add(key)
-                for policy, offload in product(space.checkpointing, space.offload if devices > 1 else ("scheduled",)):
+                copies = space.offload if devices > 1 else ("scheduled",)
+                for policy, offload, share in product(space.checkpointing, copies, space.host_shares):
                     yield Configuration(
                         layout=layout,
                         schedule=schedule,
@@ -451,6 +461,7 @@ def configurations(problem: Problem, space: Space, layout: Layout, head_layers: 
                         layers_per_stage=split,
                         checkpointing=(policy,),
                         offload=offload,
+                        host_share=share,
                     )
 
 

@@ -6,10 +6,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from evenpipe.memory.estimate import Estimate, estimate
-from evenpipe.memory.states import MIXED, SINGLE
+from evenpipe.memory.framework import FRAMEWORKS
+from evenpipe.memory.parameters import Held
+from evenpipe.memory.states import MIXED, SINGLE, state_bytes
 from evenpipe.schedule import Program
 
-from .configurations import Configuration, Problem
+from .configurations import Configuration, Layout, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,4 +80,23 @@ def _estimated(problem: Problem, configuration: Configuration, program: Program,
         dtypes=SINGLE if problem.dtype == "fp32" else MIXED,
         hardware=problem.hardware,
         memory=problem.memory_bytes,
+        offloaded=configuration.host_share or 0.0,
     )
+
+
+def state_floor(problem: Problem, layout: Layout, host_share: float) -> tuple[float, float]:
+    """Bytes per parameter: of parameters and the optimizer's state, which are always there, and of gradients, which may
+    come with the first backward. host_share: of that state, which is on the host."""
+    parallelism, framework = layout.parallelism, FRAMEWORKS[problem.kernels_name]
+    many = 10**6
+    state = state_bytes(
+        Held(elements=many, trained=many),
+        SINGLE if problem.dtype == "fp32" else MIXED,
+        framework,
+        zero=parallelism.zero,
+        replicas=parallelism.replicas,
+        offloaded=host_share,
+    )
+    if framework.gradients_exist:
+        return state.total / many, 0.0
+    return (state.total - state.gradients) / many, state.gradients / many

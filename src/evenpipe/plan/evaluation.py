@@ -6,6 +6,9 @@ needed keep the results of products only ("selective"); else all do, and as many
 
 Copies to the host where they are left open: none if everything fits; else those that cost no time ("free"), and
 recomputation for what is still too much.
+
+The share of the optimizer's moments that is on the host, where that is left open: none if everything fits; else none,
+or the least with which nothing is computed again, whatever is faster.
 """
 
 from __future__ import annotations
@@ -23,12 +26,15 @@ from evenpipe.schedule.passes import Kind
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.simulate import simulate
 
-from .configurations import LEAST, Configuration, Problem, costs_of
-from .device_memory import DeviceUse, copied, device_uses
+from .configurations import LEAST, Configuration, Layout, Problem, costs_of, shape_of
+from .device_memory import DeviceUse, copied, device_uses, state_floor
 from .programs import arranged, extended, program_of, steps_of
 
 TRIES = 4
 """How often layers are added to those that are computed again, where the first guess does not fit."""
+
+SHARES = 4
+"""Of the optimizer's moments, parts that may be on the host."""
 
 COPY_STEPS = 100
 """`Configuration.copy_time` is rounded up to whole parts of so many: orders are arranged by it, and few differ."""
@@ -90,6 +96,7 @@ class Evaluation:
             "layers_per_stage": list(self.configuration.layers_per_stage),
             "checkpointing": list(self.configuration.checkpointing),
             "offload": self.configuration.offload,
+            "host_share": self.configuration.host_share,
             "copy_time": list(self.configuration.copy_time),
             "fits": self.fits,
             "fault": self.fault,
@@ -107,6 +114,29 @@ class Evaluation:
 def evaluate(problem: Problem, configuration: Configuration, limit: float = math.inf) -> Evaluation:
     """Memory first, then time. A configuration that has no order is told apart from one that does not fit; one whose
     step turns out to take `limit` seconds or more is not looked at any further."""
+    if configuration.host_share is not None:
+        return _evaluate(problem, configuration, limit)
+    resident = _evaluate(problem, replace(configuration, host_share=0.0), limit)
+    if resident.fault or not (resident.kept or not resident.fits):
+        return resident
+    share = _share_on_host(problem, resident)
+    other = _evaluate(problem, replace(configuration, host_share=share), min(limit, resident.seconds))
+    return other if other.fits and not (resident.fits and other.late) else resident
+
+
+def _share_on_host(problem: Problem, resident: Evaluation) -> float:
+    """The least with which everything else is sure to fit on the devices, in quarters; else all of it."""
+    one, uses = resident.configuration, resident.kept or resident.devices
+    shape = shape_of(one.schedule, one.options, one.layout.parallelism.pp)
+    assert shape is not None
+    bytes_each = _moments(problem, one.layout)
+    parameters = parameters_per_device(problem, one, shape.placement)
+    lacking = max(-use.spare / (count * bytes_each) for use, count in zip(uses, parameters, strict=True))
+    return min(1.0, math.ceil(SHARES * lacking) / SHARES)
+
+
+def _evaluate(problem: Problem, configuration: Configuration, limit: float) -> Evaluation:
+    """With a share of the optimizer that is given."""
     try:
         held, kept = _memory(problem, configuration, steps_of(configuration)[0])
     except InputError as error:
@@ -176,9 +206,20 @@ def least_work(costs: Costs, placement: Placement, mode: str) -> list[float]:
 
 def end_seconds(problem: Problem, configuration: Configuration, placement: Placement) -> float:
     """What follows the last pass, on the device with the most parameters. All devices are busy with it."""
-    setting = problem.setting(configuration.layout, together=True)
+    layout = configuration.layout
+    setting = problem.setting(layout, together=True)
     most = max(parameters_per_device(problem, configuration, placement))
-    return step_end_seconds(most, setting, zero=configuration.layout.parallelism.zero)
+    seconds = step_end_seconds(most, setting, zero=layout.parallelism.zero)
+    if not configuration.host_share:
+        return seconds
+    # What is on the host comes and goes at the same time, while the update itself takes less (`HostAdamW`).
+    moved = configuration.host_share * most * _moments(problem, layout)
+    return seconds + moved / problem.hardware.host_bandwidth
+
+
+def _moments(problem: Problem, layout: Layout) -> float:
+    """Bytes per parameter of what may be on the host."""
+    return state_floor(problem, layout, 0.0)[0] - state_floor(problem, layout, 1.0)[0]
 
 
 def parameters_per_device(problem: Problem, configuration: Configuration, placement: Placement) -> list[float]:

@@ -23,7 +23,7 @@ ROOMS = ("costs", "memory", "model", "plan", "schedule", "simulate", "vocabulary
 """Whose sources decide what an evaluation says."""
 
 _FIELDS = ("seconds", "pipeline_seconds", "end_seconds", "busy", "again", "fault", "late")
-_CHOSEN = ("checkpointing", "offload", "copy_time", "copy_seconds")
+_CHOSEN = ("checkpointing", "offload", "copy_time", "copy_seconds", "host_share")
 """Of the configuration, what an evaluation decides."""
 
 

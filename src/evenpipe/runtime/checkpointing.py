@@ -4,7 +4,8 @@
     "full"        only the layer's input stays; its forward runs a second time in B (or I), never in W
     "selective"   the results of products and of attention stay too; only what lies between them runs again
 
-"full" is ours, "selective" is `torch.utils.checkpoint` with its standard policy. Both replace what autograd saves in
+"full" is ours, "selective" is `torch.utils.checkpoint` with its standard policy; where activations go to the host,
+with one that hands what it keeps over to them. Both replace what autograd saves in
 one graph ("non-reentrant"): gradients are summed in the order of the plain backward, and hooks of parameters run once.
 The backward of a microbatch with R in its order finds everything, so layers keep all of it there: see `Switch`.
 
@@ -22,6 +23,7 @@ the layer see that one tensor.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +31,10 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.utils import redirect_to_mode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from evenpipe.errors import InputError
@@ -38,6 +43,8 @@ from evenpipe.runtime.random_state import RandomState
 CHOICES = ("none", "full", "selective")
 
 Forward = Callable[..., Any]
+Pack = Callable[[Tensor], Any]
+Unpack = Callable[[Any], Tensor]
 
 
 @dataclass(slots=True)
@@ -46,6 +53,9 @@ class Switch:
 
     off: bool = False
     """While True, checkpointed layers keep everything, as plain ones do: the microbatch under way has R."""
+    hooks: tuple[Pack, Unpack] | None = None
+    """Where set, "selective" keeps what the first one makes of a tensor, and computes with what the second one makes of
+    that: torch keeps products where hooks on saved tensors do not see them."""
 
 
 def checkpointing_of_layers(given: str | Sequence[str], layers: int) -> tuple[str, ...]:
@@ -78,7 +88,10 @@ def checkpoint_layer(layer: nn.Module, choice: str, switch: Switch, torch_device
 
 def checkpointed(forward: Forward, choice: str, switch: Switch, torch_device: torch.device) -> Forward:
     """`forward` with the same arguments and results, checkpointed where a graph is made and the switch is not off."""
-    run = functools.partial(_fully, torch_device=torch_device) if choice == "full" else _selectively
+    if choice == "full":
+        run = functools.partial(_fully, torch_device=torch_device)
+    else:
+        run = functools.partial(_selectively, switch=switch)
 
     @functools.wraps(forward)
     def with_checkpointing(*args: Any, **kwargs: Any) -> Any:
@@ -109,8 +122,74 @@ PRODUCTS = [
 """What "selective" keeps: these cost far more time than the bytes of their results are worth."""
 
 
-def _selectively(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return run_checkpointed(forward, "selective", args, kwargs)
+def _selectively(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], switch: Switch) -> Any:
+    if switch.hooks is None:
+        return run_checkpointed(forward, "selective", args, kwargs)
+    contexts = functools.partial(_handing_over, *switch.hooks)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A tensor that is kept."""
+
+    packed: Any
+    version: int
+
+
+def _handing_over(pack: Pack, unpack: Unpack) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """What a layer runs in, and what it runs in again."""
+    kept: deque[tuple[Any, Any]] = deque()
+    return _Keeping(kept, pack), _Taking(kept, unpack)
+
+
+class _Keeping(TorchDispatchMode):
+    """Keeps results of products, in the order in which they are computed."""
+
+    def __init__(self, kept: deque[tuple[Any, Any]], pack: Pack) -> None:
+        super().__init__()
+        self._kept, self._pack = kept, pack
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in PRODUCTS:
+            self._kept.append((func, tree_map_only(Tensor, self._keep, result)))
+        return result
+
+    def _keep(self, tensor: Tensor) -> _Product:
+        return _Product(self._pack(tensor), tensor._version)
+
+
+class _Taking(TorchDispatchMode):
+    """Takes them instead of computing them again."""
+
+    def __init__(self, kept: deque[tuple[Any, Any]], unpack: Unpack) -> None:
+        super().__init__()
+        self._kept, self._unpack = kept, unpack
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in PRODUCTS:
+            return func(*args, **(kwargs or {}))
+        known, result = self._kept.popleft() if self._kept else (None, None)
+        if known is not func:
+            raise RuntimeError(
+                f"a checkpointed layer computed {known or 'nothing more'}, and {func} when it ran again: its forward"
+                " depends on something else than its arguments"
+            )
+        return tree_map_only(_Product, self._take, result)
+
+    def _take(self, product: _Product) -> Tensor:
+        tensor = self._unpack(product.packed)
+        if isinstance(product.packed, Tensor) and tensor._version != product.version:
+            raise RuntimeError(
+                f"a product {list(tensor.shape)} {tensor.dtype} that a checkpointed layer keeps was changed in place"
+                f" (version {product.version}, now {tensor._version})"
+            )
+        return tensor
+
+
+for _mode in (_Keeping, _Taking):
+    redirect_to_mode(torch._higher_order_ops.flex_attention, _mode)
 
 
 def run_checkpointed(forward: Forward, choice: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

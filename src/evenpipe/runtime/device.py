@@ -134,6 +134,8 @@ def build(
             held.sharded[stage] = sharding.shard(module, layers, compute_dtype, f"stage {stage}")
             for name, parameter, start, shape in held.sharded[stage]:
                 held.shards[name] = ParameterShard(parameter, start, tuple(shape), saved_here=True, mesh=sharding.mesh)
+        if activations is not None:
+            held.checkpointing.hooks = activations.pack, activations.unpack
         experts = split_experts(module, held.weight_gradients)
         held.unsplit += [name for name in split_layers(module, held.weight_gradients) if name not in experts]
         for index in range(first, last):

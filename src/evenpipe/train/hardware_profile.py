@@ -6,8 +6,8 @@
     memory       a large tensor is copied
     contention   the products of one process alone, and of all processes at once
     wires        messages from process 0 to 1 and back through the communicators that the runtime uses, small and large
-    passes       with a configuration: of its model, as a pipeline over all processes with sharded vocabulary layers and
-                 one with whole ones, at some sizes of a microbatch
+    passes       with a configuration: of its model, as a pipeline over all processes with sharded vocabulary layers,
+                 one with whole ones, and one with two stages per device, at some sizes of a microbatch
 
 On a GPU "host" is a copy between the device and pinned memory; on a CPU it is a copy in memory.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from evenpipe.costs.hardware import Hardware, Wire
-from evenpipe.costs.measured_passes import MeasuredPasses, fingerprint, passes_of, whole_passes
+from evenpipe.costs.measured_passes import MeasuredPasses, fingerprint, passes_of, stage_passes, whole_passes
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
 from evenpipe.model import describe
@@ -37,7 +37,7 @@ from evenpipe.runtime.worker import Worker
 from evenpipe.schedule import even_split
 from evenpipe.train.config import Config, PipelineConfig
 from evenpipe.train.planned_config import configured_model
-from evenpipe.train.profile import Profile, check_profile, profile
+from evenpipe.train.profile import RECOMPUTED, VARIANTS, Profile, check_profile, profile
 
 SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
 """Edges of the cubes that are multiplied."""
@@ -74,12 +74,17 @@ def profile_hardware(
     if not sizes or min(sizes) < 1:
         raise InputError(f"microbatch sizes are {list(sizes)}, expected whole numbers of at least 1")
     pipelines = [] if config is None else [pipelines_to_measure(config, processes, size) for size in sizes]
-    for pipeline in chain.from_iterable(pipelines):
+    for pipeline in chain.from_iterable(one.values() for one in pipelines):
         check_profile(pipeline, steps)
     found: dict[str, Any] = launch(measure, processes=processes)[0]
     device = found["device"]
     passes = tuple(
-        passes_from([profile(pipeline, steps=steps) for pipeline in pair], pair[0], device) for pair in pipelines
+        passes_from(
+            {name: profile(one, steps=steps, variants=MEASURED_AS[name]) for name, one in of_size.items()},
+            of_size["sharded"],
+            device,
+        )
+        for of_size in pipelines
     )
     peaks = {dtype: max(flops / seconds for flops, seconds in rows) for dtype, rows in found["products"].items()}
     widest = "bf16" if "bf16" in peaks else "fp32"
@@ -103,33 +108,41 @@ def profile_hardware(
     )
 
 
-def pipelines_to_measure(config: Config, processes: int, microbatch_size: int) -> list[Config]:
-    """One stage per device and 1F1B, with sharded vocabulary layers (vocab-2) and with whole ones (first-last);
-    `profile` takes whole and split backwards, and forwards that keep nothing."""
-    pipelines = [
-        PipelineConfig(
-            processes=processes,
-            schedule="1f1b",
-            vocabulary=vocabulary,
-            microbatches=2 * processes,
-            microbatch_size=microbatch_size,
-            compile_layers=config.pipeline.compile_layers,
-            communicators=config.pipeline.communicators,
-            timeout_seconds=config.pipeline.timeout_seconds,
-        )
-        for vocabulary in ("vocab-2", "first-last")
-    ]
-    return [replace(config, pipeline=pipeline) for pipeline in pipelines]
+MEASURED_AS: dict[str, tuple[str, ...]] = {
+    "sharded": VARIANTS,
+    "whole": ("split", RECOMPUTED),
+    "looped": ("split",),
+}
+"""What is needed of `pipelines_to_measure`, beside their order as it is."""
 
 
-def passes_from(found: Sequence[Profile], config: Config, device: str) -> MeasuredPasses:
-    """What was measured of `pipelines_to_measure`, in that order, as files of hardware hold it; `config` is the first
-    of them."""
+def pipelines_to_measure(config: Config, processes: int, microbatch_size: int) -> dict[str, Config]:
+    """1F1B with sharded vocabulary layers (vocab-2) and with whole ones (first-last); and with sharded ones and two
+    stages per device, where the model has layers enough."""
+    plain = PipelineConfig(
+        processes=processes,
+        schedule="1f1b",
+        vocabulary="vocab-2",
+        microbatches=2 * processes,
+        microbatch_size=microbatch_size,
+        compile_layers=config.pipeline.compile_layers,
+        communicators=config.pipeline.communicators,
+        timeout_seconds=config.pipeline.timeout_seconds,
+    )
+    pipelines = {"sharded": plain, "whole": replace(plain, vocabulary="first-last")}
+    if describe(configured_model(config)).layers >= 2 * processes:
+        pipelines["looped"] = replace(plain, schedule="interleaved", stages_per_device=2)
+    return {name: replace(config, pipeline=pipeline) for name, pipeline in pipelines.items()}
+
+
+def passes_from(found: Mapping[str, Profile], config: Config, device: str) -> MeasuredPasses:
+    """What was measured of `pipelines_to_measure`, as files of hardware hold it; `config` is one of them."""
     model = describe(configured_model(config))
     dtypes = {"float32": "fp32", "bfloat16": "bf16", "auto": "bf16" if device == "cuda" else "fp32"}
     devices = config.pipeline.processes
-    shards, whole = found
-    sharded = passes_of(shards.costs, shards.bare)
+    shards, whole, looped = found["sharded"], found["whole"], found.get("looped")
+    beside = {} if looped is None else stage_passes(shards.costs, looped.costs)
+    sharded = passes_of(shards.costs, shards.bare, beside) | beside
     split = even_split(model.layers, devices)
     return MeasuredPasses(
         model=fingerprint(layers_of(model), model.vocabulary_size, model.hidden_size),
@@ -138,7 +151,7 @@ def passes_from(found: Sequence[Profile], config: Config, device: str) -> Measur
         microbatch_size=config.pipeline.microbatch_size,
         devices=devices,
         contention=shards.costs.contention,
-        seconds=sharded | whole_passes(whole.costs, split, sharded, whole.bare),
+        seconds=sharded | whole_passes(whole.costs, split, sharded, whole.bare, beside),
     )
 
 

@@ -40,6 +40,9 @@ def planned_tables(problem: Problem, plan: Evaluation, base: Mapping[str, Any]) 
     tables.setdefault("data", {})["sequence_length"] = problem.sequence
     tables["pipeline"] = {**_kept(tables.get("pipeline", {})), **_pipeline(problem, plan.configuration)}
     tables |= _offload(tables.get("offload"), plan.configuration)
+    share = plan.configuration.host_share
+    if share or "host_share" in tables.get("optimizer", {}):
+        tables.setdefault("optimizer", {})["host_share"] = float(share or 0.0)
     config_from_dict(tables)
     return tables
 

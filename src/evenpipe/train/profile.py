@@ -37,6 +37,11 @@ from evenpipe.train.model_source import check_schedule, check_shape, model_confi
 SHORTER = 8
 """How many times shorter the sequences are that latency follows from."""
 
+AS_IT_IS, ALONE, RECOMPUTED, SHORT = "as it is", "one by one", "recomputed", "short"
+
+VARIANTS = (*BACKWARDS, ALONE, SHORT)
+"""Of an order, beside itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class Profile:
@@ -54,8 +59,8 @@ class Profile:
         return dict(next(iter(self.traces.values()))[0].about)
 
 
-def profile(config: Config, *, steps: int, warm_up: int = 2) -> Profile:
-    """Runs the configured pipeline in local processes, `steps` measured steps for every form of the backward.
+def profile(config: Config, *, steps: int, warm_up: int = 2, variants: Sequence[str] = VARIANTS) -> Profile:
+    """Runs the configured pipeline in local processes, `steps` measured steps as it is and of each of `variants`.
 
     Raises InputError for a configuration that does not go together, RunError when a process fails.
     """
@@ -65,6 +70,7 @@ def profile(config: Config, *, steps: int, warm_up: int = 2) -> Profile:
         config,
         steps,
         warm_up,
+        variants,
         processes=config.pipeline.processes,
         timeout_seconds=config.pipeline.timeout_seconds,
     )[0]
@@ -97,36 +103,35 @@ def profile_of(found: Sequence[dict[str, Any]]) -> Profile:
     for variant in variants.values():
         costs = completed(costs, variant)
     bare = variants[RECOMPUTED].F if RECOMPUTED in variants else None
-    return Profile(with_links(costs, costs_of(shorter), sizes), bare, traces)
+    return Profile(with_links(costs, costs_of(shorter), sizes) if shorter else costs, bare, traces)
 
 
-AS_IT_IS, ALONE, RECOMPUTED = "as it is", "one by one", "recomputed"
-
-
-def measure(config: Config, steps: int, warm_up: int) -> dict[str, Any]:
+def measure(config: Config, steps: int, warm_up: int, variants: Sequence[str]) -> dict[str, Any]:
     """On every process: run and trace. The first one returns traces as JSON has them, and sizes of transfers."""
     worker = initialise_worker(timeout_seconds=config.pipeline.timeout_seconds)
     size, end = _tokenizer(config)
     pipeline = build_pipeline(config, size, end, worker.torch_device, self_check=False)
     gc.collect()
     gc.freeze()
-    return measure_pipeline(pipeline, config, steps, warm_up)
+    return measure_pipeline(pipeline, config, steps, warm_up, variants)
 
 
-def measure_pipeline(pipeline: Pipeline, config: Config, steps: int, warm_up: int) -> dict[str, Any]:
+def measure_pipeline(
+    pipeline: Pipeline, config: Config, steps: int, warm_up: int, variants: Sequence[str] = VARIANTS
+) -> dict[str, Any]:
     """The same of a pipeline that `config` describes. Collective."""
     tokens = config.data.sequence_length
     order = pipeline.layout.program.order
     traces = {AS_IT_IS: _run(pipeline, config, tokens, steps, warm_up)}
-    variants = {name: with_backward(order, name) for name in BACKWARDS}
-    if pipeline.devices > 1 and pipeline.microbatches > 1:
-        variants[ALONE] = one_by_one(order)
-    for name, variant in variants.items():
-        if variant != order:
-            with _following(pipeline, variant):
+    others = {name: with_backward(order, name) for name in BACKWARDS if name in variants}
+    if ALONE in variants and pipeline.devices > 1 and pipeline.microbatches > 1:
+        others[ALONE] = one_by_one(order)
+    for name, other in others.items():
+        if other != order:
+            with _following(pipeline, other):
                 traces[name] = _run(pipeline, config, tokens, steps, warm_up)
     short = max(2, tokens // SHORTER)
-    shorter = _run(pipeline, config, short, steps, warm_up)
+    shorter = _run(pipeline, config, short, steps, warm_up) if SHORT in variants else []
     if pipeline.device != 0:
         return {}
     narrow = pipeline.torch_device.type == "cuda"
