@@ -138,6 +138,7 @@ def test_plans_take_the_passes_that_were_measured(capsys: pytest.CaptureFixture[
 
 
 def test_a_written_plan_runs_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
+    """With activations and moments on the host, too, and then to the same bits."""
     Path("train.toml").write_text(CONFIG.format(steps=2, folder="planned"))
     hardware = hardware_profile.profile_hardware(2)
     write_hardware(hardware, "host.toml")
@@ -145,8 +146,27 @@ def test_a_written_plan_runs_unchanged(capsys: pytest.CaptureFixture[str]) -> No
     assert main([*plan, "--schedule", "1f1b,zbv", "--workers", "1", "-o", "planned.toml"]) == 0
     assert "wrote planned.toml" in capsys.readouterr().out
     planned = load_config("planned.toml").pipeline
+    report = trained("planned.toml")
+    assert report["steps"] == 2 and report["schedule"]["name"] == planned.schedule
+    assert report["schedule"]["microbatches"] == planned.microbatches
+    assert load_config("planned.toml").offload.activations == "scheduled"
+
+    Path("train.toml").write_text(CONFIG.format(steps=2, folder="on the host"))
+    same = ["--schedule", planned.schedule, "--vocabulary", planned.vocabulary, "--checkpointing", "none"]
+    same += ["--microbatch-size", str(planned.microbatch_size), "--workers", "1", "-o", "host.toml"]
+    write_hardware(hardware, "machine.toml")
+    plan[plan.index("host.toml")] = "machine.toml"
+    assert main([*plan, *same, "--offload", "free", "--host-share", "0.5"]) == 0
+    written = load_config("host.toml")
+    assert written.offload.activations == "free" and written.optimizer.host_share == 0.5
+    assert written.pipeline == planned
+    assert losses("on the host", trained("host.toml")) == losses("planned", report)
+
+
+def trained(config: str) -> dict[str, Any]:
+    """The report of `evenpipe train`."""
     done = subprocess.run(
-        [sys.executable, "-m", "evenpipe.cli.main", "train", "planned.toml"],
+        [sys.executable, "-m", "evenpipe.cli.main", "train", config],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -154,6 +174,14 @@ def test_a_written_plan_runs_unchanged(capsys: pytest.CaptureFixture[str]) -> No
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    report = json.loads(Path("planned/report.json").read_text())
-    assert report["steps"] == 2 and report["schedule"]["name"] == planned.schedule
-    assert report["schedule"]["microbatches"] == planned.microbatches
+    folder = load_config(config).run_folder
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
+
+
+def losses(folder: str, report: dict[str, Any]) -> list[float]:
+    """Of all steps, to the last bit."""
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
+    assert len(found) == report["steps"]
+    return found

@@ -48,6 +48,15 @@ def test_the_usual_way_is_late_on_the_device_of_the_output_layer_and_vocab_2_on_
     assert found.best.seconds <= balanced.seconds < found.usual.seconds
 
 
+def test_copies_to_the_host_lower_the_fullest_device_and_cost_no_time() -> None:
+    found = explain(problem(LLAMA_3_8B, 8), "llama", pp=8)
+    kept, free = (one for one in found.others if one.configuration.schedule == "v-half")
+    assert free.configuration.offload == "free"
+    peaks = [max(use.peak_bytes for use in one.devices) for one in (free, kept)]
+    assert peaks[0] < 0.95 * peaks[1] and free.seconds <= 1.01 * kept.seconds
+    assert "v-half, offload  vocab-2" in found.text()
+
+
 def test_a_large_vocabulary_is_most_of_a_small_model() -> None:
     found = explain(problem(GEMMA_2_2B, 8), "gemma", pp=8)
     assert found.head_layers > 5

@@ -30,6 +30,7 @@ from evenpipe.plan.configurations import (
 from evenpipe.plan.evaluation import Evaluation, evaluate
 from evenpipe.plan.evaluation_cache import EvaluationCache
 from evenpipe.plan.programs import arranged, program_of, steps_of
+from evenpipe.plan.ranking import Ranking
 from evenpipe.runtime.layout import ModelCosts, build_layout
 from evenpipe.schedule.passes import OFFLOAD_KINDS
 from evenpipe.schedule.transforms.offload import offloaded
@@ -146,6 +147,20 @@ def test_copies_are_planned_where_memory_is_short_and_nowhere_else(roomy: Proble
     without = evaluate(problem(between * 1.05), replace(one, offload="scheduled"))
     assert without.fits and set(without.configuration.checkpointing) != {"none"}
     assert without.seconds > short.seconds
+
+
+def test_a_table_says_what_is_on_the_host_and_why(roomy: Problem) -> None:
+    one = configuration("1f1b", "vocab-2", checkpointing=("least",), offload="least")
+    between = (most(evaluate(roomy, replace(one, offload="free"))) + most(evaluate(roomy, one))) / 2 / GIB * 1.05
+    space = Space(
+        pp=(4,), microbatch_sizes=(1,), schedules=("1f1b",), vocabularies=("vocab-2",), offload=("least", "scheduled")
+    )
+    text = Ranking(search_configurations(problem(between), space, workers=1), 5).text(explain=True)
+    assert "vocab-2 offload free 1 x 64" in text and " of activations on the host per device" in text
+    assert "cheapest fixes: compute again (" in text and "%, offload free +" in text
+    alone = replace(space, offload=("least",))
+    text = Ranking(search_configurations(problem(between), alone, workers=1), 5).text(explain=True)
+    assert "cheapest fixes: activations to the host +" in text
 
 
 def test_where_copies_are_not_enough_as_little_as_needed_is_computed_again(roomy: Problem) -> None:

@@ -35,8 +35,10 @@ OTHERS = (
     ("1f1b", "vocab-2"),
     ("zb-h1", "vocab-2"),
     ("v-half", "vocab-2"),
+    ("v-half", "vocab-2", "free"),
 )
-"""Orders that are made in a moment, also for deep pipelines; the search has them all."""
+"""Schedules and modes, and which activations go to the host. Orders that are made in a moment, also for deep pipelines;
+the search has them all."""
 
 DRAWN = 2
 """Microbatches per device in the picture: enough for warm-up, a steady part, and the end."""
@@ -161,7 +163,7 @@ class Explanation:
         """A table of what there is instead."""
         rows: list[tuple[str, ...]] = [HEADER]
         for one in self.all:
-            rows.append((one.configuration.schedule_name, one.configuration.vocabulary, *self._cells(one)))
+            rows.append((_name(one), one.configuration.vocabulary, *self._cells(one)))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         yield "What there is instead"
         for row in rows:
@@ -173,7 +175,7 @@ class Explanation:
         best = self.best
         if best is not self.usual and not math.isinf(self.usual.seconds):
             yield (
-                f"  {best.configuration.schedule_name} + {best.configuration.vocabulary}:"
+                f"  {_name(best)} + {best.configuration.vocabulary}:"
                 f" {self.usual.seconds / best.seconds:.2f} times as fast as the usual way"
             )
 
@@ -255,7 +257,9 @@ def _layout(problem: Problem, pp: int | None, tp: int | None) -> Layout:
     return max(layouts(problem, space), key=lambda one: (one.model_parallel, one.parallelism.tp))
 
 
-def _configuration(problem: Problem, layout: Layout, schedule: str, mode: str) -> Configuration:
+def _configuration(
+    problem: Problem, layout: Layout, schedule: str, mode: str, offload: str = "scheduled"
+) -> Configuration:
     devices = layout.parallelism.pp
     shape = shape_of(schedule, (), devices)
     assert shape is not None, f"{schedule} has an order of every size"
@@ -267,6 +271,7 @@ def _configuration(problem: Problem, layout: Layout, schedule: str, mode: str) -
         vocabulary=mode,
         layers_per_stage=split,
         checkpointing=(LEAST,),
+        offload=offload,
     )
 
 
@@ -276,6 +281,12 @@ def drawn_step(problem: Problem, configuration: Configuration) -> Timeline:
     microbatches = min(configuration.layout.microbatches, DRAWN * devices)
     _, program = program_of(arranged(problem, configuration, microbatches))
     return simulate(program, costs_of(problem, configuration, program.placement)).timeline
+
+
+def _name(one: Evaluation) -> str:
+    """Of a schedule, with what is done about its activations."""
+    configuration = one.configuration
+    return f"{configuration.schedule_name}, offload" if configuration.offload == "free" else configuration.schedule_name
 
 
 def _layers_held(one: Evaluation) -> Sequence[int]:

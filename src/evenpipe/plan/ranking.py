@@ -23,7 +23,10 @@ REJECTED = 8
 FIXES = 3
 """So many are offered for each."""
 
-DIMENSIONS = ("dp", "tp", "cp", "pp", "zero", "microbatch size", "schedule", "vocabulary", "layers")
+DIMENSIONS = (
+    *("dp", "tp", "cp", "pp", "zero", "microbatch size", "schedule", "vocabulary", "layers"),
+    *("offload", "host share"),
+)
 
 
 # --- figures of one plan -------------------------------------------------------------------------------------
@@ -66,6 +69,9 @@ def binding(problem: Problem, plan: Evaluation) -> str:
         parts.append(f"{100 * again:.0f} % of the work is done again")
     if plan.end_seconds > 0.03 * plan.seconds:
         parts.append(f"gradients and optimizer {100 * plan.end_seconds / plan.seconds:.0f} %")
+    host = max((use.host_bytes for use in plan.devices), default=0)
+    if host:
+        parts.append(f"up to {gib_text(host)} of activations on the host per device")
     if memory is not None and memory.spare < 0.1 * problem.memory_bytes:
         parts.append(f"memory: {gib_text(memory.spare)} to spare on device {plan.worst}, {memory.event}")
     return "; ".join(parts) or "nothing: compute"
@@ -301,15 +307,26 @@ def _of_plan(found: Found, plan: Evaluation, name: str, seconds: float) -> Rejec
     where = f"on device {device}, {uses[device].event}"
     fixes: list[tuple[str, Evaluation]] = []
     if plan.fits:
-        policies = plan.configuration.checkpointing
-        again = [f"{policies.count(policy)} layers {policy}" for policy in ("selective", "full") if policy in policies]
-        fixes.append((f"compute again ({', '.join(again)})", plan))
+        fixes.append((_measures(plan), plan))
     elif plan.kept:
         worst = plan.devices[plan.worst]
         where += f"; by {gib_text(-worst.spare)} on device {plan.worst} when all layers keep their input only"
     others = (fix for fix in _fixes(found, plan) if fix[1] is not plan)
     fixes += islice(others, FIXES - len(fixes))
     return Rejection(name, max(0, -uses[device].spare), where, seconds, tuple(fixes))
+
+
+def _measures(plan: Evaluation) -> str:
+    """What is done so that a plan fits."""
+    one = plan.configuration
+    policies = one.checkpointing
+    again = [f"{policies.count(name)} layers {name}" for name in ("selective", "full") if name in policies]
+    words = ["activations to the host"] if one.copy_seconds else []
+    if one.host_share:
+        words.append(f"{100 * one.host_share:.0f} % of the moments to the host")
+    if again:
+        words.append(f"compute again ({', '.join(again)})")
+    return " and ".join(words)
 
 
 def _floors(rejected: Iterable[Rejected]) -> list[Rejected]:
@@ -361,6 +378,8 @@ def _choices(plan: Evaluation) -> dict[str, Any]:
         one.schedule_name,
         one.vocabulary,
         one.layers_per_stage,
+        one.offload,
+        one.host_share,
     )
     return dict(zip(DIMENSIONS, values, strict=True))
 
