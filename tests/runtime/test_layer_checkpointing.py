@@ -208,6 +208,85 @@ def test_a_layer_that_computes_something_else_the_second_time_is_an_error() -> N
         layer(torch.randn(2, 4, requires_grad=True)).sum().backward()
 
 
+# --- what "selective" keeps goes to somebody else ---------------------------------------------------------------------
+
+
+class Elsewhere:
+    """Takes copies of what it is given, and counts it."""
+
+    def __init__(self) -> None:
+        self.given = self.asked_for = 0
+
+    def pack(self, tensor: Tensor) -> tuple[Tensor]:
+        self.given += 1
+        return (tensor.clone(),)
+
+    def unpack(self, packed: tuple[Tensor]) -> Tensor:
+        self.asked_for += 1
+        return packed[0]
+
+    @property
+    def switch(self) -> Switch:
+        return Switch(hooks=(self.pack, self.unpack))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_products_that_are_handed_over_come_back(family: str) -> None:
+    """A Llama layer has 7 linear layers and an attention with two results, GPT-2's has 4. The last product of Llama's
+    is the layer's result, which nobody wants to know again where the backward is whole."""
+    places = []
+
+    class HandingOver(Split):
+        def __init__(self, module: nn.Module, batches: list[Any]) -> None:
+            places.append(Elsewhere())
+            super().__init__(checkpointed(module, "selective", switch=places[-1].switch), batches)
+
+    for passes in PASSES:
+        batches = data(3, 2, dtype=torch.float32)
+        assert difference(lambda: trunk(family, torch.float32), batches, passes, split=HandingOver) == []
+    calls = 2 * 3
+    kept = calls * ((7 if family == "llama" else 4) + 2)
+    wanted = kept - (calls if family == "llama" else 0)
+    assert all(place.given == kept and wanted <= place.asked_for <= kept for place in places)
+    assert places[-1].asked_for == wanted
+
+
+def test_a_product_that_is_changed_after_it_was_kept_is_an_error() -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.linear(hidden).mul_(2).exp()
+
+    layer = Changing()
+    checkpoint_layer(layer, "selective", Switch(hooks=(Tensor.detach, lambda tensor: tensor)), CPU)
+    with pytest.raises(RuntimeError, match=r"a product \[2, 4\] torch.float32 .* was changed in place"):
+        layer(torch.randn(2, 4, requires_grad=True)).sum().backward()
+
+
+def test_other_products_the_second_time_are_an_error() -> None:
+    class Forgetful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls = nn.Linear(4, 4), 0
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls == 1:
+                return self.linear(hidden).exp() @ torch.ones(4, 4)
+            return self.linear(hidden @ torch.ones(4, 4)).exp()
+
+    layer = Forgetful()
+    checkpoint_layer(layer, "selective", Elsewhere().switch, CPU)
+    with pytest.raises(RuntimeError, match=r"computed aten.addmm.default, and aten.mm.default when it ran again"):
+        layer(torch.randn(2, 4, requires_grad=True)).sum().backward()
+
+
+# --- what stands around -----------------------------------------------------------------------------------------------
+
+
 def test_hooks_on_saved_tensors_around_a_layer_see_its_input_alone() -> None:
     layer = Block()
     checkpoint_layer(layer, "full", Switch(), CPU)

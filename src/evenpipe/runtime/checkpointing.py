@@ -157,7 +157,9 @@ class _Keeping(TorchDispatchMode):
         return result
 
     def _keep(self, tensor: Tensor) -> _Product:
-        return _Product(self._pack(tensor), tensor._version)
+        # Below autograd a view has a version of its own, unless this key is there.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            return _Product(self._pack(tensor), tensor._version)
 
 
 class _Taking(TorchDispatchMode):
