@@ -38,10 +38,8 @@ from evenpipe.memory.estimate import Estimate, estimate
 from evenpipe.model import describe
 from evenpipe.runtime import Pipeline, initialise_worker, launch
 from evenpipe.runtime.trace import machine
-from evenpipe.schedule import Costs, Kind, Order, Pass, Placement, plan_program
-from evenpipe.schedule.costs import EQUAL_COSTS
+from evenpipe.schedule import Kind, Order, Pass, Placement, plan_program
 from evenpipe.schedule.trace import Trace
-from evenpipe.schedule.transforms.offload import plan_offload
 
 SHAPES: dict[str, dict[str, int]] = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
@@ -66,10 +64,19 @@ def order() -> Order:
     return Order(Placement.linear(1), MICROBATCHES, (tuple(row),))
 
 
-def with_copies(costs: Costs, share: float) -> Order:
-    """As many of the microbatches as `share` says, evenly, as far as they can go and be back in time."""
-    chosen = [(0, number) for number in range(MICROBATCHES) if int((number + 1) * share) > int(number * share)]
-    return plan_offload(order(), costs, only=chosen).order if chosen else order()
+def with_copies(share: float) -> Order:
+    """As many of the microbatches as `share` says, evenly, go to the host behind their forwards; their memory is given
+    back two passes later, and they come back a pass before their backwards."""
+    plain = order()
+    row = list(plain.passes(0))
+    turns = []
+    for number in range(MICROBATCHES):
+        if int((number + 1) * share) > int(number * share):
+            made, used = (row.index(Pass(kind, 0, number)) for kind in (Kind.F, Kind.B))
+            turns += [(made + 1, Kind.O, number), (min(made + 3, used - 1), Kind.D, number), (used - 1, Kind.L, number)]
+    for place, kind, number in sorted(turns, key=lambda turn: (turn[0], "DOL".index(turn[1].value)), reverse=True):
+        row.insert(place, Pass(kind, 0, number))
+    return replace(plain, rows=(tuple(row),))
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,7 @@ def estimated(case: Case, given: Order, hardware: Hardware) -> Estimate:
     return estimate(
         describe(case.config),
         sequence=case.tokens,
+        microbatches=MICROBATCHES,
         schedule=given,
         vocabulary="first-last",
         hardware=hardware,
@@ -157,7 +165,7 @@ def measure(case: Case, hardware: Hardware, turns: int) -> list[dict[str, Any]]:
     bandwidth = plain_copy(copied, device)
     pipeline = Pipeline(
         case.config,
-        schedule=with_copies(EQUAL_COSTS, 1.0),  # so that there is what copies
+        schedule=with_copies(1.0),  # so that there is what copies
         vocabulary="first-last",
         sequence_length=case.tokens,
         self_check=False,
@@ -166,11 +174,11 @@ def measure(case: Case, hardware: Hardware, turns: int) -> list[dict[str, Any]]:
     kept = Arm(pipeline, order(), ids)
     kept.step()
     kept.step(traced=True)
-    costs = replace(costs_of(kept.traces), O=copied / bandwidth, L=copied / bandwidth)
+    costs = costs_of(kept.traces)
     forward, backward = costs.F, costs.B
     assert isinstance(forward, tuple) and isinstance(backward, tuple)
     k = 2 * copied / bandwidth / (forward[0] + backward[0])
-    arms = {name: Arm(pipeline, with_copies(costs, share), ids) if share else kept for name, share in ARMS.items()}
+    arms = {name: Arm(pipeline, with_copies(share), ids) if share else kept for name, share in ARMS.items()}
     found: list[dict[str, Any]] = []
     for name, arm in arms.items():
         arm.step()

@@ -265,14 +265,14 @@ def test_seventy_billion_parameters_on_sixteen_devices() -> None:
         pp=(16,),
         microbatch_sizes=(1,),
         schedules=("1f1b", "zbv", "v-half"),
-        vocabularies=("first-last", "vocab-2"),
+        vocabularies=("vocab-2",),
         checkpointing=("none",),
         offload=("none", "free"),
     )
     plans = search_configurations(given, space, wanted=100, workers=1).plans
     best = min(plans, key=most)
     one = best.configuration
-    assert (one.schedule, one.vocabulary, one.offload) == ("v-half", "vocab-2", "free")
+    assert (one.schedule, one.offload) == ("v-half", "free")
     assert best.seconds < 1.03 * evaluate(given, replace(one, offload="none", copy_time=(), copy_seconds=())).seconds
     kept = [most(plan) for plan in plans if plan.configuration.offload == "none"]
     assert most(best) < 0.85 * min(kept)
