@@ -251,7 +251,7 @@ def _layout(problem: Problem, pp: int | None, tp: int | None) -> Layout:
         schedules=("1f1b",),
         vocabularies=("vocab-2",),
     )
-    best = search_configurations(problem, space, wanted=1, workers=1).best
+    best = search_configurations(problem, space, wanted=1).best
     if best is not None:
         return best.configuration.layout
     return max(layouts(problem, space), key=lambda one: (one.model_parallel, one.parallelism.tp))
