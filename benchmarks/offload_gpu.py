@@ -8,8 +8,8 @@ tokens, with everything kept, with every second microbatch on the host, and with
 
     k           time of both copies of an activation over that of its forward and backward (arXiv 2503.01328)
     overhead    median step over that with everything kept, less 1; the three run in turns
-    copies      GB/s that copies reached beside compute, over those of a plain copy of as many bytes alone
-    peak        torch.cuda.max_memory_allocated, over what the estimator says, less 1
+    copies      GB/s that copies reached beside compute, and those of a plain copy of as many bytes alone
+    peak        torch.cuda.max_memory_allocated less parameters and gradients, and the same from the estimator
 
 A case that does not fit with everything kept runs with fewer layers, or is left out and named. Without a GPU nothing
 runs, and it is said so; `--device cpu --shapes tiny` runs a small one there, so that this program can be tried.
@@ -52,7 +52,7 @@ AHEAD, MICROBATCHES = 4, 12
 ROWS = 1024
 """Of the vocabulary: its layers are to weigh nothing."""
 ARMS = {"kept": 0.0, "half": 0.5, "all": 1.0}
-"""Which part of the microbatches may go to the host."""
+"""Which part of the microbatches goes to the host."""
 
 
 def order() -> Order:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from pathlib import Path
 
 import reference
 import torch
 from harness import run_processes
 from test_gradients import llama
-from transformers import LlamaConfig
 
 from evenpipe.costs.hardware import KNOWN
 from evenpipe.memory.parallelism import Parallelism
@@ -24,15 +24,14 @@ from evenpipe.plan.programs import arranged, program_of
 from evenpipe.runtime import Pipeline
 from evenpipe.schedule import Kind, Order
 
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "llama-3.1-70b.json"
 DEVICES, LAYERS, MICROBATCHES = 16, 80, 32
 VOCABULARY, TOKENS = 67, 32
 
 
 def planned() -> tuple[Order, tuple[int, ...]]:
     """The order, and the layers of its stages: V-Half, vocab-2, and all copies that cost no time."""
-    shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
-    config = LlamaConfig(**shape, num_hidden_layers=LAYERS, vocab_size=128256, tie_word_embeddings=False)
-    given = problem_of(describe(config), KNOWN["H200"], gpus=DEVICES, sequence=4096, sequences_per_step=256)
+    given = problem_of(describe(MODEL), KNOWN["H200"], gpus=DEVICES, sequence=4096, sequences_per_step=256)
     placement = shape_of("v-half", (), DEVICES)
     assert placement is not None
     one = Configuration(

@@ -5,27 +5,22 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+import test_configuration_search as searched
 
 from evenpipe.costs.hardware import KNOWN
 from evenpipe.errors import InputError
-from evenpipe.memory.parallelism import Parallelism
-from evenpipe.model import describe
 from evenpipe.plan.bounds import order_bound, work_bound
 from evenpipe.plan.configuration_search import head_layers, search_configurations
 from evenpipe.plan.configurations import (
     Configuration,
-    Layout,
     Problem,
     Space,
     configurations,
     costs_of,
     layouts,
-    problem_of,
-    shape_of,
-    splits,
 )
 from evenpipe.plan.evaluation import Evaluation, evaluate
 from evenpipe.plan.evaluation_cache import EvaluationCache
@@ -41,27 +36,17 @@ GIB = 2**30
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "po-h")
 
 
-def problem(memory: float = 79, sequence: int = 65536, **changes: object) -> Problem:
+def problem(memory: float = 79, sequence: int = 65536) -> Problem:
     """Long sequences: copies take less than half of what computes beside them."""
-    config = LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=sequence,
-        tie_word_embeddings=False,
-    )
-    return problem_of(
-        describe(config),
-        KNOWN["A100-80G"],
-        gpus=4,
-        sequence=sequence,
-        sequences_per_step=64,
-        memory_bytes=int(memory * GIB),
-        **{"kernels": "fused", **changes},
-    )
+    return searched.problem("small", gpus=4, memory=memory, sequence=sequence)
+
+
+BASE = {
+    "model": {"architecture": "llama", "config": {"num_hidden_layers": 16}},
+    "data": {"corpus": "python-standard-library:json"},
+    "tokenizer": {"vocabulary_size": 300},
+}
+"""The tables of a configuration that a plan goes into."""
 
 
 @pytest.fixture(scope="module")
@@ -69,20 +54,10 @@ def roomy() -> Problem:
     return problem(1000)
 
 
-def configuration(schedule: str, mode: str, microbatches: int = 40, **changes: object) -> Configuration:
-    options = (("stages_per_device", 2),) if schedule in ("interleaved", "po-h") else ()
-    shape = shape_of(schedule, options, 4)
-    assert shape is not None
-    values = {
-        "layout": Layout(parallelism=Parallelism(pp=4), microbatch_size=1, microbatches=microbatches),
-        "schedule": schedule,
-        "options": options,
-        "vocabulary": mode,
-        "layers_per_stage": splits(16, shape.placement, mode, 2.0)[0],
-        "checkpointing": ("none",),
-        "offload": "free",
-    }
-    return Configuration(**{**values, **changes})
+def configuration(schedule: str, mode: str, microbatches: int = 40, **changes: Any) -> Configuration:
+    stages = 2 if schedule in ("interleaved", "po-h") else None
+    one = searched.configuration(schedule, mode, 4, microbatches, stages_per_device=stages)
+    return replace(one, **{"offload": "free", **changes})
 
 
 @pytest.mark.parametrize("offload", ["free", "all", "scheduled"])
@@ -217,21 +192,16 @@ def test_the_cache_keeps_what_was_chosen(tmp_path: Path) -> None:
 
 
 def test_a_plan_says_what_the_run_has_to_know(roomy: Problem) -> None:
-    base = {
-        "model": {"architecture": "llama", "config": {"num_hidden_layers": 16}},
-        "data": {"corpus": "python-standard-library:json"},
-        "tokenizer": {"vocabulary_size": 300},
-    }
     plan = evaluate(roomy, configuration("1f1b", "vocab-2", 9))
-    tables = planned_tables(roomy, plan, {**base, "offload": {"host_memory": "64GiB", "layers": ["keep"]}})
+    tables = planned_tables(roomy, plan, {**BASE, "offload": {"host_memory": "64GiB", "layers": ["keep"]}})
     time, *others = plan.configuration.copy_time
     assert set(others) == {time}
     assert tables["offload"] == {"host_memory": "64GiB", "activations": "free", "copy_time": time}
     other = replace(plan, configuration=replace(plan.configuration, copy_time=(0.3, 0.3, 0.3, 0.4)))
-    assert planned_tables(roomy, other, base)["offload"]["copy_time"] == [0.3, 0.3, 0.3, 0.4]
+    assert planned_tables(roomy, other, BASE)["offload"]["copy_time"] == [0.3, 0.3, 0.3, 0.4]
     kept = evaluate(roomy, configuration("1f1b", "vocab-2", 9, offload="none"))
-    assert "offload" not in planned_tables(roomy, kept, base)
-    assert planned_tables(roomy, kept, {**base, "offload": {"activations": "all"}})["offload"] == {
+    assert "offload" not in planned_tables(roomy, kept, BASE)
+    assert planned_tables(roomy, kept, {**BASE, "offload": {"activations": "all"}})["offload"] == {
         "activations": "none"
     }
 
@@ -243,23 +213,8 @@ def test_what_is_no_choice_is_one_sentence() -> None:
 
 def test_seventy_billion_parameters_on_sixteen_devices() -> None:
     """V-Half, the vocabulary over all devices and copies that cost no time: of what is as fast, the least memory."""
-    config = LlamaConfig(
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=131072,
-        tie_word_embeddings=False,
-    )
-    given = problem_of(
-        describe(config),
-        KNOWN["H200"],
-        gpus=16,
-        sequence=4096,
-        sequences_per_step=256,
-        memory_bytes=1000 * GIB,
+    given = searched.problem(
+        "70B", gpus=16, memory=1000, hardware=KNOWN["H200"], sequences_per_step=256, kernels="transformers"
     )
     space = Space(
         pp=(16,),
@@ -320,15 +275,7 @@ def test_moments_go_to_the_host_where_that_is_faster_than_to_compute_again(roomy
     assert not less.fits
     again = evaluate(given, replace(one, host_share=0.0))
     assert again.fits and again.seconds > chosen.seconds
-    tables = planned_tables(
-        given,
-        chosen,
-        {
-            "model": {"architecture": "llama", "config": {"num_hidden_layers": 16}},
-            "data": {"corpus": "python-standard-library:json"},
-            "tokenizer": {"vocabulary_size": 300},
-        },
-    )
+    tables = planned_tables(given, chosen, BASE)
     assert tables["optimizer"] == {"host_share": chosen.configuration.host_share}
 
 
@@ -338,10 +285,11 @@ def test_where_computing_again_is_faster_moments_stay() -> None:
     roomy = problem(1000)
     sizes = [needed(evaluate(roomy, replace(one, host_share=share)), roomy) for share in (0.0, 1.0)]
     given = problem((sizes[0] + sizes[1]) / 2 / GIB)
-    chosen, other = evaluate(given, one), evaluate(given, replace(one, host_share=1.0))
-    resident = evaluate(given, replace(one, host_share=0.0))
-    assert resident.fits and other.fits
-    assert chosen.seconds == min(resident.seconds, chosen.seconds) <= other.seconds
+    chosen, resident = evaluate(given, one), evaluate(given, replace(one, host_share=0.0))
+    moved = [evaluate(given, replace(one, host_share=share)) for share in (0.25, 0.5, 0.75, 1.0)]
+    assert resident.fits and any(plan.fits for plan in moved)
+    assert chosen.seconds == resident.seconds < min(plan.seconds for plan in moved)
+    assert chosen.configuration.host_share == 0
 
 
 @pytest.mark.parametrize("share", [-0.5, 1.5])

@@ -336,20 +336,16 @@ def costs_of_cut(
     devices = cut.placement.devices
     correction = setting.correction
     forward, inputs, weights, whole_backward = [], [], [], []
-    beside = [correction.stage.get(name, 0.0) for name in ("F", "I", "W", "B")]
+    beside = {name: correction.stage.get(name, 0.0) for name in PASSES}
     first = 0
     for count in cut.layers_per_stage:
         held = range(first, first + count)
-        forward.append(sum(layers[index].forward_of(cut.checkpointing[index]) for index in held))
+        forward.append(beside["F"] + sum(layers[index].forward_of(cut.checkpointing[index]) for index in held))
         again = sum(layers[index].again(cut.checkpointing[index]) for index in held)
-        inputs.append(again + sum(layers[index].inputs for index in held))
-        weights.append(sum(layers[index].weights for index in held))
-        whole_backward.append(again + sum(layers[index].whole for index in held))
+        inputs.append(beside["I"] + again + sum(layers[index].inputs for index in held))
+        weights.append(beside["W"] + sum(layers[index].weights for index in held))
+        whole_backward.append(beside["B"] + again + sum(layers[index].whole for index in held))
         first += count
-    forward, inputs, weights, whole_backward = (
-        [time + more for time in times]
-        for times, more in zip((forward, inputs, weights, whole_backward), beside, strict=True)
-    )
     embedded = setting.tokens * hidden_size * setting.hidden_share
     hardware, pipeline = setting.hardware, setting.axes.pipeline
     wide = setting.hop_bytes(hidden_size)

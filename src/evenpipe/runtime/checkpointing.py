@@ -4,10 +4,10 @@
     "full"        only the layer's input stays; its forward runs a second time in B (or I), never in W
     "selective"   the results of products and of attention stay too; only what lies between them runs again
 
-"full" is ours, "selective" is `torch.utils.checkpoint` with its standard policy; where activations go to the host,
-with one that hands what it keeps over to them. Both replace what autograd saves in
-one graph ("non-reentrant"): gradients are summed in the order of the plain backward, and hooks of parameters run once.
-The backward of a microbatch with R in its order finds everything, so layers keep all of it there: see `Switch`.
+"full" is ours, "selective" is `torch.utils.checkpoint` with its standard policy; where activations go to the host, with
+one that hands what it keeps over to them. Both replace what autograd saves in one graph ("non-reentrant"): gradients
+are summed in the order of the plain backward, and hooks of parameters run once. The backward of a microbatch with R in
+its order finds everything, so layers keep all of it there: see `Switch`.
 
 Why "full" is not torch's: host time. In processor time of a small Llama layer on the CPU (F and B together, 645 us
 without checkpointing; `benchmarks/layer_host_time.py`) torch's adds 1070 us and this one 670, of which 275 are the

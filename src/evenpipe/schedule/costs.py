@@ -211,9 +211,8 @@ class Costs:
         forward, backward = times[Kind.F], times[Kind.B]
         shares = spread("copy_time", copy_time, placement.stages, "stage")
         assert shares is not None
-        if self.O is not None or self.L is not None or self.engine.bandwidth is not None:
-            return self
-        if forward is None or backward is None:
+        known = self.O is not None or self.L is not None or self.engine.bandwidth is not None
+        if known or forward is None or backward is None:
             return self
         copies = tuple(share * (one + other) for share, one, other in zip(shares, forward, backward, strict=True))
         return replace(self, O=copies, L=copies)

@@ -48,11 +48,7 @@ def vocabulary_mode(name: str) -> str:
 
 
 def costs_of_work(
-    layers: Sequence[float],
-    head: float,
-    layers_per_stage: Sequence[int],
-    devices: int,
-    mode: str,
+    layers: Sequence[float], head: float, layers_per_stage: Sequence[int], devices: int, mode: str
 ) -> Costs:
     """Pass times in the unit of the given work, for arranging an order where no times are known.
 
