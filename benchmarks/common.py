@@ -23,8 +23,13 @@ def option(default: int, text: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What is measured. Every field is an argument of the command line."""
+class Options:
+    """What is measured. Every field of a class below this one is an argument of the command line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Options):
+    """What is measured of a pipeline."""
 
     processes: int = option(2, "devices of the pipeline")
     layers: int = option(8, "of the model")
@@ -32,10 +37,10 @@ class Settings:
     tokens: int = option(128, "of a microbatch, which is one sequence")
 
 
-S = TypeVar("S", bound=Settings)
+S = TypeVar("S", bound=Options)
 
 
-def add_arguments(parser: argparse.ArgumentParser, settings: type[Settings]) -> None:
+def add_arguments(parser: argparse.ArgumentParser, settings: type[Options]) -> None:
     """An argument for every field, and one for the file."""
     for one in fields(settings):
         assert one.default is not MISSING
@@ -52,7 +57,7 @@ def settings_of(given: argparse.Namespace, settings: type[S]) -> S:
 class Results:
     """Figures, case by case; written after each, so that a run that is broken off leaves what it found."""
 
-    def __init__(self, settings: Settings, output: Path | None, **more: Any) -> None:
+    def __init__(self, settings: Options, output: Path | None, **more: Any) -> None:
         versions = {"transformers": transformers.__version__}
         self._all: dict[str, Any] = {
             "settings": asdict(settings),

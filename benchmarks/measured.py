@@ -6,8 +6,7 @@ For every schedule and vocabulary mode the costs are measured as `evenpipe profi
 microbatches; steps of every number of microbatches run in turn, traced, and each is compared with the simulation of the
 program that it ran. The last cases are an order made bad on purpose: C stands right behind S, so that every device
 waits for the statistics at once. A machine that others share changes its speed from one minute to the next: so the
-processes of a case measure costs and run steps in rounds of a minute or less, and steps are compared with the costs of
-their own round. Printed are medians over the rounds:
+processes of a case measure costs and run steps in rounds of a minute or two. Printed are medians:
 
     step        seconds from the first start of a pass to the last end of one, measured and predicted
     error       of the prediction, in percent of the measured step
@@ -74,8 +73,8 @@ def bad_order(devices: int, microbatches: int, costs: Costs) -> Order:
     return replace(order, rows=tuple(rows))
 
 
-def measure(settings: Settings, schedule: str, mode: str, sizes: list[int]) -> list[dict[str, Any]]:
-    """On every process, round by round: costs, and steps of all sizes in turn. The first returns what it traced."""
+def measure(settings: Settings, schedule: str, mode: str, sizes: list[int]) -> dict[str, Any]:
+    """On every process: costs, and steps of all sizes in turn. The first process returns what it traced."""
     device = initialise_worker().torch_device
     name = "1f1b" if schedule == BAD else schedule
 
@@ -90,11 +89,10 @@ def measure(settings: Settings, schedule: str, mode: str, sizes: list[int]) -> l
         arms.append(arm(size, **own)[1])
     gc.collect()
     gc.freeze()
-    rounds: list[dict[str, Any]] = []
+    profiles: list[dict[str, Any]] = []
+    steps: list[dict[str, Any]] = [{"traces": [], "untraced": [], "traced": []} for _ in arms]
     for _ in range(settings.rounds):
-        steps: list[dict[str, Any]] = [{"traces": [], "untraced": [], "traced": []} for _ in arms]
-        profile = measure_pipeline(pipeline, profiled, settings.profiled_steps, settings.profiled_warm_up)
-        rounds.append({"profile": profile, "steps": steps})
+        profiles.append(measure_pipeline(pipeline, profiled, settings.profiled_steps, settings.profiled_warm_up))
         for repetition in range(settings.warm_up + settings.repetitions):
             for one, figures in zip(arms, steps, strict=True):
                 ids = token_ids(one.microbatches, settings.tokens, settings.vocabulary, repetition)
@@ -107,55 +105,35 @@ def measure(settings: Settings, schedule: str, mode: str, sizes: list[int]) -> l
                     trace = one.trace(result) if traced else None
                     if trace is not None:
                         figures["traces"].append(trace_to_dict(trace))
-    return rounds
+    return {"profiles": profiles, "steps": steps}
 
 
 def run_case(settings: Settings, schedule: str, mode: str, sizes: list[int]) -> list[dict[str, Any]]:
     found = launch(measure, settings, schedule, mode, sizes, processes=settings.processes, torch_device="cpu")[0]
-    rounds: list[list[dict[str, Any]]] = [[] for _ in sizes]
-    for one in found:
-        costs = profile_of([one["profile"]]).costs
-        for figures, of_size in zip(one["steps"], rounds, strict=True):
-            of_size.append(compared(figures, costs))
-    names = {"schedule": schedule, "vocabulary": mode}
-    return [{**names, "microbatches": m, **medians(of_size)} for m, of_size in zip(sizes, rounds, strict=True)]
+    costs = profile_of(found["profiles"]).costs
+    return [compared(schedule, mode, size, figures, costs) for size, figures in zip(sizes, found["steps"], strict=True)]
 
 
-def compared(figures: dict[str, Any], costs: Costs) -> dict[str, Any]:
-    """The steps of one round beside what its `costs` predict."""
+def compared(schedule: str, mode: str, microbatches: int, figures: dict[str, Any], costs: Costs) -> dict[str, Any]:
+    """Medians of the steps beside what `costs` predict."""
     found = [compare(trace_from_dict(trace), costs).to_dict() for trace in figures["traces"]]
     step = statistics.median(one["measured"] for one in found)
     idle = [statistics.median(waits) for waits in zip(*(one["measured_waiting"] for one in found), strict=True)]
     predicted, predicted_idle = found[0]["predicted"], found[0]["predicted_waiting"]
     return {
+        "schedule": schedule,
+        "vocabulary": mode,
+        "microbatches": microbatches,
         "step_seconds": step,
         "predicted_seconds": predicted,
         "step_error": predicted / step - 1,
         "idle_seconds": idle,
         "predicted_idle_seconds": predicted_idle,
-        "idle_errors": [(p - m) / step for p, m in zip(predicted_idle, idle, strict=True)],
+        "idle_error": max(((p - m) / step for p, m in zip(predicted_idle, idle, strict=True)), key=abs),
         "steps": [one["measured"] for one in found],
         "untraced_seconds": statistics.median(figures["untraced"]),
         "traced_seconds": statistics.median(figures["traced"]),
         "costs": costs.to_dict(),
-    }
-
-
-def medians(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of every figure, over the rounds; and the rounds themselves."""
-
-    def of(name: str) -> float:
-        return statistics.median(one[name] for one in rounds)
-
-    def of_devices(name: str) -> list[float]:
-        return [statistics.median(values) for values in zip(*(one[name] for one in rounds), strict=True)]
-
-    names = ("step_seconds", "predicted_seconds", "step_error", "untraced_seconds", "traced_seconds")
-    return {
-        **{name: of(name) for name in names},
-        **{name: of_devices(name) for name in ("idle_seconds", "predicted_idle_seconds")},
-        "idle_error": max(of_devices("idle_errors"), key=abs),
-        "rounds": rounds,
     }
 
 

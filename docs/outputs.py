@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = tuple(ROOT / "docs" / name for name in ("schedules.md", "memory.md", "offload.md"))
+FILES = tuple(ROOT / "docs" / name for name in ("schedules.md", "memory.md", "offload.md", "output_layer.md"))
 BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

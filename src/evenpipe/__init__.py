@@ -10,28 +10,41 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from evenpipe.runtime import HostAdamW, OffloadOptions, Pipeline, StepResult, initialise_worker, launch
+    from evenpipe.runtime import (
+        HostAdamW,
+        NcclOptions,
+        OffloadOptions,
+        Pipeline,
+        StepResult,
+        initialise_worker,
+        launch,
+    )
     from evenpipe.vocabulary import LossOptions
+    from evenpipe.vocabulary.head import linear_cross_entropy
 
 _PUBLIC = {
     "HostAdamW": "evenpipe.runtime",
     "LossOptions": "evenpipe.vocabulary",
+    "NcclOptions": "evenpipe.runtime",
     "OffloadOptions": "evenpipe.runtime",
     "Pipeline": "evenpipe.runtime",
     "StepResult": "evenpipe.runtime",
     "initialise_worker": "evenpipe.runtime",
     "launch": "evenpipe.runtime",
+    "linear_cross_entropy": "evenpipe.vocabulary.head",
 }
 
 __all__ = [
     "HostAdamW",
     "LossOptions",
+    "NcclOptions",
     "OffloadOptions",
     "Pipeline",
     "StepResult",
     "__version__",
     "initialise_worker",
     "launch",
+    "linear_cross_entropy",
 ]
 
 

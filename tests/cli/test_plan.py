@@ -28,6 +28,7 @@ vocabulary_size = 4096
 [pipeline]
 processes = 2
 microbatches = 4
+nccl_channels = 8
 timeout_seconds = 120
 [training]
 steps = 7
@@ -102,6 +103,7 @@ def test_plans_for_a_cpu_are_written_for_training(capsys: pytest.CaptureFixture[
     assert "wrote planned.toml" in out and "2 GPUs (host" in out
     config = load_config("planned.toml")
     assert config.pipeline.processes == 2 and config.pipeline.timeout_seconds == 120
+    assert config.pipeline.nccl_channels == 8 and config.pipeline.nccl_high_priority
     assert config.pipeline.sequences_per_step == 4, "the batch is that of the configuration"
     assert config.training.steps == 7 and config.data.files == ("text.txt",)
     assert config.model.config["hidden_size"] == 256 and config.output.folder == "runs/planned"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,6 +19,7 @@ from evenpipe.draw.kinds import LOOKS
 from evenpipe.draw.panel import Panel
 from evenpipe.plan.measured import compare
 from evenpipe.schedule import Costs, Kind, TransferKind, plan_program
+from evenpipe.schedule.trace import Allocations
 from evenpipe.schedule.trace_file import write_trace
 
 
@@ -112,6 +114,21 @@ def test_the_terminal_has_measured_above_predicted_in_seconds(file: Path, capsys
     figures = [re.search(r"makespan ([0-9.]+ ms)", lines[line + 1]) for line in (first, second)]
     assert figures[0] is not None and figures[1] is not None and figures[0][1] == figures[1][1]
     assert sum(line.startswith("device 0 waited for") for line in lines) == 2
+
+
+def test_calls_of_the_driver_for_memory_stand_below_where_they_were_counted(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = traced()
+    first, second = trace.devices
+    write_trace(replace(trace, devices=(first, replace(second, allocations=Allocations(80, 4, 3, 0)))), "gpu.json")
+    line = "calls of the CUDA driver for memory in the step, per device: - 7"
+    assert main(["draw", "gpu.json"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == line
+    assert main(["draw", "gpu.json", "-o", "out.svg"]) == 0
+    assert capsys.readouterr().out == f"wrote out.svg\n{line}\n"
+    assert main(["draw", "hand.json"]) == 0
+    assert "driver" not in capsys.readouterr().out
 
 
 def test_costs_from_a_file_predict_in_their_unit(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

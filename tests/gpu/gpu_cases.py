@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from evenpipe.runtime import Pipeline, initialise_worker, launch
+from evenpipe.runtime import NcclOptions, Pipeline, initialise_worker, launch
 
 Figures = dict[str, Any]
 
@@ -165,6 +167,28 @@ def alone(torch_device: str) -> Figures:
     return compare(torch_device, 1, "1f1b", "vocab-2")
 
 
+def counted(steps: int) -> Figures:
+    """Runs in one process: the allocations of the last of some equal steps."""
+    initialise_worker()
+    pipeline = Pipeline(llama(), microbatches=6, self_check=False)
+    for _ in range(steps):
+        pipeline.zero_grad()
+        result = pipeline.step(batch(), record_passes=True)
+    trace = pipeline.trace(result)
+    assert trace is not None
+    found = trace.devices[0].allocations
+    return {} if found is None else asdict(found)
+
+
+def allocations(torch_device: str) -> Figures:
+    """A trace of a GPU counts what its allocator does, and a step like those before it needs nothing of the driver."""
+    (figures,) = launch(counted, 4, processes=1, torch_device=torch_device, preload=("gpu_cases",))
+    if torch_device == "cuda":
+        assert figures["requests"] > 0, figures
+        assert figures["device_allocations"] == figures["device_frees"] == figures["retries"] == 0, figures
+    return figures
+
+
 # --- only with a GPU -----------------------------------------------------------------------------------------
 
 
@@ -173,18 +197,27 @@ def nccl_operations() -> Figures:
     worker = initialise_worker()
     tensor = torch.full((1000,), 3.0, device=worker.torch_device)
     dist.all_reduce(tensor)
-    group = dist.new_group([0], backend="nccl", device_id=worker.torch_device)
+    timeout = timedelta(seconds=60)
+    options = NcclOptions(channels=4).of_group(timeout)
+    group = dist.new_group([0], timeout=timeout, backend="nccl", pg_options=options, device_id=worker.torch_device)
+    used = group._get_backend(worker.torch_device).options
     gathered = [torch.empty_like(tensor)]
     dist.all_gather(gathered, tensor, group=group)
     torch.cuda.synchronize()
     dist.destroy_process_group(group)
-    return {"value": gathered[0].sum().item(), "backends": dist.get_backend_config()}
+    return {
+        "value": gathered[0].sum().item(),
+        "backends": dist.get_backend_config(),
+        "high_priority": used.is_high_priority_stream,
+        "channels": used.config.max_ctas,
+    }
 
 
 def nccl(torch_device: str) -> Figures:
     """A default group with NCCL is opened eagerly on the process's own device."""
     (figures,) = launch(nccl_operations, processes=1, torch_device=torch_device, preload=("gpu_cases",))
     assert figures["value"] == 3000.0 and "nccl" in figures["backends"], figures
+    assert figures["high_priority"] and figures["channels"] == 4, figures
     return figures
 
 
@@ -243,6 +276,7 @@ CASES: dict[str, Callable[[str], Figures]] = {
     "4 processes, zbv, vocab-2, bf16": lambda device: compare(
         device, 4, "zbv", "vocab-2", compute_dtype=torch.bfloat16
     ),
+    "allocations of a settled step": allocations,
     "I and W on a stream of the caller's": lambda device: compare(device, 4, "zb-h1", "vocab-2", on_a_stream=True),
     "NCCL in a group of one": nccl,
     "copies between GPU and host": staging,

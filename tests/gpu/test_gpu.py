@@ -46,6 +46,11 @@ def test_the_cases_themselves_on_a_cpu(name: str, monkeypatch) -> None:
     assert figures["gradient_error"] > 0 or name == "one process"
 
 
+def test_a_cpu_has_no_allocations_to_count(monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert CASES["allocations of a settled step"]("cpu") == {}
+
+
 @pytest.mark.skipif(no_gpu() is None, reason="there is a GPU")
 def test_without_a_gpu_the_program_says_so(tmp_path: Path) -> None:
     output = tmp_path / "figures.json"

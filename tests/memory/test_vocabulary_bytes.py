@@ -18,6 +18,8 @@ from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.schedule import Placement
 from evenpipe.vocabulary import Buffers, LossOptions, output, products, split
 
+triton_kernels = pytest.importorskip("evenpipe.vocabulary.kernels.triton_kernels", reason="Triton is not installed")
+
 DEVICES, ROWS, HIDDEN, SEQUENCES, TOKENS = 4, 4096, 96, 2, 160
 N, V = SEQUENCES * TOKENS, SEQUENCES * (TOKENS - 1)
 
@@ -26,6 +28,7 @@ OPTIONS = {
     "blocks": LossOptions(rows_per_block=64),
     "smoothing": LossOptions(label_smoothing=0.1),
     "soft-cap": LossOptions(soft_cap=3.0),
+    "soft-cap and smoothing": LossOptions(soft_cap=3.0, label_smoothing=0.1),
 }
 
 
@@ -41,10 +44,13 @@ def on(monkeypatch: pytest.MonkeyPatch):
     """Lets products allocate what they do on a machine; what they compute does not matter."""
 
     def run(machine: Machine) -> None:
-        if machine == "gpu":  # bf16 products write into their accumulators
-            monkeypatch.setattr(output, "logits_product", lambda x, w, scale, out, rounded=None: out.zero_())
-            monkeypatch.setattr(output, "hidden_product", lambda e, w, out: out.zero_())
-            monkeypatch.setattr(output, "weight_product", lambda e, x, out: out.zero_())
+        if machine == "gpu":  # bf16 products write into their accumulators, and kernels into what is there
+            monkeypatch.setattr(output, "logits_dtype", lambda x: products.accumulator_dtype(x.dtype))
+            monkeypatch.setattr(output, "logits_product", lambda x, w, out: out.zero_())
+            monkeypatch.setattr(output, "hidden_product", lambda e, w, out, add: out.zero_())
+            monkeypatch.setattr(output, "weight_product", lambda e, x, out, add: out.zero_())
+            monkeypatch.setattr(triton_kernels, "_launch", lambda *_, **__: None)
+            monkeypatch.setattr(output, "choose", lambda options, like: triton_kernels.TritonKernels())
         monkeypatch.setattr(products, "_cpu_has_bf16", lambda: machine == "cpu")
 
     return run

@@ -22,7 +22,7 @@ from evenpipe.runtime import clock, initialise_worker
 from evenpipe.runtime.communication import Communicators
 from evenpipe.schedule import Dependencies, Kind, Order, Pass, generate
 from evenpipe.schedule.passes import HOP_KINDS
-from evenpipe.schedule.trace import Trace
+from evenpipe.schedule.trace import Allocations, Trace
 from evenpipe.schedule.trace_file import trace_from_dict, trace_to_dict
 
 SECONDS_APART, DRIFT = 1000.0, 1e-3
@@ -94,6 +94,9 @@ def traces_of(cases: list[Case]) -> tuple[list[dict[str, Any]], list[list[float]
         loss = plain.loss
         result = pipeline.step(ids, record_passes=True)
         assert result.loss == loss
+        assert result.record.allocations is None  # a CPU
+        if case is cases[-1]:
+            result.record.allocations = Allocations(100, pipeline.device, 0, 0)
         trace = pipeline.trace(result, step=2)
         assert (trace is None) == (pipeline.device > 0)
         starts.append([really(entry.start) for entry in result.record.passes])
@@ -209,6 +212,12 @@ def test_the_timeline_has_all_events_and_says_what_they_waited_for(traces: list[
         assert timeline.peak_in_flight == compare(trace).predicted.peak_in_flight, case
         assert costs_of([trace]).F is not None
         assert trace.about["vocabulary"] == case.mode and trace.about["step"] == 2
+
+
+def test_allocations_are_those_of_each_device(traces: list[Trace]) -> None:
+    for case, trace in each(traces):
+        counted = [Allocations(100, device, 0, 0) if case is CASES[-1] else None for device in range(2)]
+        assert [device.allocations for device in trace.devices] == counted, case
 
 
 def readings() -> tuple[float, float, float]:

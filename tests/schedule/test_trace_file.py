@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from traced_steps import measured, two_devices
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import Costs, Link, plan_program
-from evenpipe.schedule.trace import Trace
-from evenpipe.schedule.trace_file import read_trace, trace_to_dict, write_trace
+from evenpipe.schedule.trace import Allocations, Trace
+from evenpipe.schedule.trace_file import read_trace, trace_from_dict, trace_to_dict, write_trace
 
 COSTS = Costs(F=1, B=2, I=1, W=1, S=0.5, C=0.1, T=0.3, E=0.1, G=0.1, p2p=0.05, collectives={"reduce": 0.2})
 SCHEDULES = [("1f1b", "first-last"), ("interleaved", "vocab-2"), ("zb-h1", "vocab-1"), ("dualpipe-v", "first-last")]
@@ -35,9 +36,24 @@ def test_a_trace_survives_its_file(tmp_path: Path, schedule: str, mode: str) -> 
 def test_all_fields_survive() -> None:
     trace = two_devices()
     again = json.loads(json.dumps(trace_to_dict(trace)))
-    from evenpipe.schedule.trace_file import trace_from_dict
-
     assert trace_from_dict(again) == trace
+
+
+def test_allocations_survive_where_they_were_counted(tmp_path: Path) -> None:
+    trace = two_devices()
+    first, second = trace.devices
+    counted = replace(trace, devices=(first, replace(second, allocations=Allocations(5120, 3, 2, 1))))
+    write_trace(counted, tmp_path / "step.json")
+    assert read_trace(tmp_path / "step.json") == counted
+    values = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["devices"]
+    assert values[1]["allocations"] == {"requests": 5120, "device_allocations": 3, "device_frees": 2, "retries": 1}
+    assert "allocations" not in values[0]  # as on a CPU, and in every file from before they were counted
+
+
+def test_allocations_of_a_step_are_what_came_since_it_began() -> None:
+    found = Allocations(50, 9, 4, 1).since(Allocations(20, 6, 2, 1))
+    assert found == Allocations(30, 3, 2, 0)
+    assert (found.device_calls, Allocations(30, 0, 0, 0).device_calls) == (5, 0)
 
 
 def test_costs_survive_with_everything_that_they_can_say() -> None:
@@ -67,6 +83,12 @@ def _swap(device: dict[str, Any]) -> None:
     device["passes"].reverse()
 
 
+def _counts(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    """Allocations of a device, with changes; None leaves one out."""
+    counts = {"requests": 9, "device_allocations": 1, "device_frees": 0, "retries": 0, **changes}
+    return _device(lambda device: device.update(allocations={k: v for k, v in counts.items() if v is not None}))
+
+
 DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another format": (lambda v: v.update(format="chrome"), 'not a trace of evenpipe; those begin with "format"'),
     "a later version": (lambda v: v.update(version=2), "version 2 of the format, but this evenpipe reads version 1"),
@@ -84,6 +106,13 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "an end before its start": (_device(lambda d: d["passes"][0].__setitem__(2, 1.0)), "before its start at 3.0 s"),
     "three of four": (_device(lambda d: d["waits"][0].pop()), "expected a list of a text and 3 more"),
     "no clock": (_device(_without("clock")), r"devices\[1\].clock is None, expected a table"),
+    "allocations without a table": (
+        _device(lambda d: d.update(allocations=[9])),
+        r"allocations is \[9\], expected a table",
+    ),
+    "a count left out": (_counts(retries=None), r"devices\[1\].allocations.retries is missing"),
+    "half a call": (_counts(device_frees=0.5), "allocations.device_frees is 0.5, expected a whole number"),
+    "fewer calls than none": (_counts(requests=-1), "allocations.requests is -1, expected at least 0"),
     "costs that are none": (lambda v: v.update(costs={"F": -1}), "costs: F must be a finite number"),
 }
 

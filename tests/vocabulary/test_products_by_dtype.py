@@ -46,27 +46,34 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("dtype", PRODUCTS)
-@pytest.mark.parametrize("scale", [1.0, 0.3])
-def test_products(native: bool, dtype: torch.dtype, scale: float) -> None:
+@pytest.mark.parametrize("add", [True, False])
+def test_products(native: bool, dtype: torch.dtype, add: bool) -> None:
     result, rounded, exact = PRODUCTS[dtype]
     tolerance = rounded if native else exact
     hidden, weight = random(9, 8, seed=0, dtype=dtype), random(23, 8, seed=1, dtype=dtype)
     factor = random(9, 23, seed=2, dtype=products.stored_dtype(dtype))
     coefficients = random(9, seed=3, dtype=result)
 
-    logits = torch.full((9, 23), torch.nan, dtype=result)
-    products.logits_product(hidden, weight, scale, logits, rounded=torch.empty(9, 23, dtype=dtype))
-    assert frobenius(logits, scale * hidden.double() @ weight.double().t()) <= tolerance
+    logits = torch.full((9, 23), torch.nan, dtype=products.logits_dtype(hidden))
+    assert logits.dtype == (dtype if native and dtype == torch.bfloat16 else result)
+    products.logits_product(hidden, weight, logits)
+    assert frobenius(logits, hidden.double() @ weight.double().t()) <= tolerance
 
-    begun = random(9, 8, seed=4, dtype=result)
-    total = begun.clone()
-    products.hidden_product(factor, weight, total)
-    assert frobenius(total, begun.double() + factor.double() @ weight.double()) <= tolerance
+    def begun_with(rows: int, seed: int, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """What is added to; or NaN, which must not be read."""
+        if not add:
+            return torch.full((rows, 8), torch.nan, dtype=kind), 0.0
+        values = random(rows, 8, seed=seed, dtype=kind)
+        return values, values.to(torch.float64, copy=True)
 
-    begun = random(23, 8, seed=5, dtype=result)
-    total = begun.clone()
-    products.weight_product(factor, hidden.to(factor.dtype), total)
-    assert frobenius(total, begun.double() + factor.double().t() @ hidden.double()) <= tolerance
+    total, begun = begun_with(9, 4, result)
+    products.hidden_product(factor, weight, total, add=add)
+    assert frobenius(total, begun + factor.double() @ weight.double()) <= tolerance
+
+    for kind, allowed in ((result, tolerance), (factor.dtype, max(tolerance, PRODUCTS[factor.dtype][1]))):
+        total, begun = begun_with(23, 5, kind)
+        products.weight_product(factor, hidden.to(factor.dtype), total, add=add)
+        assert frobenius(total, begun + factor.double().t() @ hidden.double()) <= allowed
 
     begun = random(23, seed=6, dtype=result)
     total = begun.clone()

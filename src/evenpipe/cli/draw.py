@@ -54,16 +54,19 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--unit-seconds is {unit:g}, expected a number above 0")
     if arguments.output is not None:
         check_file(arguments.output)
+    note = ""
     if arguments.trace is None:
         timelines, title, waits = *_simulated(arguments), arguments.waits
     else:
-        timelines, title, waits = *_measured(arguments), True
-        unit = 1.0
+        timelines, title, note = _measured(arguments)
+        waits, unit = True, 1.0
     if arguments.output is None:
         print(terminal(timelines, memory=arguments.memory, waits=waits, unit_seconds=unit), end="", flush=True)
-        return 0
-    draw(timelines, arguments.output, title=title, memory=arguments.memory, waits=waits, unit_seconds=unit)
-    print(f"wrote {arguments.output}", flush=True)
+    else:
+        draw(timelines, arguments.output, title=title, memory=arguments.memory, waits=waits, unit_seconds=unit)
+        print(f"wrote {arguments.output}", flush=True)
+    if note:
+        print(note, flush=True)
     return 0
 
 
@@ -76,7 +79,7 @@ def _simulated(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], s
     return timelines, f"{size.devices} devices, {size.microbatches} microbatches"
 
 
-def _measured(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], str]:
+def _measured(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], str, str]:
     from evenpipe.plan.measured import compare
     from evenpipe.schedule.files import read_costs
     from evenpipe.schedule.trace_file import read_trace
@@ -91,4 +94,4 @@ def _measured(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], st
     trace = read_trace(arguments.trace)
     costs = None if arguments.costs is None else read_costs(arguments.costs)
     comparison = compare(trace, costs, unit_seconds=arguments.unit_seconds or 1.0)
-    return comparison.timelines, comparison.title or Path(arguments.trace).stem
+    return comparison.timelines, comparison.title or Path(arguments.trace).stem, comparison.allocations

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from evenpipe.vocabulary import LossOptions, Shard
+from evenpipe.vocabulary.kernels.plain import cached_rows
 from evenpipe.vocabulary.output import BLOCK_LOGITS
 from evenpipe.vocabulary.products import SLICE_ROWS
 
 Machine = Literal["gpu", "cpu", "cpu without bf16"]
-""""gpu": products write into their accumulators, and the allocator hands memory on; "cpu": bf16 products have bf16
-results; "cpu without bf16": they are made in fp32, piece by piece."""
+""""gpu": products write into their accumulators, Triton's kernels work on them, and the allocator hands memory on;
+"cpu": bf16 products have bf16 results; "cpu without bf16": they are made in fp32, piece by piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,11 @@ class Letters:
         )
 
     @property
+    def fused(self) -> bool:
+        """Kernels make no tensors besides their results."""
+        return self.machine == "gpu"
+
+    @property
     def reuses(self) -> bool:
         """Large tensors of S and T are handed on instead of given back."""
         return self.machine != "gpu"
@@ -106,7 +112,7 @@ class Letters:
     def b(self) -> int:
         """Tokens per block, as `output.py` has it."""
         given = self.options.rows_per_block
-        least = 1024 if self.keeps and self.e == self.a else 256
+        least = 1024 if self.keeps and self.in_place else 256
         block = max(least, BLOCK_LOGITS // max(1, self.R) // 256 * 256) if given is None else given
         return max(1, min(block, self.v))
 
@@ -116,16 +122,28 @@ class Letters:
         return min(self.R, max(256, BLOCK_LOGITS // max(1, self.v) // 256 * 256))
 
     @property
-    def of_room(self) -> int:
-        """Bytes per logit of the memory that logits are made in, beside exponentials that are kept."""
-        size = 0 if self.keeps else self.q
-        if self.q != self.a:
-            size += self.a
-        return size + (self.a if self.options.soft_cap is not None else 0)
+    def of_logit(self) -> int:
+        """Bytes of a logit as the product leaves it."""
+        return self.e if self.narrow else self.a
 
     @property
-    def needs_derivative(self) -> bool:
-        return self.options.soft_cap is not None and self.options.label_smoothing > 0
+    def in_place(self) -> bool:
+        """Exponentials are made of the logits in the same memory."""
+        return self.of_logit == self.q
+
+    def cached(self, rows: int, columns: int) -> int:
+        """Rows that operations of torch work on at a time."""
+        return cached_rows(rows, columns)
+
+    def rooms(self, rows: int, columns: int) -> int:
+        """Bytes of the memory that so many logits are made in, beside exponentials that are kept."""
+        per_logit = 0 if self.in_place else self.of_logit
+        if not self.keeps:
+            per_logit += self.q * (2 if self.options.needs_derivative else 1)
+        per_cached = 0
+        if not self.fused:
+            per_cached = self.a * ((self.of_logit != self.a) + (self.options.soft_cap is not None))
+        return rows * columns * per_logit + self.cached(rows, columns) * columns * per_cached
 
     @property
     def slow(self) -> bool:

@@ -99,12 +99,12 @@ def _left(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
     """What S leaves: `stored`, `product`, `handed_on`, `room`."""
     if not x.R or not x.v:
         return VocabularyBytes(stored=_indices(x) + _copied_hidden(x))
-    exponentials = x.n * x.R * x.q * (2 if x.needs_derivative else 1) if x.keeps else 0
-    product = x.v * x.h * x.a * (2 if x.needs_derivative else 1) if one_barrier else 0
-    room = x.b * x.R
+    factors = 2 if x.options.needs_derivative else 1
+    exponentials = x.n * x.R * x.q * factors if x.keeps else 0
+    product = x.v * x.h * x.a * factors if one_barrier else 0
+    rooms = x.rooms(x.b, x.R)
     if x.reuses and not x.keeps:  # the same is enough for T
-        room = max(room, x.v * x.again)
-    rooms = room * x.of_room
+        rooms = max(rooms, x.rooms(x.v, x.again))
     maximum = x.v * x.a
     return VocabularyBytes(
         stored=_indices(x) + _copied_hidden(x) + maximum + exponentials + product,
@@ -116,8 +116,8 @@ def _left(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
 
 
 def _indices(x: Letters) -> int:
-    """Which tokens have labels, and which of these this shard owns: rows and columns."""
-    return INDEX * ((x.v if x.v < x.n else 0) + 2 * x.o)
+    """Which tokens have labels, and which of these this shard owns: rows and columns; for kernels a column for all."""
+    return INDEX * ((x.v if x.v < x.n else 0) + 2 * x.o + (x.v if x.fused else 0))
 
 
 def _copied_hidden(x: Letters) -> int:
@@ -129,10 +129,9 @@ def _first_half(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
     left = _left(x, one_barrier=one_barrier)
     statistics = x.n * x.k * x.a
     beside = left.output_peak  # rooms that are given back
-    per_row = 2 * x.b * x.a + INDEX * (x.o * x.b // max(1, x.v))  # maximum, sum, and rows of owned targets
-    blocks = max(x.of_logits(), per_row, x.of_hidden(x.b) if one_barrier else 0)
-    if x.needs_derivative:
-        blocks = max(blocks, x.b * x.R * x.q)
+    rows = x.cached(x.b, x.R)
+    per_row = 0 if x.fused else 2 * rows * x.a + INDEX * (x.o * rows // max(1, x.v))  # maximum, sum, owned targets
+    blocks = max(x.of_logits(), per_row, x.of_hidden(x.v if x.keeps else x.b) if one_barrier else 0)
     stored = left.stored if x.v < x.n else left.stored - _copied_hidden(x)
     maximum = x.v * x.a if x.R and x.v else 0
     in_blocks = stored - maximum + x.v * x.k * x.a + beside + blocks + (x.R * x.a if x.bias else 0)
@@ -143,6 +142,8 @@ def _first_half(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
 def _combine(x: Letters) -> tuple[int, int]:
     """(peak, what stays): `combination.py`, in fp64 numbers per token and shard."""
     vectors = 7 if x.options.label_smoothing else 6
+    if x.fused:
+        return vectors * x.n * x.a, vectors * x.n * x.a
     table = x.P * x.n * x.k * FP64
     # The exponential of every shard's maximum and its product with the sum, beside the maximum over all shards.
     over_shards = (1 + 2 * x.P) * FP64
@@ -156,8 +157,10 @@ def _combine(x: Letters) -> tuple[int, int]:
 
 def _hidden_gradient(x: Letters) -> int:
     """The peak of making dX out of the product, beside the product."""
-    of_targets = x.o * (x.a + x.h * (x.e + x.a)) + x.v * x.a
     spread = x.n * x.h * x.a if x.v < x.n else 0
+    if x.fused:
+        return spread + (x.h * x.a if x.options.adds_constant else 0)
+    of_targets = x.o * (x.a + x.h * (x.e + x.a)) + x.v * x.a
     uniform = x.v * x.a if x.options.label_smoothing else 0
     return uniform + max(4 * x.v * x.a, of_targets, x.o * x.a + spread)
 
@@ -166,17 +169,20 @@ def _second_half(x: Letters, *, makes_hidden_gradient: bool) -> int:
     """The peak of adding to the weight gradient, with two barriers also of making dX."""
     if not x.R or not x.v:
         return x.n * x.h * x.a if makes_hidden_gradient else 0
-    product = x.v * x.h * x.a * (2 if x.needs_derivative else 1) if makes_hidden_gradient else 0
-    others = x.v * x.a * (2 if x.options.label_smoothing else 1)
+    factors = 2 if x.options.needs_derivative else 1
+    product = x.v * x.h * x.a * factors if makes_hidden_gradient else 0
+    coefficients = x.v * x.a
     scaled = x.v * x.h * x.q
-    cast = x.v * x.h * x.a + (scaled if x.q != x.a else 0)
-    of_weight = max(cast, scaled + x.of_weight())
-    of_targets = x.o * (x.a + x.h * (x.e + x.a))
-    kept = others + product
-    rooms = 0 if x.keeps or x.reuses else x.v * x.again * x.of_room
-    peak = rooms + max(kept + of_weight, kept + (x.of_hidden(x.v) if makes_hidden_gradient else 0))
-    peak = max(peak, kept + of_targets)
-    return max(peak, kept + _hidden_gradient(x)) if makes_hidden_gradient else peak
+    cast = x.v * x.h * x.a + scaled if not x.fused and x.q != x.a else scaled
+    of_weight = coefficients + max(cast, scaled + x.of_weight())
+    constant = coefficients + x.v * x.h * x.a if x.options.adds_constant else 0
+    of_targets = 0 if x.fused else coefficients + x.o * (x.a + x.h * (x.e + x.a))
+    rooms = 0 if x.keeps or x.reuses else x.rooms(x.v, x.again)
+    of_hidden = x.of_hidden(x.v) if makes_hidden_gradient else 0
+    above = max(rooms + max(of_weight, of_hidden), constant, of_targets)
+    if makes_hidden_gradient:
+        above = max(above, _hidden_gradient(x))
+    return product + above
 
 
 def _sharded(x: Letters, shape: VocabularyShape, *, one_barrier: bool) -> VocabularyBytes:
@@ -206,7 +212,7 @@ def _whole(x: Letters, shape: VocabularyShape) -> VocabularyBytes:
     """All rows on the last stage's device: S and the loss in its F, T in its B, or dX in I and the rest in W."""
     left = _first_half(x, one_barrier=False)
     combine_peak, combined = _combine(x)
-    product = x.v * x.h * x.a * (2 if x.needs_derivative else 1)
+    product = x.v * x.h * x.a * (2 if x.options.needs_derivative else 1)
     return replace(
         left,
         combine_peak=combine_peak,

@@ -47,6 +47,15 @@ class Comparison:
         size = [count(program.devices, "device"), count(program.microbatches, "microbatch")]
         return ", ".join([" + ".join(names), *size, *step] if names else [*size, *step])
 
+    @property
+    def allocations(self) -> str:
+        """How often devices called the driver for memory, as a line; empty where none has counted, as on a CPU."""
+        counted = [device.allocations for device in self.trace.devices]
+        if not any(counted):
+            return ""
+        calls = " ".join("-" if one is None else str(one.device_calls) for one in counted)
+        return f"calls of the CUDA driver for memory in the step, per device: {calls}"
+
     def to_dict(self) -> dict[str, Any]:
         """Step and idle time of both, in seconds, lists per device."""
         measured, predicted = self.measured, self.predicted

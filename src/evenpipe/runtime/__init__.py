@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from evenpipe.runtime.host_optimizer import HostAdamW
     from evenpipe.runtime.launcher import launch
+    from evenpipe.runtime.nccl import NcclOptions
     from evenpipe.runtime.offload_options import OffloadOptions
     from evenpipe.runtime.pipeline import Pipeline
     from evenpipe.runtime.result import StepResult
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "HostAdamW": "evenpipe.runtime.host_optimizer",
+    "NcclOptions": "evenpipe.runtime.nccl",
     "OffloadOptions": "evenpipe.runtime.offload_options",
     "Pipeline": "evenpipe.runtime.pipeline",
     "StepResult": "evenpipe.runtime.result",
@@ -24,7 +26,7 @@ _PUBLIC = {
     "launch": "evenpipe.runtime.launcher",
 }
 
-__all__ = ["HostAdamW", "OffloadOptions", "Pipeline", "StepResult", "initialise_worker", "launch"]
+__all__ = ["HostAdamW", "NcclOptions", "OffloadOptions", "Pipeline", "StepResult", "initialise_worker", "launch"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from evenpipe.errors import InputError
 from evenpipe.model import Description
 from evenpipe.runtime.batch import IGNORE_INDEX
+from evenpipe.runtime.nccl import NcclOptions
 from evenpipe.runtime.offload_options import OffloadOptions
 from evenpipe.schedule import Costs
 from evenpipe.vocabulary import LossOptions
@@ -53,6 +54,7 @@ _KINDS: Mapping[str, tuple[str, Any]] = {
     "layers_per_stage": ("whole numbers, one per stage, or None", _whole_numbers),
     "seed": (f"a whole number from 0 to {LARGEST_SEED}", lambda value: _whole(value) and 0 <= value <= LARGEST_SEED),
     "compile_layers": ("True or False", lambda value: isinstance(value, bool)),
+    "nccl": ("NcclOptions, or None", _or_none(NcclOptions)),
     "offload": ("OffloadOptions, or None", _or_none(OffloadOptions)),
     "self_check": ("True or False", lambda value: isinstance(value, bool)),
 }

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenpipe.errors import RunError
+from evenpipe.runtime.nccl import NcclOptions
 from evenpipe.runtime.staging import Staging
 from evenpipe.runtime.watch import Watch
 
@@ -345,6 +346,7 @@ class Communicators:
         timeout_seconds: float,
         torch_device: torch.device | str = "cpu",
         watch: Watch | None = None,
+        nccl: NcclOptions | None = None,
     ) -> None:
         """Makes one process group per entry, in the order given.
 
@@ -355,15 +357,17 @@ class Communicators:
             this one is for processes that live and wait for each other.
         torch_device: where the tensors are.
         watch: is told what this process waits for, and asked for the cause when a wait fails.
+        nccl: of every group, where NCCL communicates; default: those of `NcclOptions`.
         """
         self.torch_device = torch.device(torch_device)
         if self.torch_device == torch.device("cuda"):  # without a number: the one that this process uses
             self.torch_device = torch.device("cuda", torch.cuda.current_device())
         rank = dist.get_rank() if dist.is_initialized() else 0
         on_gpu = self.torch_device.type == "cuda"
-        nccl = on_gpu and dist.is_initialized() and "nccl" in dist.get_backend_config()
+        by_nccl = on_gpu and dist.is_initialized() and "nccl" in dist.get_backend_config()
+        nccl = nccl or NcclOptions()
         staging = None
-        if on_gpu and not nccl and dist.is_initialized():
+        if on_gpu and not by_nccl and dist.is_initialized():
             staging = Staging(self.torch_device)
             if rank == 0:
                 logger.warning(
@@ -378,14 +382,15 @@ class Communicators:
                 # A group does not inherit the timeout of the default one. Eager initialisation (device_id) gives NCCL
                 # one communicator per group from the start, and none per pair at the first message.
                 # What NCCL does when the limit has passed names nobody: the watch comes first.
-                limit_seconds = timeout_seconds + (NCCL_LATER_SECONDS if nccl else 0.0)
+                timeout = timedelta(seconds=timeout_seconds + (NCCL_LATER_SECONDS if by_nccl else 0.0))
                 with watch.during(f"communicator {name}", "default", others) if watch else nullcontext():
                     group = dist.new_group(
                         list(members),
-                        timeout=timedelta(seconds=limit_seconds),
-                        backend="nccl" if nccl else "gloo",
+                        timeout=timeout,
+                        backend="nccl" if by_nccl else "gloo",
+                        pg_options=nccl.of_group(timeout) if by_nccl else None,
                         group_desc=name,
-                        device_id=self.torch_device if nccl else None,
+                        device_id=self.torch_device if by_nccl else None,
                     )
             if rank in members:
                 assert name not in self._by_name, f"process {rank} belongs to two groups named {name}"

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from evenpipe.parallel import Grid
 from evenpipe.runtime.communication import Communicator, Communicators
 from evenpipe.runtime.layout import Layout
+from evenpipe.runtime.nccl import NcclOptions
 from evenpipe.runtime.result import Shared
 from evenpipe.runtime.watch import Watch
 
@@ -33,10 +34,12 @@ class Groups:
         timeout_seconds: float,
         torch_device: torch.device,
         watch: Watch,
+        nccl: NcclOptions | None = None,
     ) -> None:
         """
         Args:
             tied_twice: whether the first and the last device hold the one matrix of a model with tied weights.
+            nccl: as of `Communicators`.
         """
         self._grid = grid
         self._torch_device = torch_device
@@ -67,7 +70,7 @@ class Groups:
         if grid.replicas > 1 and grid.devices > 1:
             listed.append(("everyone", grid.ranks))
         made = self.communicators = Communicators(
-            listed, timeout_seconds=timeout_seconds, torch_device=torch_device, watch=watch
+            listed, timeout_seconds=timeout_seconds, torch_device=torch_device, watch=watch, nccl=nccl
         )
         by_name = {communicator.name: communicator for communicator in made}
         self.pipeline, self.replicas = by_name.get("control"), by_name.get("replicas")

@@ -46,6 +46,7 @@ from evenpipe.runtime.given_schedule import read_schedule
 from evenpipe.runtime.groups import Groups
 from evenpipe.runtime.host_memory import keep_freed_memory, return_freed_memory
 from evenpipe.runtime.layout import Layout, ModelCosts, build_layout, flop_costs, without_vocabulary
+from evenpipe.runtime.nccl import NcclOptions
 from evenpipe.runtime.offload_options import OffloadOptions
 from evenpipe.runtime.parameters import ParameterShard, Sharding
 from evenpipe.runtime.replicas import Replicas
@@ -99,6 +100,8 @@ class Pipeline:
         communicators: "per-pair": one for each ordered pair of devices that send to each other and one for each kind of
             collective. "per-kind": one for all hops forward, one for all hops back, one for each kind of collective.
             "one": a single one. Each takes memory (with NCCL some 0.5 GB), and transfers of one wait for each other.
+        nccl: priority and channels of communication on GPUs; default: high priority, and as many as NCCL chooses. No
+            effect on gloo.
         offload: which activations go to the host and back, and where they are there; default: what the order says.
         torch_device: where this process computes; default: its own GPU where there is one, else the CPU. On the CPU
             the process keeps the memory that it frees, and gives it back at once where activations go to the host
@@ -132,6 +135,7 @@ class Pipeline:
         costs: Costs | None = None,
         sequence_length: int | None = None,
         communicators: str = "per-pair",
+        nccl: NcclOptions | None = None,
         offload: OffloadOptions | None = None,
         torch_device: torch.device | str | None = None,
         self_check: bool = True,
@@ -147,6 +151,7 @@ class Pipeline:
             layers_per_stage=layers_per_stage,
             seed=seed,
             compile_layers=compile_layers,
+            nccl=nccl,
             offload=offload,
             self_check=self_check,
         )
@@ -207,6 +212,7 @@ class Pipeline:
             timeout_seconds=timeout_seconds,
             torch_device=self.torch_device,
             watch=self._watch,
+            nccl=nccl,
         )
         try:
             if self_check and self.description.config is not None:
@@ -361,7 +367,8 @@ class Pipeline:
             position_ids: the same shape; default 0, 1, 2, ...
             attention_mask: the same shape, 1 for tokens and 0 for padding, which must stand on the right.
             token_weights: the same shape, weight of each label in the mean; default 1.
-            record_passes: keep the times of every pass, wait and transfer in the result, for `trace`.
+            record_passes: keep the times of every pass, wait and transfer in the result, and on a GPU what its memory
+                allocator did, for `trace`.
         """
         inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights)
         return self._run(inputs, training=True, record_passes=record_passes)

@@ -18,7 +18,7 @@ import torch
 from evenpipe.runtime import clock
 from evenpipe.runtime.clock import Conversion
 from evenpipe.schedule import Pass, Transfer
-from evenpipe.schedule.trace import CopyTime, PassTime, TransferTime, WaitTime
+from evenpipe.schedule.trace import Allocations, CopyTime, PassTime, TransferTime, WaitTime
 
 
 @dataclass(slots=True)
@@ -34,8 +34,14 @@ class StepRecord:
     waits: list[WaitTime] = field(default_factory=list)
     transfers: list[TransferTime] = field(default_factory=list)
     copies: list[CopyTime] = field(default_factory=list)
+    allocations: Allocations | None = None
+    """None on a CPU."""
     clock: Conversion | None = None
     """From this process's clock to the first one's."""
+
+
+COUNTERS = ("allocation.all.allocated", "num_device_alloc", "num_device_free", "num_alloc_retries")
+"""Of `torch.cuda.memory_stats`: where the fields of `Allocations` stand."""
 
 
 class Recording:
@@ -61,6 +67,7 @@ class Recording:
             torch.cuda.synchronize(torch_device)
             self._clock = clock.now()
             self.stamp = self._event
+        self._allocations = self._counted()
         self._first: Any = self.stamp()
 
     def finish(self, record: StepRecord) -> None:
@@ -82,6 +89,16 @@ class Recording:
             TransferTime(item, seconds(a), seconds(b), found.get(str(item))) for item, a, b in self.transfers
         ]
         record.copies = [CopyTime(passes[what], *map(seconds, stamps)) for what, stamps in self.copies]
+        now = self._counted()
+        if self._allocations is not None and now is not None:
+            record.allocations = now.since(self._allocations)
+
+    def _counted(self) -> Allocations | None:
+        """What the allocator of a GPU has done since the process began."""
+        if self._torch_device.type != "cuda":
+            return None
+        found = torch.cuda.memory_stats(self._torch_device)
+        return Allocations(*(found[name] for name in COUNTERS))
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from evenpipe.runtime.clock import Conversion
 from evenpipe.runtime.communication import Communicator
 from evenpipe.runtime.recording import StepRecord
 from evenpipe.schedule import Costs, Pass, Program
-from evenpipe.schedule.trace import Clock, CopyTime, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
+from evenpipe.schedule.trace import Allocations, Clock, CopyTime, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
 
 Times = dict[str, Any]
 """Times of one device without their passes and transfers, which follow from its row: lists of numbers."""
@@ -113,6 +114,7 @@ def _times(record: StepRecord) -> Times:
             for entry in record.transfers
         ],
         "copies": [(str(entry.item), convert(entry.start), convert(entry.end)) for entry in record.copies],
+        "allocations": None if record.allocations is None else astuple(record.allocations),
     }
 
 
@@ -138,4 +140,5 @@ def _device(times: Times, program: Program, device: int, begin: float) -> Device
         ),
         Clock(*times["clock"]),
         tuple(CopyTime(items[what], start - begin, end - begin) for what, start, end in times["copies"]),
+        None if times["allocations"] is None else Allocations(*times["allocations"]),
     )

@@ -7,7 +7,7 @@ Trace -> timeline()     events with causes, transfers beside them: the type that
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -85,6 +85,31 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
+class Allocations:
+    """What torch's memory allocator of a GPU did in a step: how often. It keeps what tensors give back for the next
+    ones, so that a step like those before it asks the driver for nothing. With `backend:cudaMallocAsync` the driver
+    keeps it instead, and torch counts no calls."""
+
+    requests: int
+    """Tensors that were given memory, nearly all of them without the driver."""
+    device_allocations: int
+    """Calls of the driver for more (cudaMalloc, cuMemMap)."""
+    device_frees: int
+    """Calls of the driver that gave memory back (cudaFree, cuMemUnmap): each may wait for all work of the GPU."""
+    retries: int
+    """Times when the driver had no more, so that all that was kept was given back before it was asked again."""
+
+    @property
+    def device_calls(self) -> int:
+        """Of the driver: 0 in a step without churn."""
+        return self.device_allocations + self.device_frees
+
+    def since(self, before: Allocations) -> Allocations:
+        """What came between two counts of one allocator."""
+        return Allocations(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceTrace:
     """What one device did in a step, from `start` to `end`; passes and transfers in the order of its row."""
 
@@ -95,6 +120,8 @@ class DeviceTrace:
     transfers: tuple[TransferTime, ...]
     clock: Clock = Clock()
     copies: tuple[CopyTime, ...] = ()
+    allocations: Allocations | None = None
+    """None on a CPU, and in files that were written before they were counted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@
        "row": "E0,ROWS0,0F0,...",             the device's row of the program
        "start": 0.0, "end": 0.412,
        "clock": {"offset": 3.1e-05, "drift": 0.0, "uncertainty": 1.2e-05},
+       "allocations": {"requests": 5120, "device_allocations": 0, "device_frees": 0, "retries": 0},   absent on a CPU
        "passes": [["E0", start, end, processor], ...],
        "waits": [["X0", "S0", start, end], ...],                  the pass that uses it, or "" for a send
        "transfers": [["ROWS0", issued, returned, complete], ...], complete: null where nobody waited for it
@@ -30,7 +31,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import astuple
+from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from .passes import Kind, Pass, Transfer
 from .placement import Placement
 from .program import Program
 from .text import rows_to_csv
-from .trace import Clock, CopyTime, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
+from .trace import Allocations, Clock, CopyTime, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
 
 FORMAT, VERSION = "evenpipe trace", 1
 _DIGITS = 9
@@ -66,6 +67,7 @@ def trace_to_dict(trace: Trace) -> dict[str, Any]:
                 "start": _rounded(device.start),
                 "end": _rounded(device.end),
                 "clock": dict(zip(_CLOCK, astuple(device.clock), strict=True)),
+                **({} if device.allocations is None else {"allocations": asdict(device.allocations)}),
                 "passes": [
                     [str(p.item), _rounded(p.start), _rounded(p.end), _rounded(p.processor)] for p in device.passes
                 ],
@@ -193,7 +195,17 @@ def _device(values: Mapping[str, Any], program: Program, number: int) -> DeviceT
         tuple(sent),
         Clock(*(_seconds(f"{where}clock.{name}", clock.get(name)) for name in _CLOCK)),
         tuple(copies),
+        _allocations(values["allocations"], f"{where}allocations") if "allocations" in values else None,
     )
+
+
+def _allocations(value: Any, where: str) -> Allocations:
+    table = _table(value, where)
+    counts = {entry.name: _field(table, entry.name, int, f"{where}.") for entry in fields(Allocations)}
+    for name, count in counts.items():
+        if count < 0:
+            raise InputError(f"{where}.{name} is {count}, expected at least 0")
+    return Allocations(**counts)
 
 
 def _field(values: Mapping[str, Any], name: str, kind: type, where: str = "") -> Any:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from evenpipe.runtime import OffloadOptions, Pipeline
+from evenpipe.runtime import NcclOptions, OffloadOptions, Pipeline
 from evenpipe.schedule.files import read_costs
 from evenpipe.train.config import Config
 from evenpipe.train.model_source import pipeline_model
@@ -30,6 +30,7 @@ def build_pipeline(
         "costs": None if config.pipeline.costs is None else read_costs(config.pipeline.costs),
         "sequence_length": config.data.sequence_length,
         "communicators": config.pipeline.communicators,
+        "nccl": NcclOptions(high_priority=config.pipeline.nccl_high_priority, channels=config.pipeline.nccl_channels),
         "offload": OffloadOptions(
             activations=config.offload.activations,
             copy_time=_one_or_all(config.offload.copy_time),
@@ -40,7 +41,10 @@ def build_pipeline(
             streams=config.offload.streams,
         ),
         "loss": LossOptions(
-            label_smoothing=config.loss.label_smoothing, z_loss=config.loss.z_loss, keep=config.loss.keep
+            label_smoothing=config.loss.label_smoothing,
+            z_loss=config.loss.z_loss,
+            keep=config.loss.keep,
+            kernels=config.loss.kernels,
         ),
         "compute_dtype": compute_dtype(config),
         "seed": config.training.seed,

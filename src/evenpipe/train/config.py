@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from evenpipe.errors import InputError
+from evenpipe.runtime.nccl import MOST_CHANNELS
 from evenpipe.train.section import Section, show
 
 PYTHON_STANDARD_LIBRARY = "python-standard-library"
@@ -164,6 +165,11 @@ class PipelineConfig(Section):
     communicators: Literal["per-pair", "per-kind", "one"] = "per-pair"
     """Which transfers share a communicator: those of an ordered pair of devices or of one kind of collective, all hops
     of a direction, or all. Fewer take less memory (with NCCL some 0.5 GB each), and transfers wait for each other."""
+    nccl_high_priority: bool = True
+    """On GPUs, communication that is ready goes before what compute has queued. No effect on gloo."""
+    nccl_channels: int | None = None
+    """On GPUs, the most channels that a communicator uses, 1 to 64: each keeps a multiprocessor from compute while it
+    communicates; none: NCCL chooses, by the links between the GPUs. No effect on gloo."""
     timeout_seconds: float = 600.0
     """After so many seconds without progress the run ends with an error that names the pass and the peer awaited."""
 
@@ -181,6 +187,9 @@ class PipelineConfig(Section):
             self.require("memory_limit", fits, accepted)
         if not self.checkpointing or not set(self.checkpointing) <= {"none", "full", "selective"}:
             self.require("checkpointing", False, "none, full, selective, or a list with one of these per layer")
+        channels = self.nccl_channels
+        fits = channels is None or 1 <= channels <= MOST_CHANNELS
+        self.require("nccl_channels", fits, f"from 1 to {MOST_CHANNELS}, or none")
         self.require("costs", self.costs is None or Path(self.costs).is_file(), "an existing file, or none")
         self._check_names()
 
@@ -301,6 +310,9 @@ class LossConfig(Section):
     keep: Literal["probabilities", "nothing"] = "probabilities"
     """What the output layer keeps between its two halves: the probabilities (faster), or nothing (less memory, the
     logits are computed twice)."""
+    kernels: Literal["auto", "torch", "triton"] = "auto"
+    """What works on the logits between matrix products: Triton's kernels, or operations of torch; auto: Triton on a GPU
+    where it is installed."""
 
     def check(self) -> None:
         self.require("label_smoothing", 0 <= self.label_smoothing < 1, "at least 0 and below 1")

@@ -127,6 +127,8 @@ def pipelines_to_measure(config: Config, processes: int, microbatch_size: int) -
         microbatch_size=microbatch_size,
         compile_layers=config.pipeline.compile_layers,
         communicators=config.pipeline.communicators,
+        nccl_high_priority=config.pipeline.nccl_high_priority,
+        nccl_channels=config.pipeline.nccl_channels,
         timeout_seconds=config.pipeline.timeout_seconds,
     )
     pipelines = {"sharded": plain, "whole": replace(plain, vocabulary="first-last")}

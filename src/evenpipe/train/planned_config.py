@@ -107,7 +107,8 @@ _OF_COPIES = ("activations", "copy_time", "layers", "streams")
 
 def _kept(pipeline: Mapping[str, Any]) -> dict[str, Any]:
     """What a plan does not decide."""
-    return {name: pipeline[name] for name in ("compile_layers", "communicators", "timeout_seconds") if name in pipeline}
+    names = ("compile_layers", "communicators", "nccl_high_priority", "nccl_channels", "timeout_seconds")
+    return {name: pipeline[name] for name in names if name in pipeline}
 
 
 def write_tables(tables: Mapping[str, Any], path: str | Path, notes: str) -> None:

@@ -5,11 +5,12 @@ Plain functions on tensors with no process group inside. Whoever calls them gath
 """
 
 from evenpipe.vocabulary.buffers import Buffers
-from evenpipe.vocabulary.combination import Combined, combine
+from evenpipe.vocabulary.combination import Combined
 from evenpipe.vocabulary.embedding import Routes, add_row_gradients, gather_rows, pick_row_gradients, place_rows, route
 from evenpipe.vocabulary.options import LossOptions
-from evenpipe.vocabulary.output import OutputState, backward_shard, forward_shard, hidden_gradient
+from evenpipe.vocabulary.output import backward_shard, combine, forward_shard, hidden_gradient
 from evenpipe.vocabulary.shards import Shard, split
+from evenpipe.vocabulary.state import OutputState
 
 __all__ = [
     "Buffers",

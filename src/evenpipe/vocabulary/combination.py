@@ -48,23 +48,10 @@ class Combined:
     """None without label smoothing."""
 
 
-@torch.no_grad()
-def combine(
+def combine_plainly(
     statistics: Tensor, token_weights: Tensor, labels: Tensor, options: LossOptions, vocabulary: int
 ) -> Combined:
-    """Finish the loss from the statistics of all shards.
-
-    statistics: [shards, tokens, options.statistics], as gathered from `forward_shard` on every device, in any order of
-        shards that is the same everywhere.
-    token_weights: [tokens], weight of each token in the step's loss (any sign; whatever stands at ignored tokens).
-    labels: [tokens] int64, best on the device of `statistics`. vocabulary: number of tokens over all shards.
-    Nothing waits for a GPU: what is still on the host is copied there in the order of the stream.
-    The arithmetic is in fp64 (on numbers per token and shard only), the result in the dtype of `statistics`.
-    """
-    if statistics.dim() != 3 or statistics.shape[1:] != (labels.shape[0], options.statistics):
-        raise ValueError(
-            f"statistics must be [shards, {labels.shape[0]}, {options.statistics}], not {list(statistics.shape)}."
-        )
+    """`combine` in operations of torch: in fp64, on numbers per token and shard only."""
     table = statistics.double()
     maxima = table[..., MAXIMUM]
     maximum = maxima.amax(0)

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from evenpipe.errors import InputError
 
 Keep = Literal["probabilities", "nothing"]
+KernelsName = Literal["auto", "torch", "triton"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,10 @@ class LossOptions:
     rows_per_block: int | None = None
     """Tokens per block of logits in S. None: about 8 million logits per block and at least 256 tokens."""
 
+    kernels: KernelsName = "auto"
+    """What works on rows of logits between the matrix products: Triton's kernels, or operations of torch. "auto":
+    Triton for tensors on a GPU, if it is installed."""
+
     def __post_init__(self) -> None:
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise InputError(f"label_smoothing must lie between 0 and 1, not {self.label_smoothing}.")
@@ -58,8 +63,20 @@ class LossOptions:
             raise InputError(f'keep must be "probabilities" or "nothing", not {self.keep!r}.')
         if self.rows_per_block is not None and self.rows_per_block < 1:
             raise InputError(f"rows_per_block must be at least 1, or None, not {self.rows_per_block}.")
+        if self.kernels not in get_args(KernelsName):
+            raise InputError(f'kernels must be "auto", "torch" or "triton", not {self.kernels!r}.')
 
     @property
     def statistics(self) -> int:
         """Numbers per token and shard that S hands to the barrier: the k of `combine`."""
         return 5 if self.label_smoothing else 3
+
+    @property
+    def needs_derivative(self) -> bool:
+        """Is the derivative of the soft-cap needed by itself, not only as a factor of the exponentials?"""
+        return self.soft_cap is not None and self.label_smoothing > 0.0
+
+    @property
+    def adds_constant(self) -> bool:
+        """Does label smoothing add the same number to the gradient of every logit of a token?"""
+        return self.soft_cap is None and self.label_smoothing > 0.0

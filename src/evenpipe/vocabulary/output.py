@@ -17,65 +17,29 @@ Ignored tokens are left out at the door: they cost nothing, and whatever stands 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from evenpipe.vocabulary.buffers import Buffers
 from evenpipe.vocabulary.combination import MAXIMUM, Combined
-from evenpipe.vocabulary.exponentials import exponentiate_, exponentiate_again_
+from evenpipe.vocabulary.kernels import Rooms, choose
 from evenpipe.vocabulary.options import LossOptions
 from evenpipe.vocabulary.products import (
     accumulator_dtype,
     column_product,
     hidden_product,
+    logits_dtype,
     logits_product,
     stored_dtype,
     vocabulary_slices,
     weight_product,
 )
 from evenpipe.vocabulary.shards import Shard
-from evenpipe.vocabulary.targets import Targets, find_targets
+from evenpipe.vocabulary.state import OutputState
+from evenpipe.vocabulary.targets import find_targets, targets_on_device
 
 BLOCK_LOGITS = 8 * 1024 * 1024
-
-
-@dataclass(slots=True)
-class OutputState:
-    """What S leaves for C and T of the same microbatch on the same shard. All tensors hold valid tokens only.
-
-    C takes the products out, T the rest: each runs once, and memory goes as soon as it can.
-    """
-
-    options: LossOptions
-    shard: Shard
-    targets: Targets
-    one_barrier: bool
-    buffers: Buffers
-    hidden: Tensor | None
-    """X."""
-    bias: Tensor | None
-    maximum: Tensor | None = None
-    """[tokens], this shard's maximum without the target, 0 where there is none. None: nothing to do for this shard."""
-    exponentials: Tensor | None = None
-    """E, unless nothing is kept."""
-    derivative: Tensor | None = None
-    """D, only with both soft-cap and label smoothing, unless nothing is kept."""
-    product: Tensor | None = None
-    """A = E W, one barrier only."""
-    derivative_product: Tensor | None = None
-    """D W, one barrier with both soft-cap and label smoothing only."""
-
-    @property
-    def needs_derivative(self) -> bool:
-        """Is D needed by itself, not only as a factor of E?"""
-        return self.options.soft_cap is not None and self.options.label_smoothing > 0.0
-
-    @property
-    def adds_constant(self) -> bool:
-        """Does label smoothing add the same number to the gradient of every logit of a token?"""
-        return self.options.soft_cap is None and self.options.label_smoothing > 0.0
 
 
 def _rows_per_block(options: LossOptions, rows: int, in_place: bool) -> int:
@@ -132,14 +96,21 @@ def forward_shard(  # noqa: PLR0917 - the arguments of a linear layer and its lo
     Raises ValueError for shapes or dtypes that do not fit, InputError for a label that is no token.
     """
     _check(hidden, weight, bias, labels, shard)
-    in_place = gradients and options.keep == "probabilities" and hidden.dtype == accumulator_dtype(hidden.dtype)
+    kernels = choose(options, hidden)
+    in_place = gradients and options.keep == "probabilities" and logits_dtype(hidden) == stored_dtype(hidden.dtype)
     block = _rows_per_block(options, shard.tokens, in_place)
-    targets = find_targets(labels, shard, options.ignore_index, block, hidden.device)
+    if kernels.by_column and labels.device.type != "cpu":
+        targets = targets_on_device(labels, shard, options.ignore_index)
+    else:
+        part = kernels.tokens_at_once(block, shard.tokens, hidden)
+        targets = find_targets(
+            labels, shard, options.ignore_index, hidden.device, block=block, part=part, by_column=kernels.by_column
+        )
     statistics = _neutral_statistics(targets.valid_tokens, options, hidden)
     buffers = Buffers() if buffers is None else buffers
-    state = OutputState(options, shard, targets, one_barrier, buffers, targets.select(hidden), bias)
+    state = OutputState(options, shard, targets, one_barrier, buffers, kernels, targets.select(hidden), bias)
     if shard.tokens and targets.valid_tokens:
-        _forward_blocks(state, weight[: shard.tokens], statistics, gradients)
+        _forward_blocks(state, weight[: shard.tokens], statistics, min(block, targets.valid_tokens), gradients)
         maximum = statistics[:, MAXIMUM]
         state.maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
     if not gradients:
@@ -150,62 +121,83 @@ def forward_shard(  # noqa: PLR0917 - the arguments of a linear layer and its lo
     return statistics, state
 
 
-def _forward_blocks(state: OutputState, weight: Tensor, statistics: Tensor, gradients: bool) -> None:
+def _forward_blocks(state: OutputState, weight: Tensor, statistics: Tensor, block: int, gradients: bool) -> None:
     """Block after block of tokens: logits, statistics, exponentials. What is kept of them goes into `state`."""
-    options, targets, hidden, buffers = state.options, state.targets, state.hidden, state.buffers
+    options, hidden, buffers = state.options, state.hidden, state.buffers
     assert hidden is not None
     tokens, rows = hidden.shape[0], weight.shape[0]
-    dtype, stored = statistics.dtype, stored_dtype(hidden.dtype)
+    of_logits, stored = logits_dtype(hidden), stored_dtype(hidden.dtype)
+
+    def block_room(dtype: torch.dtype) -> Tensor:
+        return buffers.take(block, rows, hidden, dtype)
 
     keep = gradients and options.keep == "probabilities"
+    with_derivative = gradients and options.needs_derivative
     if keep:
-        stored_room = buffers.take(tokens, rows, hidden, stored, room=targets.tokens)
-        state.exponentials = stored_room
-        if state.needs_derivative:
-            state.derivative = buffers.take(tokens, rows, hidden, stored, room=targets.tokens)
-    else:
-        stored_room = buffers.take(targets.block, rows, hidden, stored)
+        state.exponentials = buffers.take(tokens, rows, hidden, stored, room=state.targets.tokens)
+        if with_derivative:
+            state.derivative = buffers.take(tokens, rows, hidden, stored, room=state.targets.tokens)
     if gradients and state.one_barrier:
-        state.product = hidden.new_zeros(tokens, hidden.shape[1], dtype=dtype)
-        if state.needs_derivative:
-            state.derivative_product = torch.zeros_like(state.product)
+        state.product = hidden.new_empty(tokens, hidden.shape[1], dtype=statistics.dtype)
+        if with_derivative:
+            state.derivative_product = torch.empty_like(state.product)
 
-    # Exponentials are made in `logits_room` and end up in `stored_room`, at once where the dtypes are one.
-    logits_room = None if stored == dtype else buffers.take(targets.block, rows, hidden, dtype)
-    with_derivative = gradients and options.soft_cap is not None
-    derivative_room = buffers.take(targets.block, rows, hidden, dtype) if with_derivative else None
-    shift = _shift(state, slice(0, rows), dtype)
+    # Exponentials are made of the logits in the same memory where the dtypes are one.
+    stored_room = None if keep else block_room(stored)
+    logits_room = None if of_logits == stored else block_room(of_logits)
+    derivative_room = block_room(stored) if with_derivative and not keep else None
+    bias = None if state.bias is None else state.bias[:rows]
 
-    for number, start in enumerate(range(0, tokens, targets.block)):
-        span = slice(start, min(tokens, start + targets.block))
-        size = span.stop - span.start
-        exponentials = stored_room[span] if keep else stored_room[:size]
-        logits = exponentials if logits_room is None else logits_room[:size]
-        derivative = None if derivative_room is None else derivative_room[:size]
-        logits_product(hidden[span], weight, options.logit_scale, logits, rounded=exponentials)
-        if shift is not None:
-            logits.add_(shift)
-        exponentiate_(logits, targets.owned_in_block(number), options, statistics[span], derivative)
-        if not gradients:
-            continue
-        if derivative is not None:
-            logits.mul_(derivative)
-        if logits is not exponentials:
-            exponentials.copy_(logits)
-        if state.derivative is not None and derivative is not None:
-            state.derivative[span] = derivative
-        if state.product is not None:
-            hidden_product(exponentials, weight, state.product[span])
-        if state.derivative_product is not None and derivative is not None:
-            hidden_product(derivative.to(stored), weight, state.derivative_product[span])
-    buffers.give(None if keep else stored_room)
+    for start in range(0, tokens, block):
+        span = slice(start, min(tokens, start + block))
+
+        def in_block(kept: Tensor | None, room: Tensor | None, span: slice = span) -> Tensor | None:
+            return kept[span] if kept is not None else None if room is None else room[: span.stop - span.start]
+
+        exponentials = in_block(state.exponentials, stored_room)
+        assert exponentials is not None
+        derivative = in_block(state.derivative, derivative_room)
+        logits = exponentials if logits_room is None else logits_room[: span.stop - span.start]
+        logits_product(hidden[span], weight, logits)
+        rooms = Rooms(logits, exponentials, derivative, bias)
+        state.kernels.exponentials(rooms, start, statistics[span], state, gradients=gradients)
+        if not keep:
+            _multiply_by_weight(state, exponentials, derivative, weight, span)
+    if keep:  # one product of all tokens, which a GPU is filled by
+        _multiply_by_weight(state, state.exponentials, state.derivative, weight, slice(0, tokens))
+    buffers.give(stored_room)
     buffers.give(logits_room)
     buffers.give(derivative_room)
 
 
-def _shift(state: OutputState, columns: slice, dtype: torch.dtype) -> Tensor | None:
-    """What the bias adds to the scaled logits of these columns of the shard."""
-    return None if state.bias is None else state.bias[columns].to(dtype) * state.options.logit_scale
+def _multiply_by_weight(
+    state: OutputState, exponentials: Tensor | None, derivative: Tensor | None, weight: Tensor, span: slice
+) -> None:
+    """E W and D W of some tokens, where they are wanted."""
+    if state.product is not None and exponentials is not None:
+        hidden_product(exponentials, weight, state.product[span], add=False)
+    if state.derivative_product is not None and derivative is not None:
+        hidden_product(derivative, weight, state.derivative_product[span], add=False)
+
+
+@torch.no_grad()
+def combine(
+    statistics: Tensor, token_weights: Tensor, labels: Tensor, options: LossOptions, vocabulary: int
+) -> Combined:
+    """The barrier: finish the loss from the statistics of all shards.
+
+    statistics: [shards, tokens, options.statistics], as gathered from `forward_shard` on every device, in any order of
+        shards that is the same everywhere.
+    token_weights: [tokens], weight of each token in the step's loss (any sign; whatever stands at ignored tokens).
+    labels: [tokens] int64, best on the device of `statistics`. vocabulary: number of tokens over all shards.
+    Nothing waits for a GPU: what is still on the host is copied there in the order of the stream.
+    The arithmetic is in fp64 (on numbers per token and shard only), the result in the dtype of `statistics`.
+    """
+    if statistics.dim() != 3 or statistics.shape[1:] != (labels.shape[0], options.statistics):
+        raise ValueError(
+            f"statistics must be [shards, {labels.shape[0]}, {options.statistics}], not {list(statistics.shape)}."
+        )
+    return choose(options, statistics).combine(statistics, token_weights, labels, options, vocabulary)
 
 
 @torch.no_grad()
@@ -222,25 +214,26 @@ def hidden_gradient(state: OutputState, combined: Combined, weight: Tensor) -> T
         state.one_barrier = True
         return combined.losses.new_zeros(state.targets.tokens, weight.shape[1])
     if not state.one_barrier:
-        _multiply_by_weight(state, weight[: state.shard.tokens])
+        _multiply_late(state, weight[: state.shard.tokens])
     product, derivative_product = state.product, state.derivative_product
     state.product = state.derivative_product = None
     assert product is not None, "C runs once for each S"
-    return _finish_hidden_gradient(state, combined, weight, product, derivative_product)
+    return state.kernels.hidden_gradient(state, combined, weight[: state.shard.tokens], product, derivative_product)
 
 
-def _multiply_by_weight(state: OutputState, weight: Tensor) -> None:
+def _multiply_late(state: OutputState, weight: Tensor) -> None:
     """E W (and D W) by themselves, which S makes with one barrier. From here on the state is as with one."""
     hidden, maximum = state.hidden, state.maximum
     assert hidden is not None and maximum is not None
     state.one_barrier = True
-    state.product = hidden.new_zeros(hidden.shape, dtype=maximum.dtype)
-    if state.needs_derivative:
-        state.derivative_product = torch.zeros_like(state.product)
+    state.product = hidden.new_empty(hidden.shape, dtype=maximum.dtype)
+    if state.options.needs_derivative:
+        state.derivative_product = torch.empty_like(state.product)
     for columns, exponentials, derivative in _exponentials(state, weight, hidden, maximum):
-        hidden_product(exponentials, weight[columns], state.product)
+        add = columns.start > 0
+        hidden_product(exponentials, weight[columns], state.product, add=add)
         if derivative is not None and state.derivative_product is not None:
-            hidden_product(derivative, weight[columns], state.derivative_product)
+            hidden_product(derivative, weight[columns], state.derivative_product, add=add)
 
 
 @torch.no_grad()
@@ -250,95 +243,89 @@ def backward_shard(
     weight: Tensor,
     weight_gradient: Tensor | None,
     bias_gradient: Tensor | None = None,
+    *,
+    overwrite: bool = False,
 ) -> Tensor | None:
     """T: add this microbatch's gradient of the shard, and with two barriers return the part of dX as well.
 
     weight: as in `forward_shard`. weight_gradient: [shard.rows, hidden_size] and bias_gradient: [shard.rows], fp32
     (fp64 for fp64), added to in place; None where none is wanted. Rows that pad the vocabulary are left as they are.
+    overwrite: do not add to weight_gradient, whose content is undefined. It may then be in the dtype of exponentials
+    (`stored_dtype`) as well: for a gradient of one microbatch alone, which a bf16 parameter keeps in bf16 anyway.
 
     Returns [tokens, hidden_size], fp32 (fp64 for fp64) and zero at ignored tokens, with two barriers; None with one.
     Raises ValueError when a gradient has another dtype or shape.
     """
     dtype = combined.losses.dtype
-    _check_gradient("weight_gradient", weight_gradient, weight.shape, dtype)
+    narrow = stored_dtype(weight.dtype) if overwrite else dtype
+    _check_gradient("weight_gradient", weight_gradient, weight.shape, dtype, narrow)
     _check_gradient("bias_gradient", bias_gradient, weight.shape[:1], dtype)
     hidden, maximum = state.hidden, state.maximum
     assert hidden is not None, "T runs once, after S with gradients"
     state.hidden = None
     if maximum is None:
+        if overwrite and weight_gradient is not None:
+            weight_gradient[: state.shard.tokens].zero_()
         return None if state.one_barrier else combined.losses.new_zeros(state.targets.tokens, weight.shape[1])
 
     rows = state.shard.tokens
     weight = weight[:rows]
     weight_gradient = None if weight_gradient is None else weight_gradient[:rows]
     bias_gradient = None if bias_gradient is None else bias_gradient[:rows]
-    others = _others(state, combined)
-    uniform = None if combined.uniform is None else state.targets.select(combined.uniform)
-    product = None if state.one_barrier else hidden.new_zeros(hidden.shape, dtype=dtype)
-    derivative_product = torch.zeros_like(product) if product is not None and state.needs_derivative else None
+    product = None if state.one_barrier else hidden.new_empty(hidden.shape, dtype=dtype)
+    with_derivative = state.options.needs_derivative
+    derivative_product = torch.empty_like(product) if product is not None and with_derivative else None
 
-    def add(factor: Tensor, coefficients: Tensor, columns: slice, total: Tensor | None) -> None:
+    def add(factor: Tensor, columns: slice, total: Tensor | None, *, of_derivative: bool = False) -> None:
         """The products of one factor (E or D) with W and with X."""
         if total is not None:
-            hidden_product(factor, weight[columns], total)
+            hidden_product(factor, weight[columns], total, add=columns.start > 0)
+        if weight_gradient is None and bias_gradient is None:
+            return
+        scaled, coefficients = state.kernels.scaled_hidden(
+            state, combined, hidden, factor.dtype, of_derivative=of_derivative
+        )
         if weight_gradient is not None:
-            scaled = (hidden * coefficients[:, None]).to(factor.dtype)
-            weight_product(factor, scaled, weight_gradient[columns])
+            weight_product(factor, scaled, weight_gradient[columns], add=of_derivative or not overwrite)
         if bias_gradient is not None:
             column_product(factor, coefficients, bias_gradient[columns])
 
     if product is not None or weight_gradient is not None or bias_gradient is not None:
         for columns, exponentials, derivative in _exponentials(state, weight, hidden, maximum):
-            add(exponentials, others, columns, product)
-            if derivative is not None and uniform is not None:
-                add(derivative, uniform, columns, derivative_product)
+            add(exponentials, columns, product)
+            if derivative is not None:
+                add(derivative, columns, derivative_product, of_derivative=True)
     state.buffers.give(state.exponentials)
     state.buffers.give(state.derivative)
     state.exponentials = state.derivative = None
 
-    owned = state.targets.owned
-    target = state.targets.select(combined.target)[owned.rows]
-    if weight_gradient is not None:
-        if state.adds_constant and uniform is not None:
-            weight_gradient.add_(uniform @ hidden.to(dtype))
-        weight_gradient.index_add_(0, owned.columns, hidden[owned.rows] * target[:, None])
-    if bias_gradient is not None:
-        if state.adds_constant and uniform is not None:
-            bias_gradient.add_(uniform.sum())
-        bias_gradient.index_add_(0, owned.columns, target)
+    if state.options.adds_constant:
+        _add_constant(state, combined, hidden, weight_gradient, bias_gradient)
+    state.kernels.add_label_rows(state, combined, hidden, weight_gradient, bias_gradient)
     if product is None:
         return None
-    return _finish_hidden_gradient(state, combined, weight, product, derivative_product)
+    return state.kernels.hidden_gradient(state, combined, weight, product, derivative_product)
 
 
-def _check_gradient(name: str, gradient: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
-    if gradient is not None and (gradient.shape != shape or gradient.dtype != dtype):
-        raise ValueError(f"{name} must be {list(shape)} in {dtype}, not {list(gradient.shape)} in {gradient.dtype}.")
+def _add_constant(
+    state: OutputState,
+    combined: Combined,
+    hidden: Tensor,
+    weight_gradient: Tensor | None,
+    bias_gradient: Tensor | None,
+) -> None:
+    """What label smoothing adds to the gradient of every row."""
+    scaled, uniform = state.kernels.scaled_hidden(state, combined, hidden, combined.losses.dtype, of_derivative=True)
+    if weight_gradient is not None:
+        weight_gradient.add_(scaled.sum(0))
+    if bias_gradient is not None:
+        bias_gradient.add_(uniform.sum())
 
 
-def _others(state: OutputState, combined: Combined) -> Tensor:
-    """r: what multiplies this shard's exponentials, [valid tokens]."""
-    assert state.maximum is not None
-    maximum = state.targets.select(combined.maximum)
-    return state.targets.select(combined.others) * torch.exp(state.maximum - maximum)
-
-
-def _finish_hidden_gradient(
-    state: OutputState, combined: Combined, weight: Tensor, product: Tensor, derivative_product: Tensor | None
-) -> Tensor:
-    """dX = r A + u (D W) + c W[target], in place in A."""
-    weight = weight[: state.shard.tokens]
-    product.mul_(_others(state, combined)[:, None])
-    if combined.uniform is not None:
-        uniform = state.targets.select(combined.uniform)
-        if derivative_product is not None:
-            product.addcmul_(derivative_product, uniform[:, None])
-        elif state.adds_constant:
-            product.addr_(uniform, weight.sum(0, dtype=product.dtype))
-    owned = state.targets.owned
-    target = state.targets.select(combined.target)[owned.rows]
-    product.index_add_(0, owned.rows, weight[owned.columns] * target[:, None])
-    return state.targets.spread(product)
+def _check_gradient(name: str, gradient: Tensor | None, shape: torch.Size, *dtypes: torch.dtype) -> None:
+    if gradient is not None and (gradient.shape != shape or gradient.dtype not in dtypes):
+        wanted = " or ".join(dict.fromkeys(map(str, dtypes)))
+        raise ValueError(f"{name} must be {list(shape)} in {wanted}, not {list(gradient.shape)} in {gradient.dtype}.")
 
 
 def _exponentials(
@@ -349,35 +336,25 @@ def _exponentials(
     if state.exponentials is not None:
         yield slice(0, rows), state.exponentials, state.derivative
         return
-    options, buffers, tokens = state.options, state.buffers, hidden.shape[0]
-    dtype, stored = maximum.dtype, stored_dtype(hidden.dtype)
+    buffers, tokens = state.buffers, hidden.shape[0]
+    of_logits, stored = logits_dtype(hidden), stored_dtype(hidden.dtype)
     size = min(rows, max(256, BLOCK_LOGITS // tokens // 256 * 256))
     stored_room = buffers.take(tokens, size, hidden, stored)
-    logits_room = stored_room if stored == dtype else buffers.take(tokens, size, hidden, dtype)
-    derivative_room = None if options.soft_cap is None else buffers.take(tokens, size, hidden, dtype)
+    logits_room = None if of_logits == stored else buffers.take(tokens, size, hidden, of_logits)
+    derivative_room = buffers.take(tokens, size, hidden, stored) if state.options.needs_derivative else None
     for columns in vocabulary_slices(rows, size):
         width = columns.stop - columns.start
         exponentials = _narrow(stored_room, width)
-        logits = exponentials if logits_room is stored_room else _narrow(logits_room, width)
+        logits = exponentials if logits_room is None else _narrow(logits_room, width)
         derivative = None if derivative_room is None else _narrow(derivative_room, width)
-        logits_product(hidden, weight[columns], options.logit_scale, logits, rounded=exponentials)
-        shift = _shift(state, columns, dtype)
-        if shift is not None:
-            logits.add_(shift)
-        exponentiate_again_(logits, columns.start, state.targets.owned, maximum, options=options, derivative=derivative)
-        if derivative is not None:
-            logits.mul_(derivative)
-        if logits is not exponentials:
-            exponentials.copy_(logits)
-        yield (
-            columns,
-            exponentials,
-            derivative.to(stored) if state.needs_derivative and derivative is not None else None,
-        )
+        logits_product(hidden, weight[columns], logits)
+        bias = None if state.bias is None else state.bias[columns]
+        rooms = Rooms(logits, exponentials, derivative, bias)
+        state.kernels.exponentials_again(rooms, columns.start, maximum, state)
+        yield columns, exponentials, derivative
     buffers.give(stored_room)
+    buffers.give(logits_room)
     buffers.give(derivative_room)
-    if logits_room is not stored_room:
-        buffers.give(logits_room)
 
 
 def _narrow(room: Tensor, columns: int) -> Tensor:

@@ -41,61 +41,81 @@ def _multiplies_natively(operand: Tensor) -> bool:
     return operand.dtype == torch.bfloat16 and operand.device.type == "cpu" and _cpu_has_bf16()
 
 
+def _widens(operand: Tensor) -> bool:
+    """Are products of this dtype so slow here that both factors are made wide first?"""
+    narrow = operand.dtype != accumulator_dtype(operand.dtype)
+    return narrow and not (_writes_accumulator(operand) or _multiplies_natively(operand))
+
+
 def vocabulary_slices(rows: int, size: int = SLICE_ROWS) -> Iterator[slice]:
     """Cut `rows` into runs of at most `size`."""
     for start in range(0, rows, size):
         yield slice(start, min(rows, start + size))
 
 
-def logits_product(hidden: Tensor, weight: Tensor, scale: float, out: Tensor, rounded: Tensor | None = None) -> None:
-    """out = scale * X W^T, with `out` in the accumulator dtype.
+def logits_dtype(operand: Tensor) -> torch.dtype:
+    """What `logits_product` yields: the accumulator dtype, unless only a rounded product is fast here."""
+    return operand.dtype if _multiplies_natively(operand) else accumulator_dtype(operand.dtype)
 
-    `rounded` is room of the same shape in the dtype of X, for products that cannot write `out` themselves.
-    """
+
+def logits_product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out = X W^T, with `out` in `logits_dtype`."""
     if hidden.dtype == out.dtype:
-        torch.addmm(out, hidden, weight.t(), beta=0, alpha=scale, out=out)
+        torch.mm(hidden, weight.t(), out=out)
     elif _writes_accumulator(hidden):
         torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
-        if scale != 1.0:
-            out.mul_(scale)
-    elif _multiplies_natively(hidden):
-        rounded = torch.mm(hidden, weight.t(), out=rounded) if rounded is not None else torch.mm(hidden, weight.t())
-        if scale == 1.0:
-            out.copy_(rounded)
-        else:
-            torch.mul(rounded, scale, out=out)
     else:
         hidden = hidden.to(out.dtype)
         for part in vocabulary_slices(weight.shape[0]):
-            out[:, part] = torch.mm(hidden, weight[part].to(out.dtype).t()).mul_(scale)
+            out[:, part] = torch.mm(hidden, weight[part].to(out.dtype).t())
 
 
-def hidden_product(exponentials: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out += E W, with `out` [tokens, hidden_size] in the accumulator dtype."""
+def hidden_product(exponentials: Tensor, weight: Tensor, out: Tensor, *, add: bool) -> None:
+    """out = E W, or out += E W; `out` is [tokens, hidden_size] in the accumulator dtype."""
     if exponentials.dtype == weight.dtype == out.dtype:
-        out.addmm_(exponentials, weight)
+        torch.addmm(out, exponentials, weight, beta=int(add), out=out)
     elif _writes_accumulator(weight):
-        torch.addmm(out, exponentials, weight, out_dtype=out.dtype, out=out)
+        if add:
+            torch.addmm(out, exponentials, weight, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(exponentials, weight, out_dtype=out.dtype, out=out)
     elif _multiplies_natively(weight):
-        out.add_(torch.mm(exponentials, weight))
+        _put(torch.mm(exponentials, weight), out, add=add)
     else:
         for part in vocabulary_slices(weight.shape[0]):
-            out.addmm_(exponentials[:, part].to(out.dtype), weight[part].to(out.dtype))
+            wide, wide_weight = exponentials[:, part].to(out.dtype), weight[part].to(out.dtype)
+            torch.addmm(out, wide, wide_weight, beta=int(add or part.start > 0), out=out)
 
 
-def weight_product(exponentials: Tensor, scaled_hidden: Tensor, out: Tensor) -> None:
-    """out += E^T (r X), with `out` [rows, hidden_size] in the accumulator dtype: one sum over all tokens."""
-    if exponentials.dtype == scaled_hidden.dtype == out.dtype:
-        out.addmm_(exponentials.t(), scaled_hidden)
+def weight_product(exponentials: Tensor, scaled_hidden: Tensor, out: Tensor, *, add: bool = True) -> None:
+    """out += E^T (r X), or out = E^T (r X): one sum over all tokens.
+
+    `out` is [rows, hidden_size] in the accumulator dtype or in that of E: then sums are rounded to it once.
+    """
+    wide = accumulator_dtype(out.dtype)
+    if exponentials.dtype == scaled_hidden.dtype == out.dtype and not _widens(out):
+        torch.addmm(out, exponentials.t(), scaled_hidden, beta=int(add), out=out)
     elif _writes_accumulator(scaled_hidden):
-        torch.addmm(out, exponentials.t(), scaled_hidden, out_dtype=out.dtype, out=out)
-    elif _multiplies_natively(scaled_hidden):
-        for part in vocabulary_slices(out.shape[0]):
-            out[part].add_(torch.mm(exponentials[:, part].t(), scaled_hidden))
+        if add:
+            torch.addmm(out, exponentials.t(), scaled_hidden, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(exponentials.t(), scaled_hidden, out_dtype=out.dtype, out=out)
     else:
-        scaled_hidden = scaled_hidden.to(out.dtype)
+        widens = _widens(scaled_hidden)
+        scaled_hidden = scaled_hidden.to(wide) if widens else scaled_hidden
         for part in vocabulary_slices(out.shape[0]):
-            out[part].addmm_(exponentials[:, part].to(out.dtype).t(), scaled_hidden)
+            factor = exponentials[:, part].to(wide) if widens else exponentials[:, part]
+            if factor.dtype == out.dtype:
+                torch.addmm(out[part], factor.t(), scaled_hidden, beta=int(add), out=out[part])
+            else:
+                _put(torch.mm(factor.t(), scaled_hidden), out[part], add=add)
+
+
+def _put(product: Tensor, out: Tensor, *, add: bool) -> None:
+    if add:
+        out.add_(product)
+    else:
+        out.copy_(product)
 
 
 def column_product(exponentials: Tensor, coefficients: Tensor, out: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +12,13 @@ from torch import Tensor
 from evenpipe.errors import InputError
 from evenpipe.vocabulary.shards import Shard
 
+ELSEWHERE, IGNORED = -1, -2
+"""In place of a column: the target belongs to another shard; the token has no label."""
+
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """Tokens whose target a shard owns: rows (ascending) among the tokens at hand, and columns in the shard."""
+    """Tokens whose target a shard owns: rows among the tokens at hand, and columns in the shard."""
 
     rows: Tensor
     columns: Tensor
@@ -21,24 +26,29 @@ class Owned:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The labels of a microbatch as one shard sees them. "Valid" tokens are those that are not ignored."""
+    """The labels of a microbatch as one shard sees them. "Valid" tokens are those that are not ignored.
+
+    Operations of torch want lists of what the shard owns, in the order of tokens; Triton's kernels want a column for
+    every token, and the lists in the order of columns, so that one program adds up all that belongs to one row.
+    """
 
     tokens: int
     """All tokens of the microbatch."""
     valid_tokens: int
     valid: Tensor | None
-    """Positions of the valid tokens, ascending; None when all are valid."""
+    """Positions of the valid tokens, ascending; None when all are treated as valid."""
     owned: Owned
     """`rows` count valid tokens only."""
-    blocks: tuple[int, ...]
-    """`owned` up to `blocks[k]` belongs to the first k blocks of valid tokens."""
-    block: int
-    """Valid tokens per block."""
+    column: Tensor | None
+    """[valid tokens] of each token's target in the shard, ELSEWHERE or IGNORED; None for operations of torch."""
+    ends: tuple[int, ...] = ()
+    """`owned` up to `ends[k]` belongs to the first `starts[k]` valid tokens. Empty for Triton's kernels."""
+    starts: Sequence[int] = ()
 
-    def owned_in_block(self, number: int) -> Owned:
-        """The owned targets of one block of valid tokens, rows counted from the block's first."""
-        part = slice(self.blocks[number], self.blocks[number + 1])
-        return Owned(self.owned.rows[part] - number * self.block, self.owned.columns[part])
+    def owned_between(self, start: int, stop: int) -> Owned:
+        """The owned targets of the valid tokens from `start` to `stop`, both in `starts`; rows count from `start`."""
+        first, last = (self.ends[bisect_left(self.starts, token)] for token in (start, stop))
+        return Owned(self.owned.rows[first:last] - start, self.owned.columns[first:last])
 
     def select(self, values: Tensor) -> Tensor:
         """[tokens, ...] -> [valid tokens, ...]."""
@@ -51,10 +61,28 @@ class Targets:
         return values.new_zeros(self.tokens, *values.shape[1:]).index_copy_(0, self.valid, values)
 
 
-def find_targets(labels: Tensor, shard: Shard, ignore_index: int, block: int, torch_device: torch.device) -> Targets:
+def starts_of_parts(tokens: int, block: int, part: int) -> list[int]:
+    """Where the parts of `part` tokens begin, into which the blocks of `block` tokens are cut; and the end."""
+    return [start for first in range(0, tokens, block) for start in range(first, min(tokens, first + block), part)] + [
+        tokens
+    ]
+
+
+def find_targets(
+    labels: Tensor,
+    shard: Shard,
+    ignore_index: int,
+    torch_device: torch.device,
+    *,
+    block: int = 0,
+    part: int = 0,
+    by_column: bool = False,
+) -> Targets:
     """Sort the tokens of a microbatch; indices end up on `torch_device`.
 
     Sizes are read where the labels are, so labels on the host cost no synchronisation with a GPU.
+    block, part: tokens of the pieces that `owned_between` will be asked for (see `starts_of_parts`).
+    by_column: in the form that Triton's kernels want.
     Raises InputError for a label that is neither a token of the vocabulary nor `ignore_index`.
     """
     tokens = labels.shape[0]
@@ -70,17 +98,42 @@ def find_targets(labels: Tensor, shard: Shard, ignore_index: int, block: int, to
                 f"Label {low if low < 0 else high} is neither a token (0 to {shard.vocabulary - 1})"
                 f" nor ignore_index ({ignore_index})."
             )
-    rows = ((labels >= shard.start) & (labels < shard.stop)).nonzero().squeeze(1)
-    valid_tokens = labels.shape[0]
-    block = max(1, min(block, valid_tokens))
-    ends = torch.arange(0, valid_tokens + block, block, device=labels.device)
+    is_owned = (labels >= shard.start) & (labels < shard.stop)
+    rows = is_owned.nonzero().squeeze(1)
+    columns = labels[rows] - shard.start
+    column: Tensor | None = None
+    ends: tuple[int, ...] = ()
+    starts: list[int] = []
+    if by_column:
+        column = torch.where(is_owned, labels - shard.start, ELSEWHERE).to(torch_device, non_blocking=True)
+        columns, order = torch.sort(columns, stable=True)
+        rows = rows[order]
+    else:
+        starts = starts_of_parts(labels.shape[0], max(1, block), max(1, part))
+        ends = tuple(torch.searchsorted(rows, torch.tensor(starts, device=rows.device)).tolist())
     return Targets(
         tokens=tokens,
-        valid_tokens=valid_tokens,
+        valid_tokens=labels.shape[0],
         valid=None if valid is None else valid.to(torch_device, non_blocking=True),
-        owned=Owned(
-            rows.to(torch_device, non_blocking=True), (labels[rows] - shard.start).to(torch_device, non_blocking=True)
-        ),
-        blocks=tuple(int(end) for end in torch.searchsorted(rows, ends).tolist()),
-        block=block,
+        owned=Owned(rows.to(torch_device, non_blocking=True), columns.to(torch_device, non_blocking=True)),
+        column=column,
+        ends=ends,
+        starts=starts,
+    )
+
+
+def targets_on_device(labels: Tensor, shard: Shard, ignore_index: int) -> Targets:
+    """The same in Triton's form for labels that are on the GPU already, which nothing waits for.
+
+    Ignored tokens are not left out, since their number is not known on the host: they are marked, and the kernels make
+    zeros of them. A label that is no token stops the GPU ("device-side assert"), as it does in torch's cross-entropy.
+    """
+    ignored = labels == ignore_index
+    is_token = (labels >= 0) & (labels < shard.vocabulary)
+    torch._assert_async((is_token | ignored).all(), "a label is neither a token of the vocabulary nor ignore_index")
+    is_owned = (labels >= shard.start) & (labels < shard.stop) & ~ignored
+    column = torch.where(is_owned, labels - shard.start, ELSEWHERE).masked_fill_(ignored, IGNORED)
+    columns, rows = torch.sort(column, stable=True)
+    return Targets(
+        tokens=labels.shape[0], valid_tokens=labels.shape[0], valid=None, owned=Owned(rows, columns), column=column
     )

@@ -1,0 +1,286 @@
+"""An output layer and its cross-entropy on one device, for anybody's training loop.
+
+The passes of a shard (output.py) with the whole vocabulary as the shard and nothing to wait for between S and T.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from evenpipe.errors import InputError
+from evenpipe.vocabulary.buffers import Buffers
+from evenpipe.vocabulary.options import KernelsName, LossOptions
+from evenpipe.vocabulary.output import backward_shard, combine, forward_shard
+from evenpipe.vocabulary.products import accumulator_dtype, stored_dtype
+from evenpipe.vocabulary.shards import Shard
+
+Reduction = Literal["none", "mean", "sum"]
+KEPT_BYTES = 1 << 30
+"""Of exponentials: more are not kept for all tokens at once."""
+TOKENS_AT_LEAST = 1024
+"""Per part: each adds to the gradient of the weight, which is read and written as a whole."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    logit_scale: float = 1.0,
+    token_weights: Tensor | None = None,
+    kernels: KernelsName = "auto",
+) -> Tensor:
+    """`cross_entropy(linear(input, linear_weight, linear_bias), target)` without fp32 logits of all tokens.
+
+    For `torch.nn.functional.linear_cross_entropy` put this one: arguments that both have mean the same. One function
+    for fp64, fp32, bf16 and fp16, on a CPU and on a GPU (Triton's kernels), with autograd for input, weight and bias.
+    Three matrix products in all; beside them exponentials of all logits are kept from forward to backward, in the dtype
+    of `input`. Where these would take more than 1 GiB, "mean" and "sum" work on parts of the tokens (at least 1024) and
+    make the gradients with the loss; "none" computes the logits a second time in the backward. Statistics and the loss
+    are in fp32 (fp64 for fp64), in log-odds form: exact for confident tokens too (see combination.py). On a GPU nothing
+    waits for the host.
+
+    Args:
+        input: [..., hidden_size], hidden states. Under autocast it and `linear_weight` are cast first.
+        linear_weight: [vocabulary, hidden_size], in the dtype of `input`.
+        target: [...] int64, labels; those equal to `ignore_index` have no loss and no gradient, whatever stands in
+            their hidden states.
+        linear_bias: [vocabulary].
+        weight: [vocabulary], factor on the loss of tokens with this label. Not with label smoothing.
+        reduction: "none": losses [...], in the dtype of `input`; "sum": of factor times loss; "mean": that over the
+            sum of factors, NaN where no token counts, as in torch.
+        label_smoothing, z_loss, soft_cap, logit_scale, kernels: see `LossOptions`.
+        token_weights: [...], factor on the loss of each token. A constant: no gradient flows to it.
+
+    Raises InputError for what does not fit together, for an option out of range, and for labels on the host that are
+    no token; on a GPU such a label stops the device, as in torch.
+    """
+    options = LossOptions(
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        soft_cap=soft_cap,
+        logit_scale=logit_scale,
+        ignore_index=ignore_index,
+        kernels=kernels,
+    )
+    device_type = input.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        input, linear_weight = input.to(dtype), linear_weight.to(dtype)
+    _check(input, linear_weight, target, linear_bias, weight, reduction, options, token_weights)
+    if linear_weight.stride(1) != 1:
+        linear_weight = linear_weight.contiguous()
+    hidden, labels = input.flatten(0, -2), target.flatten()
+    if hidden.stride(1) != 1:
+        hidden = hidden.contiguous()
+    with torch.autocast(device_type, enabled=False):
+        factors = _factors(hidden, labels, weight, token_weights, options)
+        loss = _loss(hidden, linear_weight, linear_bias, labels, factors, options, reduction)
+    return loss.to(input.dtype).view(target.shape if reduction == "none" else ())
+
+
+def _loss(  # noqa: PLR0917 - the arguments of the function
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    factors: Tensor,
+    options: LossOptions,
+    reduction: Reduction,
+) -> Tensor:
+    """The same on [tokens, hidden_size]; in the accumulator dtype."""
+    if reduction == "mean":
+        factors = factors / factors.sum()
+    size = _tokens_at_once(hidden, weight)
+    keeps_all = size >= hidden.shape[0]
+    differentiable = (hidden, weight, bias)
+    losses: Tensor
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in differentiable):
+        if not keeps_all and reduction != "none":
+            losses = _AtOnce.apply(*differentiable, labels, factors, options, size)  # type: ignore[no-untyped-call]
+            return losses
+        kept = options if keeps_all else replace(options, keep="nothing")
+        losses = _InParts.apply(*differentiable, labels, kept)  # type: ignore[no-untyped-call]
+    else:
+        statistics, _ = _first_half(*differentiable, labels, options, gradients=False)
+        losses = combine(statistics[None], torch.ones_like(factors), labels, options, weight.shape[0]).losses
+    if reduction == "none":
+        return losses * factors
+    if reduction == "mean" and not labels.numel():
+        return losses.sum() / 0.0
+    return torch.dot(losses, factors)
+
+
+def _check(  # noqa: PLR0917 - the arguments of the function
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    class_weights: Tensor | None,
+    reduction: str,
+    options: LossOptions,
+    token_weights: Tensor | None,
+) -> None:
+    if weight.dim() != 2 or hidden.dim() < 2 or hidden.shape[-1] != weight.shape[1]:
+        raise InputError(
+            "input must be [..., hidden_size] and linear_weight [vocabulary, hidden_size],"
+            f" not {list(hidden.shape)} and {list(weight.shape)}."
+        )
+    if hidden.dtype != weight.dtype or not hidden.is_floating_point():
+        raise InputError(f"input and linear_weight must have one dtype, not {hidden.dtype} and {weight.dtype}.")
+    tokens, vocabulary = hidden.shape[:-1], weight.shape[:1]
+    for name, given, shape in (
+        ("target", labels, tokens),
+        ("linear_bias", bias, vocabulary),
+        ("weight", class_weights, vocabulary),
+        ("token_weights", token_weights, tokens),
+    ):
+        if given is not None and given.shape != shape:
+            raise InputError(f"{name} must be {list(shape)}, not {list(given.shape)}.")
+    if labels.dtype != torch.int64:
+        raise InputError(f"target must hold labels in torch.int64, not {labels.dtype}.")
+    if reduction not in get_args(Reduction):
+        raise InputError(f'reduction must be "none", "mean" or "sum", not {reduction!r}.')
+    if class_weights is not None and options.label_smoothing:
+        raise InputError("weight (factors of classes) does not go with label_smoothing; use token_weights.")
+    for name, given in (("weight", class_weights), ("token_weights", token_weights)):
+        if given is not None and given.requires_grad:
+            raise InputError(f"{name} is a constant here; detach it.")
+
+
+def _tokens_at_once(hidden: Tensor, weight: Tensor) -> int:
+    """All, or as many as exponentials of KEPT_BYTES belong to."""
+    per_token = weight.shape[0] * stored_dtype(hidden.dtype).itemsize
+    size = max(TOKENS_AT_LEAST, KEPT_BYTES // per_token // TOKENS_AT_LEAST * TOKENS_AT_LEAST)
+    return min(size, hidden.shape[0])
+
+
+def _factors(
+    hidden: Tensor, labels: Tensor, class_weights: Tensor | None, token_weights: Tensor | None, options: LossOptions
+) -> Tensor:
+    """[tokens], of each token's loss: 0 where it is ignored."""
+    counts = labels != options.ignore_index
+    dtype = accumulator_dtype(hidden.dtype)
+    factors = counts.to(hidden.device, dtype, non_blocking=True)
+    if class_weights is not None:
+        # A label that is no token is reported later: here it must not be looked up.
+        found = labels.where(counts, 0).clamp(0, class_weights.shape[0] - 1).to(class_weights.device)
+        factors = factors * class_weights.to(dtype)[found].to(hidden.device)
+    if token_weights is not None:
+        given = token_weights.flatten().to(hidden.device, dtype, non_blocking=True)
+        factors = torch.where(factors != 0, factors * given, 0.0)
+    return factors
+
+
+def _first_half(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    options: LossOptions,
+    **more: Any,
+) -> Any:
+    """S with the whole vocabulary as the shard."""
+    shard = Shard(0, weight.shape[0], weight.shape[0])
+    return forward_shard(hidden, weight, bias, labels, shard, options, one_barrier=False, **more)
+
+
+class _InParts(torch.autograd.Function):
+    """Losses of all tokens, and their gradients when the factors on them are known: in the backward."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]  # noqa: PLR0917
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        options: LossOptions,
+    ) -> Tensor:
+        ctx.options = options
+        statistics, ctx.state = _first_half(hidden, weight, bias, labels, options)
+        ctx.save_for_backward(hidden, weight, bias, labels, statistics)
+        ones = statistics.new_ones(hidden.shape[0])
+        return combine(statistics[None], ones, labels, options, weight.shape[0]).losses
+
+    @staticmethod
+    def backward(ctx: Any, of_losses: Tensor) -> Any:  # type: ignore[override]
+        hidden, weight, bias, labels, statistics = ctx.saved_tensors
+        state, ctx.state = ctx.state, None
+        if state is None:
+            raise RuntimeError("linear_cross_entropy has one backward: its exponentials are gone after it.")
+        to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
+        combined = combine(statistics[None], of_losses, labels, ctx.options, weight.shape[0])
+        state.one_barrier = not to_hidden  # then T makes no gradient of the hidden states
+        narrow = stored_dtype(weight.dtype) == weight.dtype
+        dtype = weight.dtype if narrow else statistics.dtype
+        of_weight = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format) if to_weight else None
+        of_bias = torch.zeros_like(bias, dtype=statistics.dtype) if to_bias else None
+        of_hidden = backward_shard(state, combined, weight, of_weight, of_bias, overwrite=True)
+        return (
+            None if of_hidden is None else of_hidden.to(hidden.dtype),
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_bias is None else of_bias.to(bias.dtype),
+            None,
+            None,
+        )
+
+
+class _AtOnce(torch.autograd.Function):
+    """The weighted sum of the losses, and with it the gradients, part after part of the tokens."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]  # noqa: PLR0917
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        factors: Tensor,
+        options: LossOptions,
+        size: int,
+    ) -> Tensor:
+        to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
+        of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if to_hidden else None
+        of_weight = torch.empty_like(weight, dtype=factors.dtype) if to_weight else None
+        of_bias = torch.zeros_like(bias, dtype=factors.dtype) if to_bias and bias is not None else None
+        loss, buffers = factors.new_zeros(()), Buffers()
+        for start in range(0, hidden.shape[0], size):
+            part = slice(start, start + size)
+            statistics, state = _first_half(hidden[part], weight, bias, labels[part], options, buffers=buffers)
+            combined = combine(statistics[None], factors[part], labels[part], options, weight.shape[0])
+            loss = loss + torch.dot(combined.losses, factors[part])
+            state.one_barrier = not to_hidden
+            found = backward_shard(state, combined, weight, of_weight, of_bias, overwrite=start == 0)
+            if of_hidden is not None and found is not None:
+                of_hidden[part] = found
+        ctx.gradients = [
+            of_hidden,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_bias is None or bias is None else of_bias.to(bias.dtype),
+        ]
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, of_loss: Tensor) -> Any:  # type: ignore[override]
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("linear_cross_entropy has one backward: its gradients are gone after it.")
+        # On a CPU the factor is known here, and is mostly one.
+        if of_loss.is_cuda or of_loss.item() != 1.0:
+            for one in gradients:
+                if one is not None:
+                    one.mul_(of_loss)
+        return (*gradients, None, None, None, None)

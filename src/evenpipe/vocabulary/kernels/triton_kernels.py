@@ -1,0 +1,231 @@
+"""The launches of Triton's kernels (rows.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from evenpipe.vocabulary.combination import Combined
+from evenpipe.vocabulary.kernels import Rooms, rows
+from evenpipe.vocabulary.options import LossOptions
+from evenpipe.vocabulary.state import OutputState
+
+COLUMNS_AT_ONCE = 8192
+"""Of a row of logits, with 16 warps: 16 numbers per thread. Fixed, not tuned on the fly: the kernels are bound by the
+memory behind them, and a choice that depends on a measurement would change the bits of sums from run to run."""
+HIDDEN_AT_ONCE = 2048
+TOKENS_AT_ONCE = 128
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **compiled: Any) -> None:
+    """Every launch goes through here."""
+    if all(grid):
+        kernel[grid](*arguments, num_warps=warps, **compiled)
+
+
+def _size(numbers: int, at_once: int) -> int:
+    return min(at_once, 1 << max(0, numbers - 1).bit_length())
+
+
+class TritonKernels:
+    """See `evenpipe.vocabulary.kernels.Kernels`."""
+
+    by_column = True
+
+    def tokens_at_once(self, tokens: int, columns: int, like: Tensor) -> int:
+        """All: a launch has a program for each."""
+        return tokens
+
+    def exponentials(
+        self, rooms: Rooms, first: int, statistics: Tensor, state: OutputState, *, gradients: bool
+    ) -> None:
+        """One launch, which reads the logits twice: the second time from the cache."""
+        column = state.targets.column
+        assert column is not None
+        tokens, columns = rooms.logits.shape
+        _launch(
+            rows.exponentials_of_rows,
+            (tokens,),
+            rooms.logits,
+            rooms.exponentials,
+            rooms.derivative,
+            statistics,
+            column[first : first + tokens],
+            rooms.bias,
+            columns,
+            *_strides(rooms),
+            **_of_logits(state.options, rooms, columns),
+            NUMBERS=state.options.statistics,
+            STORES=gradients,
+        )
+
+    def exponentials_again(self, rooms: Rooms, first_column: int, maximum: Tensor, state: OutputState) -> None:
+        """One launch."""
+        tokens, columns = rooms.logits.shape
+        _launch(
+            rows.exponentials_again,
+            (tokens,),
+            rooms.logits,
+            rooms.exponentials,
+            rooms.derivative,
+            maximum,
+            state.targets.column,
+            rooms.bias,
+            columns,
+            first_column,
+            *_strides(rooms),
+            **_of_logits(state.options, rooms, columns),
+        )
+
+    def combine(
+        self, statistics: Tensor, token_weights: Tensor, labels: Tensor, options: LossOptions, vocabulary: int
+    ) -> Combined:
+        """One launch, in fp64."""
+        shards, tokens, numbers = statistics.shape
+        results = statistics.new_empty(7 if options.label_smoothing else 6, tokens)  # in the order of Combined
+        _launch(
+            rows.combine_rows,
+            (triton.cdiv(tokens, TOKENS_AT_ONCE),),
+            statistics.contiguous(),
+            token_weights.to(statistics.device, non_blocking=True).contiguous(),
+            labels.to(statistics.device, non_blocking=True).contiguous(),
+            results,
+            tokens,
+            shards,
+            vocabulary,
+            options.ignore_index,
+            warps=4,
+            SCALE=options.logit_scale,
+            CAP=options.soft_cap or 0.0,
+            SMOOTHING=options.label_smoothing,
+            Z_LOSS=options.z_loss,
+            NUMBERS=numbers,
+            SIZE=TOKENS_AT_ONCE,
+        )
+        losses, log_probabilities, log_sum_exp, maximum, others, target, *uniform = results.unbind()
+        return Combined(
+            losses, log_probabilities, log_sum_exp, maximum, others, target, uniform[0] if uniform else None
+        )
+
+    def hidden_gradient(
+        self,
+        state: OutputState,
+        combined: Combined,
+        weight: Tensor,
+        product: Tensor,
+        derivative_product: Tensor | None,
+    ) -> Tensor:
+        """One launch; in place in A, unless tokens were left out."""
+        tokens, hidden_size = product.shape
+        valid = state.targets.valid
+        gradient = product if valid is None else product.new_zeros(state.targets.tokens, hidden_size)
+        constant = state.options.adds_constant
+        size = _size(hidden_size, HIDDEN_AT_ONCE)
+        _launch(
+            rows.hidden_gradient_of_rows,
+            (tokens, triton.cdiv(hidden_size, size)),
+            product,
+            derivative_product,
+            weight,
+            weight.sum(0, dtype=product.dtype) if constant else None,
+            gradient,
+            valid,
+            state.targets.column,
+            state.maximum,
+            combined.others,
+            combined.maximum,
+            combined.target,
+            combined.uniform,
+            hidden_size,
+            weight.stride(0),
+            warps=4,
+            HAS_VALID=valid is not None,
+            HAS_DERIVATIVE=derivative_product is not None,
+            HAS_CONSTANT=constant,
+            SIZE=size,
+        )
+        return gradient
+
+    def scaled_hidden(
+        self, state: OutputState, combined: Combined, hidden: Tensor, dtype: torch.dtype, *, of_derivative: bool
+    ) -> tuple[Tensor, Tensor]:
+        """One launch."""
+        tokens, hidden_size = hidden.shape
+        valid = state.targets.valid
+        scaled = hidden.new_empty(tokens, hidden_size, dtype=dtype)
+        coefficients = combined.others.new_empty(tokens)
+        size = _size(hidden_size, HIDDEN_AT_ONCE)
+        _launch(
+            rows.scaled_rows,
+            (tokens, triton.cdiv(hidden_size, size)),
+            hidden,
+            scaled,
+            coefficients,
+            valid,
+            state.targets.column,
+            state.maximum,
+            combined.uniform if of_derivative else combined.others,
+            combined.maximum,
+            hidden_size,
+            hidden.stride(0),
+            warps=4,
+            HAS_VALID=valid is not None,
+            OF_DERIVATIVE=of_derivative,
+            SIZE=size,
+        )
+        return scaled, coefficients
+
+    def add_label_rows(
+        self,
+        state: OutputState,
+        combined: Combined,
+        hidden: Tensor,
+        weight_gradient: Tensor | None,
+        bias_gradient: Tensor | None,
+    ) -> None:
+        """One launch; the tokens of one target in their order."""
+        if weight_gradient is None and bias_gradient is None:
+            return
+        owned, hidden_size = state.targets.owned, hidden.shape[1]
+        entries = owned.rows.shape[0]
+        size = _size(hidden_size, HIDDEN_AT_ONCE)
+        _launch(
+            rows.add_label_rows,
+            (entries, triton.cdiv(hidden_size, size)),
+            hidden,
+            weight_gradient,
+            bias_gradient,
+            owned.rows,
+            owned.columns,
+            state.targets.valid,
+            combined.target,
+            entries,
+            hidden_size,
+            hidden.stride(0),
+            0 if weight_gradient is None else weight_gradient.stride(0),
+            warps=4,
+            HAS_VALID=state.targets.valid is not None,
+            HAS_WEIGHT=weight_gradient is not None,
+            HAS_BIAS=bias_gradient is not None,
+            SIZE=size,
+        )
+
+
+def _strides(rooms: Rooms) -> tuple[int, int, int]:
+    derivative = 0 if rooms.derivative is None else rooms.derivative.stride(0)
+    return rooms.logits.stride(0), rooms.exponentials.stride(0), derivative
+
+
+def _of_logits(options: LossOptions, rooms: Rooms, columns: int) -> dict[str, Any]:
+    """What both kernels that make exponentials are compiled for."""
+    return {
+        "warps": 16,
+        "SCALE": options.logit_scale,
+        "CAP": options.soft_cap or 0.0,
+        "HAS_BIAS": rooms.bias is not None,
+        "STORES_DERIVATIVE": rooms.derivative is not None,
+        "SIZE": _size(columns, COLUMNS_AT_ONCE),
+    }

@@ -1,0 +1,173 @@
+"""NCCL's priority and channels: from the configuration and from Python to every group, with stand-ins for what a torch
+without NCCL lacks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig
+
+from evenpipe.errors import InputError
+from evenpipe.parallel import Grid
+from evenpipe.runtime import NcclOptions, Pipeline, communication, groups, pipeline
+from evenpipe.runtime.communication import NCCL_LATER_SECONDS, Communicators
+from evenpipe.train import build
+from evenpipe.train.config import Config
+from evenpipe.train.config_file import config_from_dict
+from evenpipe.train.hardware_profile import pipelines_to_measure
+
+UNDEFINED = -(2**31)
+"""What NCCL's own configuration says of a field that nobody has set."""
+
+
+class Options:
+    """As torch's ProcessGroupNCCL.Options."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(min_ctas=UNDEFINED, max_ctas=UNDEFINED, cga_cluster_size=UNDEFINED)
+        self._timeout = timedelta(minutes=10)
+
+
+@pytest.fixture(autouse=True)
+def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch with NCCL."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+
+
+# --- one group --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "high_priority", "most"),
+    [
+        (NcclOptions(), True, UNDEFINED),
+        (NcclOptions(high_priority=False), False, UNDEFINED),
+        (NcclOptions(channels=1), True, 1),
+        (NcclOptions(high_priority=False, channels=64), False, 64),
+    ],
+)
+def test_what_torch_is_told(given: NcclOptions, high_priority: bool, most: int) -> None:
+    found = given.of_group(timedelta(seconds=7))
+    assert found.is_high_priority_stream is high_priority
+    assert found.config == SimpleNamespace(min_ctas=UNDEFINED, max_ctas=most, cga_cluster_size=UNDEFINED)
+    assert found._timeout == timedelta(seconds=7)  # torch warns of any other than the group's
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"high_priority": 1}, "nccl.high_priority: 1, expected True or False"),
+        ({"high_priority": None}, "nccl.high_priority: None, expected True or False"),
+        ({"channels": 0}, "nccl.channels: 0, expected a whole number from 1 to 64, or None"),
+        ({"channels": 65}, "nccl.channels: 65, expected a whole number from 1 to 64, or None"),
+        ({"channels": 4.0}, "nccl.channels: 4.0, expected a whole number from 1 to 64, or None"),
+        ({"channels": True}, "nccl.channels: True, expected a whole number from 1 to 64, or None"),
+    ],
+)
+def test_wrong_options(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        NcclOptions(**given)
+    assert str(error.value) == message
+
+
+# --- all groups -------------------------------------------------------------------------------------------------
+
+
+def made(monkeypatch: pytest.MonkeyPatch, backends: str, **options: Any) -> list[dict[str, Any]]:
+    """How process 0 of three asks torch for the groups of two communicators, of one of which it is no member."""
+    asked: list[dict[str, Any]] = []
+
+    def new_group(members: list[int], **given: Any) -> SimpleNamespace:
+        asked.append(given)
+        return SimpleNamespace(backend=given["backend"])
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    monkeypatch.setattr(dist, "get_backend", lambda group: group.backend)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(communication, "Staging", lambda device: SimpleNamespace())
+    Communicators([("X", (0, 1, 2)), ("F:1>2", (1, 2))], timeout_seconds=30, torch_device="cuda:0", **options)
+    assert [given["group_desc"] for given in asked] == ["X", "F:1>2"]
+    return asked
+
+
+@pytest.mark.parametrize("given", [None, NcclOptions(high_priority=False, channels=8)])
+def test_each_group_of_nccl_has_options_of_its_own(given: NcclOptions | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = made(monkeypatch, "cpu:gloo,cuda:nccl", nccl=given)
+    first, second = (group["pg_options"] for group in asked)
+    assert first is not second and first.config is not second.config
+    wanted = given or NcclOptions()
+    for group, options in zip(asked, (first, second), strict=True):
+        assert group["backend"] == "nccl" and group["device_id"] == torch.device("cuda:0")
+        assert options._timeout == group["timeout"] == timedelta(seconds=30 + NCCL_LATER_SECONDS)
+        assert options.is_high_priority_stream == wanted.high_priority
+        assert options.config.max_ctas == (wanted.channels or UNDEFINED)
+
+
+def test_groups_of_gloo_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dist, "ProcessGroupNCCL")  # a torch without NCCL
+    for group in made(monkeypatch, "gloo", nccl=NcclOptions(channels=8)):
+        assert (group["backend"], group["pg_options"], group["device_id"]) == ("gloo", None, None)
+        assert group["timeout"] == timedelta(seconds=30)
+
+
+# --- from where a user says it ----------------------------------------------------------------------------------
+
+MODEL = LlamaConfig(
+    vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1
+)
+
+
+class SeenError(Exception):
+    """What was to be seen has been seen."""
+
+
+def test_a_pipeline_hands_them_to_all_its_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Any] = {}
+
+    def stop(listed: list[tuple[str, Any]], **given: Any) -> None:
+        found.update(given, names=[name for name, _ in listed])
+        raise SeenError
+
+    monkeypatch.setattr(pipeline, "process_grid", lambda mesh, replicas: Grid(((0, 1), (2, 3)), replica=0, device=0))
+    monkeypatch.setattr(groups, "Communicators", stop)
+    given = NcclOptions(high_priority=False, channels=2)
+    with pytest.raises(SeenError):
+        Pipeline(MODEL, nccl=given, torch_device="cpu", self_check=False)
+    assert found["nccl"] is given
+    assert {"F:0>1", "B:1>0", "X", "control", "replicas", "everyone"} <= set(found["names"])
+
+
+def test_a_pipeline_refuses_what_are_no_options() -> None:
+    with pytest.raises(InputError, match=r"nccl: \{'channels': 2\}, expected NcclOptions, or None"):
+        Pipeline(MODEL, nccl={"channels": 2})  # type: ignore[arg-type]
+
+
+def configured(**given: Any) -> Config:
+    tables = {"model": {"architecture": "llama"}, "data": {"corpus": "python-standard-library"}}
+    return config_from_dict({**tables, "pipeline": given})
+
+
+def test_a_configuration_says_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[NcclOptions] = []
+    monkeypatch.setattr(build, "Pipeline", lambda model, *, nccl, **_: built.append(nccl))
+    monkeypatch.setattr(build, "pipeline_model", lambda *_: MODEL)
+    for given in ({}, {"nccl_high_priority": False, "nccl_channels": 64}, {"nccl_channels": "none"}):
+        build.build_pipeline(configured(**given), 32, 0, torch.device("cpu"))
+    assert built == [NcclOptions(), NcclOptions(high_priority=False, channels=64), NcclOptions()]
+
+
+def test_passes_are_measured_with_them() -> None:
+    config = configured(nccl_high_priority=False, nccl_channels=4)
+    config = replace(config, model=replace(config.model, config={"num_hidden_layers": 4, "vocab_size": 32}))
+    for measured in pipelines_to_measure(config, 2, 1).values():
+        assert (measured.pipeline.nccl_high_priority, measured.pipeline.nccl_channels) == (False, 4)

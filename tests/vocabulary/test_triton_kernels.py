@@ -1,0 +1,169 @@
+"""Triton's kernels: on a GPU, or interpreted on the CPU in fp32 and fp64. See also conftest.py."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+from vocabulary_reference import Problem, assert_close, problem, reference, sharded
+
+from evenpipe.errors import InputError
+from evenpipe.vocabulary import LossOptions, combine, kernels, output
+from evenpipe.vocabulary.kernels import choose
+from evenpipe.vocabulary.targets import Targets, find_targets, targets_on_device
+
+triton_kernels = pytest.importorskip("evenpipe.vocabulary.kernels.triton_kernels", reason="Triton is not installed")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EVERYTHING = LossOptions(
+    label_smoothing=0.1, z_loss=1e-3, soft_cap=5.0, logit_scale=0.7, rows_per_block=8, kernels="triton"
+)
+OPTIONS = {
+    "plain": LossOptions(kernels="triton"),
+    "smoothing": LossOptions(label_smoothing=0.1, rows_per_block=5, kernels="triton"),
+    "soft-cap": LossOptions(soft_cap=3.0, rows_per_block=8, kernels="triton"),
+    "everything": EVERYTHING,
+}
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of logits and of hidden states in several pieces, the last one not whole."""
+    monkeypatch.setattr(triton_kernels, "COLUMNS_AT_ONCE", 16)
+    monkeypatch.setattr(triton_kernels, "HIDDEN_AT_ONCE", 8)
+    monkeypatch.setattr(triton_kernels, "TOKENS_AT_ONCE", 8)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("keep", ["probabilities", "nothing"])
+@pytest.mark.parametrize("one_barrier", [True, False], ids=["one barrier", "two barriers"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients(name: str, one_barrier: bool, keep: str) -> None:
+    """Several shards, ignored tokens, repeated targets, rows that pad the vocabulary."""
+    dtype = torch.float64 if one_barrier else torch.float32
+    inputs = problem(13, 12, 50, bias=True, ignored=(0, 7)).to(dtype)
+    inputs.labels[3:6] = 11
+    options = replace(OPTIONS[name], keep=keep)
+    actual = sharded(inputs.on(DEVICE), options, 3, one_barrier=one_barrier, padded_rows=56).on_host()
+    assert_close(actual, reference(inputs, options), TOLERANCES[dtype], row_tolerance=5 * TOLERANCES[dtype])
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("one_barrier", [True, False], ids=["one barrier", "two barriers"])
+def test_labels_on_the_device(monkeypatch: pytest.MonkeyPatch, name: str, one_barrier: bool) -> None:
+    """Nothing waits for them: ignored tokens stay, marked, and what stands in their hidden states reaches nothing."""
+
+    def find(labels: Tensor, shard: object, ignore_index: int, *_: object, **__: object) -> Targets:
+        return targets_on_device(labels.to(DEVICE), shard, ignore_index)
+
+    monkeypatch.setattr(output, "find_targets", find)
+    inputs = problem(9, 12, 50, bias=True, ignored=(2, 3)).to(torch.float64)
+    expected = reference(inputs, OPTIONS[name])
+    inputs.hidden[2] = torch.nan
+    inputs.hidden[3] = torch.inf
+    actual = sharded(inputs.on(DEVICE), OPTIONS[name], 2, one_barrier=one_barrier).on_host()
+    assert_close(actual, expected, 1e-10)
+
+
+def test_a_label_on_the_device_that_is_no_token() -> None:
+    (shard,) = output_shards(20, 1)
+    with pytest.raises(RuntimeError, match="neither a token of the vocabulary nor ignore_index"):
+        targets_on_device(torch.tensor([3, 20]), shard, -100)
+
+
+def output_shards(vocabulary: int, parts: int) -> list:
+    from evenpipe.vocabulary import split
+
+    return split(vocabulary, parts)
+
+
+def test_both_forms_of_targets_say_the_same() -> None:
+    labels = torch.tensor([7, -100, 3, 7, 15, 4, -100, 3])
+    shard = output_shards(16, 2)[0]
+    host = find_targets(labels, shard, -100, torch.device("cpu"), by_column=True)
+    device = targets_on_device(labels, shard, -100)
+    assert host.valid is not None and host.column is not None and device.column is not None
+    assert device.column[host.valid].tolist() == host.column.tolist() == [7, 3, 7, -1, 4, 3]
+    assert host.owned.columns.tolist() == [3, 3, 4, 7, 7]
+    assert host.valid[host.owned.rows].tolist() == [2, 7, 5, 0, 3]
+    found = device.owned.columns >= 0
+    assert device.owned.rows[found].tolist() == [2, 7, 5, 0, 3]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("soft_cap", [None, 40.0])
+def test_combine(smoothing: float, soft_cap: float | None) -> None:
+    """The same numbers as operations of torch, in fp64, for odds from 1e-30 to 1e30."""
+    generator = torch.Generator().manual_seed(0)
+    options = LossOptions(label_smoothing=smoothing, z_loss=1e-3, soft_cap=soft_cap, logit_scale=1.3)
+    table = torch.zeros(3, 40, options.statistics, dtype=torch.float64)
+    table[..., 0] = torch.randn(3, 40, generator=generator, dtype=torch.float64) * 3
+    table[..., 1] = 1.0 + torch.rand(3, 40, generator=generator, dtype=torch.float64)
+    table[1, :, 2] = torch.linspace(-35.0, 35.0, 40, dtype=torch.float64)
+    if smoothing:
+        table[..., 3], table[..., 4] = -5.0, 17.0
+    table[0, :4, :2] = torch.tensor([-torch.inf, 0.0])
+    weights = torch.randn(40, generator=generator, dtype=torch.float64)
+    labels = torch.arange(40)
+    labels[5] = -100
+    given = (weights, labels, options, 60)
+    plain = combine(table, *given)
+    found = triton_kernels.TritonKernels().combine(table.to(DEVICE), *given)
+    for one in fields(plain):
+        ours, theirs = getattr(found, one.name), getattr(plain, one.name)
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-12, atol=0.0)
+
+
+def test_the_same_bits_every_time() -> None:
+    inputs = problem(12, 8, 40, bias=True).to(torch.float32)
+    inputs.labels[:] = 5
+    first, second = (sharded(inputs.on(DEVICE), EVERYTHING, 2, one_barrier=True) for _ in range(2))
+    for one in fields(first):
+        assert torch.equal(getattr(first, one.name), getattr(second, one.name))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="stores of the interpreter, which cuts bf16 off")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_dtypes(dtype: torch.dtype) -> None:
+    inputs = problem(10, 8, 40, bias=True).to(dtype)
+    actual = sharded(inputs, OPTIONS["plain"], 2, one_barrier=True)
+    assert_close(actual, reference(inputs, OPTIONS["plain"]), 1e-2 if dtype == torch.bfloat16 else 2e-5)
+
+
+# --- which version ---------------------------------------------------------------------------------------------------
+
+
+def test_auto_is_torch_on_a_cpu_and_on_no_device() -> None:
+    assert type(choose(LossOptions(), torch.zeros(1))).__name__ == "PlainKernels"
+    assert type(choose(LossOptions(), torch.zeros(1, device="meta"))).__name__ == "PlainKernels"
+
+
+def test_triton_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_has_triton", lambda: False)
+    with pytest.raises(InputError, match='kernels is "triton", which is not installed; "auto" and "torch" do without'):
+        choose(LossOptions(kernels="triton"), torch.zeros(1))
+    assert type(choose(LossOptions(), torch.zeros(1, device=DEVICE))).__name__ == "PlainKernels"
+
+
+def test_triton_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(InputError, match=r"the tensors are on 'cpu', not on a GPU"):
+        choose(LossOptions(kernels="triton"), torch.zeros(1))
+
+
+def test_unknown_kernels() -> None:
+    with pytest.raises(InputError, match='kernels must be "auto", "torch" or "triton", not \'cuda\''):
+        LossOptions(kernels="cuda")  # type: ignore[arg-type]
+
+
+def test_problem_is_not_trivial() -> None:
+    """The reference itself has gradients everywhere, so that a kernel that wrote nothing would be found."""
+    given: Problem = problem(13, 12, 50, bias=True)
+    expected = reference(given, EVERYTHING)
+    assert bool((expected.weight.norm(dim=1) > 0).all()) and bool((expected.losses > 0).all())
