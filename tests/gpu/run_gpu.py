@@ -1,4 +1,5 @@
-"""`make gpu-test`: runs all cases of gpu_cases.py on this machine's GPU and writes down the figures.
+"""`make gpu-test`: runs all cases of gpu_cases.py on this machine's GPU and writes down the figures; then the tests of
+the vocabulary layers, whose kernels run there too.
 
     python tests/gpu/run_gpu.py [--output benchmarks/results/gpu_test.json]
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 import traceback
@@ -20,6 +22,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 from gpu_here import no_gpu  # noqa: E402
 
+VOCABULARY = Path(__file__).resolve().parents[1] / "vocabulary"
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu_test.json"
 
 
@@ -55,7 +58,8 @@ def main() -> int:
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps({"machine": machine, "cases": figures}, indent=1) + "\n")
     print(f"{len(figures) - len(failed)} of {len(figures)} passed; figures in {arguments.output}")
-    return 1 if failed else 0
+    kernels = 0 if arguments.case else subprocess.run([sys.executable, "-m", "pytest", "-q", VOCABULARY]).returncode
+    return 1 if failed or kernels else 0
 
 
 if __name__ == "__main__":

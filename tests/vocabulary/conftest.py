@@ -1,7 +1,7 @@
 """The tests of the output layer run with every version of the kernels.
 
-Triton's run on a GPU, or interpreted, operation by operation: then every sixteenth test runs with them too, and with
-EVENPIPE_TEST_MATRIX=full every one.
+Triton's run on a GPU (`make gpu-test`), or interpreted, operation by operation: then every sixteenth test runs with
+them too, and with EVENPIPE_TEST_MATRIX=full every one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import vocabulary_reference
 
 from evenpipe.vocabulary import output
 from evenpipe.vocabulary.kernels import choose
@@ -44,10 +45,15 @@ def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     name = getattr(request, "param", "auto")
     if name == "auto":
         return
+    on_gpu = name == "triton" and torch.cuda.is_available()
     if name == "triton":
         pytest.importorskip("triton", reason="Triton is not installed")
+    if on_gpu:
+        monkeypatch.setattr(vocabulary_reference, "TORCH_DEVICE", "cuda")
 
     def chosen(options: LossOptions, like: torch.Tensor) -> object:
+        if on_gpu and not like.is_cuda:  # a test that makes its own tensors, on the host
+            return choose(options, like)
         return choose(replace(options, kernels=name) if options.kernels == "auto" else options, like)
 
     monkeypatch.setattr(output, "choose", chosen)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from vocabulary_reference import assert_close, problem, reference, sharded
+from vocabulary_reference import Problem, assert_close, problem, reference, sharded
 
 from evenpipe.vocabulary import LossOptions
 
@@ -39,3 +39,20 @@ def test_gradients(options: LossOptions, dtype: torch.dtype, keep: str, one_barr
     options = replace(options, keep=keep, rows_per_block=32)
     actual = sharded(inputs.on(torch_device), options, 3, one_barrier=one_barrier).on_host()
     assert_close(actual, reference(inputs, options), TOLERANCES[dtype][torch_device != "cpu"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_more_logits_than_32_bits_count() -> None:
+    """The last tokens of 2.2 billion logits, which are beyond any 32-bit offset, beside the same tokens alone."""
+    tokens, vocabulary, last = 66_000, 33_000, 64
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(tokens, 64, generator=generator, device="cuda").bfloat16()
+    weight = torch.randn(vocabulary, 64, generator=generator, device="cuda").bfloat16() / 8
+    labels = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(0))
+    whole = Problem(hidden, weight, None, labels, torch.ones(tokens))
+    alone = Problem(hidden[-last:], weight, None, labels[-last:], torch.ones(last))
+    found = sharded(whole, LossOptions(), 1, one_barrier=True)
+    expected = sharded(alone, LossOptions(), 1, one_barrier=True)
+    torch.testing.assert_close(found.losses[-last:], expected.losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.hidden[-last:], expected.hidden, rtol=1e-2, atol=1e-3)

@@ -19,6 +19,9 @@ from evenpipe.vocabulary import (
     split,
 )
 
+TORCH_DEVICE = "cpu"
+"""Where `sharded` computes; with Triton's kernels the GPU, where there is one (conftest.py)."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -159,6 +162,20 @@ def sharded(
     padded_rows: add rows to weight and bias that stand for no token, filled with NaN: they must never be read.
     weight_gradient: added to in place.
     """
+    if TORCH_DEVICE != given.hidden.device.type == "cpu":
+        begun = None if weight_gradient is None else weight_gradient.to(TORCH_DEVICE)
+        found = sharded(
+            given.on(TORCH_DEVICE),
+            options,
+            parts,
+            one_barrier=one_barrier,
+            padded_rows=padded_rows,
+            buffers=buffers,
+            weight_gradient=begun,
+        )
+        if weight_gradient is not None and begun is not None:
+            weight_gradient.copy_(begun)
+        return found.on_host()
     vocabulary, hidden_size = given.weight.shape
     dtype = torch.float64 if given.hidden.dtype == torch.float64 else torch.float32
     shards = split(vocabulary, parts, padded_rows=padded_rows)
