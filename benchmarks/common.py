@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +16,8 @@ from transformers import LlamaConfig
 
 from evenpipe.runtime.trace import machine
 from evenpipe.train.config import Config, DataConfig, ModelConfig, PipelineConfig, TokenizerConfig
+
+CPU = torch.device("cpu")
 
 
 def option(default: int, text: str) -> Any:
@@ -57,11 +60,17 @@ def settings_of(given: argparse.Namespace, settings: type[S]) -> S:
 class Results:
     """Figures, case by case; written after each, so that a run that is broken off leaves what it found."""
 
-    def __init__(self, settings: Options, output: Path | None, **more: Any) -> None:
+    def __init__(
+        self,
+        settings: Options | Mapping[str, Any],
+        output: Path | None,
+        torch_device: torch.device = CPU,
+        **more: Any,
+    ) -> None:
         versions = {"transformers": transformers.__version__}
         self._all: dict[str, Any] = {
-            "settings": asdict(settings),
-            **machine(torch.device("cpu")),
+            "settings": asdict(settings) if isinstance(settings, Options) else dict(settings),
+            **machine(torch_device),
             **versions,
             **more,
             "cases": [],

@@ -31,7 +31,7 @@ FLUSHED = 256 * 2**20
 ROWS = 1024
 """Of matrices that are compared at a time, so that their copies in fp64 are small."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-PACKAGES = ("transformers", "triton", "accelerate", "liger-kernel", "cut-cross-entropy", "quack-kernels")
+PACKAGES = ("triton", "accelerate", "liger-kernel", "cut-cross-entropy", "quack-kernels")
 """Of which the version is noted where they are installed."""
 MIB = 2**20
 
@@ -67,16 +67,10 @@ class Results(common.Results):
 
     def __init__(self, given: argparse.Namespace, device: torch.device, **more: Any) -> None:
         settings = {name: value for name, value in vars(given).items() if name != "output"}
+        settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
         versions = {name: version for name in PACKAGES if (version := _version(name)) is not None}
-        self._all = {
-            "settings": {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()},
-            **machine(device),
-            "cuda": torch.version.cuda if device.type == "cuda" else None,
-            **versions,
-            **more,
-            "cases": [],
-        }
-        self._output = given.output
+        cuda = torch.version.cuda if device.type == "cuda" else None
+        super().__init__(settings, given.output, device, cuda=cuda, **versions, **more)
 
     @property
     def about(self) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from vocabulary_reference import Problem, assert_close, problem, reference, sharded
 
 from evenpipe.errors import InputError
-from evenpipe.vocabulary import LossOptions, combine, kernels, output
+from evenpipe.vocabulary import LossOptions, combine, kernels, output, split
 from evenpipe.vocabulary.kernels import choose
 from evenpipe.vocabulary.targets import Targets, find_targets, targets_on_device
 
@@ -70,20 +70,14 @@ def test_labels_on_the_device(monkeypatch: pytest.MonkeyPatch, name: str, one_ba
 
 
 def test_a_label_on_the_device_that_is_no_token() -> None:
-    (shard,) = output_shards(20, 1)
+    (shard,) = split(20, 1)
     with pytest.raises(RuntimeError, match="neither a token of the vocabulary nor ignore_index"):
         targets_on_device(torch.tensor([3, 20]), shard, -100)
 
 
-def output_shards(vocabulary: int, parts: int) -> list:
-    from evenpipe.vocabulary import split
-
-    return split(vocabulary, parts)
-
-
 def test_both_forms_of_targets_say_the_same() -> None:
     labels = torch.tensor([7, -100, 3, 7, 15, 4, -100, 3])
-    shard = output_shards(16, 2)[0]
+    shard = split(16, 2)[0]
     host = find_targets(labels, shard, -100, torch.device("cpu"), by_column=True)
     device = targets_on_device(labels, shard, -100)
     assert host.valid is not None and host.column is not None and device.column is not None

@@ -131,10 +131,6 @@ class Letters:
         """Exponentials are made of the logits in the same memory."""
         return self.of_logit == self.q
 
-    def cached(self, rows: int, columns: int) -> int:
-        """Rows that operations of torch work on at a time."""
-        return cached_rows(rows, columns)
-
     def rooms(self, rows: int, columns: int) -> int:
         """Bytes of the memory that so many logits are made in, beside exponentials that are kept."""
         per_logit = 0 if self.in_place else self.of_logit
@@ -143,7 +139,7 @@ class Letters:
         per_cached = 0
         if not self.fused:
             per_cached = self.a * ((self.of_logit != self.a) + (self.options.soft_cap is not None))
-        return rows * columns * per_logit + self.cached(rows, columns) * columns * per_cached
+        return rows * columns * per_logit + cached_rows(rows, columns) * columns * per_cached
 
     @property
     def slow(self) -> bool:

@@ -17,6 +17,7 @@ from evenpipe.memory.letters import Letters, Machine, VocabularyShape
 from evenpipe.schedule import Placement
 from evenpipe.schedule.planning import BARRIERS, vocabulary_mode
 from evenpipe.vocabulary import Shard, split
+from evenpipe.vocabulary.kernels.plain import cached_rows
 
 INDEX = 8
 """Bytes of an index or a token id."""
@@ -129,7 +130,7 @@ def _first_half(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
     left = _left(x, one_barrier=one_barrier)
     statistics = x.n * x.k * x.a
     beside = left.output_peak  # rooms that are given back
-    rows = x.cached(x.b, x.R)
+    rows = cached_rows(x.b, x.R)
     per_row = 0 if x.fused else 2 * rows * x.a + INDEX * (x.o * rows // max(1, x.v))  # maximum, sum, owned targets
     blocks = max(x.of_logits(), per_row, x.of_hidden(x.v if x.keeps else x.b) if one_barrier else 0)
     stored = left.stored if x.v < x.n else left.stored - _copied_hidden(x)

@@ -49,8 +49,8 @@ def linear_cross_entropy(
     Three matrix products in all; beside them exponentials of all logits are kept from forward to backward, in the dtype
     of `input`. Where these would take more than 1 GiB, "mean" and "sum" work on parts of the tokens (at least 1024) and
     make the gradients with the loss; "none" computes the logits a second time in the backward. Statistics and the loss
-    are in fp32 (fp64 for fp64), in log-odds form: exact for confident tokens too (see combination.py). On a GPU nothing
-    waits for the host.
+    are in fp32 (fp64 for fp64), in log-odds form: exact for confident tokens too (see combination.py). With Triton's
+    kernels nothing waits for the host.
 
     Args:
         input: [..., hidden_size], hidden states. Under autocast it and `linear_weight` are cast first.
@@ -224,8 +224,7 @@ class _InParts(torch.autograd.Function):
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         combined = combine(statistics[None], of_losses, labels, ctx.options, weight.shape[0])
         state.one_barrier = not to_hidden  # then T makes no gradient of the hidden states
-        narrow = stored_dtype(weight.dtype) == weight.dtype
-        dtype = weight.dtype if narrow else statistics.dtype
+        dtype = stored_dtype(weight.dtype)
         of_weight = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format) if to_weight else None
         of_bias = torch.zeros_like(bias, dtype=statistics.dtype) if to_bias else None
         of_hidden = backward_shard(state, combined, weight, of_weight, of_bias, overwrite=True)

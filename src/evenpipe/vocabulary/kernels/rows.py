@@ -11,11 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-IGNORED = tl.constexpr(-2)
-"""As in targets.py."""
-MAXIMUM, SUM, TARGET = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-TOTAL, COUNT = tl.constexpr(3), tl.constexpr(4)
-"""Columns of the statistics, as in combination.py."""
+from evenpipe.vocabulary import combination, targets
+
+# A kernel reads names of its module only if they are constants of Triton's.
+IGNORED = tl.constexpr(targets.IGNORED)
+MAXIMUM = tl.constexpr(combination.MAXIMUM)
+SUM = tl.constexpr(combination.SUM)
+TARGET = tl.constexpr(combination.TARGET)
+TOTAL = tl.constexpr(combination.TOTAL)
+COUNT = tl.constexpr(combination.COUNT)
 
 
 @triton.jit

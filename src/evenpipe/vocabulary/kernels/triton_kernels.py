@@ -26,6 +26,12 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **c
         kernel[grid](*arguments, num_warps=warps, **compiled)
 
 
+def _launch_over_hidden(kernel: Any, rows: int, hidden_size: int, *arguments: Any, **compiled: Any) -> None:
+    """A program for each row and each piece of its numbers."""
+    size = _size(hidden_size, HIDDEN_AT_ONCE)
+    _launch(kernel, (rows, triton.cdiv(hidden_size, size)), *arguments, warps=4, SIZE=size, **compiled)
+
+
 def _size(numbers: int, at_once: int) -> int:
     return min(at_once, 1 << max(0, numbers - 1).bit_length())
 
@@ -123,10 +129,10 @@ class TritonKernels:
         valid = state.targets.valid
         gradient = product if valid is None else product.new_zeros(state.targets.tokens, hidden_size)
         constant = state.options.adds_constant
-        size = _size(hidden_size, HIDDEN_AT_ONCE)
-        _launch(
+        _launch_over_hidden(
             rows.hidden_gradient_of_rows,
-            (tokens, triton.cdiv(hidden_size, size)),
+            tokens,
+            hidden_size,
             product,
             derivative_product,
             weight,
@@ -141,11 +147,9 @@ class TritonKernels:
             combined.uniform,
             hidden_size,
             weight.stride(0),
-            warps=4,
             HAS_VALID=valid is not None,
             HAS_DERIVATIVE=derivative_product is not None,
             HAS_CONSTANT=constant,
-            SIZE=size,
         )
         return gradient
 
@@ -157,10 +161,10 @@ class TritonKernels:
         valid = state.targets.valid
         scaled = hidden.new_empty(tokens, hidden_size, dtype=dtype)
         coefficients = combined.others.new_empty(tokens)
-        size = _size(hidden_size, HIDDEN_AT_ONCE)
-        _launch(
+        _launch_over_hidden(
             rows.scaled_rows,
-            (tokens, triton.cdiv(hidden_size, size)),
+            tokens,
+            hidden_size,
             hidden,
             scaled,
             coefficients,
@@ -171,10 +175,8 @@ class TritonKernels:
             combined.maximum,
             hidden_size,
             hidden.stride(0),
-            warps=4,
             HAS_VALID=valid is not None,
             OF_DERIVATIVE=of_derivative,
-            SIZE=size,
         )
         return scaled, coefficients
 
@@ -191,10 +193,10 @@ class TritonKernels:
             return
         owned, hidden_size = state.targets.owned, hidden.shape[1]
         entries = owned.rows.shape[0]
-        size = _size(hidden_size, HIDDEN_AT_ONCE)
-        _launch(
+        _launch_over_hidden(
             rows.add_label_rows,
-            (entries, triton.cdiv(hidden_size, size)),
+            entries,
+            hidden_size,
             hidden,
             weight_gradient,
             bias_gradient,
@@ -206,11 +208,9 @@ class TritonKernels:
             hidden_size,
             hidden.stride(0),
             0 if weight_gradient is None else weight_gradient.stride(0),
-            warps=4,
             HAS_VALID=state.targets.valid is not None,
             HAS_WEIGHT=weight_gradient is not None,
             HAS_BIAS=bias_gradient is not None,
-            SIZE=size,
         )
 
 
