@@ -192,6 +192,15 @@ def test_what_stands_beside_layers_follows_from_stages_of_two_sizes() -> None:
     assert stage_passes(few, few) == {}
 
 
+@pytest.mark.parametrize("many", [(13, 13, 13, 13), (20, 20, 6, 9)])
+def test_stages_of_two_sizes_that_contradict_each_other_say_nothing(many: tuple[float, ...]) -> None:
+    """A machine that was disturbed: what stands beside the layers would leave nothing for the layers of a stage."""
+    few = Costs(F=(11, 11))
+    found = stage_passes(few, Costs(F=many))
+    assert found == {"stage_F": 0}
+    assert passes_of(few, beside=found) == {"F": 22, "C": 0}
+
+
 @pytest.mark.parametrize(("size", "scale"), [(1, 1.0), (2, 1.5), (4, 2.0), (8, 2.0)])
 def test_between_two_sizes_factors_are_interpolated(size: int, scale: float) -> None:
     given = problem(measured(1), measured(4, scale=2.0))

@@ -107,12 +107,17 @@ def fingerprint(works: Sequence[LayerWork], rows: int, hidden_size: int) -> str:
 
 
 def stage_passes(costs: Costs, looped: Costs) -> dict[str, float]:
-    """By the names in `STAGE`, from costs of the same layers in fewer stages and in more, a list per kind."""
+    """By the names in `STAGE`, from costs of the same layers in fewer stages and in more, a list per kind.
+
+    Where that would be as long as a whole pass, or below nothing, the two measurements contradict each other (one of
+    them was disturbed), and all that a pass takes counts as its layers'.
+    """
     seconds = {}
     for name in PASSES:
         few, many = getattr(costs, name), getattr(looped, name)
         if isinstance(few, tuple) and isinstance(many, tuple) and len(many) > len(few):
-            seconds[STAGE[name]] = max(0.0, math.fsum(many) - math.fsum(few)) / (len(many) - len(few))
+            beside = (math.fsum(many) - math.fsum(few)) / (len(many) - len(few))
+            seconds[STAGE[name]] = beside if 0.0 <= beside < min(*few, *many) else 0.0
     return seconds
 
 
