@@ -29,6 +29,8 @@ OPTIONS = {
     "smoothing": LossOptions(label_smoothing=0.1),
     "soft-cap": LossOptions(soft_cap=3.0),
     "soft-cap and smoothing": LossOptions(soft_cap=3.0, label_smoothing=0.1),
+    "entropy": LossOptions(entropy=True),
+    "entropy and smoothing": LossOptions(label_smoothing=0.1, entropy=True),
 }
 
 
@@ -165,10 +167,11 @@ def test_a_whole_output_layer_whose_backward_is_split(on, dtype: torch.dtype, ma
 
 
 @pytest.mark.parametrize("keep", ["probabilities", "nothing"])
+@pytest.mark.parametrize("machine", ["cpu", "cpu without bf16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_keeping_nothing_leaves_hidden_states_alone(dtype: torch.dtype, keep: str) -> None:
+def test_keeping_nothing_leaves_hidden_states_alone(on, dtype: torch.dtype, machine: Machine, keep: str) -> None:
+    on(machine)
     options = LossOptions(keep=keep)
-    machine: Machine = "cpu" if products._cpu_has_bf16() else "cpu without bf16"
     device = Device(1, dtype, options, machine, 2)
     spans, found = device.run(), predicted(device, 1, dtype, options, machine)
     assert spans["output_peak"].kept + spans["stored"].kept + N * HIDDEN * dtype.itemsize == pytest.approx(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from dataclasses import dataclass
 
 import torch
@@ -72,3 +74,46 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float,
         errors[name] = float(difference / norm) if norm > 0 else float(difference)
     name = max(errors, key=errors.__getitem__)
     return errors[name], name
+
+
+def rounded(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy in bf16, as transformers loads one: `.to()` by itself rounds the rotary frequencies too."""
+    narrow = copy.deepcopy(model).to(torch.bfloat16)
+    for name, buffer in model.named_buffers():
+        module, _, leaf = name.rpartition(".")
+        narrow.get_submodule(module)._buffers[leaf] = buffer.clone()
+    return narrow
+
+
+class Bf16Errors:
+    """Gradients in bf16 against fp32 in one process, measured by the errors of bf16 in one process.
+
+    Rounding is a throw of dice: the errors that two correct programs make in the few numbers of a norm differ by a
+    factor of two in one batch as easily as not. So errors are summed over batches before they are compared.
+    """
+
+    def __init__(self, exact: PreTrainedModel) -> None:
+        self._exact = exact
+        self._ours: dict[str, float] = {}
+        self._one_process: dict[str, float] = {}
+
+    def add(self, found: dict[str, Tensor], loss: float, ids: Tensor) -> None:
+        """What came out for a batch."""
+        narrow = rounded(self._exact)
+        for model in (self._exact, narrow):
+            model.zero_grad()
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+            expected = functional.cross_entropy(logits, ids[:, 1:].flatten())
+            expected.backward()
+            if model is self._exact:
+                assert abs(loss - expected.item()) < 2e-2
+        for name, gradient in found.items():
+            wanted = self._exact.get_parameter(name).grad
+            for errors, one in ((self._ours, gradient), (self._one_process, narrow.get_parameter(name).grad.float())):
+                errors[name] = errors.get(name, 0.0) + float((one - wanted).square().sum())
+
+    def check(self, case: str) -> None:
+        """No more than 1.5 times the error of one process."""
+        for name, squares in self._ours.items():
+            ours, one_process = math.sqrt(squares), math.sqrt(self._one_process[name])
+            assert ours <= 1.5 * one_process + 1e-7, f"{case} {name}: {ours:.2e} against {one_process:.2e}"

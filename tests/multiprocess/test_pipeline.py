@@ -141,38 +141,22 @@ def in_bf16(mode: str) -> None:
     """bf16 against fp32 in one process, measured by the error of bf16 in one process."""
     from test_gradients import llama
 
-    torch.manual_seed(0)
-    exact = llama(1003, False, torch.float32)
-    ids = torch.randint(0, 1003, (4, 16))
-    reference.loss_of(exact, ids, ids).backward()
+    model = llama(1003, False, torch.float32)
     pipeline = Pipeline(
-        llama(1003, False, torch.float32),
-        vocabulary=mode,
-        microbatches=2,
-        compute_dtype=torch.bfloat16,
-        self_check=False,
+        copy.deepcopy(model), vocabulary=mode, microbatches=2, compute_dtype=torch.bfloat16, self_check=False
     )
-    loss = pipeline.step(ids).loss
-    found = pipeline.full_gradients()
-    assert all(
-        parameter.grad.dtype == torch.float32 for parameter in pipeline.parameters() if parameter.grad is not None
-    )
-    if pipeline.device:
-        return
-    rounded = llama(1003, False, torch.float32)
-    rotary = [(name, buffer.clone()) for name, buffer in rounded.named_buffers()]
-    rounded.to(torch.bfloat16)
-    for name, buffer in rotary:  # .to() rounds the rotary frequencies too, which no bf16 model of transformers does
-        module, _, leaf = name.rpartition(".")
-        rounded.get_submodule(module)._buffers[leaf] = buffer
-    logits = rounded(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1).float()
-    functional.cross_entropy(logits, ids[:, 1:].flatten()).backward()
-    wanted = gradients(exact)
-    for name, gradient in found.items():
-        ours = torch.linalg.vector_norm(gradient - wanted[name])
-        one_process = torch.linalg.vector_norm(dict(rounded.named_parameters())[name].grad.float() - wanted[name])
-        assert ours <= 1.5 * one_process + 1e-7, f"{name}: {ours:.2e} against {one_process:.2e}"
-    assert abs(loss - reference.loss_of(exact, ids, ids).item()) < 2e-2
+    errors = reference.Bf16Errors(model)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(8):
+        ids = torch.randint(0, 1003, (4, 16), generator=generator)
+        pipeline.zero_grad()
+        loss = pipeline.step(ids).loss
+        for parameter in pipeline.parameters():
+            assert parameter.grad is None or parameter.grad.dtype == torch.float32
+        found = pipeline.full_gradients()
+        if pipeline.device == 0:
+            errors.add(found, loss, ids)
+    errors.check(mode)
 
 
 @pytest.mark.parametrize("mode", ["first-last", "vocab-1", "vocab-2"])
@@ -212,7 +196,7 @@ def test_padding_positions_and_token_weights(mode: str) -> None:
 
 
 def loss_options(mode: str) -> None:
-    """Label smoothing and z-loss, with what the output layer keeps, against autograd."""
+    """Label smoothing, z-loss and the entropy, with what the output layer keeps, against autograd."""
     torch.manual_seed(0)
     ids = torch.randint(0, 97, (4, 8))
     for smoothing, z_loss, keep in ((0.1, 0.0, "probabilities"), (0.0, 1e-2, "nothing"), (0.1, 1e-2, "nothing")):
@@ -221,9 +205,13 @@ def loss_options(mode: str) -> None:
         plain = functional.cross_entropy(logits, targets, label_smoothing=smoothing)
         expected = plain + z_loss * torch.logsumexp(logits, -1).square().mean()
         expected.backward()
-        pipeline = make(mode, loss=LossOptions(label_smoothing=smoothing, z_loss=z_loss, keep=keep))
-        assert pipeline.step(ids).loss == pytest.approx(expected.item(), rel=1e-12)
+        pipeline = make(mode, loss=LossOptions(label_smoothing=smoothing, z_loss=z_loss, keep=keep, entropy=True))
+        result = pipeline.step(ids)
+        assert result.loss == pytest.approx(expected.item(), rel=1e-12)
+        entropy = torch.special.entr(logits.softmax(-1)).sum(-1).mean().item()
+        assert result.entropy == pytest.approx(entropy, rel=1e-12)
         assert_same_gradients(pipeline, model)
+        assert pipeline.evaluate(ids).entropy == pytest.approx(entropy, rel=1e-12)
         pipeline.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -252,10 +253,13 @@ def test_a_time_box_ends_a_run_early_and_is_kept_when_resumed(tmp_path: Path) ->
 
 def test_one_process_and_nothing_held_back(tmp_path: Path) -> None:
     path = write_config(tmp_path, processes=1, steps=4)
-    path.write_text(path.read_text().replace("validation_fraction = 0.05", "validation_fraction = 0.0"))
+    text = path.read_text().replace("validation_fraction = 0.05", "validation_fraction = 0.0")
+    path.write_text(text + "\n[loss]\nentropy = true\n")
     prepare(load_config(path), say=lambda text: None)
     run_processes(train_to_the_end, 1, str(path))
-    assert [line["step"] for line in logged(tmp_path)] == [1, 2, 3, 4]
+    lines = logged(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(1 < line["entropy"] <= math.log(301) for line in lines)
     export_checkpoint(tmp_path / "run", tmp_path / "exported")
 
 

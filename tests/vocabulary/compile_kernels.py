@@ -44,9 +44,10 @@ def variants() -> Iterator[tuple[Any, dict[str, Any], int]]:
     """Every kernel, and of what it is compiled for every value, nothing and everything: not all combinations."""
     for bias, cap, numbers, derivative in ((False, 0.0, 3, False), (True, 5.0, 5, True), (True, 0.0, 5, False)):
         common = {"SCALE": 0.7, "CAP": cap, "HAS_BIAS": bias, "STORES_DERIVATIVE": derivative, "SIZE": 1024}
-        yield rows.exponentials_of_rows, {**common, "NUMBERS": numbers, "STORES": bias}, 16
+        sums = {"NUMBERS": numbers + derivative, "ENTROPY": derivative}
+        yield rows.exponentials_of_rows, {**common, **sums, "SMOOTHS": numbers == 5, "STORES": bias}, 16
         yield rows.exponentials_again, common, 16
-        of_loss = {"SCALE": 0.7, "CAP": cap, "Z_LOSS": 1e-4 if bias else 0.0, "NUMBERS": numbers, "SIZE": 128}
+        of_loss = {"SCALE": 0.7, "CAP": cap, "Z_LOSS": 1e-4 if bias else 0.0, **sums, "SIZE": 128}
         yield rows.combine_rows, {**of_loss, "SMOOTHING": 0.1 if numbers == 5 else 0.0}, 4
     for valid, derivative, constant in ((False, False, True), (True, True, False), (True, False, False)):
         names = {"HAS_VALID": valid, "HAS_DERIVATIVE": derivative, "HAS_CONSTANT": constant, "SIZE": 1024}

@@ -19,8 +19,10 @@ from evenpipe.vocabulary import (
     combine,
     forward_shard,
     hidden_gradient,
+    products,
     split,
 )
+from evenpipe.vocabulary.products import vocabulary_slices
 
 TOKENS, HIDDEN, VOCABULARY = 64, 16, 512
 PRODUCT = 2 * TOKENS * HIDDEN * VOCABULARY
@@ -96,7 +98,7 @@ def flops(run: Callable[[], Any]) -> tuple[int, Any]:
 
 # products in S, in C, in T
 @pytest.mark.parametrize(
-    ("one_barrier", "keep", "products"),
+    ("one_barrier", "keep", "counts"),
     [
         (True, "probabilities", (2, 0, 1)),
         (False, "probabilities", (1, 0, 2)),
@@ -105,15 +107,15 @@ def flops(run: Callable[[], Any]) -> tuple[int, Any]:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_matrix_products(dtype: torch.dtype, one_barrier: bool, keep: str, products: tuple[int, int, int]) -> None:
+def test_matrix_products(dtype: torch.dtype, one_barrier: bool, keep: str, counts: tuple[int, int, int]) -> None:
     """Three in all, in units of 2 tokens x hidden_size x rows; a fourth only when nothing is kept."""
     layer = Layer(LossOptions(keep=keep, rows_per_block=24, z_loss=1e-3), one_barrier=one_barrier, dtype=dtype)
     count, (statistics, state) = flops(layer.forward)
-    assert count == products[0] * PRODUCT
+    assert count == counts[0] * PRODUCT
     hidden_pass, weight_pass = layer.backward(statistics, state)
     if one_barrier:
-        assert flops(hidden_pass)[0] == products[1] * PRODUCT
-    assert flops(weight_pass)[0] == products[2] * PRODUCT
+        assert flops(hidden_pass)[0] == counts[1] * PRODUCT
+    assert flops(weight_pass)[0] == counts[2] * PRODUCT
 
 
 def test_ignored_tokens_cost_nothing() -> None:
@@ -125,7 +127,13 @@ def test_ignored_tokens_cost_nothing() -> None:
 
 
 @pytest.mark.parametrize("one_barrier", [True, False])
-def test_bf16_never_has_fp32_logits_of_all_tokens(one_barrier: bool) -> None:
+@pytest.mark.parametrize("native", [True, False], ids=["bf16 products", "none"])
+def test_bf16_never_has_fp32_logits_of_all_tokens(
+    native: bool, one_barrier: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the processor has no products in bf16, factors are made wide in slices of the vocabulary."""
+    monkeypatch.setattr(products, "_cpu_has_bf16", lambda: native)
+    monkeypatch.setattr(products, "vocabulary_slices", lambda rows: vocabulary_slices(rows, 96))
     options = LossOptions(rows_per_block=8, soft_cap=5.0, label_smoothing=0.1)
     layer = Layer(options, one_barrier=one_barrier, dtype=torch.bfloat16)
     with Recorder() as recorder:

@@ -25,7 +25,8 @@ EACH_OPTION = {
     "negative logit scale": LossOptions(logit_scale=-1.7),
     "soft-cap and scale": LossOptions(soft_cap=2.0, logit_scale=1.9),
     "soft-cap and smoothing": LossOptions(soft_cap=3.0, label_smoothing=0.2),
-    "everything": LossOptions(label_smoothing=0.1, z_loss=1e-2, soft_cap=3.0, logit_scale=0.7),
+    "entropy": LossOptions(entropy=True),
+    "everything": LossOptions(label_smoothing=0.1, z_loss=1e-2, soft_cap=3.0, logit_scale=0.7, entropy=True),
 }
 
 
@@ -82,6 +83,7 @@ def cases(draw: st.DrawFn) -> tuple[Problem, LossOptions, int, bool, int | None]
         soft_cap=draw(st.sampled_from([None, 2.0, 30.0])),
         logit_scale=draw(st.sampled_from([1.0, 0.25, -0.4])),
         keep=draw(st.sampled_from(["probabilities", "nothing"])),
+        entropy=draw(st.booleans()),
         rows_per_block=draw(st.sampled_from([None, 1, 3, 7, 64])),
     )
     padded_rows = draw(st.sampled_from([None, 0, 1, 7, 30]))
@@ -102,7 +104,7 @@ def test_any_combination(case: tuple[Problem, LossOptions, int, bool, int | None
     expected = reference(inputs, options)
     # Where the expected gradient is zero but for rounding (one token in the vocabulary, all smoothing), relative errors
     # say nothing: measure against the size of the terms, which is that of the weights.
-    for name in ("losses", "log_probabilities", "hidden", "weight", "bias"):
+    for name in ("losses", "log_probabilities", "hidden", "weight", "bias", "entropies"):
         ours, theirs = getattr(actual, name), getattr(expected, name)
         if theirs is not None:
             scale = max(float(theirs.norm()), 1e-3)

@@ -51,7 +51,12 @@ def split_backward(inputs: Problem, options: LossOptions, *, parts: int = 1, tra
         assert backward_shard(state, combined, inputs.weight[rows], *gradients) is None
     assert all(map(torch.equal, kept, hidden)), "dX is on its way while W runs"
     return Answer(
-        combined.losses, combined.log_probabilities, torch.stack(hidden).sum(0), weight_gradient, bias_gradient
+        combined.losses,
+        combined.log_probabilities,
+        torch.stack(hidden).sum(0),
+        weight_gradient,
+        bias_gradient,
+        combined.entropies,
     )
 
 

@@ -18,12 +18,19 @@ triton_kernels = pytest.importorskip("evenpipe.vocabulary.kernels.triton_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EVERYTHING = LossOptions(
-    label_smoothing=0.1, z_loss=1e-3, soft_cap=5.0, logit_scale=0.7, rows_per_block=8, kernels="triton"
+    label_smoothing=0.1,
+    z_loss=1e-3,
+    soft_cap=5.0,
+    logit_scale=0.7,
+    rows_per_block=8,
+    entropy=True,
+    kernels="triton",
 )
 OPTIONS = {
     "plain": LossOptions(kernels="triton"),
     "smoothing": LossOptions(label_smoothing=0.1, rows_per_block=5, kernels="triton"),
     "soft-cap": LossOptions(soft_cap=3.0, rows_per_block=8, kernels="triton"),
+    "entropy": LossOptions(entropy=True, kernels="triton"),
     "everything": EVERYTHING,
 }
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5}

@@ -62,6 +62,7 @@ class Answer:
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
+    entropies: Tensor | None = None
 
     def on_host(self) -> Answer:
         return Answer(
@@ -70,6 +71,7 @@ class Answer:
             self.hidden.cpu(),
             self.weight.cpu(),
             None if self.bias is None else self.bias.cpu(),
+            None if self.entropies is None else self.entropies.cpu(),
         )
 
 
@@ -144,7 +146,14 @@ def reference(given: Problem, options: LossOptions, *, log_odds: bool = False) -
         )
 
     assert weight.grad is not None
-    return Answer(spread(losses), spread(-plain), spread(hidden.grad), weight.grad, None if bias is None else bias.grad)
+    return Answer(
+        spread(losses),
+        spread(-plain),
+        spread(hidden.grad),
+        weight.grad,
+        None if bias is None else bias.grad,
+        spread(torch.special.entr(logits.softmax(1)).sum(1)) if options.entropy else None,
+    )
 
 
 def sharded(
@@ -224,6 +233,7 @@ def sharded(
         torch.stack(hidden_parts).sum(0),
         weight_gradient[:vocabulary],
         None if bias_gradient is None else bias_gradient[:vocabulary],
+        combined.entropies,
     )
 
 
@@ -244,7 +254,7 @@ def worst_row(actual: Tensor, expected: Tensor) -> float:
 
 def assert_close(actual: Answer, expected: Answer, tolerance: float, *, row_tolerance: float | None = None) -> None:
     """Every tensor to a relative Frobenius error of `tolerance`; rows of the two matrices to `row_tolerance`."""
-    for name in ("losses", "log_probabilities", "hidden", "weight", "bias"):
+    for name in ("losses", "log_probabilities", "hidden", "weight", "bias", "entropies"):
         ours, theirs = getattr(actual, name), getattr(expected, name)
         assert (ours is None) == (theirs is None), name
         if ours is None:

@@ -153,12 +153,12 @@ class Letters:
 
     # --- temporaries of the three products ----------------------------------------------------------------------
 
-    def of_logits(self) -> int:
-        """X W^T, of one block."""
+    def of_logits(self, tokens: int, columns: int) -> int:
+        """X W^T."""
         if not self.slow:
             return 0
-        r = min(self.R, SLICE_ROWS)
-        return self.a * (self.b * self.h + r * self.h + self.b * r)
+        r = min(columns, SLICE_ROWS)
+        return self.a * (tokens * self.h + r * self.h + tokens * r)
 
     def of_hidden(self, tokens: int) -> int:
         """E W."""

@@ -132,7 +132,9 @@ def _first_half(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
     beside = left.output_peak  # rooms that are given back
     rows = cached_rows(x.b, x.R)
     per_row = 0 if x.fused else 2 * rows * x.a + INDEX * (x.o * rows // max(1, x.v))  # maximum, sum, owned targets
-    blocks = max(x.of_logits(), per_row, x.of_hidden(x.v if x.keeps else x.b) if one_barrier else 0)
+    if x.options.entropy and not x.fused:  # what every exponential adds to it
+        per_row += rows * x.R * x.a
+    blocks = max(x.of_logits(x.b, x.R), per_row, x.of_hidden(x.v if x.keeps else x.b) if one_barrier else 0)
     stored = left.stored if x.v < x.n else left.stored - _copied_hidden(x)
     maximum = x.v * x.a if x.R and x.v else 0
     in_blocks = stored - maximum + x.v * x.k * x.a + beside + blocks + (x.R * x.a if x.bias else 0)
@@ -142,7 +144,7 @@ def _first_half(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
 
 def _combine(x: Letters) -> tuple[int, int]:
     """(peak, what stays): `combination.py`, in fp64 numbers per token and shard."""
-    vectors = 7 if x.options.label_smoothing else 6
+    vectors = 6 + (x.options.label_smoothing > 0) + x.options.entropy
     if x.fused:
         return vectors * x.n * x.a, vectors * x.n * x.a
     table = x.P * x.n * x.k * FP64
@@ -153,6 +155,8 @@ def _combine(x: Letters) -> tuple[int, int]:
     over_tokens = 12 * FP64 + (vectors - 1) * x.a + FP64 + x.a + 1
     if x.options.label_smoothing:  # what every shard says beside it, its sum, the losses, and the last product
         over_tokens += (x.P + 3) * FP64
+    if x.options.entropy:  # itself; and what the others of every shard add, beside eight vectors
+        over_tokens = max(over_tokens + FP64, (8 + 2 * x.P + (x.P + 2) * (x.options.label_smoothing > 0)) * FP64)
     return table + x.n * max(over_shards, over_tokens), vectors * x.n * x.a
 
 
@@ -180,7 +184,8 @@ def _second_half(x: Letters, *, makes_hidden_gradient: bool) -> int:
     of_targets = 0 if x.fused else coefficients + x.o * (x.a + x.h * (x.e + x.a))
     rooms = 0 if x.keeps or x.reuses else x.rooms(x.v, x.again)
     of_hidden = x.of_hidden(x.v) if makes_hidden_gradient else 0
-    above = max(rooms + max(of_weight, of_hidden), constant, of_targets)
+    of_logits = 0 if x.keeps else x.of_logits(x.v, x.again)
+    above = max(rooms + max(of_weight, of_hidden, of_logits), constant, of_targets)
     if makes_hidden_gradient:
         above = max(above, _hidden_gradient(x))
     return product + above

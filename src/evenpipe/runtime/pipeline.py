@@ -176,6 +176,7 @@ class Pipeline:
             model if isinstance(model, Description) else describe(model, trust_remote_code=trust_remote_code)
         )
         options = loss_of_model(loss or LossOptions(), self.description)
+        self._entropy = options.entropy
         self._checkpointing = checkpointing_of_layers(checkpointing, self.description.layers)
         self._compile_layers = compile_layers
         self._model_costs = ModelCosts.of(self.description, sequence_length)
@@ -418,12 +419,15 @@ class Pipeline:
             record = self._walker.walk(self.layout.evaluation, batch)
         if before is not None:
             record.clock = Conversion(before, read_clocks(groups.pipeline, self.torch_device))
-        own = None if self._held.output is None else self._held.output.loss
-        loss = self._shared_loss(own, weights_dtype)
+        output = self._held.output
+        loss = self._shared_mean(None if output is None else output.loss, weights_dtype)
+        entropy = None
+        if self._entropy:
+            entropy = self._shared_mean(None if output is None else output.entropy, weights_dtype)
         router_loss = self._shared_router_loss()
         log_probabilities = [] if training else self._log_probabilities(batch, weights_dtype)
-        if self._held.output is not None:
-            self._held.output.clear()
+        if output is not None:
+            output.clear()
         if self._router_losses is not None:
             self._router_losses.clear()
         return StepResult(
@@ -434,6 +438,7 @@ class Pipeline:
             log_probabilities,
             (batch.sequences, batch.sequence_length),
             router_loss,
+            entropy,
         )
 
     def _log_probabilities(self, batch: Batch, dtype: torch.dtype) -> list[Shared]:
@@ -450,8 +455,8 @@ class Pipeline:
             return Shared(own, None)
         return self._groups.share(own, self.layout.program.placement.last_device, dtype, shape)
 
-    def _shared_loss(self, own: Tensor | None, dtype: torch.dtype) -> Shared:
-        """The weights of tokens add up to 1 over all replicas: so do their losses to the mean."""
+    def _shared_mean(self, own: Tensor | None, dtype: torch.dtype) -> Shared:
+        """The weights of tokens add up to 1 over all replicas: so do their losses (or entropies) to the mean."""
         if self.replicas == 1:
             return self._share(own, dtype, ())
         return self._groups.share_sum(own, self.layout.program.placement.last_device, dtype)

@@ -44,6 +44,7 @@ class StepResult:
     _log_probabilities: list[Shared] = field(default_factory=list, repr=False)
     _shape: tuple[int, int] = (0, 0)
     _router_loss: Shared | None = field(default=None, repr=False)
+    _entropy: Shared | None = field(default=None, repr=False)
 
     @property
     def loss(self) -> float:
@@ -56,6 +57,14 @@ class StepResult:
     def router_loss(self) -> float:
         """What routers add to the loss, coefficient included: the mean over microbatches and replicas; else 0."""
         return 0.0 if self._router_loss is None else float(self._router_loss.value())
+
+    @property
+    def entropy(self) -> float:
+        """Of what is predicted for a token, in nats: the mean over the valid tokens of all replicas. Only with
+        `LossOptions(entropy=True)`; InputError without."""
+        if self._entropy is None:
+            raise InputError("entropy: the pipeline's loss options leave it out, expected LossOptions(entropy=True)")
+        return float(self._entropy.value())
 
     @property
     def log_probabilities(self) -> Tensor:

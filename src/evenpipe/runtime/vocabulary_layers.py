@@ -99,6 +99,8 @@ class OutputShard:
         self._combined: dict[int, Combined] = {}
         self.loss: Tensor | None = None
         """The step's loss so far, a scalar; equal on all devices that hold an output shard."""
+        self.entropy: Tensor | None = None
+        """Likewise, where the loss options ask for it."""
         self.log_probabilities: dict[int, Tensor] = {}
         """Evaluation only: [n] per microbatch, of each position's target."""
 
@@ -113,7 +115,7 @@ class OutputShard:
         self._states.clear()
         self._combined.clear()
         self.log_probabilities = {}
-        self.loss = None
+        self.loss = self.entropy = None
 
     def forward(self, hidden: Tensor, microbatch: Microbatch, index: int, *, gradients: bool) -> Tensor:
         """S: statistics [n, options.statistics] of this shard. hidden: [n, hidden_size], kept until T.
@@ -145,8 +147,12 @@ class OutputShard:
         """What opens C, or T with two barriers: [shards, n, options.statistics] to the loss of the microbatch."""
         targets = self._targets.pop(index)
         combined = combine(table, microbatch.weights, targets, self._options, self._shard.vocabulary)
-        loss = torch.dot(combined.losses, microbatch.weights.to(combined.losses.dtype))
+        weights = microbatch.weights.to(combined.losses.dtype)
+        loss = torch.dot(combined.losses, weights)
         self.loss = loss if self.loss is None else self.loss + loss
+        if combined.entropies is not None:
+            entropy = torch.dot(combined.entropies, weights)
+            self.entropy = entropy if self.entropy is None else self.entropy + entropy
         if gradients:
             self._combined[index] = combined
         else:

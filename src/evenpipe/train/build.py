@@ -44,6 +44,7 @@ def build_pipeline(
             label_smoothing=config.loss.label_smoothing,
             z_loss=config.loss.z_loss,
             keep=config.loss.keep,
+            entropy=config.loss.entropy,
             kernels=config.loss.kernels,
         ),
         "compute_dtype": compute_dtype(config),

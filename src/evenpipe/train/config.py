@@ -310,6 +310,8 @@ class LossConfig(Section):
     keep: Literal["probabilities", "nothing"] = "probabilities"
     """What the output layer keeps between its two halves: the probabilities (faster), or nothing (less memory, the
     logits are computed twice)."""
+    entropy: bool = False
+    """Log the mean entropy of what is predicted, too."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """What works on the logits between matrix products: Triton's kernels, or operations of torch; auto: Triton on a GPU
     where it is installed."""

@@ -44,6 +44,8 @@ class StepMetrics:
     """Share of the time (0 to 1) that each device spent in passes, since the line before."""
     seconds: float
     """Wall time since the line before."""
+    entropy: float | None = None
+    """With `[loss] entropy`, as `StepResult.entropy`; else there is no such figure."""
 
 
 @dataclass(slots=True)
@@ -210,7 +212,7 @@ class Metrics:
 
     def log(self, metrics: StepMetrics) -> None:
         """A step to be logged."""
-        self._write(asdict(metrics))
+        self._write({name: value for name, value in asdict(metrics).items() if value is not None})
         self._progress.show(metrics)
 
     def log_evaluation(self, step: int, loss: float, tokens: int) -> None:

@@ -283,6 +283,7 @@ class _Run:
                     gradient_norm=norm,
                     busy=tuple(busy),
                     seconds=seconds,
+                    entropy=self._pending[-1][0].entropy if self.config.loss.entropy else None,
                 )
             )
         self._pending, self._busy_seconds, self._since = [], 0.0, now

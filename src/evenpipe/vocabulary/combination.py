@@ -7,6 +7,11 @@ Log-odds form. With M and s the maximum and the sum of exp(z_j - M) over all j o
     dloss/dz_t = -sigmoid(a)
     dloss/dz_j = sigmoid(a) exp(z_j - M) / s
 
+The entropy of the whole distribution, where it is asked for, is that of "target or other", and of the others by
+themselves as often as it is one of them, with d = sum of (z_j - M) exp(z_j - M) over them:
+
+    entropy = sigmoid(a) softplus(-a) + sigmoid(-a) softplus(a) + sigmoid(a) (log s - d / s)
+
 Nothing here subtracts two numbers that are nearly equal because the model is confident, so a loss of 1e-12 has as many
 good digits as a loss of 1. The rescaling of shard-wise exponentials is that of arXiv 2411.05288, equations 5 and 6.
 """
@@ -24,6 +29,8 @@ MAXIMUM, SUM, TARGET, TOTAL, COUNT = range(5)
 """Columns of the statistics of one shard, all but TARGET over the tokens other than the target: maximum of z;
 sum of exp(z - maximum); the target's z where the shard owns it, else 0; and with label smoothing the sum of
 z - maximum and the number of its terms. A shard without other tokens says (-inf, 0, ., 0, 0)."""
+WEIGHTED = -1
+"""For the entropy, one more column: the sum of (z - maximum) exp(z - maximum)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,8 @@ class Combined:
     target: Tensor
     uniform: Tensor | None
     """None without label smoothing."""
+    entropies: Tensor | None
+    """In nats, of the distribution over the vocabulary; None unless asked for."""
 
 
 def combine_plainly(
@@ -71,6 +80,15 @@ def combine_plainly(
         offsets = torch.where(counts > 0, maxima - maximum, 0.0)
         total_above_target = (table[..., TOTAL] + counts * offsets).sum(0) + counts.sum(0) * (maximum - target)
         losses = negative_log_probability - smoothing * total_above_target / vocabulary
+    entropies = None
+    if options.entropy:
+        of_others = _entropy_of_others(table, maximum, total)
+        # softplus(-a) without a difference
+        no_target = (-odds).clamp_(min=0.0).add_(torch.log1p(torch.exp(-odds.abs())))
+        entropies = torch.where(
+            total > 0, against * no_target.add_(of_others) + towards * negative_log_probability, 0.0
+        )
+        del of_others, no_target
     # The z-loss adds tilt * p_j to the gradient with respect to every z_j.
     tilt = 2.0 * options.z_loss * log_sum_exp
     if options.z_loss:
@@ -94,4 +112,14 @@ def combine_plainly(
         others=finish(others),
         target=finish(at_target),
         uniform=finish(weights * (-smoothing / vocabulary)) if smoothing else None,
+        entropies=None if entropies is None else finish(entropies),
     )
+
+
+def _entropy_of_others(table: Tensor, maximum: Tensor, total: Tensor) -> Tensor:
+    """log s - d / s of every token, from `table` [shards, tokens, k]."""
+    maxima = table[..., MAXIMUM]
+    offsets = torch.where(maxima > -torch.inf, maxima - maximum, 0.0)
+    weighted = offsets.mul_(table[..., SUM]).add_(table[..., WEIGHTED])
+    weighted = weighted.mul_((maxima - maximum).exp_()).sum(0)
+    return total.log().sub_(weighted.div_(total))

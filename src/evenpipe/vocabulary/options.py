@@ -46,6 +46,9 @@ class LossOptions:
     rows_per_block: int | None = None
     """Tokens per block of logits in S. None: about 8 million logits per block and at least 256 tokens."""
 
+    entropy: bool = False
+    """Also the entropy of what is predicted for each token (`Combined.entropies`). No gradient comes of it."""
+
     kernels: KernelsName = "auto"
     """What works on rows of logits between the matrix products: Triton's kernels, or operations of torch. "auto":
     Triton for tensors on a GPU, if it is installed."""
@@ -69,7 +72,7 @@ class LossOptions:
     @property
     def statistics(self) -> int:
         """Numbers per token and shard that S hands to the barrier: the k of `combine`."""
-        return 5 if self.label_smoothing else 3
+        return 3 + (2 if self.label_smoothing else 0) + (1 if self.entropy else 0)
 
     @property
     def needs_derivative(self) -> bool:

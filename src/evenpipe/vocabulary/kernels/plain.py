@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from evenpipe.vocabulary.combination import COUNT, MAXIMUM, SUM, TARGET, TOTAL, Combined, combine_plainly
+from evenpipe.vocabulary.combination import COUNT, MAXIMUM, SUM, TARGET, TOTAL, WEIGHTED, Combined, combine_plainly
 from evenpipe.vocabulary.kernels import Rooms
 from evenpipe.vocabulary.options import LossOptions
 from evenpipe.vocabulary.state import OutputState
@@ -219,3 +219,5 @@ def _exponentiate_(logits: Tensor, owned: Owned, options: LossOptions, statistic
         logits.sub_(maximum[:, None])
     _exp_(logits)
     statistics[:, SUM] = logits.sum(1)
+    if options.entropy:
+        statistics[:, WEIGHTED] = torch.special.entr(logits).sum(1).neg_()

@@ -20,6 +20,7 @@ SUM = tl.constexpr(combination.SUM)
 TARGET = tl.constexpr(combination.TARGET)
 TOTAL = tl.constexpr(combination.TOTAL)
 COUNT = tl.constexpr(combination.COUNT)
+WEIGHTED = tl.constexpr(combination.WEIGHTED)
 
 
 @triton.jit
@@ -54,6 +55,8 @@ def exponentials_of_rows(
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     NUMBERS: tl.constexpr,
+    SMOOTHS: tl.constexpr,
+    ENTROPY: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     STORES: tl.constexpr,
     STORES_DERIVATIVE: tl.constexpr,
@@ -61,7 +64,7 @@ def exponentials_of_rows(
 ):
     """Logits of a token to exp(z - maximum of the others), 0 at the target, and to its statistics.
 
-    CAP: 0 is none. NUMBERS: of the statistics per token, 3, or 5 with label smoothing. SIZE: columns at a time.
+    CAP: 0 is none. NUMBERS: of the statistics per token. SIZE: columns at a time.
     """
     row = tl.program_id(0).to(tl.int64)
     TYPE = statistics.dtype.element_ty
@@ -85,6 +88,7 @@ def exponentials_of_rows(
 
     total = tl.zeros([SIZE], TYPE)
     distances = tl.zeros([SIZE], TYPE)
+    weighted = tl.zeros([SIZE], TYPE)
     for start in range(0, columns, SIZE):
         offsets = start + tl.arange(0, SIZE)
         inside = offsets < columns
@@ -95,7 +99,9 @@ def exponentials_of_rows(
         other = inside & counts & (offsets != target)
         e = tl.exp(tl.where(other, z - shift, float("-inf")))
         total += e
-        if NUMBERS == 5:
+        if ENTROPY:
+            weighted += tl.where(e > 0.0, (z - shift) * e, 0.0)
+        if SMOOTHS:
             distances += tl.where(other, z - shift, 0.0)
         if STORES:
             if CAP != 0:
@@ -109,7 +115,9 @@ def exponentials_of_rows(
     tl.store(statistics + MAXIMUM, maximum)
     tl.store(statistics + SUM, tl.sum(total, 0))
     tl.store(statistics + TARGET, tl.where(counts, tl.sum(at_target, 0), 0.0))
-    if NUMBERS == 5:
+    if ENTROPY:
+        tl.store(statistics + NUMBERS + WEIGHTED, tl.sum(weighted, 0))
+    if SMOOTHS:
         tl.store(statistics + TOTAL, tl.sum(distances, 0))
         others = columns - tl.where(target >= 0, 1, 0)
         tl.store(statistics + COUNT, tl.where(counts, others, 0).to(TYPE))
@@ -182,10 +190,11 @@ def combine_rows(
     SMOOTHING: tl.constexpr,
     Z_LOSS: tl.constexpr,
     NUMBERS: tl.constexpr,
+    ENTROPY: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """See combination.py. statistics: [shards, tokens, NUMBERS]; results: one row of tokens for each of losses,
-    log-probabilities, log-sum-exp, maximum, others, target and, with label smoothing, uniform.
+    log-probabilities, log-sum-exp, maximum, others, target and, where they are wanted, uniform and entropies.
     """
     offsets = (tl.program_id(0) * SIZE + tl.arange(0, SIZE)).to(tl.int64)
     inside = offsets < tokens
@@ -198,11 +207,16 @@ def combine_rows(
         maximum = tl.maximum(maximum, tl.load(of_shard + MAXIMUM, mask=inside, other=0.0).to(tl.float64))
     maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
 
-    total, target, above, count = zero, zero, zero, zero
+    total, target, above, count, weighted = zero, zero, zero, zero, zero
     for shard in range(0, shards):
         of_shard = statistics + (shard * tokens + offsets) * NUMBERS
         own = tl.load(of_shard + MAXIMUM, mask=inside, other=0.0).to(tl.float64)
-        total += tl.load(of_shard + SUM, mask=inside, other=0.0).to(tl.float64) * tl.exp(own - maximum)
+        own_total = tl.load(of_shard + SUM, mask=inside, other=0.0).to(tl.float64)
+        total += own_total * tl.exp(own - maximum)
+        if ENTROPY:
+            own_weighted = tl.load(of_shard + NUMBERS + WEIGHTED, mask=inside, other=0.0).to(tl.float64)
+            lower = tl.where(own_total > 0.0, own - maximum, 0.0)
+            weighted += (own_weighted + lower * own_total) * tl.exp(own - maximum)
         target += tl.load(of_shard + TARGET, mask=inside, other=0.0).to(tl.float64)
         if SMOOTHING != 0:
             terms = tl.load(of_shard + COUNT, mask=inside, other=0.0).to(tl.float64)
@@ -212,7 +226,8 @@ def combine_rows(
 
     odds = maximum - target + tl.log(total)
     size = tl.exp(-tl.abs(odds))
-    minus_log_probability = tl.maximum(odds, 0.0) + _log_of_one_plus(size)
+    beyond = _log_of_one_plus(size)
+    minus_log_probability = tl.maximum(odds, 0.0) + beyond
     large, small = 1.0 / (1.0 + size), size / (1.0 + size)
     against = tl.where(odds >= 0.0, large, small)
     towards = tl.where(odds >= 0.0, small, large)
@@ -241,6 +256,12 @@ def combine_rows(
     if SMOOTHING != 0:
         uniform = -SMOOTHING * weights / vocabulary
         tl.store(results + 6 * tokens + offsets, tl.where(valid, uniform, 0.0).to(TYPE), mask=inside)
+    if ENTROPY:
+        no_target = tl.maximum(-odds, 0.0) + beyond
+        entropy = against * (no_target + tl.log(safe) - weighted / safe) + towards * minus_log_probability
+        last = 7 if SMOOTHING != 0 else 6
+        counts = valid & (total > 0.0)
+        tl.store(results + last * tokens + offsets, tl.where(counts, entropy, 0.0).to(TYPE), mask=inside)
 
 
 @triton.jit

@@ -65,6 +65,8 @@ class TritonKernels:
             *_strides(rooms),
             **_of_logits(state.options, rooms, columns),
             NUMBERS=state.options.statistics,
+            SMOOTHS=state.options.label_smoothing != 0,
+            ENTROPY=state.options.entropy,
             STORES=gradients,
         )
 
@@ -91,7 +93,8 @@ class TritonKernels:
     ) -> Combined:
         """One launch, in fp64."""
         shards, tokens, numbers = statistics.shape
-        results = statistics.new_empty(7 if options.label_smoothing else 6, tokens)  # in the order of Combined
+        smooths = options.label_smoothing != 0
+        results = statistics.new_empty(6 + smooths + options.entropy, tokens)  # in the order of Combined
         _launch(
             rows.combine_rows,
             (triton.cdiv(tokens, TOKENS_AT_ONCE),),
@@ -109,12 +112,13 @@ class TritonKernels:
             SMOOTHING=options.label_smoothing,
             Z_LOSS=options.z_loss,
             NUMBERS=numbers,
+            ENTROPY=options.entropy,
             SIZE=TOKENS_AT_ONCE,
         )
-        losses, log_probabilities, log_sum_exp, maximum, others, target, *uniform = results.unbind()
-        return Combined(
-            losses, log_probabilities, log_sum_exp, maximum, others, target, uniform[0] if uniform else None
-        )
+        losses, log_probabilities, log_sum_exp, maximum, others, target, *more = results.unbind()
+        uniform = more[0] if smooths else None
+        entropies = more[-1] if options.entropy else None
+        return Combined(losses, log_probabilities, log_sum_exp, maximum, others, target, uniform, entropies)
 
     def hidden_gradient(
         self,
