@@ -17,10 +17,11 @@ from evenpipe.runtime.parameters import Matrix
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.schedule import Placement
 from evenpipe.vocabulary import Buffers, LossOptions, output, products, split
+from evenpipe.vocabulary.buffers import aligned
 
 triton_kernels = pytest.importorskip("evenpipe.vocabulary.kernels.triton_kernels", reason="Triton is not installed")
 
-DEVICES, ROWS, HIDDEN, SEQUENCES, TOKENS = 4, 4096, 96, 2, 160
+DEVICES, ROWS, HIDDEN, SEQUENCES, TOKENS = 4, 4109, 96, 2, 160
 N, V = SEQUENCES * TOKENS, SEQUENCES * (TOKENS - 1)
 
 OPTIONS = {
@@ -34,11 +35,15 @@ OPTIONS = {
 }
 
 
-class Small(Buffers):
-    """What the allocator of a GPU does: nothing is held here."""
+class OfGpu(Buffers):
+    """What is done on a GPU: the allocator holds what is free, and rows begin at whole vectors."""
 
     def give(self, tensor: Tensor | None) -> None:
         pass
+
+    @staticmethod
+    def _distance(columns: int, like: Tensor) -> int:
+        return aligned(columns)
 
 
 @pytest.fixture
@@ -47,6 +52,10 @@ def on(monkeypatch: pytest.MonkeyPatch):
 
     def run(machine: Machine) -> None:
         if machine == "gpu":  # bf16 products write into their accumulators, and kernels into what is there
+            in_blocks = output.rows_per_block
+            monkeypatch.setattr(
+                output, "rows_per_block", lambda *x, **given: in_blocks(*x, **{**given, "on_gpu": True})
+            )
             monkeypatch.setattr(output, "logits_dtype", lambda x: products.accumulator_dtype(x.dtype))
             monkeypatch.setattr(output, "logits_product", lambda x, w, out: out.zero_())
             monkeypatch.setattr(output, "hidden_product", lambda e, w, out, add: out.zero_())
@@ -69,7 +78,7 @@ class Device:
         self.matrix.gradient()
         self.output = OutputShard(self.matrix, None, self.shard, options, one_barrier=barriers == 1)
         if machine == "gpu":
-            self.output._buffers = Small()
+            self.output._buffers = OfGpu()
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, ROWS, (SEQUENCES, TOKENS), generator=generator)
         targets = torch.roll(ids, -1, 1)

@@ -21,8 +21,9 @@ from triton.compiler import ASTSource
 from evenpipe.vocabulary.kernels import rows
 
 HOPPER = GPUTarget("cuda", 90, 32)
-WHOLE = {"columns", "first_column", "tokens", "shards", "vocabulary", "ignore_index", "hidden_size", "entries"}
+WHOLE = {"columns", "width", "first_column", "tokens", "shards", "vocabulary", "ignore_index", "hidden_size", "entries"}
 INDICES = {"target_columns", "labels", "valid", "entry_rows", "entry_columns"}
+STRIDES = {"logits_stride", "exponentials_stride"}
 STORED = {"exponentials", "derivative", "bias", "weight", "hidden", "scaled"}
 """In the dtype of the model; all else is in that of the accumulators."""
 
@@ -53,7 +54,24 @@ def variants() -> Iterator[tuple[Any, dict[str, Any], int]]:
         names = {"HAS_VALID": valid, "HAS_DERIVATIVE": derivative, "HAS_CONSTANT": constant, "SIZE": 1024}
         yield rows.hidden_gradient_of_rows, names, 4
         yield rows.scaled_rows, {"HAS_VALID": valid, "OF_DERIVATIVE": derivative, "SIZE": 1024}, 4
-        yield rows.add_label_rows, {"HAS_VALID": valid, "HAS_WEIGHT": True, "HAS_BIAS": derivative, "SIZE": 1024}, 4
+        yield (
+            rows.add_label_rows,
+            {"HAS_VALID": valid, "HAS_WEIGHT": True, "HAS_BIAS": derivative, "ENTRIES": 8, "SIZE": 512},
+            4,
+        )
+
+
+def reads_whole_vectors() -> bool:
+    """Logits whose rows begin at whole vectors are read in vectors, however many columns there are."""
+    kernel = rows.exponentials_of_rows
+    compiled = {"SCALE": 1.0, "CAP": 0.0, "HAS_BIAS": False, "STORES_DERIVATIVE": False, "SIZE": 4096}
+    compiled |= {"NUMBERS": 3, "SMOOTHS": False, "ENTROPY": False, "STORES": True, "derivative": None, "bias": None}
+    types = types_of(kernel, "bf16", "fp32", compiled)
+    by_16 = [types[name].startswith("*") or name in {"width", *STRIDES} for name in kernel.arg_names]
+    divisible = {(place,): [["tt.divisibility", 16]] for place, is_so in enumerate(by_16) if is_so}
+    source = ASTSource(kernel, types, constexprs=compiled, attrs=divisible)
+    assembly = triton.compile(source, target=HOPPER, options={"num_warps": 16}).asm["ptx"]
+    return "ld.global.v4.b32" in assembly and "ld.global.b32" not in assembly
 
 
 def main() -> None:
@@ -69,6 +87,9 @@ def main() -> None:
                 said = f"FAILED: {type(error).__name__}: {error}"
             given = " ".join(f"{name}={value}" for name, value in compiled.items())
             print(f"{kernel.__name__} {stored} {given}: {said}", flush=True)
+    vectors = reads_whole_vectors()
+    failed += not vectors
+    print(f"logits in vectors: {'compiled' if vectors else 'FAILED'}")
     sys.exit(1 if failed else 0)
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import vocabulary_reference
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from vocabulary_reference import Answer, Problem, assert_close, frobenius, problem, reference, sharded, worst_row
@@ -190,7 +191,7 @@ def test_a_token_id_may_be_the_ignored_one() -> None:
 @KEEP
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_memory_full_of_nan_is_never_read(dtype: torch.dtype, keep: str, one_barrier: bool) -> None:
-    """Buffers handed on from microbatches of other sizes, poisoned in between."""
+    """Buffers handed on from microbatches of other sizes, poisoned in between. On a GPU the allocator hands them on."""
     buffers = Buffers()
     options = LossOptions(keep=keep, label_smoothing=0.1, soft_cap=5.0, rows_per_block=8)
     for seed, ignored in enumerate([(), (1, 2, 3), (), range(15), (0,)]):
@@ -199,7 +200,11 @@ def test_memory_full_of_nan_is_never_read(dtype: torch.dtype, keep: str, one_bar
         used = sharded(inputs, options, 3, one_barrier=one_barrier, buffers=buffers)
         for name in ("losses", "log_probabilities", "hidden", "weight"):
             assert torch.equal(getattr(fresh, name), getattr(used, name)), name
-        assert buffers._free, "nothing was handed back"
+        if vocabulary_reference.TORCH_DEVICE == "cpu":
+            assert buffers._free, "nothing was handed back"
+        else:
+            for _ in range(16):  # as large as tensors are that the allocator keeps together with smaller ones
+                torch.full((1 << 18,), torch.nan, device=vocabulary_reference.TORCH_DEVICE)
         for room in buffers._free:
             room.fill_(torch.nan)
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from vocabulary_reference import Problem, assert_close, problem, reference, sharded
 
 from evenpipe.errors import InputError
-from evenpipe.vocabulary import LossOptions, combine, kernels, output, split
+from evenpipe.vocabulary import Buffers, LossOptions, combine, kernels, output, split
+from evenpipe.vocabulary.buffers import aligned
 from evenpipe.vocabulary.kernels import choose
 from evenpipe.vocabulary.targets import Targets, find_targets, targets_on_device
 
@@ -56,6 +57,40 @@ def test_gradients(name: str, one_barrier: bool, keep: str) -> None:
     options = replace(OPTIONS[name], keep=keep)
     actual = sharded(inputs.on(DEVICE), options, 3, one_barrier=one_barrier, padded_rows=56).on_host()
     assert_close(actual, reference(inputs, options), TOLERANCES[dtype], row_tolerance=5 * TOLERANCES[dtype])
+
+
+class Padded(Buffers):
+    """Rows begin where they do on a GPU, and what lies between them is NaN."""
+
+    def take(self, rows: int, columns: int, like: Tensor, dtype: torch.dtype, *, room: int = 0) -> Tensor:
+        taken = super().take(rows, columns, like, dtype, room=room)
+        taken.as_strided((taken.untyped_storage().nbytes() // taken.element_size(),), (1,), 0).fill_(torch.nan)
+        return taken
+
+    @staticmethod
+    def _distance(columns: int, like: Tensor) -> int:
+        return aligned(columns)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("keep", ["probabilities", "nothing"])
+@pytest.mark.parametrize("one_barrier", [True, False], ids=["one barrier", "two barriers"])
+def test_rows_of_logits_that_are_further_apart_than_they_are_long(one_barrier: bool, keep: str, kernels: str) -> None:
+    inputs = problem(13, 12, 50, bias=True, ignored=(0, 7))
+    options = replace(EVERYTHING, keep=keep, kernels=kernels)
+    actual = sharded(inputs.on(DEVICE), options, 3, one_barrier=one_barrier, buffers=Padded()).on_host()
+    assert_close(actual, reference(inputs, options), 1e-10)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 40])
+def test_many_tokens_of_one_target(tokens: int) -> None:
+    inputs = problem(43, 12, 5, bias=True).to(torch.float64)
+    inputs.labels[:tokens] = 3
+    inputs.labels[tokens:] = inputs.labels[tokens:].clamp(max=2)
+    options = LossOptions(kernels="triton")
+    actual = sharded(inputs.on(DEVICE), options, 2, one_barrier=True).on_host()
+    assert_close(actual, reference(inputs, options), 1e-10, row_tolerance=1e-10)
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from evenpipe.vocabulary import LossOptions, Shard
+from evenpipe.vocabulary.buffers import aligned
 from evenpipe.vocabulary.kernels.plain import cached_rows
-from evenpipe.vocabulary.output import BLOCK_LOGITS
+from evenpipe.vocabulary.output import BLOCK_LOGITS, rows_per_block
 from evenpipe.vocabulary.products import SLICE_ROWS
 
 Machine = Literal["gpu", "cpu", "cpu without bf16"]
@@ -111,10 +112,13 @@ class Letters:
     @property
     def b(self) -> int:
         """Tokens per block, as `output.py` has it."""
-        given = self.options.rows_per_block
-        least = 1024 if self.keeps and self.in_place else 256
-        block = max(least, BLOCK_LOGITS // max(1, self.R) // 256 * 256) if given is None else given
+        in_place = self.keeps and self.in_place
+        block = rows_per_block(self.options, self.R, in_place=in_place, on_gpu=self.machine == "gpu")
         return max(1, min(block, self.v))
+
+    def distance(self, columns: int) -> int:
+        """Elements from one row of a matrix of logits to the next."""
+        return aligned(columns) if self.machine == "gpu" else columns
 
     @property
     def again(self) -> int:
@@ -139,7 +143,7 @@ class Letters:
         per_cached = 0
         if not self.fused:
             per_cached = self.a * ((self.of_logit != self.a) + (self.options.soft_cap is not None))
-        return rows * columns * per_logit + cached_rows(rows, columns) * columns * per_cached
+        return rows * self.distance(columns) * per_logit + cached_rows(rows, columns) * columns * per_cached
 
     @property
     def slow(self) -> bool:

@@ -101,7 +101,7 @@ def _left(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
     if not x.R or not x.v:
         return VocabularyBytes(stored=_indices(x) + _copied_hidden(x))
     factors = 2 if x.options.needs_derivative else 1
-    exponentials = x.n * x.R * x.q * factors if x.keeps else 0
+    exponentials = x.n * x.distance(x.R) * x.q * factors if x.keeps else 0
     product = x.v * x.h * x.a * factors if one_barrier else 0
     rooms = x.rooms(x.b, x.R)
     if x.reuses and not x.keeps:  # the same is enough for T

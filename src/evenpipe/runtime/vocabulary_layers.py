@@ -30,6 +30,7 @@ from evenpipe.vocabulary import (
     place_rows,
     route,
 )
+from evenpipe.vocabulary.copies import to_device
 
 
 class EmbeddingShard:
@@ -127,7 +128,7 @@ class OutputShard:
             self._buffers.clear()
             self._buffers_serve = serve
         # S reads the sizes of its index lists on the host; combine reads these where the statistics are.
-        self._targets[index] = microbatch.targets.to(hidden.device, non_blocking=True)
+        self._targets[index] = to_device(microbatch.targets, hidden.device)
         statistics, state = forward_shard(
             hidden,
             self._matrix.weight,

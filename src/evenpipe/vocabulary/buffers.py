@@ -5,6 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+ALIGNED = 16
+"""Elements, 32 bytes of bf16: where rows begin on a GPU."""
+
+
+def aligned(columns: int) -> int:
+    """Elements from one row to the next, of a matrix of so many columns on a GPU.
+
+    Shards of a vocabulary have any number of rows. cuBLAS has its fast kernels for operands whose rows begin at 16
+    bytes, Triton reads and writes whole vectors where their distance is a multiple of 16 elements.
+    """
+    return -(-columns // ALIGNED) * ALIGNED
+
 
 class Buffers:
     """Room for the large tensors of S and T, handed on from one microbatch to the next.
@@ -21,9 +33,11 @@ class Buffers:
     def take(self, rows: int, columns: int, like: Tensor, dtype: torch.dtype, *, room: int = 0) -> Tensor:
         """[rows, columns] of `dtype` on the device of `like`, undefined content.
 
-        `room` is the largest number of rows that this use may ask for, so that one buffer does for all.
+        `room` is the largest number of rows that this use may ask for, so that one buffer does for all. On a GPU the
+        distance of two rows is `aligned`.
         """
-        capacity = max(rows, room) * columns
+        distance = self._distance(columns, like)
+        capacity = max(rows, room) * distance
         alike = [index for index, free in enumerate(self._free) if free.dtype == dtype and free.device == like.device]
         fitting = [index for index in alike if self._free[index].numel() >= capacity]
         if fitting:
@@ -32,7 +46,11 @@ class Buffers:
             if alike:  # outgrown: the new one takes the place of the largest
                 del self._free[max(alike, key=lambda index: self._free[index].numel())]
             buffer = torch.empty(capacity, dtype=dtype, device=like.device)
-        return buffer[: rows * columns].view(rows, columns)
+        return buffer[: rows * distance].view(rows, distance)[:, :columns]
+
+    @staticmethod
+    def _distance(columns: int, like: Tensor) -> int:
+        return aligned(columns) if like.is_cuda else columns
 
     def give(self, tensor: Tensor | None) -> None:
         """Take back what `take` handed out, once nobody reads it any more."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from evenpipe.vocabulary.copies import to_device
 from evenpipe.vocabulary.options import LossOptions
 
 MAXIMUM, SUM, TARGET, TOTAL, COUNT = range(5)
@@ -94,8 +95,8 @@ def combine_plainly(
     if options.z_loss:
         losses = losses + options.z_loss * log_sum_exp.square()
 
-    valid = (labels != options.ignore_index).to(statistics.device, non_blocking=True)
-    weights = token_weights.to(statistics.device, torch.float64, non_blocking=True) * options.logit_scale
+    valid = to_device(labels != options.ignore_index, statistics.device)
+    weights = to_device(token_weights, statistics.device).double() * options.logit_scale
     others = torch.where(total > 0, weights * (1.0 + tilt) * against / total, 0.0)
     at_target = weights * (tilt * towards - against + smoothing)
     if options.soft_cap is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from evenpipe.errors import InputError
+from evenpipe.vocabulary.copies import to_device
 from evenpipe.vocabulary.shards import Shard
 
 
@@ -82,8 +83,8 @@ def route(
         ids = ids[order]
     return Routes(
         shards=tuple(shards),
-        token_ids=ids.to(device, non_blocking=True),
-        order=None if order is None else order.to(device, non_blocking=True),
+        token_ids=to_device(ids, device),
+        order=None if order is None else to_device(order, device),
         counts=tuple(counts),
         trained=tuple(_other_tokens(own, padding_index, device) for own in torch.split(ids, counts)),
     )
@@ -94,7 +95,7 @@ def _other_tokens(ids: Tensor, padding_index: int | None, device: torch.device) 
     if padding_index is None:
         return None
     is_other = ids != padding_index
-    return None if bool(is_other.all()) else is_other.nonzero().squeeze(1).to(device, non_blocking=True)
+    return None if bool(is_other.all()) else to_device(is_other.nonzero().squeeze(1), device)
 
 
 @torch.no_grad()
@@ -130,7 +131,8 @@ def pick_row_gradients(gradient: Tensor, routes: Routes) -> Tensor:
 
 @torch.no_grad()
 def add_row_gradients(weight_gradient: Tensor, rows_gradient: Tensor, routes: Routes, part: int) -> None:
-    """G: add the gradient of each owned row, in the order of positions: on a CPU every run gives the same bits.
+    """G: add the gradient of each owned row, in the order of positions: on a CPU every run gives the same bits, on a
+    GPU every run with `torch.use_deterministic_algorithms`.
 
     weight_gradient: [rows of the shard, hidden_size], added to in place; not to the row of the padding token.
     rows_gradient: [counts[part], hidden_size], the shard's span of what `pick_row_gradients` gives.

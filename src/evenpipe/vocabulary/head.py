@@ -13,6 +13,7 @@ from torch import Tensor
 
 from evenpipe.errors import InputError
 from evenpipe.vocabulary.buffers import Buffers
+from evenpipe.vocabulary.copies import to_device
 from evenpipe.vocabulary.options import KernelsName, LossOptions
 from evenpipe.vocabulary.output import backward_shard, combine, forward_shard
 from evenpipe.vocabulary.products import accumulator_dtype, stored_dtype
@@ -173,13 +174,13 @@ def _factors(
     """[tokens], of each token's loss: 0 where it is ignored."""
     counts = labels != options.ignore_index
     dtype = accumulator_dtype(hidden.dtype)
-    factors = counts.to(hidden.device, dtype, non_blocking=True)
+    factors = to_device(counts, hidden.device).to(dtype)
     if class_weights is not None:
         # A label that is no token is reported later: here it must not be looked up.
         found = labels.where(counts, 0).clamp(0, class_weights.shape[0] - 1).to(class_weights.device)
         factors = factors * class_weights.to(dtype)[found].to(hidden.device)
     if token_weights is not None:
-        given = token_weights.flatten().to(hidden.device, dtype, non_blocking=True)
+        given = to_device(token_weights.flatten(), hidden.device).to(dtype)
         factors = torch.where(factors != 0, factors * given, 0.0)
     return factors
 

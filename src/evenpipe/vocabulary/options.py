@@ -44,7 +44,8 @@ class LossOptions:
     nothing, and T computes the logits a second time (a third more arithmetic)."""
 
     rows_per_block: int | None = None
-    """Tokens per block of logits in S. None: about 8 million logits per block and at least 256 tokens."""
+    """Tokens per block of logits in S. None: about 8 million logits per block and at least 256 tokens (512 on a
+    GPU)."""
 
     entropy: bool = False
     """Also the entropy of what is predicted for each token (`Combined.entropies`). No gradient comes of it."""

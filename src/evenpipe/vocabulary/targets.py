@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from evenpipe.errors import InputError
+from evenpipe.vocabulary.copies import to_device_together
 from evenpipe.vocabulary.shards import Shard
 
 ELSEWHERE, IGNORED = -1, -2
@@ -105,18 +106,20 @@ def find_targets(
     ends: tuple[int, ...] = ()
     starts: list[int] = []
     if by_column:
-        column = torch.where(is_owned, labels - shard.start, ELSEWHERE).to(torch_device, non_blocking=True)
+        column = torch.where(is_owned, labels - shard.start, ELSEWHERE)
         columns, order = torch.sort(columns, stable=True)
         rows = rows[order]
     else:
         starts = starts_of_parts(labels.shape[0], max(1, block), max(1, part))
         ends = tuple(torch.searchsorted(rows, torch.tensor(starts, device=rows.device)).tolist())
+    made = [part for part in (valid, column, rows, columns) if part is not None]
+    there = iter(to_device_together(made, torch_device))
     return Targets(
         tokens=tokens,
         valid_tokens=labels.shape[0],
-        valid=None if valid is None else valid.to(torch_device, non_blocking=True),
-        owned=Owned(rows.to(torch_device, non_blocking=True), columns.to(torch_device, non_blocking=True)),
-        column=column,
+        valid=None if valid is None else next(there),
+        column=None if column is None else next(there),
+        owned=Owned(next(there), next(there)),
         ends=ends,
         starts=starts,
     )

@@ -24,9 +24,9 @@ WEIGHTED = tl.constexpr(combination.WEIGHTED)
 
 
 @triton.jit
-def _logits(logits, bias, offsets, inside, TYPE: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _logits(logits, bias, offsets, there, inside, TYPE: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Some numbers of a row of X W^T, with bias and scale."""
-    values = tl.load(logits + offsets, mask=inside, other=0.0).to(TYPE)
+    values = tl.load(logits + offsets, mask=there, other=0.0).to(TYPE)
     if HAS_BIAS:
         values += tl.load(bias + offsets, mask=inside, other=0.0).to(TYPE)
     return values * SCALE
@@ -49,6 +49,7 @@ def exponentials_of_rows(
     target_columns,
     bias,
     columns,
+    width,
     logits_stride,
     exponentials_stride,
     derivative_stride,
@@ -64,7 +65,9 @@ def exponentials_of_rows(
 ):
     """Logits of a token to exp(z - maximum of the others), 0 at the target, and to its statistics.
 
-    CAP: 0 is none. NUMBERS: of the statistics per token. SIZE: columns at a time.
+    CAP: 0 is none. NUMBERS: of the statistics per token. SIZE: columns at a time. width: columns that every room has
+    memory for, at least `columns`. What stands behind these is undefined, and is only touched because a whole number of
+    vectors is read and written faster.
     """
     row = tl.program_id(0).to(tl.int64)
     TYPE = statistics.dtype.element_ty
@@ -77,8 +80,8 @@ def exponentials_of_rows(
     at_target = tl.zeros([SIZE], TYPE)
     for start in range(0, columns, SIZE):
         offsets = start + tl.arange(0, SIZE)
-        inside = offsets < columns
-        z = _logits(logits, bias, offsets, inside, TYPE, SCALE, HAS_BIAS)
+        inside, there = offsets < columns, offsets < width
+        z = _logits(logits, bias, offsets, there, inside, TYPE, SCALE, HAS_BIAS)
         if CAP != 0:
             z, _slope = _soft_cap(z, CAP)
         at_target += tl.where(offsets == target, z, 0.0)
@@ -91,8 +94,8 @@ def exponentials_of_rows(
     weighted = tl.zeros([SIZE], TYPE)
     for start in range(0, columns, SIZE):
         offsets = start + tl.arange(0, SIZE)
-        inside = offsets < columns
-        z = _logits(logits, bias, offsets, inside, TYPE, SCALE, HAS_BIAS)
+        inside, there = offsets < columns, offsets < width
+        z = _logits(logits, bias, offsets, there, inside, TYPE, SCALE, HAS_BIAS)
         slope = tl.full([SIZE], 1.0, TYPE)
         if CAP != 0:
             z, slope = _soft_cap(z, CAP)
@@ -107,10 +110,10 @@ def exponentials_of_rows(
             if CAP != 0:
                 e *= slope
             to = exponentials + row * exponentials_stride + offsets
-            tl.store(to, tl.where(other, e, 0.0).to(exponentials.dtype.element_ty), mask=inside)
+            tl.store(to, tl.where(other, e, 0.0).to(exponentials.dtype.element_ty), mask=there)
         if STORES_DERIVATIVE:
             to = derivative + row * derivative_stride + offsets
-            tl.store(to, tl.where(counts, slope, 0.0).to(derivative.dtype.element_ty), mask=inside)
+            tl.store(to, tl.where(counts, slope, 0.0).to(derivative.dtype.element_ty), mask=there)
 
     tl.store(statistics + MAXIMUM, maximum)
     tl.store(statistics + SUM, tl.sum(total, 0))
@@ -133,6 +136,7 @@ def exponentials_again(
     bias,
     columns,
     first_column,
+    width,
     logits_stride,
     exponentials_stride,
     derivative_stride,
@@ -145,13 +149,14 @@ def exponentials_again(
     """The exponentials of a token a second time, for the columns of the shard from `first_column` on."""
     row = tl.program_id(0).to(tl.int64)
     TYPE = maxima.dtype.element_ty
+    logits += row * logits_stride
     target = tl.load(target_columns + row)
     counts = target != IGNORED
     maximum = tl.load(maxima + row)
     for start in range(0, columns, SIZE):
         offsets = start + tl.arange(0, SIZE)
-        inside = offsets < columns
-        z = _logits(logits + row * logits_stride, bias, offsets, inside, TYPE, SCALE, HAS_BIAS)
+        inside, there = offsets < columns, offsets < width
+        z = _logits(logits, bias, offsets, there, inside, TYPE, SCALE, HAS_BIAS)
         slope = tl.full([SIZE], 1.0, TYPE)
         if CAP != 0:
             z, slope = _soft_cap(z, CAP)
@@ -160,10 +165,10 @@ def exponentials_again(
         if CAP != 0:
             e *= slope
         to = exponentials + row * exponentials_stride + offsets
-        tl.store(to, tl.where(other, e, 0.0).to(exponentials.dtype.element_ty), mask=inside)
+        tl.store(to, tl.where(other, e, 0.0).to(exponentials.dtype.element_ty), mask=there)
         if STORES_DERIVATIVE:
             to = derivative + row * derivative_stride + offsets
-            tl.store(to, tl.where(counts, slope, 0.0).to(derivative.dtype.element_ty), mask=inside)
+            tl.store(to, tl.where(counts, slope, 0.0).to(derivative.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -352,7 +357,7 @@ def scaled_rows(
         tl.store(coefficients + row, coefficient)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries"])
 def add_label_rows(
     hidden,
     weight_gradient,
@@ -368,12 +373,14 @@ def add_label_rows(
     HAS_VALID: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ENTRIES: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """Add c X of all tokens with one target to its row of the gradient, SIZE numbers of it.
 
     entry_rows, entry_columns: [entries], sorted by columns and then by rows. The program of a column's first entry adds
-    them all up in their order; the others have nothing to do, and neither has that of a negative column.
+    them all up, ENTRIES at a time: in text one token in twenty has the same target. The others have nothing to do, and
+    neither has that of a negative column.
     """
     entry = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
@@ -384,20 +391,23 @@ def add_label_rows(
         TYPE = target_coefficients.dtype.element_ty
         sums = tl.zeros([SIZE], TYPE)
         coefficients = tl.zeros([1], TYPE)
-        same = column
-        while same == column:
-            row = tl.load(entry_rows + entry)
-            coefficient = tl.load(target_coefficients + _token_of(row, valid, HAS_VALID))
+        found = ENTRIES
+        while found == ENTRIES:
+            some = entry + tl.arange(0, ENTRIES)
+            same = tl.load(entry_columns + some, mask=some < entries, other=-1) == column
+            row = tl.load(entry_rows + some, mask=same, other=0)
+            coefficient = tl.load(target_coefficients + _token_of(row, valid, HAS_VALID), mask=same, other=0.0)
             if HAS_WEIGHT:
-                x = tl.load(hidden + row * hidden_stride + offsets, mask=inside, other=0.0)
-                sums += coefficient * x.to(TYPE)
-            coefficients += coefficient
-            entry += 1
-            same = tl.load(entry_columns + entry, mask=entry < entries, other=-1)
+                places = row[:, None] * hidden_stride + offsets[None, :]
+                x = tl.load(hidden + places, mask=same[:, None] & inside[None, :], other=0.0)
+                sums += tl.sum(coefficient[:, None] * x.to(TYPE), 0)
+            coefficients += tl.sum(coefficient, 0)
+            found = tl.sum(same.to(tl.int32), 0)
+            entry += ENTRIES
         if HAS_WEIGHT:
             to = weight_gradient + column * gradient_stride + offsets
-            found = tl.load(to, mask=inside, other=0.0).to(TYPE)
-            tl.store(to, (found + sums).to(weight_gradient.dtype.element_ty), mask=inside)
+            old = tl.load(to, mask=inside, other=0.0).to(TYPE)
+            tl.store(to, (old + sums).to(weight_gradient.dtype.element_ty), mask=inside)
         if HAS_BIAS:
             if tl.program_id(1) == 0:
                 first = bias_gradient + column + tl.arange(0, 1)

@@ -9,26 +9,34 @@ import triton
 from torch import Tensor
 
 from evenpipe.vocabulary.combination import Combined
+from evenpipe.vocabulary.copies import to_device
 from evenpipe.vocabulary.kernels import Rooms, rows
 from evenpipe.vocabulary.options import LossOptions
 from evenpipe.vocabulary.state import OutputState
 
-COLUMNS_AT_ONCE = 8192
-"""Of a row of logits, with 16 warps: 16 numbers per thread. Fixed, not tuned on the fly: the kernels are bound by the
-memory behind them, and a choice that depends on a measurement would change the bits of sums from run to run."""
+COLUMNS_AT_ONCE = 4096
+"""Of a row of logits, with 16 warps: 8 numbers per thread, so that a Hopper multiprocessor has registers for three rows
+at a time (twice as many numbers leave room for one). Fixed, not tuned on the fly: the kernels are bound by the memory
+behind them, and a choice that depends on a measurement would change the bits of sums from run to run."""
 HIDDEN_AT_ONCE = 2048
+LABELS_AT_ONCE = 8
+"""Of one target, with a quarter of HIDDEN_AT_ONCE numbers of each."""
 TOKENS_AT_ONCE = 128
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **compiled: Any) -> None:
-    """Every launch goes through here."""
+    """Every launch goes through here: on the GPU of its tensors, which need not be the current one."""
     if all(grid):
-        kernel[grid](*arguments, num_warps=warps, **compiled)
+        like = next(argument for argument in arguments if isinstance(argument, Tensor))
+        with torch.cuda.device(like.device if like.is_cuda else -1):
+            kernel[grid](*arguments, num_warps=warps, **compiled)
 
 
-def _launch_over_hidden(kernel: Any, rows: int, hidden_size: int, *arguments: Any, **compiled: Any) -> None:
+def _launch_over_hidden(
+    kernel: Any, rows: int, hidden_size: int, *arguments: Any, at_once: int | None = None, **compiled: Any
+) -> None:
     """A program for each row and each piece of its numbers."""
-    size = _size(hidden_size, HIDDEN_AT_ONCE)
+    size = _size(hidden_size, at_once or HIDDEN_AT_ONCE)
     _launch(kernel, (rows, triton.cdiv(hidden_size, size)), *arguments, warps=4, SIZE=size, **compiled)
 
 
@@ -48,7 +56,7 @@ class TritonKernels:
     def exponentials(
         self, rooms: Rooms, first: int, statistics: Tensor, state: OutputState, *, gradients: bool
     ) -> None:
-        """One launch, which reads the logits twice: the second time from the cache."""
+        """One launch, which reads the logits twice: the second time from the cache where a block fits in."""
         column = state.targets.column
         assert column is not None
         tokens, columns = rooms.logits.shape
@@ -62,7 +70,7 @@ class TritonKernels:
             column[first : first + tokens],
             rooms.bias,
             columns,
-            *_strides(rooms),
+            *_places(rooms),
             **_of_logits(state.options, rooms, columns),
             NUMBERS=state.options.statistics,
             SMOOTHS=state.options.label_smoothing != 0,
@@ -84,7 +92,7 @@ class TritonKernels:
             rooms.bias,
             columns,
             first_column,
-            *_strides(rooms),
+            *_places(rooms),
             **_of_logits(state.options, rooms, columns),
         )
 
@@ -99,8 +107,8 @@ class TritonKernels:
             rows.combine_rows,
             (triton.cdiv(tokens, TOKENS_AT_ONCE),),
             statistics.contiguous(),
-            token_weights.to(statistics.device, non_blocking=True).contiguous(),
-            labels.to(statistics.device, non_blocking=True).contiguous(),
+            to_device(token_weights, statistics.device).contiguous(),
+            to_device(labels, statistics.device).contiguous(),
             results,
             tokens,
             shards,
@@ -192,7 +200,7 @@ class TritonKernels:
         weight_gradient: Tensor | None,
         bias_gradient: Tensor | None,
     ) -> None:
-        """One launch; the tokens of one target in their order."""
+        """One launch; the tokens of one target always in the same order."""
         if weight_gradient is None and bias_gradient is None:
             return
         owned, hidden_size = state.targets.owned, hidden.shape[1]
@@ -215,12 +223,16 @@ class TritonKernels:
             HAS_VALID=state.targets.valid is not None,
             HAS_WEIGHT=weight_gradient is not None,
             HAS_BIAS=bias_gradient is not None,
+            ENTRIES=LABELS_AT_ONCE,
+            at_once=max(1, HIDDEN_AT_ONCE // 4),
         )
 
 
-def _strides(rooms: Rooms) -> tuple[int, int, int]:
+def _places(rooms: Rooms) -> tuple[int, int, int, int]:
+    """Columns that all rooms have memory for, and the strides of their rows."""
+    given = [room for room in (rooms.logits, rooms.exponentials, rooms.derivative) if room is not None]
     derivative = 0 if rooms.derivative is None else rooms.derivative.stride(0)
-    return rooms.logits.stride(0), rooms.exponentials.stride(0), derivative
+    return min(room.stride(0) for room in given), rooms.logits.stride(0), rooms.exponentials.stride(0), derivative
 
 
 def _of_logits(options: LossOptions, rooms: Rooms, columns: int) -> dict[str, Any]:
