@@ -193,7 +193,7 @@ def allocations(torch_device: str) -> Figures:
 
 
 def nccl_operations() -> Figures:
-    """NCCL's own operations in a group of one, and the watch's mark behind them."""
+    """NCCL's own operations in a group of one."""
     worker = initialise_worker()
     tensor = torch.full((1000,), 3.0, device=worker.torch_device)
     dist.all_reduce(tensor)
@@ -250,16 +250,32 @@ def staging(torch_device: str) -> Figures:
 
 
 def marks(torch_device: str) -> Figures:
-    """An event behind a wait is done only when the GPU has come that far."""
+    """What the watch reads behind a wait says yes only when the stream has come that far; streams do not hold each
+    other up."""
+    from evenpipe.runtime.arrivals import arrivals_on
+
     device = torch.device(torch_device, torch.cuda.current_device())
+    arrivals, other = arrivals_on(device), torch.cuda.Stream(device)
     torch.cuda.synchronize(device)
     torch.cuda._sleep(500_000_000)  # clock cycles: a quarter of a second
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    early = event.query()
+    slow = arrivals.mark()
+    with torch.cuda.stream(other):
+        quick = arrivals.mark()
+    other.synchronize()
+    early = slow()
+    assert not early and quick()
     torch.cuda.synchronize(device)
-    assert not early and event.query()
-    return {"done_before": early, "done_after": event.query()}
+    assert slow()
+    rounds = 1000
+    begun = time.perf_counter()
+    for _ in range(rounds):
+        arrivals.mark()
+    return {
+        "done_before": early,
+        "done_after": slow(),
+        "mapped": arrivals._copied is None,
+        "microseconds": (time.perf_counter() - begun) / rounds * 1e6,
+    }
 
 
 CASES: dict[str, Callable[[str], Figures]] = {

@@ -16,8 +16,9 @@ import torch
 from gpu_cases import CASES, ON_A_CPU_TOO
 from gpu_here import no_gpu
 
-from evenpipe.runtime import staging, worker
-from evenpipe.runtime.communication import Communicator
+from evenpipe.errors import InputError
+from evenpipe.runtime import Pipeline, pipeline, staging, worker
+from evenpipe.runtime.watch import Watch
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,6 +65,26 @@ def test_without_a_gpu_the_program_says_so(tmp_path: Path) -> None:
 # -- which device, which library -------------------------------------------------------------------
 
 
+def gpus(monkeypatch, count: int, *, current: int = 0, bound: str | None = None, **environment: int) -> list[str]:
+    """A machine with so many; returns what is done to them.
+
+    environment: which process of its machine this one is, in the words of who started it.
+    """
+    done: list[str] = []
+    for name in worker.LOCAL_RANKS:
+        monkeypatch.delenv(name, raising=False)
+    for name, number in environment.items():
+        monkeypatch.setenv(name, str(number))
+    monkeypatch.setattr(worker, "bound_device", lambda: None if bound is None else torch.device(bound))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(f"{device} is the current one"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(f"{device} is ready"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"))
+    return done
+
+
 @pytest.mark.parametrize(
     ("wanted", "local_rank", "count", "expected"),
     [
@@ -80,20 +101,97 @@ def test_without_a_gpu_the_program_says_so(tmp_path: Path) -> None:
     ],
 )
 def test_the_device_of_a_process(wanted, local_rank, count, expected, monkeypatch) -> None:
-    used = []
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda, "set_device", used.append)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"))
+    done = gpus(monkeypatch, count, LOCAL_RANK=local_rank)
     if expected.startswith("torch_device"):
         with pytest.raises(ValueError, match=expected):
             worker._own_device(wanted)
         return
     device, identity = worker._own_device(wanted)
     assert str(device) == expected
-    assert used == ([device] if device.type == "cuda" else [])
+    assert done == ([f"{device} is the current one", f"{device} is ready"] if device.type == "cuda" else [])
     assert identity == (f"GPU-{device.index}" if device.type == "cuda" else "")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"bound": "cuda:3", "LOCAL_RANK": 1, "current": 2}, "cuda:3"),
+        ({"LOCAL_RANK": 1, "SLURM_LOCALID": 0, "current": 2}, "cuda:1"),  # torchrun below srun
+        ({"SLURM_LOCALID": 3, "current": 2}, "cuda:3"),
+        ({"SLURM_LOCALID": 3, "OMPI_COMM_WORLD_LOCAL_RANK": 1}, "cuda:3"),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": 1, "current": 2}, "cuda:1"),
+        ({"current": 2}, "cuda:2"),
+        ({}, "cuda:0"),
+    ],
+)
+def test_which_gpu_where_the_caller_names_none(given, expected, monkeypatch) -> None:
+    for wanted in (None, "cuda", torch.device("cuda")):
+        gpus(monkeypatch, 4, **given)
+        assert str(worker._own_device(wanted)[0]) == expected
+
+
+@pytest.mark.parametrize("wanted", ["cuda:0", "cpu"])
+def test_the_default_group_has_chosen_already(wanted, monkeypatch) -> None:
+    done = gpus(monkeypatch, 4, bound="cuda:1")
+    message = (
+        f"torch_device: '{wanted}', but the default process group is bound to cuda:1 "
+        "(device_id of init_process_group), expected 'cuda:1'"
+    )
+    with pytest.raises(InputError) as error:
+        worker._own_device(wanted)
+    assert (str(error.value), done) == (message, [])
+    assert worker._own_device("cuda:1")[0] == torch.device("cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("own", "bound", "wanted", "expected"),
+    [
+        ("cuda:1", "cuda:1", None, "cuda:1"),
+        ("cuda:1", "cuda:1", "cuda", "cuda:1"),
+        ("cuda:1", "cuda:1", "cuda:1", "cuda:1"),
+        ("cuda:1", "cuda:1", "cuda:0", None),
+        ("cuda:1", "cuda:1", "cpu", None),  # torch would wait for ever: groups of gloo beside splits of NCCL
+        ("cuda:1", None, "cuda:0", None),
+        ("cuda:1", None, "cpu", "cpu"),  # processes that share a GPU, or one alone
+        ("cpu", None, "cpu", "cpu"),
+        ("cpu", None, "cpu:0", "cpu"),
+        ("cpu", None, "cuda:2", "cuda:2"),
+        ("cpu", None, "cuda", "cuda:3"),
+    ],
+)
+def test_the_device_of_a_pipeline(own, bound, wanted, expected, monkeypatch) -> None:
+    done = gpus(monkeypatch, 4, bound=bound, LOCAL_RANK=3)
+    this = worker.Worker(0, 1, torch.device(own), 1.0, Watch(None))
+    given = None if wanted is None else torch.device(wanted)
+    if expected is None:
+        with pytest.raises(InputError) as error:
+            worker.device_of_pipeline(this, given)
+        assert str(error.value) == (
+            f"torch_device: '{wanted}', but this process computes on {own} since its first call of "
+            f"initialise_worker or Pipeline, expected '{own}'; another one is for that call to choose"
+        )
+        assert done == []
+        return
+    found = worker.device_of_pipeline(this, given)
+    assert str(found) == expected
+    assert (f"{found} is the current one" in done) == (own == "cpu" and found.type == "cuda")
+
+
+class SeenError(Exception):
+    """What was to be seen has been seen."""
+
+
+@pytest.mark.parametrize("wanted", [None, "cuda:1", "cuda"])
+def test_a_first_pipeline_chooses_for_the_process(wanted, monkeypatch) -> None:
+    gpus(monkeypatch, 4)
+
+    def seen(torch_device) -> None:
+        assert torch_device == (None if wanted is None else torch.device(wanted))
+        raise SeenError
+
+    monkeypatch.setattr(pipeline, "initialise_worker", seen)
+    with pytest.raises(SeenError):
+        Pipeline("a model", torch_device=wanted)
 
 
 @pytest.mark.parametrize(
@@ -192,17 +290,6 @@ def test_a_plain_receive_does_not_wait_for_the_gpu(monkeypatch) -> None:
     assert len(hosts) == 1 and finish is not None
     reads_only = copies.to_host(None, None, None)
     assert reads_only == ([], None)
-
-
-def test_a_mark_stands_in_the_current_stream_of_the_own_device(monkeypatch) -> None:
-    recorded = []
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=recorded.append))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    communicator = Communicator(
-        "X", (0,), 0, None, torch_device=torch.device("cuda", 2), timeout_seconds=1.0, staging=None, watch=None
-    )
-    communicator.mark()
-    assert recorded == ["stream of cuda:2"]
 
 
 def test_figures_of_a_gpu_run_if_there_are_any() -> None:

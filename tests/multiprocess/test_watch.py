@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness import Outcome, describe, run_outcomes, run_processes
 
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime.communication import Communicators
+from evenpipe.runtime.communication import Communicators, _wait_for_all
 from evenpipe.runtime.signs import Beat, Board, Waiting, cause_of, processes
 from evenpipe.runtime.watch import Watch
 from evenpipe.runtime.worker import Worker, initialise_worker, meet
@@ -243,7 +243,7 @@ def test_who_makes_no_communicator_is_named():
 
 
 def waits_on_a_gpu() -> None:
-    """The host goes on, and what the GPU waits for does not come: no library says so. An event stands for the GPU."""
+    """The host goes on, and what the GPU waits for does not come: no library says so."""
     worker, _ = start(timeout_seconds=20.0)
     watch, arrived = worker.watch, threading.Event()
     if worker.rank == 0:
@@ -281,6 +281,94 @@ def waits_on_a_gpu_end() -> None:
 
 def test_many_short_waits_on_a_gpu_are_no_long_one():
     run_processes(waits_on_a_gpu_end, 2, group=False)
+
+
+def gpu_fails() -> None:
+    """What it waits for never comes; its main thread hears why at its next call."""
+    worker, _ = start(timeout_seconds=20.0)
+    if worker.rank == 0:
+        worker.watch.awaiting("0RECV_B0", "0B0", "B:1>0", (1,))
+        worker.watch.arrives_when(lambda: False, 2.0)
+        time.sleep(0.5)
+        error = RuntimeError("CUDA error: an illegal memory access was encountered")
+        worker.watch.report_exception(error)
+        raise error
+    time.sleep(50)
+
+
+def test_a_gpu_that_fails_is_the_cause_and_not_what_it_waited_for():
+    outcomes = run_outcomes(gpu_fails, 2, group=False)
+    cause = "process 0 failed: RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert isinstance(outcomes[0].exception, RuntimeError) and outcomes[0].seconds < SOON_SECONDS, describe(outcomes)
+    assert outcomes[1].exit_code == RunError.exit_code, describe(outcomes)
+    assert f"evenpipe: {cause}\n" in outcomes[1].printed, describe(outcomes)
+
+
+# -- one comes late to the making of communicators --------------------------------------------------
+
+
+def one_comes_late(how: str) -> None:
+    """As where NCCL is to communicate; all wait on the CPU."""
+    worker, _ = start(timeout_seconds=20.0)
+    others = tuple(other for other in range(3) if other != worker.rank)
+    if worker.rank == 1:
+        time.sleep(2 * SILENCE_SECONDS)
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+    with worker.watch.during("the making of communicators", "default", others):
+        _wait_for_all()
+    assert worker.watch.cause is None
+
+
+def test_who_comes_late_is_waited_for_by_processes_that_beat():
+    run_processes(one_comes_late, 3, "comes", group=False)
+
+
+def test_who_dies_on_the_way_is_named():
+    outcomes = run_outcomes(one_comes_late, 3, "dies", group=False)
+    cause = r"process 1 \(pid \d+\) has died: killed, out of memory or crashed"
+    check(outcomes[0], cause, "the making of communicators from processes 1, 2")
+    check(outcomes[2], cause, "the making of communicators from processes 0, 1")
+
+
+# -- the device of one is not to be had ------------------------------------------------------------
+
+
+def one_has_no_such_device() -> None:
+    wanted = "tpu" if int(os.environ["RANK"]) == 1 else "cpu"
+    initialise_worker(timeout_seconds=20.0, silence_seconds=SILENCE_SECONDS, torch_device=wanted)
+    time.sleep(50)
+
+
+def test_a_wrong_device_of_one_process_ends_all():
+    outcomes = run_outcomes(one_has_no_such_device, 3, group=False)
+    cause = "torch_device: 'tpu' is not a device of torch, expected 'cpu' or 'cuda'"
+    assert isinstance(outcomes[1].exception, InputError)
+    assert str(outcomes[1].exception) == cause
+    for rank in (0, 2):
+        assert cause in f"{outcomes[rank].exception or ''} {outcomes[rank].printed}", describe(outcomes)
+        assert outcomes[rank].seconds < SOON_SECONDS
+
+
+def one_opens_its_gpu_slowly() -> None:
+    """For longer than others may be silent; the interpreter's lock would be held meanwhile."""
+    module = sys.modules["evenpipe.runtime.worker"]
+    opened = module._own_device
+
+    def slowly(wanted):
+        if int(os.environ["RANK"]) == 1:
+            time.sleep(2 * SILENCE_SECONDS)
+        assert not any(thread.name == "evenpipe-watch" for thread in threading.enumerate())
+        return opened(wanted)
+
+    module._own_device = slowly
+    worker, _ = start()
+    dist.barrier()
+    assert worker.watch.cause is None
+
+
+def test_a_gpu_may_open_slowly():
+    run_processes(one_opens_its_gpu_slowly, 3, group=False)
 
 
 # -- under torchrun --------------------------------------------------------------------------------

@@ -1,8 +1,11 @@
-"""NCCL's priority and channels: from the configuration and from Python to every group, with stand-ins for what a torch
-without NCCL lacks."""
+"""NCCL's priority and channels, from the configuration and from Python to every group; and what comes before groups.
+With stand-ins for what a torch without NCCL lacks."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -17,6 +20,7 @@ from evenpipe.errors import InputError
 from evenpipe.parallel import Grid
 from evenpipe.runtime import NcclOptions, Pipeline, communication, groups, pipeline
 from evenpipe.runtime.communication import NCCL_LATER_SECONDS, Communicators
+from evenpipe.runtime.nccl import bound_device
 from evenpipe.train import build
 from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_from_dict
@@ -80,11 +84,21 @@ def test_wrong_options(given: dict[str, Any], message: str) -> None:
 # --- all groups -------------------------------------------------------------------------------------------------
 
 
-def made(monkeypatch: pytest.MonkeyPatch, backends: str, **options: Any) -> list[dict[str, Any]]:
-    """How process 0 of three asks torch for the groups of two communicators, of one of which it is no member."""
+WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+
+
+def made(
+    monkeypatch: pytest.MonkeyPatch, backends: str, before: list[Any] | None = None, **options: Any
+) -> list[dict[str, Any]]:
+    """How process 0 of three asks torch for the groups of two communicators, of one of which it is no member.
+
+    before: gets the waits for all processes, and WARNING in the environment at each group.
+    """
+    before = [] if before is None else before
     asked: list[dict[str, Any]] = []
 
     def new_group(members: list[int], **given: Any) -> SimpleNamespace:
+        before.append(os.environ.get(WARNING, ""))
         asked.append(given)
         return SimpleNamespace(backend=given["backend"])
 
@@ -94,6 +108,8 @@ def made(monkeypatch: pytest.MonkeyPatch, backends: str, **options: Any) -> list
     monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
     monkeypatch.setattr(dist, "get_backend", lambda group: group.backend)
     monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: before.append(f"all on the {tensor.device}"))
+    monkeypatch.setattr(dist, "barrier", lambda: before.append("all on their GPUs"))
     monkeypatch.setattr(communication, "Staging", lambda device: SimpleNamespace())
     Communicators([("X", (0, 1, 2)), ("F:1>2", (1, 2))], timeout_seconds=30, torch_device="cuda:0", **options)
     assert [given["group_desc"] for given in asked] == ["X", "F:1>2"]
@@ -118,6 +134,47 @@ def test_groups_of_gloo_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for group in made(monkeypatch, "gloo", nccl=NcclOptions(channels=8)):
         assert (group["backend"], group["pg_options"], group["device_id"]) == ("gloo", None, None)
         assert group["timeout"] == timedelta(seconds=30)
+
+
+@pytest.mark.parametrize(
+    ("backends", "bound", "expected"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda:0", ["all on the cpu", "false", "false"]),
+        ("cuda:nccl", "cuda:0", ["all on their GPUs", "false", "false"]),
+        ("cuda:nccl", None, ["false", "false"]),  # nothing is split
+        ("cpu:gloo,cuda:gloo", None, ["", ""]),  # processes that share a GPU
+    ],
+)
+def test_all_processes_are_there_before_nccl_needs_them(
+    backends: str, bound: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(WARNING, raising=False)
+    monkeypatch.setattr(communication, "bound_device", lambda: bound)
+    made(monkeypatch, backends, before := [])
+    assert before == expected
+
+
+def test_the_wait_for_all_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, tuple[int, ...]]] = []
+
+    @contextlib.contextmanager
+    def during(what: str, communicator: str, peers: tuple[int, ...]) -> Iterator[None]:
+        told.append((what, peers))
+        yield
+
+    monkeypatch.setattr(communication, "arrivals_on", lambda device: None)
+    made(monkeypatch, "cpu:gloo,cuda:nccl", watch=SimpleNamespace(during=during))
+    assert told == [(what, (1, 2)) for what in ("the making of communicators", "communicator X", "communicator F:1>2")]
+
+
+def test_what_the_environment_says_of_the_warning_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(WARNING, "true")
+    made(monkeypatch, "cpu:gloo,cuda:nccl", before := [])
+    assert before[1:] == ["true", "true"]
+
+
+def test_no_group_is_bound_to_no_device() -> None:
+    assert bound_device() is None
 
 
 # --- from where a user says it ----------------------------------------------------------------------------------

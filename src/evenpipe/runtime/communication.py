@@ -30,7 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenpipe.errors import RunError
-from evenpipe.runtime.nccl import NcclOptions
+from evenpipe.runtime.arrivals import Arrivals, arrivals_on
+from evenpipe.runtime.nccl import NcclOptions, bound_device, quieten
 from evenpipe.runtime.staging import Staging
 from evenpipe.runtime.watch import Watch
 
@@ -98,10 +99,10 @@ class Handle:
         except RuntimeError as error:
             raise communicator.failed(error, self.what, needed_by, self._peers) from error
         if watch is not None:
-            if communicator.wait_blocks:
+            if communicator.arrivals is None:
                 watch.arrived()
             else:
-                watch.arrives_when(communicator.mark().query, communicator.timeout_seconds)
+                watch.arrives_when(communicator.arrivals.mark(), communicator.timeout_seconds)
         if self._finish is not None:
             self._finish()
         self._works, self._tensors, self._finish = (), (), None
@@ -117,14 +118,17 @@ class Communicator:
         rank: int,
         group: dist.ProcessGroup | None,
         *,
-        torch_device: torch.device,
         timeout_seconds: float,
         staging: Staging | None,
         watch: Watch | None,
+        arrivals: Arrivals | None = None,
     ) -> None:
+        """
+        Args:
+            arrivals: of the GPU that waits in place of the host; None where waits block.
+        """
         self.name = name
         self.timeout_seconds = timeout_seconds
-        self._torch_device = torch_device
         self.members = members
         self.rank = rank
         self.position = members.index(rank)
@@ -132,15 +136,9 @@ class Communicator:
         self.others = tuple(member for member in members if member != rank)
         self.group = group
         self.watch = watch
-        self.wait_blocks = group is None or dist.get_backend(group) == "gloo"
+        self.arrivals = arrivals
         self.traffic = Traffic()
         self._staging = staging
-
-    def mark(self) -> torch.cuda.Event:
-        """An event that is done when the current stream of the GPU has come this far."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._torch_device))
-        return event
 
     # -- messages ----------------------------------------------------------------------------------
 
@@ -376,6 +374,12 @@ class Communicators:
         self._by_name: dict[str, Communicator] = {}
         world = dist.get_world_size() if dist.is_initialized() else 1
         others = tuple(other for other in range(world) if other != rank)  # making a group takes all of them
+        arrivals = None
+        if by_nccl:
+            quieten()
+            arrivals = arrivals_on(self.torch_device) if watch else None
+            with watch.during("the making of communicators", "default", others) if watch else nullcontext():
+                _wait_for_all()
         for name, members in groups:
             group = None
             if len(members) > 1:
@@ -399,10 +403,10 @@ class Communicators:
                     tuple(members),
                     rank,
                     group,
-                    torch_device=self.torch_device,
                     timeout_seconds=timeout_seconds,
                     staging=staging,
                     watch=watch,
+                    arrivals=arrivals,
                 )
 
     def __getitem__(self, name: str) -> Communicator:
@@ -449,3 +453,16 @@ class Communicators:
             if communicator.group is not None:
                 dist.destroy_process_group(communicator.group)
         self._by_name.clear()
+
+
+def _wait_for_all() -> None:
+    """Returns when all processes have come, for which one may load a model and another not.
+
+    Where the default group is bound to GPUs each new group splits its communicator, for which NCCL needs all processes,
+    and torch keeps the interpreter's lock while one waits that is no member (`perform_nocolor_split`): its watch could
+    not beat. Here it can. From then on nobody waits for longer than a group takes to make.
+    """
+    if "cpu:gloo" in dist.get_backend_config():
+        dist.all_reduce(torch.zeros(1, device="cpu"))
+    elif bound_device() is not None:
+        dist.barrier()

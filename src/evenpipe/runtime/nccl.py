@@ -1,4 +1,4 @@
-"""What a user says about NCCL: how its kernels share a GPU with compute.
+"""What a user says about NCCL: how its kernels share a GPU with compute. And what torch and NCCL are told beside.
 
 NCCL moves data with kernels of its own, on a stream of each communicator, beside the kernels of the passes. Nothing
 here has an effect where gloo communicates: on CPUs, and where processes share a GPU.
@@ -6,9 +6,14 @@ here has an effect where gloo communicates: on CPUs, and where processes share a
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from evenpipe.errors import InputError
 
@@ -53,3 +58,22 @@ class NcclOptions:
         if self.channels is not None:
             options.config.max_ctas = self.channels
         return options
+
+
+def bound_device() -> torch.device | None:
+    """The GPU that the default process group is bound to, by `init_process_group(device_id=...)`. All groups then are:
+    torch refuses another device."""
+    if not dist.is_initialized():
+        return None
+    device: torch.device | None = distributed_c10d._get_default_group().bound_device_id
+    return device
+
+
+def quieten() -> None:
+    """To be called before groups are made: each reads the environment for itself.
+
+    torch warns of sends outside of batches on groups that are connected from the start, since these wait for all else
+    of their communicator, and recommends groups of their own. That is what hops have; and where a user wants fewer, the
+    checker of schedules knows that they wait for each other.
+    """
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")

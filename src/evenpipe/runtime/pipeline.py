@@ -54,7 +54,7 @@ from evenpipe.runtime.result import Shared, StepResult
 from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.trace import gather_trace
 from evenpipe.runtime.walker import Walker
-from evenpipe.runtime.worker import initialise_worker
+from evenpipe.runtime.worker import device_of_pipeline, initialise_worker
 from evenpipe.schedule import Costs, Kind, Order, Program, Schedule, Timeline, time_order, vocabulary_mode
 from evenpipe.schedule.trace import Trace
 from evenpipe.vocabulary import LossOptions
@@ -103,9 +103,10 @@ class Pipeline:
         nccl: priority and channels of communication on GPUs; default: high priority, and as many as NCCL chooses. No
             effect on gloo.
         offload: which activations go to the host and back, and where they are there; default: what the order says.
-        torch_device: where this process computes; default: its own GPU where there is one, else the CPU. On the CPU
-            the process keeps the memory that it frees, and gives it back at once where activations go to the host
-            (glibc; not where the environment sets its allocator).
+        torch_device: where this process computes. The first pipeline of a process, or `initialise_worker` before it,
+            chooses for all that say nothing, by default its own GPU where there is one, else the CPU; no other one may
+            compute on another GPU. On the CPU the process keeps the memory that it frees, and gives it back at once
+            where activations go to the host (glibc; not where the environment sets its allocator).
         self_check: first compare a cut and a whole copy of the architecture, shrunken, on the first process.
         trust_remote_code: run Python code that comes with a hub model.
         timeout_seconds: limit of every single wait.
@@ -155,14 +156,15 @@ class Pipeline:
             offload=offload,
             self_check=self_check,
         )
-        worker = initialise_worker()
+        wanted = None if torch_device is None else device_of_torch(torch_device)
+        worker = initialise_worker(torch_device=wanted)  # the first call chooses
         self._watch = worker.watch
         self._closed = False
         self._grid = process_grid(mesh, replicas)
         self.device, self.devices = self._grid.device, self._grid.devices
         self.replica, self.replicas = self._grid.replica, self._grid.replicas
         self._sharded = is_sharded(data_parallel) and self.replicas > 1
-        self.torch_device = worker.torch_device if torch_device is None else device_of_torch(torch_device)
+        self.torch_device = device_of_pipeline(worker, wanted)
         offload = offload or OffloadOptions()
         if microbatches is not None:
             check_positive("microbatches", microbatches, whole=True)

@@ -162,7 +162,11 @@ class Watch:
 
     def arrives_when(self, is_done: Callable[[], bool], limit_seconds: float) -> None:
         """The main thread goes on and a GPU waits, at most so long: no library raises there. That wait is over when
-        `is_done()`; the watch's thread asks."""
+        `is_done()`, which the watch's thread asks: it must neither raise, nor wait, nor call CUDA.
+
+        When the GPU has failed the answer stays no. The main thread hears of that failure at its next call of CUDA,
+        much earlier than the limit, and reports it as the cause.
+        """
         if self._waiting is not None and self._thread is not None:
             self._on_device.append(_DeviceWait(self._waiting, is_done, limit_seconds))
         self._waiting = None  # the board keeps showing it until the watch knows better
@@ -293,9 +297,8 @@ class Watch:
         """What the GPU waits for, of all that it has been given to wait for."""
         while self._on_device:
             first = self._on_device[0]
-            with contextlib.suppress(RuntimeError):  # the GPU has failed; whoever uses it will say so
-                if not first.is_done():
-                    return first
+            if not first.is_done():
+                return first
             self._on_device.popleft()
             if self._board is not None and self._waiting is None and not self._on_device:
                 self._board.clear(self.rank)

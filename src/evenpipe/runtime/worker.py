@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from evenpipe.errors import InputError, RunError
+from evenpipe.runtime.nccl import bound_device
 from evenpipe.runtime.peers import Peers
 from evenpipe.runtime.signs import Beat, Board, machine, processes, started
 from evenpipe.runtime.watch import Watch
@@ -40,7 +41,11 @@ SILENCE_SECONDS = 30.0
 """Default time without a sign of life after which a process is given up."""
 
 START_SECONDS = 600.0
-"""How long processes may take to arrive: the slowest import of torch on a cold network file system."""
+"""How long processes may take to arrive: the slowest import of torch on a cold network file system, and the first use
+of a GPU."""
+
+LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+"""Where torchrun, srun and mpirun say which process of its machine this one is. The first that is set holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +80,12 @@ def initialise_worker(
     timeout_seconds: limit of a wait among live processes.
     silence_seconds: a process without a sign of life for this long is given up.
     start_seconds: how long processes may take to arrive.
-    torch_device: default: a GPU where there is one, else the CPU.
+    torch_device: default: a GPU where there is one, else the CPU. Which GPU: the one that the default process group is
+        bound to; else by this process's number on its machine, if torchrun, srun or mpirun says one; else the current
+        one. It becomes the current one.
 
     Raises:
-        InputError: torch_device is not a device of this machine.
+        InputError: torch_device is not a device of this machine, or not the one that the default group is bound to.
         RunError: some processes did not arrive; names them.
     """
     if _this is not None:
@@ -151,10 +158,18 @@ def start_worker(
         board=board,
         launcher=os.getppid() if under_torchrun else None,
     )
+    device, identity = torch.device("cpu"), ""
+    fault: Exception | None = None
+    try:
+        # Before anybody listens for beats: the first use of a GPU takes seconds and keeps the interpreter's lock.
+        device, identity = _own_device(torch_device)
+    except Exception as error:
+        fault = error  # for the others too, once they are here
     meet(store, rank, world_size, start_seconds)
     watch.start(hear_sigterm=under_torchrun)
     try:
-        device, identity = _own_device(torch_device)
+        if fault is not None:
+            raise fault
         if not dist.is_initialized():
             others = tuple(other for other in range(world_size) if other != rank)
             with watch.during("the first connections", "default", others):
@@ -222,21 +237,56 @@ def _sigterm_noticed() -> Iterator[list[int]]:
             signal.signal(signal.SIGTERM, before)
 
 
+def device_of_pipeline(worker: Worker, wanted: torch.device | None) -> torch.device:
+    """Where one of this process's pipelines computes. Default: where the process does.
+
+    Raises:
+        InputError: on another GPU. Groups are bound to the one that the process began with, and kernels and streams go
+            to the current one, of which there cannot be two.
+    """
+    own = worker.torch_device
+    alike = wanted is not None and wanted.type == own.type
+    if wanted is None or (alike and (own.type == "cpu" or wanted.index in (None, own.index))):
+        return own
+    if alike or bound_device() is not None:
+        raise InputError(
+            f"torch_device: {str(wanted)!r}, but this process computes on {own} since its first call of "
+            f"initialise_worker or Pipeline, expected {str(own)!r}; another one is for that call to choose"
+        )
+    return _own_device(wanted)[0]
+
+
 def _own_device(wanted: torch.device | str | None) -> tuple[torch.device, str]:
-    """The device of this process, and what tells it from all others in the world."""
+    """The device of this process, which becomes the current one and ready for use, and what tells it from all others in
+    the world."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
         device = torch.device(wanted if wanted is not None else "cuda" if count else "cpu")
     except RuntimeError:
         raise InputError(f"torch_device: {wanted!r} is not a device of torch, expected 'cpu' or 'cuda'") from None
+    bound = bound_device()
+    if bound is not None and device not in (bound, torch.device(bound.type)):
+        raise InputError(
+            f"torch_device: {str(wanted)!r}, but the default process group is bound to {bound} (device_id of "
+            f"init_process_group), expected {str(bound)!r}"
+        )
     if device.type != "cuda":
         return device, ""
     if device.index is None and count:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % count)
+        device = bound or torch.device("cuda", _index_of_gpu(count))
     if device.index is None or device.index >= count:
         raise InputError(f"torch_device: {wanted!r}, but this process sees {count} GPUs")
     torch.cuda.set_device(device)
+    torch.cuda.synchronize(device)  # the driver opens the device now, and not at the first operation
     return device, str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _index_of_gpu(count: int) -> int:
+    """Of the `count` GPUs that this process sees, which may be its own one alone."""
+    for name in LOCAL_RANKS:
+        if number := os.environ.get(name):
+            return int(number) % count
+    return torch.cuda.current_device()
 
 
 def _each_its_own(identity: str, store: Any, rank: int, world_size: int) -> bool:

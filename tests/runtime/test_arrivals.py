@@ -1,0 +1,226 @@
+"""What tells the watch how far a GPU has come: numbers that its streams write into host memory. A stand-in for the GPU
+does what it has been given only when it is told to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from evenpipe.runtime import arrivals
+from evenpipe.runtime.arrivals import STREAMS, Arrivals
+from evenpipe.runtime.communication import Communicator, Handle
+
+DEVICE = torch.device("cuda", 2)
+
+
+class Place:
+    """One number in memory of the GPU, or of the host as the GPU sees it."""
+
+    def __init__(self, gpu: Gpu, value: Tensor) -> None:
+        self.gpu, self.value = gpu, value
+
+    def fill_(self, number: int) -> None:
+        self.gpu.queue(lambda: self.value.fill_(number))
+
+
+class HostPlace:
+    """One number in pinned memory, which this GPU reaches by copies alone."""
+
+    def __init__(self, gpu: Gpu, value: Tensor) -> None:
+        self.gpu, self.value = gpu, value
+
+    def copy_(self, place: Place, non_blocking: bool) -> None:
+        assert non_blocking
+        self.gpu.queue(lambda: self.value.copy_(place.value))
+
+
+class Gpu:
+    """Streams by handle, each with what it has been given and not yet done."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, pinned_elsewhere: bool) -> None:
+        self.current, self.streams, self.allocations, self.operations = 0, {0: []}, 0, 0
+        self.failed = False
+        self.pinned_elsewhere = pinned_elsewhere
+        monkeypatch.setattr(arrivals, "_pinned", self.pinned)
+        monkeypatch.setattr(arrivals, "_mapped", self.mapped)
+        monkeypatch.setattr(torch.cuda, "current_stream", self.current_stream)
+
+    def pinned(self, count: int) -> Any:
+        self.allocations += 1
+        host = torch.zeros(count, dtype=torch.int64)
+        places = tuple(HostPlace(self, value) for value in host.unbind())
+        return SimpleNamespace(data_ptr=host.data_ptr, numpy=host.numpy, unbind=lambda: places, host=host)
+
+    def mapped(self, pinned: Any, torch_device: torch.device) -> Any:
+        assert torch_device == DEVICE
+        self.allocations += 1
+        memory = pinned.host.clone() if self.pinned_elsewhere else pinned.host
+        places = tuple(Place(self, value) for value in memory.unbind())
+        return SimpleNamespace(data_ptr=memory.data_ptr, unbind=lambda: places)
+
+    def current_stream(self, torch_device: torch.device) -> SimpleNamespace:
+        assert torch_device == DEVICE
+        return SimpleNamespace(cuda_stream=self.current)
+
+    def queue(self, work: Callable[[], Any]) -> None:
+        if self.failed:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        self.operations += 1
+        self.streams.setdefault(self.current, []).append(work)
+
+    def run(self, stream: int, operations: int) -> None:
+        for _ in range(operations):
+            self.streams[stream].pop(0)()
+
+
+@pytest.fixture(params=[False, True], ids=["mapped", "copied"])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return Gpu(monkeypatch, pinned_elsewhere=request.param)
+
+
+def answers(*marks: Callable[[], bool]) -> list[bool]:
+    return [mark() for mark in marks]
+
+
+def test_marks_of_a_stream_are_passed_in_their_order(gpu: Gpu) -> None:
+    found = Arrivals(DEVICE)
+    each = len(gpu.streams[0])  # what it was given at the start
+    assert each == (2 if gpu.pinned_elsewhere else 1)
+    first, second = found.mark(), found.mark()
+    assert answers(first, second) == [False, False]
+    gpu.run(0, each)
+    assert answers(first, second) == [False, False]
+    gpu.run(0, each)
+    assert answers(first, second) == [True, False]
+    gpu.run(0, each)
+    assert answers(first, second) == [True, True]
+
+
+def test_a_stream_says_nothing_of_another(gpu: Gpu) -> None:
+    """Whatever order they come in, and however often they take turns."""
+    found = Arrivals(DEVICE)
+    gpu.run(0, each := len(gpu.streams[0]))
+    marks = []
+    for stream in (7, 0, 7, 0):
+        gpu.current = stream
+        marks.append(found.mark())
+    gpu.run(0, 2 * each)
+    assert answers(*marks) == [False, True, False, True]
+    gpu.run(7, each)
+    assert answers(*marks) == [True, True, False, True]
+    gpu.run(7, each)
+    assert answers(*marks) == [True] * 4
+
+
+def test_a_mark_takes_no_memory_and_one_operation(gpu: Gpu) -> None:
+    """Two where the GPU reaches the pinned memory by copies alone."""
+    found = Arrivals(DEVICE)
+    allocations, operations = gpu.allocations, gpu.operations
+    for _ in range(1000):
+        found.mark()
+    assert gpu.allocations == allocations
+    assert gpu.operations - operations == (2000 if gpu.pinned_elsewhere else 1000)
+
+
+def test_the_thread_that_asks_calls_nothing_of_cuda(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = Arrivals(DEVICE).mark()
+    for name in ("current_stream", "Event", "synchronize", "set_device", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("a call of CUDA"))
+    gpu.failed = True  # and of the tensors
+    found: list[bool] = []
+    asked = threading.Thread(target=lambda: found.append(mark()))
+    asked.start()
+    asked.join()
+    assert found == [False] and type(found[0]) is bool
+
+
+def test_more_streams_than_places_are_not_watched(gpu: Gpu) -> None:
+    found = Arrivals(DEVICE)
+    for stream in range(STREAMS):
+        gpu.current = stream
+        assert not found.mark()()
+    before = gpu.operations
+    gpu.current = STREAMS
+    assert found.mark()() and gpu.operations == before
+    gpu.current = 3
+    assert not found.mark()()
+
+
+def test_memory_is_handed_to_torch_as_that_of_a_gpu() -> None:
+    host = torch.zeros(4, dtype=torch.int64)
+    given = arrivals._AsOnDevice(host).__cuda_array_interface__
+    assert given["shape"] == (4,) and given["data"] == (host.data_ptr(), False)
+    assert given["typestr"] == host.numpy().__array_interface__["typestr"]
+
+
+def test_a_device_keeps_its_own_for_good(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrivals.arrivals_on.cache_clear()
+    assert arrivals.arrivals_on(DEVICE) is arrivals.arrivals_on(torch.device("cuda", 2))
+    arrivals.arrivals_on.cache_clear()
+
+
+# --- where a wait is announced ------------------------------------------------------------------------------------
+
+
+class Watched:
+    """In place of the watch: what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def awaiting(self, what: str, needed_by: str, communicator: str, peers: tuple[int, ...]) -> None:
+        self.told.append(f"awaiting {what}")
+
+    def arrived(self) -> None:
+        self.told.append("arrived")
+
+    def arrives_when(self, is_done: Callable[[], bool], limit_seconds: float) -> None:
+        self.told += [is_done, limit_seconds]
+
+
+def waited(watch: Watched, found: Arrivals | None) -> None:
+    """One wait, in which the host does not wait."""
+    communicator = Communicator("X", (0, 1), 0, None, timeout_seconds=9.0, staging=None, watch=watch, arrivals=found)  # type: ignore[arg-type]
+    work = SimpleNamespace(wait=lambda: watch.told.append("wait"))
+    Handle(communicator, "0RECV_F1", (1,), [work]).wait("0F1")  # type: ignore[list-item]
+
+
+def test_a_wait_on_a_gpu_is_marked_behind_itself(gpu: Gpu) -> None:
+    watch = Watched()
+    waited(watch, Arrivals(DEVICE))
+    assert watch.told[:2] == ["awaiting 0RECV_F1", "wait"]
+    is_done, limit_seconds = watch.told[2:]
+    assert limit_seconds == 9.0 and not is_done()
+    gpu.run(0, len(gpu.streams[0]))
+    assert is_done()
+
+
+def test_a_wait_of_the_host_is_over_when_it_returns() -> None:
+    watch = Watched()
+    waited(watch, None)
+    assert watch.told == ["awaiting 0RECV_F1", "wait", "arrived"]
+
+
+def test_who_uses_a_failed_gpu_is_the_one_to_say_so(gpu: Gpu) -> None:
+    """As itself and at once: not as a connection that a peer has broken."""
+    watch, found = Watched(), Arrivals(DEVICE)
+    gpu.failed = True
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        waited(watch, found)
+    assert watch.told == ["awaiting 0RECV_F1", "wait"]
+
+
+def test_where_torch_does_not_take_host_memory_there_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("The specified pointer resides on host memory")
+
+    monkeypatch.setattr(torch, "as_tensor", refuse)
+    host = torch.zeros(4, dtype=torch.int64)
+    device = arrivals._mapped(host, torch.device("meta"))
+    assert device.shape == host.shape and device.device.type == "meta"
