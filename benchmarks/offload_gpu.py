@@ -1,6 +1,10 @@
 """What activations on the host cost on one NVIDIA GPU, with layers of real models.
 
-    python benchmarks/offload_gpu.py [--output benchmarks/results/offload_gpu.json]
+    python benchmarks/offload_gpu.py --shapes 8B --tokens 4096 8192 16384 [--output FILE.json]
+
+Where a command may not take long, run one for each of --shapes 8B --tokens 4096 8192 16384, --shapes 8B --tokens 32768,
+--shapes 70B --tokens 4096 8192, --shapes 70B --tokens 16384, and --shapes 70B --tokens 32768, each with a file of its
+own. Without options all of it runs.
 
 One device runs the order of the first of four: four forwards, then backward and forward in turn. So an activation lies
 idle while others compute, as in a pipeline, and copies have that long. For layers of Llama-3-8B and 70B at 4k to 32k
@@ -8,10 +12,11 @@ tokens, with everything kept, with every second microbatch on the host, and with
 
     k           time of both copies of an activation over that of its forward and backward (arXiv 2503.01328)
     overhead    median step over that with everything kept, less 1; the three run in turns
-    copies      GB/s that copies reached beside compute, and those of a plain copy of as many bytes alone
+    copies      GB/s that copies reached beside compute, and those of a plain copy alone, of as many bytes or 1 GiB
     peak        torch.cuda.max_memory_allocated less parameters and gradients, and the same from the estimator
 
-A case that does not fit with everything kept runs with fewer layers, or is left out and named. Without a GPU nothing
+A case that does not fit with everything kept runs with fewer layers, or is left out and named; so is one that fails.
+Without a GPU nothing
 runs, and it is said so; `--device cpu --shapes tiny` runs a small one there, so that this program can be tried.
 """
 
@@ -27,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # cases come close to what a GPU holds
 
 import torch
 from torch import Tensor
@@ -51,6 +57,9 @@ LAYERS = (4, 2, 1)
 AHEAD, MICROBATCHES = 4, 12
 ROWS = 1024
 """Of the vocabulary: its layers are to weigh nothing."""
+LEAST_TURNS = 3
+PLAIN_BYTES = 2**30
+"""At most, of a plain copy: pinned memory is rounded up to a power of two, and copies of activations need theirs."""
 ARMS = {"kept": 0.0, "half": 0.5, "all": 1.0}
 """Which part of the microbatches goes to the host."""
 
@@ -144,7 +153,8 @@ def synchronise(device: torch.device) -> None:
 
 
 def plain_copy(size: int, device: torch.device) -> float:
-    """Bytes per second to the host and back, each alone."""
+    """Bytes per second to the host and back, each alone, of so many bytes or PLAIN_BYTES."""
+    size = min(size, PLAIN_BYTES)
     here = torch.empty(size, dtype=torch.uint8, device=device)
     there = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     rates = []
@@ -156,11 +166,15 @@ def plain_copy(size: int, device: torch.device) -> float:
             synchronise(device)
             rate = size / (time.perf_counter() - started)
         rates.append(rate)
+    del here, there, to, source
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        getattr(torch._C, "_host_emptyCache", lambda: None)()  # pinned memory, which torch keeps otherwise
     return 2 / sum(1 / rate for rate in rates)
 
 
-def measure(case: Case, hardware: Hardware, turns: int) -> list[dict[str, Any]]:
-    """On the only process, one entry per arm."""
+def measure(case: Case, hardware: Hardware, turns: int, seconds: float) -> list[dict[str, Any]]:
+    """On the only process, one entry per arm. seconds: that all turns may take, if there were LEAST_TURNS."""
     device, copied = initialise_worker().torch_device, case.copied
     bandwidth = plain_copy(copied, device)
     pipeline = Pipeline(
@@ -192,21 +206,23 @@ def measure(case: Case, hardware: Hardware, turns: int) -> list[dict[str, Any]]:
         found.append({"arm": name, "peak_above": peak})
     for arm in arms.values():
         arm.seconds.clear()
-    for _ in range(turns):
+    for turn in range(turns):
+        if turn >= LEAST_TURNS and sum(sum(arm.seconds) for arm in arms.values()) > seconds:
+            break
         for arm in arms.values():
             arm.step()
     usual = statistics.median(kept.seconds)
     for one, arm in zip(found, arms.values(), strict=True):
         copies = [copy.end - copy.start for copy in arm.traces[-1].devices[0].copies]
-        seconds = statistics.median(arm.seconds)
+        step = statistics.median(arm.seconds)
         moved = sum(item is not None and item.kind is Kind.O for item in arm.order.rows[0])
         plan = estimated(case, arm.order, hardware).devices[0]
         state = plan.terms["parameters"] + plan.terms["gradients"] + plan.terms["optimizer"]
         one |= {
             "k": k,
             "moved": moved / MICROBATCHES,
-            "seconds": seconds,
-            "overhead": seconds / usual - 1,
+            "seconds": step,
+            "overhead": step / usual - 1,
             "plain_copy_bytes_per_second": bandwidth,
             "copy_bytes_per_second": copied * len(copies) / sum(copies) if copies else None,
             "predicted_above": plan.memory.peak - state,
@@ -215,11 +231,23 @@ def measure(case: Case, hardware: Hardware, turns: int) -> list[dict[str, Any]]:
     return found
 
 
+def line(one: dict[str, Any]) -> str:
+    """What was measured of an arm."""
+    reached, peak = one["copy_bytes_per_second"] or 0.0, one["peak_above"]
+    return (
+        f"{one['arm']:4}  {one['moved']:5.0%}  {one['k']:4.2f}"
+        f"  {one['overhead']:+8.1%}  {reached / 1e9:6.1f} ({one['plain_copy_bytes_per_second'] / 1e9:.1f})"
+        f"  {'-' if peak is None else f'{peak / 2**30:.2f}'} ({one['predicted_above'] / 2**30:.2f})"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["8B", "70B"])
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--turns", type=int, default=10, help="steps of each (default: %(default)s)")
+    text = f"that the turns of a case may take once there were {LEAST_TURNS} (default: %(default)s)"
+    parser.add_argument("--seconds", type=float, default=60.0, help=text)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--hardware", default="H100-80G", help="of the estimate (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE.json")
@@ -241,17 +269,20 @@ def main() -> None:
                 print(f"{shape:5}  {tokens} tokens: left out, one layer does not fit with everything kept", flush=True)
                 continue
             case = replace(case, copied=plan.devices[0].copied[0])
-            for one in launch(measure, case, hardware, given.turns, processes=1, torch_device=given.device)[0]:
+            print(f"{shape:5}  {case.layers:6}  {tokens:6}  runs: {case.copied / 2**30:.2f} GiB a copy", flush=True)
+            arguments = (measure, case, hardware, given.turns, given.seconds)
+            try:
+                found = launch(*arguments, processes=1, torch_device=given.device)[0]
+            except Exception as error:  # whatever it is, memory mostly: the other cases may run
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                found = [{"reason": reason}]
+                print(f"{shape:5}  {case.layers:6}  {tokens:6}  did not run: {reason}", flush=True)
+            for one in found:
                 results["cases"].append({**asdict(case), **one})
-                reached, peak = one["copy_bytes_per_second"] or 0.0, one["peak_above"]
-                print(
-                    f"{shape:5}  {case.layers:6}  {tokens:6}  {one['arm']:4}  {one['moved']:5.0%}  {one['k']:4.2f}"
-                    f"  {one['overhead']:+8.1%}  {reached / 1e9:6.1f} ({one['plain_copy_bytes_per_second'] / 1e9:.1f})"
-                    f"  {'-' if peak is None else f'{peak / 2**30:.2f}'} ({one['predicted_above'] / 2**30:.2f})",
-                    flush=True,
-                )
-                if given.output is not None:
-                    given.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+                if "reason" not in one:
+                    print(f"{shape:5}  {case.layers:6}  {tokens:6}  {line(one)}", flush=True)
+            if given.output is not None:
+                given.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

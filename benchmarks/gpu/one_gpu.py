@@ -1,6 +1,7 @@
 """How fast does one GPU train a Llama of about 1B parameters with evenpipe, transformers' Trainer and a plain loop?
 
-    python benchmarks/gpu/one_gpu.py [--compile] [--output FILE.json]
+    python benchmarks/gpu/one_gpu.py [--arms evenpipe loop evenpipe] [--output FILE.json]    some minutes
+    python benchmarks/gpu/one_gpu.py --compile [--output FILE.json]                         about twice as many
     python benchmarks/gpu/one_gpu.py --device cpu --layers 2 --hidden-size 128 --vocabulary 1024 --tokens 64 \\
                                      --microbatches 2 --repetitions 2    to try it
 
@@ -15,14 +16,16 @@ says otherwise:
     loop, bf16           the same with parameters, gradients and moments in bf16, without autocast
 
 --compile adds each of them with torch.compile: per layer in evenpipe and in loops (with the loss), as a whole in
-Trainer. Arms take turns, some steps at a time. Printed are
+Trainer. One arm after another is built, timed and given up, since a GPU of 80 GB does not hold all of them. So a
+machine that changes its speed meanwhile does not treat them alike: an arm that is named twice in --arms runs twice, and
+how far its two figures are apart is what a difference between others has to exceed. Printed are
 
     step       seconds, median
     tokens/s   of the step
     MFU        model FLOPs (attention without its mask) over time and the peak of the data sheet of --hardware
     MiB        most memory of its tensors in a step, parameters and moments included
-    loss       of the last step, to see that all train the same; of Trainer the mean of its last turn, which has a step
-               more than those of the others
+    loss       of the last step, to see that all train the same; of Trainer the mean of its last --per-turn steps and
+               one before them
 
 What does not run is listed with the reason.
 """
@@ -36,16 +39,30 @@ import statistics
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # one arm uses the memory of another
 
 import torch
-from timing import MIB, Failure, Results, arguments, attempt, common, device_of, percent, table
+from timing import (
+    LEAST,
+    MIB,
+    Failure,
+    Results,
+    arguments,
+    attempt,
+    clean_up,
+    common,
+    device_of,
+    percent,
+    progress,
+    table,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -271,16 +288,28 @@ ARMS: dict[str, Callable[[Settings, torch.device, bool], Arm]] = {
 }
 
 
-def built(make: Callable[[], Arm], batches: list[Tensor], device: torch.device, warm_up: int) -> tuple[Arm, int | None]:
-    """An arm after its warm-up, and the most bytes of its own in a step."""
+def run(
+    make: Callable[[], Arm], batches: list[Tensor], device: torch.device, given: argparse.Namespace
+) -> dict[str, Any]:
+    """Builds an arm and times its steps; it is given up on return. `peak_bytes`: the most of its own in a step."""
     others = allocated(device)
     arm = make()
-    arm.steps(batches[:1] * warm_up)
-    if device.type != "cuda":
-        return arm, None
-    torch.cuda.reset_peak_memory_stats(device)
-    arm.steps(batches[:1])
-    return arm, torch.cuda.max_memory_allocated(device) - others
+    arm.steps(batches[:1] * given.warm_up)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    steps: list[float] = []
+    while len(steps) < LEAST or (len(steps) < given.repetitions and sum(steps) < given.arm_seconds):
+        steps += arm.steps(batches)
+    peak = torch.cuda.max_memory_allocated(device) - others if device.type == "cuda" else None
+    return {"seconds": statistics.median(steps), "steps": steps, "peak_bytes": peak, "loss": arm.loss}
+
+
+def give_up(device: torch.device) -> None:
+    """What libraries and compiled code hold of the arm before, so that the next finds the device as the first did."""
+    torch.compiler.reset()
+    if device.type == "cuda":
+        attempt(torch._C._cuda_clearCublasWorkspaces)
+    clean_up()
 
 
 HEADER = ["", "step s", "tokens/s", "MFU", "MiB", "loss"]
@@ -299,62 +328,52 @@ def line(case: dict[str, Any]) -> list[str]:
     ]
 
 
-def measure(given: argparse.Namespace, settings: Settings, device: torch.device) -> list[dict[str, Any]]:
-    """All arms, those that do not run with the reason."""
+def measure(given: argparse.Namespace, settings: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Arm by arm, those that do not run with the reason."""
     description = describe(common.llama(settings, settings.vocabulary))
     flops = 3 * settings.step_tokens * (sum(layer_flops(description, settings.tokens)) + head_flops(description))
     peak_flops = find_hardware(given.hardware).peak("bf16") if device.type == "cuda" else None
     generator = torch.Generator().manual_seed(0)
     shape = (settings.sequences * settings.microbatches, settings.tokens)
     batches = [torch.randint(0, settings.vocabulary, shape, generator=generator) for _ in range(given.per_turn)]
-    names = {name: (name, False) for name in given.arms}
+    names = [(name, name, False) for name in given.arms]
     if given.compile:
-        names |= {f"{name}, compiled": (name, True) for name in given.arms}
-    arms: dict[str, Arm] = {}
-    found: dict[str, dict[str, Any]] = {}
-    for title, (name, compiled) in names.items():
-        make = partial(ARMS[name], settings, device, compiled)
-        one = attempt(partial(built, make, batches, device, given.warm_up))
-        if isinstance(one, Failure):
-            found[title] = {"name": title, "reason": one.reason}
-        else:
-            arms[title], peak = one
-            found[title] = {"name": title, "peak_bytes": peak}
-    seconds: dict[str, list[float]] = {title: [] for title in arms}
-    while any(len(times) < given.repetitions for times in seconds.values()):
-        for title, arm in arms.items():
-            seconds[title] += arm.steps(batches)
-    for title, times in seconds.items():
-        step = statistics.median(times)
-        found[title] |= {
-            "seconds": step,
-            "steps": times,
+        names += [(f"{name}, compiled", name, True) for name in given.arms]
+    for title, name, compiled in names:
+        found = attempt(partial(run, partial(ARMS[name], settings, device, compiled), batches, device, given))
+        give_up(device)
+        if isinstance(found, Failure):
+            yield {"name": title, "reason": found.reason}
+            continue
+        step = found["seconds"]
+        yield {
+            "name": title,
+            **found,
             "tokens_per_second": settings.step_tokens / step,
             "mfu": None if peak_flops is None else flops / step / peak_flops,
-            "loss": arms[title].loss,
         }
-    return list(found.values())
 
 
 def main() -> None:
     assert __doc__ is not None
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, arm_seconds=60.0)
     for one in fields(Settings)[1:]:
         assert one.default is not MISSING
         flag, text = f"--{one.name.replace('_', '-')}", f"{one.metadata['help']} (default: {one.default})"
         parser.add_argument(flag, type=int, default=one.default, metavar="N", help=text)
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--compile", action="store_true", help="each arm with torch.compile too")
-    parser.add_argument("--per-turn", type=int, default=4, metavar="N", help="steps of an arm in turn")
+    parser.add_argument("--per-turn", type=int, default=4, metavar="N", help="steps at a time, each with its own batch")
     parser.add_argument("--hardware", default="H200", help="its peak is that of the MFU (default: %(default)s)")
     given = parser.parse_args()
     device = device_of(given)
     settings = common.settings_of(argparse.Namespace(**vars(given), processes=1), Settings)
     initialise_worker(torch_device=device)
     results = Results(given, device)
-    cases = measure(given, settings, device)
-    for case in cases:
+    for case in measure(given, settings, device):
         results.add(case)
+        progress("  ".join(line(case)) if "seconds" in case else f"{case['name']} did not run: {case['reason']}")
+    cases = results.cases
     print(
         f"{settings.layers} layers of {settings.hidden_size}, {settings.vocabulary} rows; {settings.microbatches}"
         f" microbatches of {settings.sequences} x {settings.tokens} tokens"

@@ -1,8 +1,12 @@
 """How fast is the output layer with its loss on one GPU, how much memory does it take, and how exact is it?
 
-    python benchmarks/gpu/output_layer.py [--shapes 4096x4096x128256 ...] [--logits random confident] [--ignored 0.1]
-                                          [--output FILE.json]
+    python benchmarks/gpu/output_layer.py --shapes 4096x4096x128256 [--output FILE.json]
+    python benchmarks/gpu/output_layer.py --shapes 4096x4096x128256 --arms vocab-2 Liger [--logits random]
     python benchmarks/gpu/output_layer.py --device cpu --shapes 64x128x1024 --repetitions 2    to try it
+
+A shape takes some minutes, most of which go by compiling the kernels of others: where a command may not take long, run
+one for each of 4096x4096x128256, 8192x4096x128256, 4096x2048x151936, 4096x5120x262144, 8192x8192x128256 and
+16384x4096x32000, which without --shapes follow each other. --arms names what is compared, by any part of its name.
 
 For every shape (tokens x hidden size x vocabulary) our passes of one device, with one barrier (vocab-2) and two
 (vocab-1), whose S keeps probabilities or nothing, and whole layers of ours and of others (peers.py), forward and
@@ -15,20 +19,25 @@ backward, stand against the three matrix products that none can do without. Prin
     dX, dW      relative error of the gradients of hidden states and weight against fp64, Frobenius norm
     loss        relative error of the mean loss
 
-`confident`: the probability of every label is about 0.99. T adds to a gradient in fp32, as training does; others
-return dW in the dtype of the weight. What does not run is listed with the reason.
+`confident`: the probability of every label is about 0.99. Labels are drawn as in text, because kernels that add up what
+belongs to one label have more to do there than with labels that hardly ever repeat (--labels even). T adds to a
+gradient in fp32, as training does; others return dW in the dtype of the weight. What does not run is listed with the
+reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # arms of all sizes share the memory
+
 import torch
-from passes import MODES, Batch, Output, output_shard, random_batches, random_weight
+from passes import LABELS, MODES, Batch, Output, output_shard, random_batches, random_weight
 from peers import LOSSES, Loss
 from timing import (
     DTYPES,
@@ -38,11 +47,13 @@ from timing import (
     Results,
     arguments,
     attempt,
+    clean_up,
     device_of,
     medians,
     milliseconds,
     peak_bytes,
     percent,
+    progress,
     relative_error,
     table,
 )
@@ -114,9 +125,9 @@ class Candidate:
     gradients: Callable[[], tuple[Tensor, Tensor, Tensor]]
 
 
-def ours(weight: Tensor, batches: list[Batch], mode: str, options: LossOptions) -> Candidate:
-    """Our passes, of a single device."""
-    output: Output = output_shard(weight, 1, mode, options, batches[0])
+def ours(weight: Tensor, batches: list[Batch], gradient: Tensor, mode: str, options: LossOptions) -> Candidate:
+    """Our passes, of a single device. gradient: as of `output_shard`."""
+    output: Output = output_shard(weight, 1, mode, options, batches[0], gradient=gradient)
     products = {"S": 2, "C": 0, "T": 1} if output.one_barrier else {"S": 1, "T": 2}
     arms = {name: (arm, products[name]) for name, arm in output.arms(batches).items()}
     whole = Arm(output.all, lambda repetition: batches[repetition % len(batches)])
@@ -160,70 +171,129 @@ def candidates(
     weight: Tensor, batches: list[Batch], given: argparse.Namespace
 ) -> Iterator[tuple[str, Callable[[], Candidate]]]:
     """Everything that is compared, by name."""
+    gradient = torch.zeros(weight.shape, device=weight.device)
     for kernels in given.kernels:
         for mode in MODES:
             for keep in ("probabilities", "nothing"):
                 options = LossOptions(keep=keep, kernels=kernels)
-                yield f"{mode}, keeps {keep}, {kernels}", partial(ours, weight, batches, mode, options)
+                yield f"{mode}, keeps {keep}, {kernels}", partial(ours, weight, batches, gradient, mode, options)
     for name, make in LOSSES.items():
         yield name, partial(with_autograd, weight, batches, make)
 
 
-def tried(make: Callable[[], Candidate], exact: Exact, device: torch.device) -> tuple[Candidate, dict[str, Any]]:
-    """With its memory and its errors."""
+def tried(
+    make: Callable[[], Candidate], exact: Exact | Failure, device: torch.device
+) -> tuple[Candidate, dict[str, Any]]:
+    """With its memory and its errors, where these are known."""
     candidate = make()
     candidate.gradients()  # compiles, tunes
     (loss, hidden, weight), peak = peak_bytes(candidate.gradients, device)
-    return candidate, {"peak_bytes": peak, **exact.errors(float(loss), hidden, weight)}
+    errors = {} if isinstance(exact, Failure) else exact.errors(float(loss), hidden, weight)
+    return candidate, {"peak_bytes": peak, **errors}
 
 
-def measure(shape: str, logits: str, given: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """All rows of one shape."""
+def measure(
+    shape: str, logits: str, given: argparse.Namespace, device: torch.device, results: Results
+) -> list[dict[str, Any]]:
+    """All rows of one shape, which go into `results` one by one."""
     tokens, width, vocabulary = map(int, shape.split("x"))
     weight = random_weight(vocabulary, width, DTYPES[given.dtype], device)
     confident = logits == "confident"
-    batches = random_batches(BATCHES, tokens, weight, ignored=given.ignored, confident=confident)
-    exact = Exact.of(batches[0], weight)
-    common = {"tokens": tokens, "hidden_size": width, "vocabulary": vocabulary, "logits": logits}
-    common["label_probability"] = exact.probability
+    batches = random_batches(BATCHES, tokens, weight, drawn=given.labels, ignored=given.ignored, confident=confident)
+    exact = attempt(partial(Exact.of, batches[0], weight))
+    common: dict[str, Any] = {"tokens": tokens, "hidden_size": width, "vocabulary": vocabulary, "logits": logits}
+    if isinstance(exact, Failure):
+        progress(f"no errors without a reference in fp64: {exact.reason}")
+    else:
+        common["label_probability"] = exact.probability
 
-    arms: dict[str, Arm] = {BARE: bare_products(weight, batches)}
-    arms[BARE]()  # libraries make their workspaces
-    rows: dict[str, dict[str, Any]] = {BARE: {"products": 3}}
+    arms: dict[str, Arm] = {}
+    rows: dict[str, dict[str, Any]] = {}
+
+    def add(title: str, **row: Any) -> None:
+        rows[title] = {**common, "name": title, **row}
+        results.add(rows[title])
+
+    def bare() -> Arm:
+        arm = bare_products(weight, batches)
+        arm()  # libraries make their workspaces
+        return arm
+
+    products = attempt(bare)
+    if isinstance(products, Failure):
+        add(BARE, reason=products.reason)
+    else:
+        arms[BARE] = products
+        add(BARE, products=3)
     for name, make in candidates(weight, batches, given):
+        if not any(part in name for part in given.arms):
+            continue
         found = attempt(partial(tried, make, exact, device))
         if isinstance(found, Failure):
-            rows[name] = {"reason": found.reason}
+            progress(f"{name} did not run: {found.reason}")
+            add(name, reason=found.reason)
             continue
         candidate, figures = found
-        for part, (arm, products) in candidate.arms.items():
+        progress(
+            f"{name}: {', '.join(f'{head} {cell}' for head, cell in zip(HEADER[3:], cells(figures), strict=True))}"
+        )
+        for part, (arm, count) in candidate.arms.items():
             title = f"{name}: {part}" if part else name
             arms[title] = arm
-            rows[title] = {"products": products, **(figures if part in ("", "S + T") else {})}
+            add(title, products=count, **(figures if part in ("", "S + T") else {}))
     del exact
-    seconds = medians(arms, device, given)
-    for title, time in seconds.items():
-        products = rows[title]["products"]
-        rate = 2.0 * products * tokens * width * vocabulary / time
-        rows[title] |= {"seconds": time, "flops_per_second": rate}
-        rows[title]["share"] = rate / rows[BARE]["flops_per_second"] if products else None
-    return [{**common, "name": title, **row} for title, row in rows.items()]
+    progress(f"{len(arms)} arms take turns")
+    timings, failures = medians(arms, device, given)
+    rates = {
+        title: 2.0 * rows[title]["products"] * tokens * width * vocabulary / timing.seconds
+        for title, timing in timings.items()
+    }
+    for title, timing in timings.items():
+        share = rates[title] / rates[BARE] if rates[title] and BARE in rates else None
+        results.complete(rows[title], **timing.to_dict(), flops_per_second=rates[title], share=share)
+    for title, failure in failures.items():
+        results.complete(rows[title], reason=failure.reason)
+    return list(rows.values())
 
 
 HEADER = ["", "ms", "rate", "MiB", "dX", "dW", "loss"]
 
 
-def line(row: dict[str, Any]) -> list[str]:
-    """Of the table."""
+def cells(row: dict[str, Any]) -> list[str]:
+    """Of the table: memory and errors."""
     errors = (row.get(name) for name in ("hidden_error", "weight_error", "loss_error"))
     peak = row.get("peak_bytes")
     return [
-        row["name"],
-        milliseconds(row["seconds"]),
-        percent(row["share"]),
         "-" if peak is None else f"{peak / MIB:.0f}",
         *("-" if error is None else f"{error:.1e}" for error in errors),
     ]
+
+
+def line(row: dict[str, Any]) -> list[str]:
+    """Of the table."""
+    return [row["name"], milliseconds(row["seconds"]), percent(row["share"]), *cells(row)]
+
+
+def show(rows: list[dict[str, Any]], given: argparse.Namespace) -> None:
+    """A table of one shape, and what is not in it."""
+    first = rows[0]
+    rate, probability = first.get("flops_per_second"), first.get("label_probability")
+    print(
+        f"\n{first['tokens']} tokens x {first['hidden_size']} x {first['vocabulary']} rows, {given.dtype},"
+        f" {first['logits']} logits"
+        f"{'' if probability is None else f' (probability of a label {probability:.2g})'},"
+        f" labels drawn {'as in text' if given.labels == 'text' else 'evenly'},"
+        f" {100 * given.ignored:g} % without one; bare products:"
+        f" {'-' if rate is None else f'{rate / 1e12:.4g} TFLOP/s'}"
+    )
+    print(table([HEADER, *(line(row) for row in rows if "seconds" in row)]))
+    hosts = [row["name"] for row in rows if row.get("host")]
+    if hosts:
+        print(f"with time of the host, since they wait for the GPU: {'; '.join(hosts)}")
+    for row in rows:
+        if "reason" in row:
+            print(f"did not run: {row['name']}: {row['reason']}")
+    print(end="", flush=True)
 
 
 def main() -> None:
@@ -231,7 +301,9 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), metavar="TOKENSxHIDDENxVOCABULARY")
     parser.add_argument("--logits", nargs="+", choices=("random", "confident"), default=["random", "confident"])
+    parser.add_argument("--labels", choices=LABELS, default="text", help="how they are drawn (default: %(default)s)")
     parser.add_argument("--ignored", type=float, default=0.0, metavar="SHARE", help="of the tokens, without a label")
+    parser.add_argument("--arms", nargs="+", default=[""], metavar="PART", help="of the names of those that are run")
     parser.add_argument("--kernels", nargs="+", choices=("auto", "torch", "triton"), default=["auto"], help="of ours")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="of hidden states and weight")
     given = parser.parse_args()
@@ -239,20 +311,14 @@ def main() -> None:
     results = Results(given, device)
     for shape in given.shapes:
         for logits in given.logits:
-            rows = measure(shape, logits, given, device)
-            for row in rows:
-                results.add(row)
-            first = rows[0]
-            print(
-                f"\n{first['tokens']} tokens x {first['hidden_size']} x {first['vocabulary']} rows, {given.dtype},"
-                f" {logits} logits (probability of a label {first['label_probability']:.2g}),"
-                f" {100 * given.ignored:g} % without a label;"
-                f" bare products: {first['flops_per_second'] / 1e12:.4g} TFLOP/s"
-            )
-            print(table([HEADER, *(line(row) for row in rows if "seconds" in row)]))
-            for row in rows:
-                if "reason" in row:
-                    print(f"did not run: {row['name']}: {row['reason']}")
+            progress(f"{shape}, {logits} logits")
+            rows = attempt(partial(measure, shape, logits, given, device, results))
+            if isinstance(rows, Failure):
+                results.add({"name": shape, "logits": logits, "reason": rows.reason})
+                progress(f"{shape} did not run: {rows.reason}")
+            else:
+                show(rows, given)
+            clean_up()
 
 
 if __name__ == "__main__":

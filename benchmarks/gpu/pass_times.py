@@ -1,8 +1,10 @@
 """How long does every pass of a model take on this GPU? Writes cost files for `evenpipe simulate --costs`.
 
-    python benchmarks/gpu/pass_times.py --costs FOLDER [--models 4B Llama-3-8B ...] [--tokens 2048 4096]
-                                        [--output FILE.json]
+    python benchmarks/gpu/pass_times.py --costs FOLDER --models 4B 7B [--tokens 2048 4096] [--output FILE.json]
     python benchmarks/gpu/pass_times.py --device cpu --models tiny --tokens 32 --costs FOLDER    to try it
+
+All models, which are the default, are about 200 cases. Where a command may not take long, run one for each of
+--models 4B 7B, 10B 21B, 30B, and Llama-3-8B Llama-3-70B Qwen3-8B; --costs may be the same folder, --output not.
 
 F, B, I and W are those of a few real layers in a pipeline of one device, as `evenpipe profile` measures them, with
 backwards whole and split; per layer, and times the layers of a stage in the cost files. S, C, T, E and G are those of
@@ -12,7 +14,8 @@ since there is one GPU:
 
     evenpipe simulate --schedule 1f1b --devices 8 --microbatches 32 --vocabulary vocab-2 --costs FILE.toml
 
-Printed are milliseconds, of one layer and of the vocabulary passes.
+Printed are milliseconds, of one layer and of the vocabulary passes. Labels are drawn as in text, where the device that
+is measured, the first, is the busiest: a pipeline is as fast as that. A case of which a pass fails has no cost file.
 """
 
 from __future__ import annotations
@@ -20,15 +23,28 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # shards of all sizes share the memory
 
 import torch
 from models import DEFAULT, MODELS, TOKENS, Model, costs_name
-from passes import MODES, pass_seconds, random_batches, random_weight
-from timing import Results, arguments, device_of, milliseconds, table
+from passes import LABELS, MODES, pass_seconds, random_batches, random_weight
+from timing import (
+    Failure,
+    Results,
+    arguments,
+    attempt,
+    attempts,
+    clean_up,
+    device_of,
+    milliseconds,
+    progress,
+    table,
+)
 
 from evenpipe.costs import write_costs
 from evenpipe.runtime import launch
@@ -55,6 +71,7 @@ def layer_seconds(model: Model, tokens: int, given: argparse.Namespace) -> dict[
         pipeline=PipelineConfig(processes=1, microbatches=MICROBATCHES, compile_layers=given.compile),
     )
     steps = max(1, given.repetitions // MICROBATCHES)
+    clean_up()  # another process needs the memory
     found = launch(measure_passes, config, steps, given.warm_up, ("split",), processes=1, torch_device=given.device)[0]
     costs = profile_of([found]).costs
     seconds = {}
@@ -67,14 +84,21 @@ def layer_seconds(model: Model, tokens: int, given: argparse.Namespace) -> dict[
 
 def vocabulary_seconds(
     model: Model, tokens: int, vocabulary: int, given: argparse.Namespace, device: torch.device
-) -> Iterator[tuple[int, str, dict[str, float]]]:
-    """Devices, mode, and seconds of S, C, T, E and G of one of them."""
+) -> Iterator[tuple[int, str, dict[str, float] | Failure]]:
+    """Devices, mode, and seconds of S, C (0 with two barriers), T, E and G of one of them; or why one is not known."""
     weight = random_weight(vocabulary, model.hidden_size, torch.bfloat16, device)
-    batches = random_batches(BATCHES, tokens, weight)
+    batches = random_batches(BATCHES, tokens, weight, drawn=given.labels)
     options = LossOptions(kernels=given.kernels)
     for devices in sorted({1, *(size for sizes in model.devices.values() for size in sizes)}):
         for mode in MODES:
-            yield devices, mode, pass_seconds(weight, devices, mode, options, batches, given=given)
+            found = attempt(partial(pass_seconds, weight, devices, mode, options, batches, given=given))
+            if isinstance(found, Failure):
+                yield devices, mode, found
+                continue
+            timings, failures = found
+            reasons = "; ".join(f"{kind}: {failure.reason}" for kind, failure in failures.items())
+            seconds = {"C": 0.0, **{kind: timing.seconds for kind, timing in timings.items()}}
+            yield devices, mode, Failure(reasons) if reasons else seconds
 
 
 def costs_of(layer: dict[str, float], vocabulary: dict[str, Any], layers: int, devices: int) -> Costs:
@@ -91,12 +115,15 @@ def costs_of(layer: dict[str, float], vocabulary: dict[str, Any], layers: int, d
 def measure(
     model: Model, tokens: int, given: argparse.Namespace, device: torch.device, about: str
 ) -> Iterator[dict[str, Any]]:
-    """Case by case; each writes its cost file. about: machine and versions."""
+    """Case by case; each writes its cost file, or says why there is none. about: machine and versions."""
     layer = layer_seconds(model, tokens, given)
     for rows in model.vocabularies:
         for devices, mode, seconds in vocabulary_seconds(model, tokens, rows, given, device):
             name = costs_name(model.name, tokens, rows, devices, mode)
             case = {"model": model.name, "tokens": tokens, "vocabulary": rows, "devices": devices, "mode": mode}
+            if isinstance(seconds, Failure):
+                yield {**case, "reason": seconds.reason}
+                continue
             notes = [
                 f"Seconds per microbatch of one sequence of {tokens} tokens, {model.name} with {rows} rows on {devices}"
                 f" devices, {mode}, measured on {about}.",
@@ -132,18 +159,28 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2, metavar="N", help="that are measured (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="layers go through torch.compile")
     parser.add_argument("--kernels", choices=("auto", "torch", "triton"), default="auto", help="of S and T")
+    parser.add_argument("--labels", choices=LABELS, default="text", help="how they are drawn (default: %(default)s)")
     given = parser.parse_args()
     device = device_of(given)
     given.costs.mkdir(parents=True, exist_ok=True)
     results = Results(given, device)
+    written = 0
     for name in given.models:
         cases = []
         for tokens in given.tokens:
-            for case in measure(MODELS[name], tokens, given, device, results.about):
+            progress(f"{name}, {tokens} tokens: layers, then the vocabulary")
+            for found in attempts(measure(MODELS[name], tokens, given, device, results.about)):
+                failed = {"model": name, "tokens": tokens}
+                case = {**failed, "reason": found.reason} if isinstance(found, Failure) else found
                 results.add(case)
-                cases.append(case)
+                if "reason" in case:
+                    progress(f"did not run: {', '.join(f'{key} {value}' for key, value in case.items())}")
+                else:
+                    cases.append(case)
+                    progress("  ".join(line(case)))
         print(f"\n{table([HEADER, *map(line, cases)])}", flush=True)
-    print(f"wrote {len(results.cases)} cost files to {given.costs}")
+        written += len(cases)
+    print(f"wrote {written} cost files to {given.costs}")
 
 
 if __name__ == "__main__":

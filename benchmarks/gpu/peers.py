@@ -28,7 +28,9 @@ def eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def _compiled() -> Loss:
-    return torch.compile(eager)
+    """For one shape: what was compiled for others before would make this one dynamic, and later ones not compiled."""
+    torch.compiler.reset()
+    return torch.compile(eager, dynamic=False)
 
 
 def _ours(kernels: str) -> Loss:
@@ -54,11 +56,11 @@ def _liger(**options: Any) -> Loss:
     return lambda hidden, weight, labels: Function.apply(hidden, weight, labels, *rest)[0]
 
 
-def _cce(implementation: str) -> Loss:
-    """github.com/apple/ml-cross-entropy."""
+def _cce(**options: Any) -> Loss:
+    """github.com/apple/ml-cross-entropy, whose release on PyPI (25.1.1) has no other names for its presets."""
     from cut_cross_entropy import linear_cross_entropy
 
-    return lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, impl=implementation)
+    return lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, impl="cce", **options)
 
 
 def _quack(scaled: bool) -> Loss:
@@ -81,8 +83,8 @@ LOSSES: dict[str, Callable[[], Loss]] = {
     "Liger": _liger,
     "Liger, chunk_mem_const=16": lambda: _liger(chunk_mem_const=16),
     "Liger, fp32 sums": lambda: _liger(chunk_mem_const=16, accum_dtype=torch.float32),
-    "CCE": lambda: _cce("cce"),
-    "CCE, exact": lambda: _cce("cce_exact"),
+    "CCE": _cce,
+    "CCE, exact": lambda: _cce(filter_eps=None),
     "QuACK": lambda: _quack(scaled=False),
     "QuACK, scaled exponentials": lambda: _quack(scaled=True),
 }

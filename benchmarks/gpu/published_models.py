@@ -137,6 +137,7 @@ def efficiencies(
 def measured_efficiency(path: Path | None) -> Callable[[Case, str], float | None]:
     """From what shards.py wrote: that of the nearest shape with the same devices and mode."""
     rows = [] if path is None else json.loads(path.read_text(encoding="utf-8"))["cases"]
+    rows = [row for row in rows if row.get("efficiency") is not None]
 
     def find(case: Case, mode: str) -> float | None:
         own = {"tokens": case.tokens, "hidden_size": case.model.hidden_size, "vocabulary": case.vocabulary}

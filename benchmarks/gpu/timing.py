@@ -1,19 +1,27 @@
 """What the benchmarks of one GPU share: arguments, times, peaks of memory, errors, and the file with all figures.
 
-Times are those of the stream on a GPU (events around each run, the cache overwritten before it) and of the clock on a
-CPU. All arms run in turn, again and again, and every repetition has inputs of its own; medians count.
+Times are those of the stream on a GPU (events around each run) and of the clock on a CPU. On a GPU the cache is
+overwritten before each run, and the stream is held up until all of the run is queued: what the host needs for that does
+not count, unless the run itself waits for the GPU. All arms run in turn, again and again, and every repetition has
+inputs of its own; medians count. What fails, when it is built or in one of its turns, is left out with the reason.
+
+Scripts set PYTORCH_CUDA_ALLOC_CONF before they import torch: by its newer name torch 2.9 to 2.11 do not heed it
+(github.com/pytorch/pytorch/issues/183387).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib.metadata
+import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +36,12 @@ from evenpipe.runtime.trace import machine
 
 FLUSHED = 256 * 2**20
 """Bytes that are written before each run: more than the caches of any GPU hold."""
+HELD_UP_SECONDS = (0.0005, 0.05)
+"""The stream, before each run: at least and at most. What needs longer to be queued waits for the GPU by itself."""
+CYCLES_PER_SECOND = 2e9
+"""Of the fastest GPUs, about; a slower one is held up longer."""
+LEAST = 3
+"""Repetitions that count, whatever time they take."""
 ROWS = 1024
 """Of matrices that are compared at a time, so that their copies in fp64 are small."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -35,18 +49,27 @@ PACKAGES = ("triton", "accelerate", "liger-kernel", "cut-cross-entropy", "quack-
 """Of which the version is noted where they are installed."""
 MIB = 2**20
 
+STARTED = time.perf_counter()
+
 T = TypeVar("T")
 
 
 # --- arguments and results -----------------------------------------------------------------------------------
 
 
-def arguments(text: str) -> argparse.ArgumentParser:
+def arguments(text: str, *, arm_seconds: float = 2.0) -> argparse.ArgumentParser:
     """A parser with what all scripts take; `text` is the script's docstring."""
     parser = argparse.ArgumentParser(description=text.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for trying a script only")
     parser.add_argument("--repetitions", type=int, default=20, metavar="N", help="that count (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=3, metavar="N", help="that do not (default: %(default)s)")
+    parser.add_argument(
+        "--arm-seconds",
+        type=float,
+        default=arm_seconds,
+        metavar="SECONDS",
+        help=f"an arm that has taken so long has no more turns once {LEAST} of them count (default: %(default)s)",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="all figures")
     return parser
 
@@ -58,8 +81,13 @@ def device_of(given: argparse.Namespace) -> torch.device:
     device = torch.device(given.device)
     about = machine(device)
     tried = "" if device.type == "cuda" else " (a CPU: these figures are for trying the script only)"
-    print(f"on {about['machine']}{tried}; torch {about['torch']}, Python {about['python']}")
+    print(f"on {about['machine']}{tried}; torch {about['torch']}, Python {about['python']}", flush=True)
     return device
+
+
+def progress(text: str) -> None:
+    """A line that is there at once, for those who wait and for runs that are broken off."""
+    print(f"[{time.perf_counter() - STARTED:5.0f} s] {text}", flush=True)
 
 
 class Results(common.Results):
@@ -71,6 +99,12 @@ class Results(common.Results):
         versions = {name: version for name in PACKAGES if (version := _version(name)) is not None}
         cuda = torch.version.cuda if device.type == "cuda" else None
         super().__init__(settings, given.output, device, cuda=cuda, **versions, **more)
+
+    def complete(self, case: dict[str, Any], **figures: Any) -> None:
+        """Further figures of a case that was added before; it is the last one then."""
+        self.cases[:] = [one for one in self.cases if one is not case]
+        case |= figures
+        self.add(case)
 
     @property
     def about(self) -> str:
@@ -99,10 +133,27 @@ def attempt(work: Callable[[], T]) -> T | Failure:
         return work()
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        return Failure(f"{type(error).__name__}: {lines[0][:160]}")
-    finally:
-        gc.collect()
+        failure = Failure(f"{type(error).__name__}: {lines[0][:160]}")
+    clean_up()  # only here has the error let go of the tensors of its frames
+    return failure
+
+
+def attempts(cases: Iterator[T]) -> Iterator[T | Failure]:
+    """All cases; and behind them why there are no more, if making one failed."""
+    while (case := attempt(partial(next, cases, None))) is not None:
+        yield case
+
+
+def clean_up() -> None:
+    """Give back the memory that nobody uses any more."""
+    gc.collect()
+    with contextlib.suppress(Exception):  # behind some errors nothing works on the device any more, not even this
         torch.cuda.empty_cache()
+
+
+def works(device: torch.device) -> bool:
+    """Does it compute still?"""
+    return device.type != "cuda" or not isinstance(attempt(partial(torch.cuda.synchronize, device)), Failure)
 
 
 # --- time ----------------------------------------------------------------------------------------------------
@@ -119,6 +170,20 @@ class Arm:
         return self.run(self.prepare(repetition))
 
 
+@dataclass(frozen=True)
+class Timing:
+    """Of an arm. seconds: the median. host: in how many repetitions the stream had begun before all was queued, so that
+    what the host did may be in them."""
+
+    seconds: float
+    repetitions: int
+    host: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
 class Clock:
     """Seconds of single runs on one device."""
 
@@ -126,32 +191,71 @@ class Clock:
         self._cuda = device.type == "cuda"
         self._flushed = torch.empty(FLUSHED if self._cuda else 0, dtype=torch.uint8, device=device)
 
-    def seconds(self, arm: Arm, repetition: int) -> float:
-        """Of one run."""
+    def hold_up(self, arm: Arm) -> float:
+        """Seconds for which the stream is to be held up before a run of `arm`: twice what queueing one takes."""
+        if not self._cuda:
+            return 0.0
+        arm()  # compiles, tunes, asks for memory
+        prepared = arm.prepare(0)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        arm.run(prepared)
+        queued = time.perf_counter() - started
+        least, most = HELD_UP_SECONDS
+        return min(max(2 * queued, least), most)
+
+    def seconds(self, arm: Arm, repetition: int, held_up: float) -> tuple[float, bool]:
+        """Of one run; and had the stream begun before all was queued?"""
         prepared = arm.prepare(repetition)
         if not self._cuda:
             started = time.perf_counter()
             arm.run(prepared)
-            return time.perf_counter() - started
+            return time.perf_counter() - started, False
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flushed.zero_()
+        torch.cuda._sleep(int(held_up * CYCLES_PER_SECOND))
         start.record()
         arm.run(prepared)
         end.record()
+        begun = start.query()
         end.synchronize()
-        return start.elapsed_time(end) / 1000  # elapsed_time: milliseconds
+        return start.elapsed_time(end) / 1000, begun  # elapsed_time: milliseconds
 
 
-def medians(arms: Mapping[str, Arm], device: torch.device, given: argparse.Namespace) -> dict[str, float]:
-    """Seconds of every arm; all run in turn."""
+def medians(
+    arms: Mapping[str, Arm], device: torch.device, given: argparse.Namespace
+) -> tuple[dict[str, Timing], dict[str, Failure]]:
+    """Of every arm; all run in turn. One that fails has no more turns, and one that takes long has fewer."""
     clock = Clock(device)
-    found: dict[str, list[float]] = {name: [] for name in arms}
-    for repetition in range(given.warm_up + given.repetitions):
-        for name, arm in arms.items():
-            seconds = clock.seconds(arm, repetition)
-            if repetition >= given.warm_up:
-                found[name].append(seconds)
-    return {name: statistics.median(times) for name, times in found.items()}
+    held_up: dict[str, float] = {}
+    runs: dict[str, list[tuple[float, bool]]] = {name: [] for name in arms}
+    spent = dict.fromkeys(arms, 0.0)
+    failures: dict[str, Failure] = {}
+
+    def turn(name: str, repetition: int) -> tuple[float, bool]:
+        if name not in held_up:
+            held_up[name] = clock.hold_up(arms[name])
+        return clock.seconds(arms[name], repetition, held_up[name])
+
+    for repetition, name in itertools.product(range(given.warm_up + given.repetitions), arms):
+        if name in failures or (len(runs[name]) >= LEAST and spent[name] > given.arm_seconds):
+            continue
+        started = time.perf_counter()
+        run = attempt(partial(turn, name, repetition))
+        if isinstance(run, Failure):
+            failures[name] = run
+            if not works(device):  # the others keep what they have
+                lost = Failure(f"the device no longer works since a run of {name}")
+                failures |= {other: lost for other in arms if other not in failures and not runs[other]}
+                break
+        elif repetition >= given.warm_up:
+            runs[name].append(run)
+            spent[name] += time.perf_counter() - started
+    return {
+        name: Timing(statistics.median(seconds for seconds, _ in own), len(own), sum(begun for _, begun in own))
+        for name, own in runs.items()
+        if own and name not in failures
+    }, failures
 
 
 # --- memory --------------------------------------------------------------------------------------------------
