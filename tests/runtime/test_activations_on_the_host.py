@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.errors import InputError, RunError
+from evenpipe.runtime import offload_options
 from evenpipe.runtime.copies import FileCopies
-from evenpipe.runtime.host_pool import PAGE, SLAB, FileSlab, HostPool, Slot
+from evenpipe.runtime.host_pool import PAGE, SLAB, FileSlab, HostPool, Slot, any_size, carve, power_of_two
 from evenpipe.runtime.offload import Activations, Entrance, keep_on_device
 from evenpipe.runtime.offload_options import OffloadOptions
 
@@ -31,9 +32,10 @@ class NoSlab:
         self.size = size
 
 
+@pytest.mark.parametrize("slab_size", [any_size, power_of_two])
 @pytest.mark.parametrize("seed", range(20))
-def test_slots_never_overlap_and_come_back(seed: int) -> None:
-    chance, pool = random.Random(seed), HostPool(NoSlab)
+def test_slots_never_overlap_and_come_back(seed: int, slab_size: Callable[[int, int | None], int | None]) -> None:
+    chance, pool = random.Random(seed), HostPool(NoSlab, None, slab_size)
     taken: list[Slot] = []
     for _ in range(400):
         if taken and chance.random() < 0.48:
@@ -75,6 +77,87 @@ def test_a_pool_is_no_larger_than_it_may_be() -> None:
     assert pool.size == 10 * PAGE
     pool.give(first)
     assert pool.take(6 * PAGE) is not None
+
+
+# slab, wanted bytes, room -> bytes of a new slab
+NEW_SLABS = [
+    (any_size, PAGE, None, SLAB),
+    (any_size, SLAB + PAGE, None, SLAB + PAGE),
+    (any_size, PAGE, 10 * PAGE, 10 * PAGE),
+    (any_size, 11 * PAGE, 10 * PAGE, None),
+    (power_of_two, PAGE, None, SLAB),
+    (power_of_two, SLAB, None, SLAB),
+    (power_of_two, SLAB + PAGE, None, 2 * SLAB),
+    (power_of_two, SLAB + PAGE, 2 * SLAB, 2 * SLAB),
+    (power_of_two, SLAB + PAGE, 2 * SLAB - PAGE, None),
+    (power_of_two, 5 * PAGE, 10 * PAGE, 8 * PAGE),
+    (power_of_two, 8 * PAGE, 8 * PAGE, 8 * PAGE),
+    (power_of_two, PAGE, PAGE, PAGE),
+    (power_of_two, PAGE, 0, None),
+]
+
+
+@pytest.mark.parametrize(("slab_size", "wanted", "room", "expected"), NEW_SLABS)
+def test_sizes_of_new_slabs(
+    slab_size: Callable[[int, int | None], int | None], wanted: int, room: int | None, expected: int | None
+) -> None:
+    assert slab_size(wanted, room) == expected
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_locked_is_no_more_than_allowed(seed: int) -> None:
+    """Powers of two, which torch's allocator does not round up: what the pool counts is what there is."""
+    chance = random.Random(seed)
+    limit = chance.randint(1, 4 * SLAB)
+    pool = HostPool(NoSlab, limit, power_of_two)
+    for _ in range(60):
+        pool.take(chance.choice([1, PAGE, chance.randint(1, SLAB), chance.randint(1, 3 * SLAB)]))
+    sizes = [slab.size for slab in pool.slabs]
+    assert all(size & (size - 1) == 0 for size in sizes)
+    assert pool.most_used <= pool.size == sum(sizes) <= limit
+
+
+def test_the_pool_of_a_gpu_has_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_options, "PinnedSlab", NoSlab)
+    monkeypatch.setattr(offload_options, "StreamCopies", lambda pool, torch_device, streams: FileCopies(pool, streams))
+    activations = OffloadOptions(host_memory=100 * 2**20).engine(torch.device("cuda"))
+    for size in (70 * 2**20, 62 * 2**20, 31 * 2**20, 3 * 2**20):
+        activations.pool.take(size)
+    assert [slab.size for slab in activations.pool.slabs] == [2**26, 2**25, 2**22]
+    activations.copies.close()
+
+
+MIB = 2**20
+# sizes in MiB -> sizes of the slabs
+CARVED = [
+    ((), []),
+    ((64,), [64]),
+    ((40, 40), [128]),
+    ((100, 100), [256]),
+    ((96, 32, 64, 64), [256]),
+    ((1, 2, 3), [8]),
+    ((640, 640), [2048]),  # by themselves: 1024 each
+    ((640,) * 20, [8192, 4096, 2048]),
+    ((1024, 1), [1024, 1]),
+]
+
+
+@pytest.mark.parametrize(("sizes", "slabs"), CARVED)
+def test_slabs_that_things_are_carved_out_of(sizes: tuple[int, ...], slabs: list[int]) -> None:
+    assert [size // MIB for size in carve([size * MIB for size in sizes])[0]] == slabs
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_carved_slots_lie_beside_each_other(seed: int) -> None:
+    chance = random.Random(seed)
+    sizes = [int(2 ** chance.uniform(0, 30)) for _ in range(chance.randint(1, 60))]
+    slabs, slots = carve(sizes)
+    ends = [0] * len(slabs)
+    for slot in sorted(slots, key=lambda slot: slot.offset):
+        assert slot.offset == ends[slot.slab]
+        ends[slot.slab] += slot.size
+    assert all(0 <= slot.size - size < PAGE for slot, size in zip(slots, sizes, strict=True))
+    assert all(size & (size - 1) == 0 and end <= size < 2 * end for end, size in zip(ends, slabs, strict=True))
 
 
 def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:

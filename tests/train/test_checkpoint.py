@@ -14,7 +14,10 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 from evenpipe.errors import InputError, RunError
+from evenpipe.runtime.host_optimizer import MOMENTS, HostAdamW
+from evenpipe.train.agreement import Team
 from evenpipe.train.checkpoint import find_latest, load, open_checkpoint, prepare_folder, save
+from evenpipe.train.checkpoint_state import plan_load
 from evenpipe.train.manifest import MANIFEST, read_manifest
 
 
@@ -95,6 +98,83 @@ def test_other_optimizers_of_torch(tmp_path: Path, optimizer: str) -> None:
         run.optimizer.state.clear()
     load(open_checkpoint(path), other.shards, other.optimizer)
     assert_same(run.tensors(), other.tensors())
+
+
+def on_the_host(run: Run, share: float = 1.0, **changes: object) -> HostAdamW:
+    return HostAdamW([shard.parameter for shard in run.shards.values()], share=share, lr=0.01, **changes)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_moments_of_the_host_are_read_to_where_they_stay(tmp_path: Path, share: float) -> None:
+    run, other = Run(), Run(seed=5)
+    run.take_step(1)
+    path = run.save(tmp_path, 1)
+    other.optimizer = optimizer = on_the_host(other, share)
+    load(open_checkpoint(path), other.shards, optimizer)
+    assert optimizer.hosted
+    for parameter in optimizer.hosted:
+        for name in MOMENTS:
+            assert optimizer.state[parameter][name] is optimizer.moment_on_host(parameter, name)
+    for step in range(2, 4):
+        assert_same(run.tensors(), other.tensors())
+        run.take_step(step)
+        other.take_step(step)
+    load(open_checkpoint(path), other.shards, optimizer)  # over those of an optimizer that has stepped
+    again = Run(seed=5)
+    load(open_checkpoint(path), again.shards, again.optimizer)
+    again.take_step(4)
+    other.take_step(4)
+    assert_same(again.tensors(), other.tensors())
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_load_that_fails_leaves_moments_of_the_host_as_they_were(tmp_path: Path, steps: int) -> None:
+    run, other, same = Run(), Run(seed=5), Run(seed=5)
+    run.take_step(1)
+    path = run.save(tmp_path, 1)
+    other.optimizer, same.optimizer = on_the_host(other), on_the_host(same)
+    for step in range(steps):
+        other.take_step(step)
+        same.take_step(step)
+    checkpoint = open_checkpoint(path)
+    truncate(next(path.glob("*.distcp")), random.Random(0))
+    with pytest.raises((InputError, RunError)):
+        load(checkpoint, other.shards, other.optimizer)
+    for step in (7, 8):
+        assert_same(same.tensors(), other.tensors())
+        other.take_step(step)
+        same.take_step(step)
+
+
+def test_moments_of_the_host_need_no_room_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is "meta" here, and locked memory is ordinary memory."""
+    run = Run()
+    run.take_step(1)
+    path = run.save(tmp_path, 1)
+    device = Run()
+    for shard in device.shards.values():
+        shard.parameter = nn.Parameter(shard.parameter.to("meta"))
+    empty = torch.empty
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+        optimizer = on_the_host(device, 0.8)
+    plan = plan_load(read_manifest(path), device.shards, optimizer, Team(None))
+    places = set()
+    for name, shard in device.shards.items():
+        for moment in MOMENTS:
+            place = plan.state[f"optimizer.{moment}.{name}"]
+            hosted = shard.parameter in optimizer.hosted
+            assert place.device.type == ("cpu" if hosted else "meta")
+            assert not hosted or place is optimizer.moment_on_host(shard.parameter, moment)
+            places.add(place.device.type)
+    assert places == {"cpu", "meta"}
+    stepped = next(iter(optimizer.hosted))
+    optimizer.state[stepped] = {name: optimizer.moment_on_host(stepped, name) for name in MOMENTS}
+    plan = plan_load(read_manifest(path), device.shards, optimizer, Team(None))
+    (fresh,) = [state for _, parameter, state in plan.optimizer_states if parameter is stepped]
+    for moment in MOMENTS:  # in use: not overwritten before all has been read, and on the host nevertheless
+        assert fresh[moment].device.type == "cpu"
+        assert fresh[moment].data_ptr() != optimizer.state[stepped][moment].data_ptr()
 
 
 def test_parameters_load_without_an_optimizer_and_in_place(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ stage that owns it: the first has the embedding's arithmetic and what precedes t
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from evenpipe.errors import InputError
 from evenpipe.model.description import Description
 from evenpipe.model.interface import check_returned
 from evenpipe.model.modules import ModuleStage
+from evenpipe.model.packed_rows import nothing_packed
 from evenpipe.model.router_loss import OPTION, router_modules
 from evenpipe.model.structure import (
     build_skeleton,
@@ -147,7 +149,8 @@ class Stage(nn.Module):
                 relay.stand_in = torch.zeros_like(hidden, requires_grad=False)
             relay.received, relay.router_logits = hidden, router_logits
             embedded = embed_rows(self._embedding[0], hidden) if self.is_first else relay.stand_in
-            self.whole(inputs_embeds=embedded, use_cache=False, **arguments, **self._options)
+            with nothing_packed() if position_ids is None else nullcontext():
+                self.whole(inputs_embeds=embedded, use_cache=False, **arguments, **self._options)
             assert relay.result is not None, "the model's forward passed by the last local layer"
             if not self._result_checked:
                 check_returned(self._name(), relay.result, hidden)

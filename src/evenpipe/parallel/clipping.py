@@ -34,8 +34,18 @@ def total_norm(
 def clip_gradients(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scales gradients in place so that their global norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_.
 
-    The factor is `max_norm / (norm + 1e-6)`, at most 1; nothing is read back to the host.
+    The factor is `max_norm / (norm + 1e-6)`, at most 1; nothing is read back to the host, and all plain gradients of a
+    dtype on a device are scaled together.
     """
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for gradient in gradients:
-        gradient.mul_(factor.to(gradient.dtype).to(gradient.device))
+        alike.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+    for (dtype, torch_device), group in alike.items():
+        scale = factor.to(dtype).to(torch_device)
+        plain = [gradient for gradient in group if type(gradient) is Tensor]
+        if plain:
+            torch._foreach_mul_(plain, scale)
+        for gradient in group:
+            if type(gradient) is not Tensor:  # DTensors of two meshes cannot be scaled together
+                gradient.mul_(scale)

@@ -172,7 +172,8 @@ def distribute(
 
     Returns:
         The same inputs on every process of the pipeline, with labels: those given, or the ids themselves without the
-        positions of padding; ids and labels on the host, the rest on `torch_device`. And the totals of all replicas.
+        positions of padding; ids, labels and mask on the host, the rest on `torch_device`. And the totals of all
+        replicas.
 
     Raises:
         InputError: on every process of all pipelines, when one of the first ones was given something wrong.
@@ -194,10 +195,11 @@ def distribute(
     if communicator is None:
         if fault is not None:
             raise fault
-        ids, labels, *others = _fields(inputs)
-        assert ids is not None and labels is not None and totals is not None
-        on_device = (None if one is None else one.to(torch_device) for one in others)
-        return Inputs(ids.cpu(), labels.cpu(), *on_device), totals
+        assert totals is not None
+        positions, weights = (
+            None if one is None else one.to(torch_device) for one in (inputs.position_ids, inputs.token_weights)
+        )
+        return replace(inputs, position_ids=positions, token_weights=weights), totals
 
     header = torch.zeros(8, dtype=torch.int64)
     if is_source and fault is None:
@@ -233,12 +235,12 @@ def distribute(
         else:
             weights = torch.empty((sequences, tokens), dtype=dtype, device=torch_device)
         broadcast(weights, "token weights")
-    rows = list(integers.unbind(0))
+    on_host = integers.cpu()  # with all that is read there: one wait
     received = Inputs(
-        input_ids=rows[0].cpu(),
-        labels=rows[1].cpu(),
-        position_ids=rows[2] if has_positions else None,
-        attention_mask=rows[2 + has_positions] if has_mask else None,
+        input_ids=on_host[0],
+        labels=on_host[1],
+        position_ids=integers[2] if has_positions else None,
+        attention_mask=on_host[2 + has_positions] if has_mask else None,
         token_weights=weights,
     )
     return received, totals
@@ -305,10 +307,14 @@ def cut(
     loss is the (weighted) mean over all its valid tokens and not a mean of means. Where no label of the step counts,
     all weights are 0: the loss and every gradient are then 0.
 
+    A microbatch without padding has no mask, so that no stage has to look into one. With position ids it keeps it: a
+    mask tells transformers not to look for several sequences in a row.
+
     Args:
+        inputs: as `distribute` gives them.
         totals: of all replicas; None: those of this batch.
         dtype: of the weights; fp64 where the model computes in fp64, fp32 elsewhere.
-        torch_device: where the weights are wanted.
+        torch_device: where weights and masks are wanted.
     """
     input_ids, _, position_ids, attention_mask, _ = _fields(inputs)
     assert input_ids is not None
@@ -322,6 +328,13 @@ def cut(
     def parts(tensor: Tensor | None) -> Iterable[Tensor | None]:
         return repeat(None, microbatches) if tensor is None else tensor.split(size)
 
+    def masks() -> Iterable[Tensor | None]:
+        if attention_mask is None:
+            return repeat(None, microbatches)
+        needed = [position_ids is not None or not bool((mask == 1).all()) for mask in attention_mask.split(size)]
+        given = attention_mask.to(torch_device) if any(needed) else attention_mask
+        return [mask if needs else None for mask, needs in zip(given.split(size), needed, strict=True)]
+
     return Batch(
         microbatches=tuple(
             Microbatch(*fields)
@@ -330,7 +343,7 @@ def cut(
                 targets.flatten().split(size * tokens),
                 weights.flatten().split(size * tokens),
                 parts(position_ids),
-                parts(attention_mask),
+                masks(),
                 strict=True,
             )
         ),

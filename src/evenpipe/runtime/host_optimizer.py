@@ -8,8 +8,9 @@ The update itself is torch's, on the device, whatever the share: so its bits are
 not. Buckets end at multiples of 64 elements of a parameter, where the fused kernels cut as well.
 
 On a GPU the host's side is locked memory, and copies run on two streams of their own: while a bucket is updated the
-next one comes and the one before goes. On the CPU it is a file without a name that is mapped into memory: the update
-works on it in place, and its pages are let go bucket by bucket, so that resident memory holds no more than one.
+next one comes and the one before goes, and the host waits once, at the end of the step. On the CPU it is a file without
+a name that is mapped into memory: the update works on it in place, and its pages are let go bucket by bucket, so that
+resident memory holds no more than one.
 
 The state looks as torch's does, one tensor of the parameter's shape by name, so checkpoints are the same for all shares
 and are loaded with any.
@@ -29,10 +30,11 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from evenpipe.errors import InputError
+from evenpipe.runtime.host_pool import PinnedSlab, carve
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BUCKET_BYTES = 64 * 2**20
-"""Of one moment. Two buckets of two moments are on a GPU at a time."""
+"""Of one moment. Three buckets of two moments are on a GPU at a time: one comes, one is updated, one goes."""
 _WIDTH = 64
 """Elements: where a parameter may be cut without changing the bits of a fused update."""
 
@@ -107,9 +109,32 @@ class HostAdamW(torch.optim.AdamW):
             for parameter in trained:
                 if parameter in self._hosted:
                     self.state[parameter]["step"].add_(1)
+        if self._streams is not None:
+            self._streams[1].synchronize()  # the host may be read now: by a checkpoint, say
         return loss
 
     # --- state -------------------------------------------------------------------------------------------------
+
+    def moment_on_host(self, parameter: nn.Parameter, name: str) -> Tensor | None:
+        """Where a moment is kept, from the beginning; None for what is on the device. Whoever fills it before the first
+        step puts it into the state, which does not name it yet."""
+        return self._host.tensor(parameter, name) if parameter in self._hosted and name in MOMENTS else None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; but what belongs on the host never visits the device."""
+        given = [number for group in state_dict["param_groups"] for number in group["params"]]
+        held = [parameter for group in self.param_groups for parameter in group["params"]]
+        others, moments = dict(state_dict["state"]), []
+        for number, parameter in zip(given, held, strict=False):  # torch says what is wrong, where something is
+            if parameter in self._hosted and number in others:
+                state = dict(others[number])
+                found = {name: state.pop(name) for name in MOMENTS if name in state}
+                others[number] = state
+                moments.append((parameter, found))
+        super().load_state_dict({**state_dict, "state": others})
+        for parameter, found in moments:
+            for name, moment in found.items():
+                self.state[parameter][name] = self._host.tensor(parameter, name).copy_(moment)
 
     def _state_of(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         """The state of a parameter is there, and on the host if it belongs there."""
@@ -173,7 +198,7 @@ class HostAdamW(torch.optim.AdamW):
 
     def _stream(self, group: dict[str, Any], pieces: list[_Piece]) -> None:
         """The update of what is on the host."""
-        if pieces and pieces[0].parameter.device.type == "cuda":
+        if pieces and pieces[0].parameter.device.type != "cpu":
             self._stream_to_gpu(group, pieces)
             return
         for piece in pieces:
@@ -193,13 +218,12 @@ class HostAdamW(torch.optim.AdamW):
         coming: dict[tuple[_Piece, str], Tensor] = {}
 
         def fetch(piece: _Piece) -> Any:
-            while len(gone) > 1:  # two buckets at a time
-                event, _ = gone.pop(0)
-                computing.wait_event(event)
+            while len(gone) > 1:  # the bucket before goes while this one comes; the one before that has gone
+                computing.wait_event(gone[0][0])
+                del gone[0]  # and so its memory: no name holds it
             for name in MOMENTS:
                 coming[piece, name] = torch.empty(piece.last - piece.first, dtype=piece.parameter.dtype, device=device)
-            inward.wait_stream(computing)
-            inward.wait_stream(outward)  # what this step has written to the host is not read before
+            inward.wait_stream(computing)  # its memory is free; of the host each piece is read once in a step
             with torch.cuda.stream(inward):
                 for name in MOMENTS:
                     source = piece.of(self.state[piece.parameter][name])
@@ -220,16 +244,15 @@ class HostAdamW(torch.optim.AdamW):
             arrived = following
         for event, _ in gone:
             computing.wait_event(event)
-        outward.synchronize()  # the host may be read now: by a checkpoint, say
 
 
 def _largest(parameters: Iterable[nn.Parameter], share: float) -> dict[nn.Parameter, None]:
-    """As many of them as do not exceed a share of all elements, the largest first."""
+    """As many of them as do not exceed a share of all elements, the largest first; none without elements."""
     ordered = sorted(parameters, key=lambda parameter: -parameter.numel())
     left = share * sum(parameter.numel() for parameter in ordered) * (1 + 1e-12)
     chosen: dict[nn.Parameter, None] = {}
     for parameter in ordered:
-        if parameter.numel() <= left:
+        if 0 < parameter.numel() <= left:
             chosen[parameter] = None
             left -= parameter.numel()
     return chosen
@@ -241,15 +264,9 @@ class _Host:
     def __init__(self, parameters: Iterable[nn.Parameter], directory: Path | None) -> None:
         self._tensors: dict[tuple[nn.Parameter, str], Tensor] = {}
         self._map: mmap.mmap | None = None
-        mapped: list[nn.Parameter] = []
-        for parameter in parameters:
-            if parameter.device.type == "cuda":
-                for name in MOMENTS:
-                    self._tensors[parameter, name] = torch.empty_like(
-                        parameter, device="cpu", requires_grad=False, pin_memory=True
-                    )
-            else:
-                mapped.append(parameter)
+        parameters = list(parameters)
+        mapped = [parameter for parameter in parameters if parameter.device.type == "cpu"]
+        self._pin([parameter for parameter in parameters if parameter.device.type != "cpu"])
         if mapped:
             self._make_file(mapped, directory)
 
@@ -261,6 +278,16 @@ class _Host:
         """Nobody works on the moments for now: their pages need not be in memory."""
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
+
+    def _pin(self, parameters: list[nn.Parameter]) -> None:
+        """Few locked slabs for all of them: each moment by itself would be rounded up to a power of two."""
+        keys = [(parameter, name) for parameter in parameters for name in MOMENTS]
+        sizes, slots = carve([parameter.nbytes for parameter, _ in keys])
+        slabs = [PinnedSlab(size) for size in sizes]
+        for key, slot in zip(keys, slots, strict=True):
+            parameter, _ = key
+            flat = slabs[slot.slab].view(slot, parameter.nbytes).view(parameter.dtype)
+            self._tensors[key] = flat.view(parameter.shape)
 
     def _make_file(self, parameters: list[nn.Parameter], directory: Path | None) -> None:
         """Raises InputError where there is no such directory, or no room for the file in it."""

@@ -5,6 +5,8 @@
 
 Sizes that come again in every step find the slots of the step before. Neighbouring free slots become one, so that other
 sizes fit too. One pool serves all stages of a device, and is no larger than it is allowed to be.
+
+What is there for the whole run, and all sizes known before, needs no pool: `carve` cuts it out of pinned slabs.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import ctypes
 import os
 import tempfile
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -45,16 +47,42 @@ class Slot:
     """Bytes: whole pages."""
 
 
+def any_size(size: int, room: int | None) -> int | None:
+    """Bytes of a new slab that holds so many, within the room there is; None where that is too little."""
+    if room is None:
+        return max(size, SLAB)
+    return min(max(size, SLAB), room) if size <= room else None
+
+
+def power_of_two(size: int, room: int | None) -> int | None:
+    """The same for a `PinnedSlab`."""
+    least = _power_from(size)
+    if room is None:
+        return max(least, SLAB)
+    return min(max(least, SLAB), 1 << (room.bit_length() - 1)) if least <= room else None
+
+
+def _power_from(size: int) -> int:
+    """The smallest power of two that is no smaller."""
+    return 1 << (size - 1).bit_length()
+
+
 class HostPool:
     """Slots of a device.
 
     Args:
         make: makes a slab of so many bytes.
         limit: bytes of all slabs; None: as many as there are.
+        slab_size: of a new slab, from the bytes that it has to hold and the room there is.
     """
 
-    def __init__(self, make: Callable[[int], Slab], limit: int | None = None) -> None:
-        self._make, self._limit = make, limit
+    def __init__(
+        self,
+        make: Callable[[int], Slab],
+        limit: int | None = None,
+        slab_size: Callable[[int, int | None], int | None] = any_size,
+    ) -> None:
+        self._make, self._limit, self._slab_size = make, limit, slab_size
         self.slabs: list[Slab] = []
         self._free: list[list[tuple[int, int]]] = []
         """By slab: first byte and first byte behind of each free stretch, in order, no two of them touching."""
@@ -68,13 +96,13 @@ class HostPool:
 
     def take(self, size: int) -> Slot | None:
         """A slot for so many bytes; None where the limit leaves no room."""
-        size = max(PAGE, -(-size // PAGE) * PAGE)
+        size = _in_pages(size)
         slot = self._fit(size)
         if slot is None:
             room = None if self._limit is None else (self._limit - self.size) // PAGE * PAGE
-            if room is not None and room < size:
+            wanted = self._slab_size(size, room)
+            if wanted is None:
                 return None
-            wanted = max(size, SLAB) if room is None else min(max(size, SLAB), room)
             self.slabs.append(self._make(wanted))
             self._free.append([(0, wanted)])
             slot = self._fit(size)
@@ -111,10 +139,51 @@ class HostPool:
         return Slot(number, first, size)
 
 
+def carve(sizes: Sequence[int]) -> tuple[list[int], list[Slot]]:
+    """Slabs for things that stay, and a slot of theirs for each.
+
+    Each slab is the power of two of which the things that are left, the largest first, leave the least free: always
+    more than half of it is taken. What fits into `SLAB` at the end shares one.
+
+    Returns: the sizes of the slabs, and a slot for each of the `sizes`.
+    """
+    pages = [_in_pages(size) for size in sizes]
+    left = sorted(range(len(sizes)), key=lambda index: -pages[index])
+    slabs: list[int] = []
+    slots: dict[int, Slot] = {}
+    while left:
+        least, most = _power_from(pages[left[0]]), _power_from(sum(pages[index] for index in left))
+        powers = [most] if most <= SLAB else [1 << bit for bit in range(least.bit_length() - 1, most.bit_length())]
+        filled = {power: _filled(power, left, pages) for power in reversed(powers)}
+        slab = max(filled, key=lambda power: sum(pages[index] for index in filled[power]) / power)
+        offset = 0
+        for index in filled[slab]:
+            slots[index] = Slot(len(slabs), offset, pages[index])
+            offset += pages[index]
+        slabs.append(slab)
+        left = [index for index in left if index not in slots]
+    return slabs, [slots[index] for index in range(len(sizes))]
+
+
+def _filled(room: int, left: Sequence[int], pages: Sequence[int]) -> list[int]:
+    """Those that still fit, in their order."""
+    chosen = []
+    for index in left:
+        if pages[index] <= room:
+            chosen.append(index)
+            room -= pages[index]
+    return chosen
+
+
+def _in_pages(size: int) -> int:
+    return max(PAGE, -(-size // PAGE) * PAGE)
+
+
 class PinnedSlab:
-    """Locked pages. torch rounds them up to a power of two, so slabs are powers of two already, but the last one."""
+    """Locked pages: a power of two, since torch's allocator would round up to one and lock what nobody asked for."""
 
     def __init__(self, size: int) -> None:
+        assert size == _power_from(size), f"{size} bytes are no power of two"
         self.size = size
         self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True)
 

@@ -11,7 +11,7 @@ import torch
 
 from evenpipe.errors import InputError
 from evenpipe.runtime.copies import FileCopies, StreamCopies
-from evenpipe.runtime.host_pool import PAGE, FileSlab, HostPool, PinnedSlab
+from evenpipe.runtime.host_pool import PAGE, FileSlab, HostPool, PinnedSlab, power_of_two
 from evenpipe.runtime.offload import Activations
 from evenpipe.schedule.costs import ASSUMED_COPY, Cost
 from evenpipe.schedule.planning import check_offload
@@ -39,7 +39,8 @@ class OffloadOptions:
     on the device; one of these for all layers of the model, or one per layer. With checkpointing a layer keeps less:
     with "full" only its input is moved."""
     host_memory: int | None = None
-    """Bytes of the host that one device may take; None: as many as it needs."""
+    """Bytes of the host that one device may take; None: as many as it needs. A GPU takes them in powers of two, each of
+    them at least as large as what lies in it."""
     when_full: str = "error"
     """What happens when they are taken: "error", or "keep" on the device what does not fit."""
     directory: str | Path | None = None
@@ -87,7 +88,7 @@ class OffloadOptions:
                 raise InputError(
                     f"offload.directory: {str(self.directory)!r}, expected None on a GPU: it copies to locked memory"
                 )
-            pool = HostPool(PinnedSlab, self.host_memory)
+            pool = HostPool(PinnedSlab, self.host_memory, power_of_two)
             return Activations(pool, StreamCopies(pool, torch_device, self.streams), torch_device, keep_when_full=keeps)
         directory = None if self.directory is None else Path(self.directory)
         pool = HostPool(lambda size: FileSlab(size, directory), self.host_memory)

@@ -180,9 +180,10 @@ def load(
     """Loads parameters and optimizer state into what this process holds; gives the checkpoint's metadata. Collective.
 
     The number of processes and the way in which the vocabulary is spread over them need not be those of saving. All is
-    read into fresh tensors first: when anything fails, on any process, parameters and optimizer are as before. Then the
-    parameters are overwritten in place, and the optimizer's state is replaced: created where it has never stepped,
-    removed where the checkpoint has none.
+    read into fresh tensors first, moments also into memory of the host that a `HostAdamW` has not used yet: when
+    anything fails, on any process, parameters and optimizer are as before. Then the parameters are overwritten in
+    place, and the optimizer's state is replaced: created where it has never stepped, removed where the checkpoint has
+    none.
 
     Args:
         checkpoint: from find_latest or open_checkpoint.

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from evenpipe.errors import InputError
+from evenpipe.runtime.host_optimizer import HostAdamW
 from evenpipe.train.agreement import Team
 from evenpipe.train.checkpoint_storage import dtype_name
 from evenpipe.train.manifest import Manifest, TensorEntry
@@ -120,7 +121,8 @@ class LoadPlan:
 def plan_load(
     manifest: Manifest, shards: Mapping[str, ParameterShard], optimizer: torch.optim.Optimizer | None, team: Team
 ) -> LoadPlan:
-    """What this process reads from a checkpoint; memory for it is allocated here.
+    """What this process reads from a checkpoint; memory for it is allocated here, but for moments that an optimizer has
+    a place for on the host.
 
     Raises:
         InputError: a parameter is missing in the checkpoint, or has another shape or dtype there; the same for state
@@ -151,8 +153,15 @@ def plan_load(
                 _check_equal(what, "dtype", state_entry.dtype, dtype_name(existing[state_key].dtype))
             like_parameter = state_entry.shape == tuple(shard.shape)
             shape = tuple(shard.parameter.shape) if like_parameter else state_entry.shape
-            torch_device = _state_device(state_key, shard.parameter, owned[shard.parameter])
-            fresh = torch.empty(shape, dtype=getattr(torch, state_entry.dtype), device=torch_device)
+            dtype = getattr(torch, state_entry.dtype)
+            place = _place_on_host(optimizer, shard.parameter, state_key)
+            if place is None:
+                torch_device = _state_device(state_key, shard.parameter, owned[shard.parameter])
+                fresh = torch.empty(shape, dtype=dtype, device=torch_device)
+            elif not existing and place.shape == shape and place.dtype == dtype:
+                fresh = place  # nobody's yet: nothing is lost when the load fails
+            else:
+                fresh = torch.empty(shape, dtype=dtype, device=place.device)
             fresh_state[state_key] = fresh
             plan.state[f"{OPTIMIZER}{state_key}.{name}"] = layout.whole(fresh, shard) if like_parameter else fresh
         plan.optimizer_states.append((optimizer.state, shard.parameter, fresh_state))
@@ -253,6 +262,11 @@ def _state_device(state: str, parameter: nn.Parameter, group: Mapping[str, Any])
     if state == "step" and not (group.get("capturable") or group.get("fused")):
         return torch.device("cpu")
     return parameter.device
+
+
+def _place_on_host(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: str) -> Tensor | None:
+    """Where an optimizer keeps state that its device may have no room for; None for what it keeps there."""
+    return optimizer.moment_on_host(parameter, state) if isinstance(optimizer, HostAdamW) else None
 
 
 def _check_equal(what: str, property_name: str, saved: Any, held: Any) -> None:

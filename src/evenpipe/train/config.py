@@ -269,7 +269,7 @@ class OffloadConfig(Section):
     """What that means for layers: "offload" moves what a layer keeps for its backward, "keep" leaves it on the device,
     or a list with one of these per layer. With checkpointing "full" only a layer's input is moved."""
     host_memory: str | None = None
-    """What one device may take of the host, such as "24GiB"; none: as much as it needs."""
+    """What one device may take of the host, such as "24GiB", a GPU in powers of two; none: as much as it needs."""
     when_full: Literal["error", "keep"] = "error"
     """When that is taken: end the run, or keep on the device what does not fit."""
     directory: str | None = None

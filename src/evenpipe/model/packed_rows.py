@@ -1,0 +1,41 @@
+"""Tells transformers that no row holds several sequences, where that is known without looking.
+
+A model's forward that is given no position ids makes them itself: 0, 1, 2, ... Without a mask transformers then looks
+at their values for sequences that share a row, and the host waits for the GPU: once or twice in every forward of a
+stage. Nothing that a forward may be given says that there are none, and leaves the mask to the attention's own kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from torch import Tensor
+from transformers import masking_utils
+
+_known: ContextVar[bool] = ContextVar("nothing is packed", default=False)
+
+
+@contextmanager
+def nothing_packed() -> Iterator[None]:
+    """In here transformers does not look for rows with several sequences, and takes it that there are none."""
+    before = _known.set(True)
+    try:
+        yield
+    finally:
+        _known.reset(before)
+
+
+def _install() -> None:
+    find = masking_utils.find_packed_sequence_indices
+
+    @functools.wraps(find)
+    def find_unless_known(position_ids: Tensor) -> Tensor | None:
+        return None if _known.get() else find(position_ids)
+
+    masking_utils.find_packed_sequence_indices = find_unless_known
+
+
+_install()
