@@ -19,8 +19,7 @@ from transformers import LlamaConfig
 from evenpipe.errors import InputError
 from evenpipe.parallel import Grid
 from evenpipe.runtime import NcclOptions, Pipeline, communication, groups, pipeline
-from evenpipe.runtime.communication import NCCL_LATER_SECONDS, Communicators
-from evenpipe.runtime.nccl import bound_device
+from evenpipe.runtime.communication import NCCL_LATER_SECONDS, Communicators, bound_device
 from evenpipe.train import build
 from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_from_dict

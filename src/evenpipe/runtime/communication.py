@@ -28,10 +28,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from evenpipe.errors import RunError
 from evenpipe.runtime.arrivals import Arrivals, arrivals_on
-from evenpipe.runtime.nccl import NcclOptions, bound_device, quieten
+from evenpipe.runtime.nccl import NcclOptions, quieten
 from evenpipe.runtime.staging import Staging
 from evenpipe.runtime.watch import Watch
 
@@ -453,6 +454,15 @@ class Communicators:
             if communicator.group is not None:
                 dist.destroy_process_group(communicator.group)
         self._by_name.clear()
+
+
+def bound_device() -> torch.device | None:
+    """The GPU that the default process group is bound to, by `init_process_group(device_id=...)`. All groups then are:
+    torch refuses another device."""
+    if not dist.is_initialized():
+        return None
+    device: torch.device | None = distributed_c10d._get_default_group().bound_device_id
+    return device
 
 
 def _wait_for_all() -> None:

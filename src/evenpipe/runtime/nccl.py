@@ -11,10 +11,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
-
 from evenpipe.errors import InputError
 
 MOST_CHANNELS = 64
@@ -58,15 +54,6 @@ class NcclOptions:
         if self.channels is not None:
             options.config.max_ctas = self.channels
         return options
-
-
-def bound_device() -> torch.device | None:
-    """The GPU that the default process group is bound to, by `init_process_group(device_id=...)`. All groups then are:
-    torch refuses another device."""
-    if not dist.is_initialized():
-        return None
-    device: torch.device | None = distributed_c10d._get_default_group().bound_device_id
-    return device
 
 
 def quieten() -> None:

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime.nccl import bound_device
+from evenpipe.runtime.communication import bound_device
 from evenpipe.runtime.peers import Peers
 from evenpipe.runtime.signs import Beat, Board, machine, processes, started
 from evenpipe.runtime.watch import Watch
