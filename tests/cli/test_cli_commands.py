@@ -194,28 +194,9 @@ def test_text_is_written_after_training(started, exported, monkeypatch, capsys):
     assert capsys.readouterr().out == f"\n--- 'import'\nimport... {options}\n"
 
 
-class Store:
-    def __init__(self):
-        self.keys = set()
-
-    def set(self, key, value):
-        self.keys.add(key)
-
-    def check(self, keys):
-        return self.keys >= set(keys)
-
-
 class Watch:
     def __init__(self):
         self.calls = []
-
-    def awaiting(self, *arguments):
-        self.calls.append("awaiting")
-        if self.calls.count("awaiting") == 3:
-            raise RunError("process 0 failed: the data is wrong")
-
-    def arrived(self):
-        self.calls.append("arrived")
 
     def report_exception(self, error):
         self.calls.append(f"reported {error}")
@@ -223,11 +204,16 @@ class Watch:
 
 @pytest.fixture
 def torchrun(monkeypatch, exported):
-    """One process of two that torchrun started; the rank can be chosen. Gives (watch, store, calls of train)."""
-    watch, store, trained = Watch(), Store(), []
+    """One process of two that torchrun started; the rank can be chosen. Gives (watch, marks, calls of train)."""
+    watch, marks, trained = Watch(), set(), []
+
+    def wait_for_mark(name, what, needed_by):
+        watch.calls.append(f"awaited {what} for {needed_by}")
+        if name not in marks:
+            raise RunError("process 0 failed: the data is wrong")
 
     def become(rank):
-        this = types.SimpleNamespace(rank=rank, world_size=2, watch=watch)
+        this = types.SimpleNamespace(rank=rank, world_size=2, watch=watch, mark=marks.add, wait_for_mark=wait_for_mark)
         worker = types.ModuleType("evenpipe.runtime.worker")
         worker.initialise_worker = lambda timeout_seconds: this
         worker.finish_worker = lambda: watch.calls.append("finished")
@@ -237,45 +223,43 @@ def torchrun(monkeypatch, exported):
         monkeypatch.setitem(sys.modules, "evenpipe.runtime", types.ModuleType("evenpipe.runtime"))
         monkeypatch.setitem(sys.modules, "evenpipe.runtime.worker", worker)
         monkeypatch.setitem(sys.modules, "evenpipe.train.trainer", trainer)
-        monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: store)
-        monkeypatch.setattr(start_module, "POLL_SECONDS", 0)
-        return watch, store, trained
+        return watch, marks, trained
 
     return become
 
 
 def test_inside_torchrun_the_first_process_prepares_and_exports(torchrun, exported):
-    watch, store, trained = torchrun(0)
+    watch, marks, trained = torchrun(0)
     assert main(["train", "config.toml"]) == 0
     assert trained == [load_config("config.toml")]
-    assert store.keys == {start_module.SET_UP}
-    assert watch.calls == ["arrived", "finished"]
+    assert marks == {start_module.SET_UP}
+    assert watch.calls == ["awaited the data for training", "finished"]
     assert Path("run/data.json").is_file()
     assert exported == [(Path("run/checkpoints"), Path("run/model"))]
 
 
 def test_inside_torchrun_the_others_wait_and_learn_of_a_failure(torchrun, exported, capsys):
-    watch, store, trained = torchrun(1)
+    watch, marks, trained = torchrun(1)
     assert main(["train", "config.toml"]) == 3
-    assert watch.calls[:3] == ["awaiting"] * 3
+    assert watch.calls[0] == "awaited the data for training"
     assert trained == []
     assert not Path("run").exists()
     assert "the data is wrong" in capsys.readouterr().err
-    store.set(start_module.SET_UP, "")
+    marks.add(start_module.SET_UP)
     watch.calls.clear()
     assert main(["train", "config.toml"]) == 0
-    assert watch.calls == ["arrived", "finished"]
+    assert watch.calls == ["awaited the data for training", "finished"]
     assert (len(trained), exported) == (1, [])
 
 
 def test_inside_torchrun_wrong_input_reaches_the_others(torchrun, capsys):
-    watch, store, trained = torchrun(0)
+    watch, marks, trained = torchrun(0)
     assert main(["train", "config.toml", "pipeline.processes=4"]) == 2
     assert "pipeline.processes is 4, but must be 2" in capsys.readouterr().err
     assert watch.calls[0].startswith("reported pipeline.processes")
     assert main(["train", "config.toml", "data.files=nowhere.txt"]) == 2
     assert "nowhere.txt" in watch.calls[1]
-    assert not store.keys
+    assert not marks
     assert not trained
 
 

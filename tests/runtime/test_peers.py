@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
-
-import torch.distributed as dist
+from pathlib import Path
 
 from evenpipe.runtime.peers import Peers
 from evenpipe.runtime.signs import Beat, started
+from evenpipe.runtime.store import FolderStore
 
 
-def test_who_met_the_others_and_died_before_its_first_beat_is_known() -> None:
-    store = dist.HashStore()
+def test_who_met_the_others_and_died_before_its_first_beat_is_known(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "store")
     dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     beat = Beat(0, "here", dead.pid, started(dead.pid) or "")
-    Peers(store, beat, 0, key="here")
-    store.set("here/0", beat.dump())
-    mine = Peers(store, Beat(0, "here", 1, ""), 1)
+    Peers(store, beat, 0, 2, key="here")
+    store.write("here/0", beat.dump())
+    mine = Peers(store, Beat(0, "here", 1, ""), 1, 2)
     assert mine.here() == [0]
     assert mine.first_death(mine.here()) is None
     dead.communicate(b"\n")

@@ -92,7 +92,7 @@ class Handle:
         communicator = self._communicator
         watch = communicator.watch
         if watch is not None:
-            watch.awaiting(self.what, needed_by, communicator.name, self._peers)
+            watch.awaiting(self.what, needed_by, communicator.name, self._peers, communicator.timeout_seconds)
         try:
             for work in self._works:
                 if work is not None:  # a library may have nothing to do

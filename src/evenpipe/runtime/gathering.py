@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from evenpipe.runtime.communication import Communicator
+from evenpipe.runtime.messages import gather_values
 
 Entry = tuple[int | None, tuple[int, ...], tuple[int, ...], torch.dtype]
 """First row held (None: all), shape held, whole shape, dtype."""
@@ -56,13 +57,25 @@ def stream_whole(
 
 
 def _agree(own: dict[str, Entry], communicator: Communicator) -> list[dict[str, Entry]]:
-    tables: list[dict[str, Entry]] = [{} for _ in communicator.members]
     watch = communicator.watch
     waiting = nullcontext() if watch is None else watch.during("names of tensors", "control", communicator.others)
     with waiting:
-        dist.all_gather_object(tables, own, group=communicator.group)
+        tables = gather_values({name: _to_json(entry) for name, entry in own.items()}, communicator.group)
     by_rank = sorted(communicator.members)  # torch numbers the members of a group by rank
-    return [tables[by_rank.index(member)] for member in communicator.members]
+    return [
+        {name: _from_json(fields) for name, fields in tables[by_rank.index(member)].items()}
+        for member in communicator.members
+    ]
+
+
+def _to_json(entry: Entry) -> list[Any]:
+    start, shape, whole, dtype = entry
+    return [start, shape, whole, str(dtype).removeprefix("torch.")]
+
+
+def _from_json(fields: list[Any]) -> Entry:
+    start, shape, whole, dtype = fields
+    return start, tuple(shape), tuple(whole), getattr(torch, dtype)
 
 
 def _collect(

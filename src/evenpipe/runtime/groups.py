@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from evenpipe.parallel import Grid
 from evenpipe.runtime.communication import Communicator, Communicators
 from evenpipe.runtime.layout import Layout
+from evenpipe.runtime.messages import broadcast_value
 from evenpipe.runtime.nccl import NcclOptions
 from evenpipe.runtime.result import Shared
 from evenpipe.runtime.watch import Watch
@@ -108,10 +108,9 @@ class Groups:
         """What the very first process says, on all of them. Collective over everyone."""
         if self.everyone is None:
             return text
-        said = [text]
         with self._watch.during(what, self.everyone.name, self.everyone.others):
-            dist.broadcast_object_list(said, src=self.everyone.members[0], group=self.everyone.group)
-        return said[0]
+            said: str | None = broadcast_value(text, self.everyone.members[0], self.everyone.group)
+        return said
 
     def numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """What each process gives, one pipeline after the other, on every process. Collective over everyone."""

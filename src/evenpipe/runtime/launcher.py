@@ -2,15 +2,17 @@
 
     losses = launch(train, "config.toml", processes=4)
 
-They find the same environment as under torchrun, with the store in this process, so that it outlives any of them. On a
-machine without GPUs they are forked from a server that has imported torch and transformers once (a second launch from
-the same program finds it ready); CUDA does not survive a fork, so with GPUs each process starts afresh.
+They find the same environment as under torchrun, but meet in a folder that only their user may enter (`store`), and
+listen on loopback alone. On a machine without GPUs they are forked from a server that has imported torch and
+transformers once (a second launch from the same program finds it ready); CUDA does not survive a fork, so with GPUs
+each process starts afresh.
 
 Not by torch's elastic launcher, though it would do: after a failure that gives a stopped process 30 s to end, and it
 waits for ever for one that is stopped or killed between its result and its end.
 
-What a process returned, or how it failed, goes through a file of its own. When one fails the launcher ends the others
-(`supervisor`); which of them was at fault is settled among them beforehand, by the watch.
+What a process returned, or how it failed, goes through a file of its own in that folder. The function, its arguments
+and its results are pickled; nothing else is. When a process fails the launcher ends the others (`supervisor`); which of
+them was at fault is settled among them beforehand, by the watch.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ import ctypes
 import json
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import pickle
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -34,15 +36,17 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.runtime.signs import Board, Cause, cause_of
+from evenpipe.runtime.store import FolderStore
 from evenpipe.runtime.supervisor import Beats, Ending, end, supervise
+from evenpipe.runtime.temporary import temporary_folder
 from evenpipe.runtime.watch import EXIT_CODE, Watch
 from evenpipe.runtime.worker import (
     SILENCE_SECONDS,
     START_SECONDS,
+    STORE_FOLDER,
     TIMEOUT_SECONDS,
     finish_worker,
     initialise_worker,
@@ -109,16 +113,14 @@ def launch(
         "start_seconds": start_seconds,
         "torch_device": torch_device,
     }
-    with tempfile.TemporaryDirectory(prefix="evenpipe-launch-") as name, _signals_as_exceptions():
-        folder = Path(name)
+    with temporary_folder("evenpipe-launch-") as folder, _signals_as_exceptions():
         Board(folder / "board", processes)
         prepare_launch(*preload, torch_device=torch_device)
-        # Not waiting for the processes, which would keep them from each other until all are here.
-        store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        store = FolderStore(folder / "store")
         method = _start_method(torch_device)
         context = multiprocessing.get_context(method)
         parent = _server_pid() if method == "forkserver" else os.getpid()
-        environments = [_environment(rank, processes, store.port) for rank in range(processes)]
+        environments = [_environment(rank, processes, folder / "store") for rank in range(processes)]
         # The type stubs know no common type of contexts that has Process.
         children = [
             context.Process(target=_process, args=(work, environment, folder, limits, parent))  # type: ignore[attr-defined]
@@ -128,7 +130,7 @@ def launch(
             with _threads_of_new_processes():
                 for child in children:
                     child.start()
-            beats = Beats(PrefixStore("evenpipe/0", store), processes)
+            beats = Beats(store, processes)
             first = supervise(children, beats, silence_seconds=silence_seconds)
         except _Interrupted as interrupted:
             if any(child.pid is None for child in children):
@@ -162,6 +164,7 @@ def prepare_launch(*modules: str, torch_device: str | None = None) -> None:
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server keeps it: no traceback from its imports
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        _give_the_server_a_folder()
         multiprocessing.forkserver.ensure_running()
     finally:
         if threads is None:
@@ -185,22 +188,28 @@ def _server_pid() -> int | None:
     return pid
 
 
-def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
-    """What a process finds in its environment: the caller's, and what torchrun would set."""
-    defaults = {"OMP_NUM_THREADS": "1"}
-    if sys.platform == "linux":
-        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+def _give_the_server_a_folder() -> None:
+    """The fork server's socket stands in a folder of multiprocessing's, which a program that is killed would leave
+    behind for ever; in one of ours only until the next program starts."""
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if config.get("tempdir") is None:
+        folder = temporary_folder("evenpipe-server-")
+        config["tempdir"] = str(folder.__enter__())
+        multiprocessing.util.Finalize(None, folder.__exit__, (None, None, None), exitpriority=-100)
+
+
+def _environment(rank: int, processes: int, store: Path) -> dict[str, str]:
+    """What a process finds in its environment: the caller's, and what torchrun would set, but for its store."""
+    loopback = "lo" if sys.platform == "linux" else "lo0"
     return {
-        **defaults,
+        "OMP_NUM_THREADS": "1",
         **os.environ,
         **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(processes)),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store lives in the parent: nobody else opens one
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        STORE_FOLDER: str(store),
+        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback),  # nobody else has to reach them
     }
 
 

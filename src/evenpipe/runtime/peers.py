@@ -3,43 +3,42 @@ the kernel. Each finding is a `Cause`; which of them holds is decided in `watch`
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 from collections.abc import Iterable
-from typing import Any
 
-from evenpipe.runtime.signs import Beat, Cause, Waiting, is_stopped, started
+from evenpipe.runtime.signs import Beat, Cause, Waiting, started
+from evenpipe.runtime.store import Store
 
 
 class Peers:
     """The other processes, as seen from one."""
 
-    def __init__(self, store: Any, own: Beat, rank: int, *, key: str = "beat") -> None:
-        """Tells the others of this machine of this process.
+    def __init__(self, store: Store, own: Beat, rank: int, world_size: int, *, key: str = "beat") -> None:
+        """Tells the others of this machine of this process. Every method raises StoreError where the store is gone.
 
-        store: a client that no other thread blocks in.
         key: under which beats stand in the store.
         """
         self._store = store
         self._own = own
         self._rank = rank
+        self._world_size = world_size
         self._key = key
         self._here = f"on {own.machine}"  # of all keys: who has met the others may die before its first beat
         store.append(self._here, f" {rank}")
 
     def beat(self, rank: int) -> tuple[str, Beat | None]:
         """The beat of a process as text, and what it says. Before the first one, what it said when it met the others;
-        nothing before that. Never blocks."""
+        nothing before that, and nothing where the text is not a beat."""
         for key in (f"{self._key}/{rank}", f"here/{rank}"):
-            if self._store.check([key]):
-                value = self._store.get(key).decode()
-                return value, Beat.load(value)
+            if (text := self._store.read(key)) is not None:
+                beat = Beat.load(text, self._world_size)
+                return ("", None) if beat is None else (text, beat)
         return "", None
 
     def here(self) -> list[int]:
         """The other processes of this machine."""
-        return sorted({int(rank) for rank in self._store.get(self._here).split()} - {self._rank})
+        written = (self._store.read(self._here) or "").split()
+        ranks = {int(rank) for rank in written if rank.isdecimal() and len(rank) < 10}
+        return sorted(rank for rank in ranks if rank < self._world_size and rank != self._rank)
 
     def death_of(self, rank: int) -> Cause | None:
         """A cause, if that process ran on this machine and is no more. Elsewhere only silence tells."""
@@ -96,21 +95,6 @@ class Peers:
                 elif not circle:
                     origin, circle = peer, f"{text}, a circle back to process {peer}"
         return Cause("stuck", origin, circle or begin)
-
-    def kill(self, rank: int, *, only_stopped: bool = False) -> None:
-        """Ends a process of this machine that hears nothing else, and would outlive the run and hold up whoever started
-        it: a silent one, or one that has been stopped."""
-        beat = self.beat(rank)[1]
-        if beat is None or beat.machine != self._own.machine or started(beat.pid) != beat.started:
-            return
-        if is_stopped(beat.pid) or not only_stopped:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(beat.pid, signal.SIGKILL)
-
-    def kill_stopped(self) -> None:
-        """Ends all processes of this machine that have been stopped."""
-        for rank in self.here():
-            self.kill(rank, only_stopped=True)
 
 
 def _same(one: Waiting | None, other: Waiting) -> bool:

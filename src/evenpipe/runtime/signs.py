@@ -1,4 +1,8 @@
-"""What processes tell each other: beats, what they wait for, and why a run ended. Data only, no decisions."""
+"""What processes tell each other: beats, what they wait for, and why a run ended. Data only, no decisions.
+
+Beats and causes come out of a store (`store`) which strangers may reach too, so reading them is strict: a text that no
+process of this run would have written is nobody's beat, and what another process said is shown as its words.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,20 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from evenpipe.errors import InputError, RunError
+
+KINDS = ("input", "exception", "dead", "silent", "left", "stuck")
+
+LAUNCHER = -1
+"""In place of a rank: the origin of a cause is who started the processes."""
+
+TEXT_LENGTH = 4000
+"""Of a longer sentence of another process only so much is shown."""
+
+NAME_LENGTH = 1000
+"""Of machines, passes and communicators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +33,39 @@ class Cause:
     """Why the run ended, as the first process to notice wrote it."""
 
     kind: str
-    """One of "input" (the user's mistake), "exception", "dead", "silent", "left" (ended without an error while needed),
-    "stuck" (all live, but a wait timed out)."""
+    """One of KINDS: "input" (the user's mistake), "exception", "dead", "silent", "left" (ended without an error while
+    needed), "stuck" (all live, but a wait timed out)."""
     origin: int
-    """The process at fault; -1 for who started them."""
+    """The process at fault; LAUNCHER for who started them."""
     text: str
     """One sentence; for "input" the text of the InputError itself."""
+    witness: int | None = None
+    """Another process, whose words these are; None for this process."""
+
+    def __str__(self) -> str:
+        """The text, and whose words it is where it does not begin with the name of a process."""
+        if self.witness is None or self.text.startswith(("process ", "the launcher ")):
+            return self.text
+        return f"process {self.witness} said: {self.text}"
+
+    def dump(self, rank: int) -> str:
+        """For the others, as the words of process `rank`."""
+        return json.dumps(asdict(self) | {"witness": rank})
+
+    @staticmethod
+    def load(text: str, rank: int, world_size: int) -> Cause:
+        """What `dump` wrote, read by process `rank`. Anything else is a cause too, and says so."""
+        try:
+            fields = _fields(text, "kind", "origin", "text", "witness")
+            witness = _number(fields["witness"], 0, world_size - 1)
+            return Cause(
+                _one_of(fields["kind"], KINDS),
+                _number(fields["origin"], LAUNCHER, world_size - 1),
+                printable(_text(fields["text"], None), TEXT_LENGTH),
+                None if witness == rank else witness,
+            )
+        except ValueError:
+            return Cause("dead", LAUNCHER, "the store of the run holds a cause that no process of it has written")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +97,64 @@ class Beat:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def load(text: str) -> Beat:
+    def load(text: str, world_size: int) -> Beat | None:
+        """What `dump` wrote; None for anything else."""
+        try:
+            fields = _fields(text, "count", "machine", "pid", "started", "waiting", "done")
+            waiting = fields["waiting"]
+            return Beat(
+                _number(fields["count"], 0, 1 << 62),
+                _text(fields["machine"]),
+                _number(fields["pid"], 1, 1 << 31),
+                _text(fields["started"]),
+                None if waiting is None else _waiting(waiting, world_size),
+                _one_of(fields["done"], (False, True)),
+            )
+        except ValueError:
+            return None
+
+
+def _waiting(fields: Any, world_size: int) -> Waiting:
+    if not isinstance(fields, dict) or set(fields) != {"what", "needed_by", "communicator", "peers"}:
+        raise ValueError
+    peers = fields["peers"]
+    if not isinstance(peers, list) or len(peers) > world_size:
+        raise ValueError
+    return Waiting(
+        _text(fields["what"]),
+        _text(fields["needed_by"]),
+        _text(fields["communicator"]),
+        tuple(_number(peer, 0, world_size - 1) for peer in peers),
+    )
+
+
+def _fields(text: str, *names: str) -> dict[str, Any]:
+    try:
         fields = json.loads(text)
-        if waiting := fields.pop("waiting"):
-            waiting = Waiting(**(waiting | {"peers": tuple(waiting["peers"])}))
-        return Beat(waiting=waiting, **fields)
+    except RecursionError:
+        raise ValueError from None
+    if not isinstance(fields, dict) or set(fields) != set(names):
+        raise ValueError
+    return fields
+
+
+def _number(value: Any, least: int, most: int) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError
+    return value
+
+
+def _text(value: Any, length: int | None = NAME_LENGTH) -> str:
+    """A string that is printable as it is; with length None any string."""
+    if not isinstance(value, str) or (length is not None and (len(value) > length or not value.isprintable())):
+        raise ValueError
+    return value
+
+
+def _one_of(value: Any, values: Sequence[Any]) -> Any:
+    if not any(type(value) is type(one) and value == one for one in values):
+        raise ValueError
+    return value
 
 
 class Board:
@@ -100,6 +196,12 @@ def processes(ranks: Sequence[int]) -> str:
     return f"process{'' if len(ranks) == 1 else 'es'} {', '.join(map(str, ranks[:8]))}{more}"
 
 
+def printable(text: str, length: int) -> str:
+    """A text of another process for the terminal: without control characters, and cut off where it is too long."""
+    shown = "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text[:length])
+    return shown if len(text) <= length else f"{shown} ..."
+
+
 def machine() -> str:
     """Equal for processes that see each other's pids, and only for those: containers of one host may not."""
     try:
@@ -127,3 +229,21 @@ def _state(pid: int) -> tuple[str, str]:
     except OSError:
         return "X", ""
     return after_name[0], after_name[19]
+
+
+def siblings() -> dict[int, int]:
+    """The processes that torchrun's agent, the parent of this one, started for the same run: pid by rank, as the kernel
+    tells them. Which rank they are stands in the environment that the agent gave them."""
+    run, found = os.environ.get("TORCHELASTIC_RUN_ID"), {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent != os.getppid() or int(entry.name) == os.getpid():
+                continue
+            pairs = (pair.partition(b"=") for pair in (entry / "environ").read_bytes().split(b"\0"))
+            variables = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+        except OSError:  # it has ended, or is somebody else's
+            continue
+        if run is not None and variables.get("TORCHELASTIC_RUN_ID") == run and variables.get("RANK", "").isdecimal():
+            found[int(variables["RANK"])] = int(entry.name)
+    return found

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
-from torch.distributed import Store
-
 from evenpipe.runtime.signs import Beat, Cause, is_stopped
+from evenpipe.runtime.store import Store
 
 LOOK_SECONDS = 0.25
 FAREWELL_SECONDS = 1.0
@@ -43,7 +42,7 @@ class Ending:
 
 
 class Beats:
-    """The beats of the processes, as the parent sees them. It reads the store that it holds itself."""
+    """The beats of the processes, as the parent sees them."""
 
     def __init__(self, store: Store, processes: int) -> None:
         self._store = store
@@ -54,10 +53,10 @@ class Beats:
 
         Not once the run has failed: then the processes end, and beat no more.
         """
-        key = f"beat/{rank}"
-        value = self._store.get(key).decode() if self._store.check([key]) else ""
-        before, self._last[rank] = self._last[rank], value
-        return bool(value) and value == before and not Beat.load(value).done and not self._store.check(["cause"])
+        text = self._store.read(f"beat/{rank}") or ""
+        before, self._last[rank] = self._last[rank], text
+        beat = Beat.load(text, len(self._last))
+        return text == before and beat is not None and not beat.done and not self._store.has(["cause"])
 
 
 def supervise(processes: Sequence[BaseProcess], beats: Beats, *, silence_seconds: float) -> Ending | None:

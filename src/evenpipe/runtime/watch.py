@@ -12,6 +12,9 @@ A ring is enough, since of any set of dead processes one stands behind a live on
 number. Beats are compared by change of value against the reader's own clock, and only time during which the reader
 itself ran counts: machines' clocks differ, and a whole job may be suspended and continued.
 
+Nor may the watch itself wait for ever. A store that does not answer for `silence_seconds`, because its machine was cut
+off, is a cause; and a wait that outlives its own limit, whatever the library makes of it, is one too.
+
 Under torchrun three more things end a process. Its agent sends SIGTERM to all as soon as it has seen one fail, which is
 often before the others know who it was: so the watch hears that signal, looks for the cause, says it, and ends. A
 process that ends without an error while others need it (`sys.exit` too) is named by them. And when the agent itself is
@@ -21,7 +24,6 @@ no more, nobody is left to end the processes.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -30,13 +32,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from evenpipe.errors import RunError
 from evenpipe.runtime.bell import Bell
 from evenpipe.runtime.peers import Peers
-from evenpipe.runtime.signs import Beat, Board, Cause, Waiting, cause_of, machine, processes, started
+from evenpipe.runtime.signs import (
+    LAUNCHER,
+    Beat,
+    Board,
+    Cause,
+    Waiting,
+    cause_of,
+    is_stopped,
+    machine,
+    processes,
+    siblings,
+    started,
+)
+from evenpipe.runtime.store import Store, StoreError, StoreSilentError
 
 BEAT_SECONDS = 0.25
 GRACE_SECONDS = 1.0
@@ -47,8 +61,8 @@ FAREWELL_SECONDS = 1.5
 
 EXIT_CODE = 3
 
-LAUNCHER = -1
-"""In place of a rank: the origin of a cause is who started the processes."""
+LATE_SECONDS = 1.0
+"""How much longer than its limit a wait on the host may last before the watch ends it: what waits raises by itself."""
 
 TOO_LONG = re.compile("[Tt]imed out|wait timeout|Application timeout")
 """What gloo says when a wait took too long, and what the store says."""
@@ -69,11 +83,12 @@ class Watch:
 
     def __init__(
         self,
-        store: Any | None,
+        store: Store | None,
         rank: int = 0,
         world_size: int = 1,
         *,
         silence_seconds: float = 30.0,
+        timeout_seconds: float = float("inf"),
         on_cause: Callable[[Watch], None] | None = None,
         board: Board | None = None,
         launcher: int | None = None,
@@ -81,9 +96,10 @@ class Watch:
         """A watch that does nothing until `start()`. To be made before processes meet: it connects to the store anew,
         which takes seconds where a name server does not answer, and the interpreter's lock is held meanwhile.
 
-        store: reached by all processes, with a prefix of this run's own; None for a single process. Clones are used.
-        silence_seconds: a process without a beat for this long is given up. Must exceed the longest operation that
-            keeps Python's interpreter lock.
+        store: reached by all processes, of this run's own; None for a single process.
+        silence_seconds: a process without a beat for this long is given up, and a store without an answer. Must exceed
+            the longest operation that keeps Python's interpreter lock.
+        timeout_seconds: limit of one announced wait, where nothing else is said.
         on_cause: called once, on any thread, as soon as `cause` is known. Default: the message goes to stderr if the
             main thread is stuck and the watch has to end the process.
         board: where to show what this process waits for to whoever started it.
@@ -91,11 +107,12 @@ class Watch:
         """
         self.rank, self.world_size, self.silence_seconds = rank, world_size, silence_seconds
         self.cause: Cause | None = None
-        # One client serves one request at a time, and others may block in theirs: one for each of our threads.
-        self._store: Any = None if store is None else store.clone()
-        self._store_of_thread: Any = None if store is None else store.clone()
+        self.timeout_seconds = timeout_seconds
+        self._store = store
+        self._store_of_thread = None if store is None else store.another()
         self._peers: Peers | None = None
         self._waiting: Waiting | None = None
+        self._limit_seconds = timeout_seconds
         self._on_device: deque[_DeviceWait] = deque()
         self._launcher = launcher
         self._beat_seconds = BEAT_SECONDS * max(1.0, world_size / 256)  # all beats end in one store
@@ -116,13 +133,14 @@ class Watch:
         """
         if self._store is None or self.world_size == 1:
             return
-        self._store.set(f"beat/{self.rank}", self._beat.dump())
-        self._peers = Peers(self._store, self._beat, self.rank)
+        assert self._store_of_thread is not None
+        self._store.write(f"beat/{self.rank}", self._beat.dump())
+        self._peers = Peers(self._store, self._beat, self.rank, self.world_size)
         self._bell = Bell()
         if hear_sigterm:
             self._bell.hear_sigterm()
         store = self._store_of_thread
-        peers = Peers(store, self._beat, self.rank)
+        peers = Peers(store, self._beat, self.rank, self.world_size)
         self._thread = threading.Thread(target=self._run, args=(store, peers), name="evenpipe-watch", daemon=True)
         self._thread.start()
 
@@ -137,17 +155,29 @@ class Watch:
         self._bell.close()
         self._thread = None
         if self.cause is None:
-            with contextlib.suppress(RuntimeError):  # the store may have gone with the process that held it
-                self._store.set(f"beat/{self.rank}", replace(self._beat, count=self._beat.count + 1, done=True).dump())
+            assert self._store is not None
+            with contextlib.suppress(StoreError):  # the store may have gone with the process that held it
+                beat = replace(self._beat, count=self._beat.count + 1, done=True)
+                self._store.write(f"beat/{self.rank}", beat.dump())
 
     # -- called by the main thread -----------------------------------------------------------------
 
-    def awaiting(self, what: str, needed_by: str, communicator: str, peers: tuple[int, ...]) -> None:
+    def awaiting(
+        self,
+        what: str,
+        needed_by: str,
+        communicator: str,
+        peers: tuple[int, ...],
+        limit_seconds: float | None = None,
+    ) -> None:
         """Publishes what the main thread is about to wait for.
+
+        limit_seconds: how long that may take; default: `timeout_seconds`.
 
         Raises:
             RunError: the run is known to have failed already.
         """
+        self._limit_seconds = self.timeout_seconds if limit_seconds is None else limit_seconds
         self._waiting = Waiting(what, needed_by, communicator, peers)
         if self._board is not None:
             self._board.show(self.rank, self._waiting)
@@ -201,7 +231,7 @@ class Watch:
             return RunError(f"process {self.rank}, awaiting {waiting}: {error}")
         assert self._peers is not None
         if TOO_LONG.search(str(error)) and not self._cause_known.is_set():
-            self._settle(self._peers.stuck(waiting))
+            self._settle_stuck(self._peers, waiting, self._store)
         ranks = () if waiting is None else waiting.peers
         deadline = time.monotonic() + self.silence_seconds + 1
         while not self._cause_known.wait(0.05):
@@ -211,14 +241,16 @@ class Watch:
                 # Of several, one may have done all that it had to.
                 if found is None and (len(ranks) == 1 or now > deadline):
                     found = self._peers.departure(ranks)
-            except RuntimeError as lost:
+            except StoreSilentError as silent:
+                found = self._lost(silent) if now > deadline else None
+            except StoreError as lost:
                 found = self._lost(lost)
             if found is not None:
-                self._settle(found)
+                self._settle(found, self._store)
             elif now > deadline:
                 origin = ranks[0] if ranks else self.rank
                 text = f"{processes(ranks)} broke the connection" if ranks else f"process {origin} lost a connection"
-                self._settle(Cause("dead", origin, f"{text} ({error})"))
+                self._settle(Cause("dead", origin, f"{text} ({error})"), self._store)
         return self._error()
 
     def report_exception(self, error: BaseException) -> None:
@@ -231,16 +263,16 @@ class Watch:
             if isinstance(error, RuntimeError) and any(sign in str(error) for sign in BROKEN):
                 self.explain(error)  # from an operation that was not announced: this process may be a victim
             else:
-                self._settle(cause_of(error, self.rank))
+                self._settle(cause_of(error, self.rank), self._store)
         assert self.cause is not None
         if self._on_cause is None and self.cause.origin != self.rank and self.cause.text not in str(error):
             print(f"evenpipe: {self._error()}", file=sys.stderr, flush=True)
 
     # -- the thread --------------------------------------------------------------------------------
 
-    def _run(self, store: Any, peers: Peers) -> None:
+    def _run(self, store: Store, peers: Peers) -> None:
         neighbour, last_value, silent_seconds, lost_seconds = self._after(self.rank), "", 0.0, 0.0
-        on_device: _DeviceWait | None = None
+        longest: tuple[Waiting, float] | None = None
         waited_seconds = 0.0
         last_time, farewell = time.monotonic(), float("inf")
         assert self._bell is not None
@@ -253,13 +285,17 @@ class Watch:
             last_time = now
             if terminated:
                 farewell = min(farewell, now + FAREWELL_SECONDS)
-            before, on_device = on_device, self._first_on_device()
-            waited_seconds = waited_seconds + elapsed if on_device is before else 0.0
+            before, longest = longest, self._limited_wait()
+            same = longest is not None and before is not None and longest[0] is before[0]
+            waited_seconds = waited_seconds + elapsed if same else 0.0
             try:
+                if longest is not None and waited_seconds > longest[1]:
+                    self._settle_stuck(peers, longest[0], store)
+                    break
                 self._beat = replace(self._beat, count=self._beat.count + 1, waiting=self.waiting)
-                store.set(f"beat/{self.rank}", self._beat.dump())
-                if store.check(["cause"]):
-                    self._learn(Cause(**json.loads(store.get("cause"))))
+                store.write(f"beat/{self.rank}", self._beat.dump())
+                if (text := store.read("cause")) is not None:
+                    self._learn(Cause.load(text, self.rank, self.world_size))
                     break
                 if farewell != float("inf"):
                     if (found := peers.first_death(peers.here())) or (
@@ -269,8 +305,6 @@ class Watch:
                     continue
                 if self._is_orphan():
                     self._settle(_launcher_died(), store)
-                if on_device is not None and waited_seconds > on_device.limit_seconds:
-                    self._settle(peers.stuck(on_device.waiting), store)
                 if neighbour == self.rank:
                     continue
                 value, beat = peers.beat(neighbour)
@@ -282,16 +316,35 @@ class Watch:
                     self._settle(death, store)
                 elif silent_seconds > self.silence_seconds:
                     self._settle(peers.silence_of(neighbour, self.silence_seconds), store)
-                    peers.kill(neighbour)
-            except RuntimeError as error:
-                # The store went with its host. A process that computes may well come to its end; one that waits will
-                # not, and neither should one whose launcher is no more.
+                    self._kill_siblings(neighbour)
+            except StoreError as error:
+                # The store went with its host, or its host cannot be reached. A process that computes may well come to
+                # its end; one that waits will not, and neither should one whose launcher is no more.
+                if isinstance(error, StoreSilentError):
+                    elapsed, last_time = elapsed + error.seconds, time.monotonic()
+                    waited_seconds += error.seconds
                 lost_seconds = lost_seconds + elapsed if self.waiting is not None else 0.0
                 if self._is_orphan() or farewell != float("inf") or lost_seconds > self.silence_seconds:
                     self._learn(self._lost(error))
-        with contextlib.suppress(RuntimeError):
-            peers.kill_stopped()
+        self._kill_siblings()
         self._end()
+
+    def _kill_siblings(self, which: int | None = None) -> None:
+        """Under torchrun: ends the process `which` of this machine, or else all that are stopped. They hear nothing
+        else, and would hold up torchrun's end for half a minute. Elsewhere `supervisor` does this."""
+        if self._launcher is None or self._is_orphan():
+            return
+        for rank, pid in siblings().items():
+            if rank == which or (which is None and is_stopped(pid)):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _limited_wait(self) -> tuple[Waiting, float] | None:
+        """What the main thread waits for, or else the GPU, and how long it may, in seconds."""
+        if (waiting := self._waiting) is not None:
+            return waiting, self._limit_seconds + LATE_SECONDS
+        on_device = self._first_on_device()
+        return None if on_device is None else (on_device.waiting, on_device.limit_seconds)
 
     def _first_on_device(self) -> _DeviceWait | None:
         """What the GPU waits for, of all that it has been given to wait for."""
@@ -317,13 +370,24 @@ class Watch:
 
     # -- causes ------------------------------------------------------------------------------------
 
-    def _settle(self, cause: Cause, store: Any = None) -> None:
-        """Writes the cause, unless another was written before: then that one holds."""
+    def _settle(self, cause: Cause, store: Store | None) -> None:
+        """Writes the cause, unless another was written before: then that one holds.
+
+        store: the client of this thread.
+        """
+        assert store is not None
         try:
-            held = (store or self._store).compare_set("cause", "", json.dumps(asdict(cause)))
-            self._learn(Cause(**json.loads(held)))
-        except RuntimeError:
+            self._learn(Cause.load(store.settle("cause", cause.dump(self.rank)), self.rank, self.world_size))
+        except StoreError:
             self._learn(cause)
+
+    def _settle_stuck(self, peers: Peers, waiting: Waiting | None, store: Store | None) -> None:
+        """A wait lasted too long. Where the store does not answer either, no more is to be found out."""
+        try:
+            self._settle(peers.stuck(waiting), store)
+        except StoreError as error:
+            peer = waiting.peers[0] if waiting is not None and waiting.peers else self.rank
+            self._learn(Cause("stuck", peer, f"process {self.rank} timed out awaiting {waiting}, and {error}"))
 
     def _learn(self, cause: Cause) -> None:
         with self._learning:
@@ -340,8 +404,8 @@ class Watch:
         assert self.cause is not None
         self._main_knows = self._main_knows or threading.current_thread() is threading.main_thread()
         if self.cause.origin == self.rank or self.waiting is None:
-            return RunError(self.cause.text)
-        return RunError(f"{self.cause.text}; process {self.rank} was awaiting {self.waiting}")
+            return RunError(str(self.cause))
+        return RunError(f"{self.cause}; process {self.rank} was awaiting {self.waiting}")
 
     def _sigterm(self, peers: Peers) -> Cause:
         """The cause of a SIGTERM for which none was found."""
@@ -351,10 +415,13 @@ class Watch:
     def _is_orphan(self) -> bool:
         return self._launcher is not None and os.getppid() != self._launcher
 
-    def _lost(self, error: RuntimeError) -> Cause:
-        """The cause when the store does not answer."""
+    def _lost(self, error: StoreError) -> Cause:
+        """The cause when the store is gone, or has not answered for too long."""
         if self._is_orphan():
             return _launcher_died()
+        if isinstance(error, StoreSilentError):
+            text = f"the launcher cannot be reached: {error}, for {self.silence_seconds:g} s"
+            return Cause("silent", LAUNCHER, f"{text} (its machine is down, or the network to it)")
         lines = str(error).strip().splitlines()
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         text = f"and with it the store of the run ({lines[0] if lines else error!r})"

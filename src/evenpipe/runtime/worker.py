@@ -1,6 +1,9 @@
 """What one process does before it can take part: find the others, start the watch, open the default process group.
 
 The same under torchrun and under `launch`. Outside both, a process is alone: no group, a watch that does nothing.
+
+Processes of `launch` meet in a folder that only their user may enter, and connect to each other on loopback: nobody
+else reaches them. Those of torchrun meet in its store, on a port that is open to whoever reaches its machine.
 """
 
 from __future__ import annotations
@@ -16,19 +19,20 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed import FileStore, PrefixStore, distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.runtime.communication import bound_device
 from evenpipe.runtime.peers import Peers
-from evenpipe.runtime.signs import Beat, Board, machine, processes, started
+from evenpipe.runtime.signs import TEXT_LENGTH, Beat, Board, machine, printable, processes, started
+from evenpipe.runtime.store import FolderStore, NetworkStore, Store, StoreError, StoreSilentError
 from evenpipe.runtime.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -43,6 +47,11 @@ SILENCE_SECONDS = 30.0
 START_SECONDS = 600.0
 """How long processes may take to arrive: the slowest import of torch on a cold network file system, and the first use
 of a GPU."""
+
+POLL_SECONDS = 0.25
+
+STORE_FOLDER = "EVENPIPE_STORE_FOLDER"
+"""In the environment of processes that `launch` starts: the folder in which they meet."""
 
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 """Where torchrun, srun and mpirun say which process of its machine this one is. The first that is set holds."""
@@ -59,6 +68,30 @@ class Worker:
     timeout_seconds: float
     """Limit for every process group."""
     watch: Watch
+    store: Store | None
+    """Where processes of this run leave texts for each other; None for a process that is alone."""
+
+    def mark(self, name: str) -> None:
+        """Leaves a mark for `wait_for_mark` of the others. Raises StoreError where the store is gone."""
+        if self.store is not None:
+            self.store.write(name, "")
+
+    def wait_for_mark(self, name: str, what: str, needed_by: str) -> None:
+        """Returns once the first process has left the mark, however long its work takes.
+
+        what, needed_by: of this wait, for the message of a failure.
+
+        Raises:
+            RunError: the run has failed.
+            StoreError: the store is gone.
+        """
+        found = self.store is None
+        while not found:
+            self.watch.awaiting(what, needed_by, "store", (0,))
+            time.sleep(POLL_SECONDS)
+            with contextlib.suppress(StoreSilentError):  # for how long it may be silent the watch knows
+                found = self.store is None or self.store.has([name])
+        self.watch.arrived()
 
 
 _this: Worker | None = None
@@ -138,22 +171,19 @@ def start_worker(
     """As initialise_worker, for a caller that reports exceptions and ends the watch itself."""
     global _this  # noqa: PLW0603  (one process is one worker)
     timeout = timedelta(seconds=timeout_seconds)
-    if dist.is_initialized():
-        store, rank, world_size = distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    elif "RANK" in os.environ:
-        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=start_seconds)))
-    else:
-        _this = Worker(0, 1, _own_device(torch_device)[0], timeout_seconds, Watch(None))
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        _this = Worker(0, 1, _own_device(torch_device)[0], timeout_seconds, Watch(None), None)
         return _this
+    store, groups, rank, world_size = _meeting_place(start_seconds)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler is deaf during a gloo wait
-    store = PrefixStore(f"evenpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     watch = Watch(
         store,
         rank,
         world_size,
         silence_seconds=silence_seconds,
+        timeout_seconds=timeout_seconds,
         on_cause=on_cause,
         board=board,
         launcher=os.getppid() if under_torchrun else None,
@@ -173,10 +203,10 @@ def start_worker(
         if not dist.is_initialized():
             others = tuple(other for other in range(world_size) if other != rank)
             with watch.during("the first connections", "default", others):
-                nccl = device.type == "cuda" and _each_its_own(identity, store, rank, world_size)
+                nccl = device.type == "cuda" and _each_its_own(identity, groups, rank, world_size)
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if nccl else "gloo",
-                    store=PrefixStore("groups", store),
+                    store=groups,
                     rank=rank,
                     world_size=world_size,
                     timeout=timeout,
@@ -185,11 +215,25 @@ def start_worker(
     except BaseException as error:
         watch.report_exception(error)
         raise
-    _this = Worker(rank, world_size, device, timeout_seconds, watch)
+    _this = Worker(rank, world_size, device, timeout_seconds, watch, store)
     return _this
 
 
-def meet(store: Any, rank: int, world_size: int, limit_seconds: float) -> None:
+def _meeting_place(start_seconds: float) -> tuple[Store, Any, int, int]:
+    """Where this process meets the others: the store for what they tell each other, torch's store for groups, its rank
+    and their number."""
+    if folder := os.environ.get(STORE_FOLDER):
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return FolderStore(Path(folder)), FileStore(str(Path(folder) / "groups"), world_size), rank, world_size
+    if dist.is_initialized():
+        store, rank, world_size = distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    else:
+        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=start_seconds)))
+    store = PrefixStore(f"evenpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return NetworkStore(store), PrefixStore("groups", store), rank, world_size
+
+
+def meet(store: Store, rank: int, world_size: int, limit_seconds: float) -> None:
     """Waits until all processes are here, before anything that would wait for a missing one without naming it.
 
     Raises:
@@ -197,25 +241,27 @@ def meet(store: Any, rank: int, world_size: int, limit_seconds: float) -> None:
             one that was here already has died on this machine.
     """
     own = Beat(0, machine(), os.getpid(), started(os.getpid()) or "")
-    store.set(f"here/{rank}", own.dump())
-    peers = Peers(store, own, rank, key="here")
-    store.add("arrived", 1)
     deadline, pause = time.monotonic() + limit_seconds, 0.005
-    with _sigterm_noticed() as terminated:
-        while store.add("arrived", 0) < world_size:
-            fault = None
-            if (death := peers.first_death(peers.here())) is not None:
-                fault = f"{death.text}, before all processes had started"
-            elif terminated or time.monotonic() > deadline:
-                missing = [other for other in range(world_size) if not store.check([f"here/{other}"])]
-                if missing:
-                    in_time = f"did not start within {limit_seconds:g} s"
-                    what = "had not started when SIGTERM came" if terminated else in_time
-                    fault = f"{processes(missing)} of {world_size} {what}"
-            if fault is not None or store.check(["no start"]):  # the first finding holds: others follow from it
-                raise RunError(store.compare_set("no start", "", fault or "").decode())
-            time.sleep(pause)
-            pause = min(2 * pause, 0.5)
+    try:
+        store.write(f"here/{rank}", own.dump())
+        peers = Peers(store, own, rank, world_size, key="here")
+        with _sigterm_noticed() as terminated:
+            while not store.has(f"here/{other}" for other in range(world_size)):
+                fault = None
+                if (death := peers.first_death(peers.here())) is not None:
+                    fault = f"{death.text}, before all processes had started"
+                elif terminated or time.monotonic() > deadline:
+                    missing = [other for other in range(world_size) if not store.has([f"here/{other}"])]
+                    if missing:
+                        in_time = f"did not start within {limit_seconds:g} s"
+                        what = "had not started when SIGTERM came" if terminated else in_time
+                        fault = f"{processes(missing)} of {world_size} {what}"
+                if fault is not None or store.has(["no start"]):  # the first finding holds: others follow from it
+                    raise RunError(printable(store.settle("no start", fault or ""), TEXT_LENGTH))
+                time.sleep(pause)
+                pause = min(2 * pause, 0.5)
+    except StoreError as error:
+        raise RunError(f"process {rank} lost the store of the run before all processes had started: {error}") from error
     if terminated:
         os.kill(os.getpid(), signal.SIGTERM)  # came too late for this; the watch hears it
 
@@ -290,7 +336,10 @@ def _index_of_gpu(count: int) -> int:
 
 
 def _each_its_own(identity: str, store: Any, rank: int, world_size: int) -> bool:
-    """Whether no two processes share a GPU, which NCCL refuses. By UUID: each may see only its own, as number 0."""
+    """Whether no two processes share a GPU, which NCCL refuses. By UUID: each may see only its own, as number 0.
+
+    store: torch's, where a question waits for its answer.
+    """
     store.set(f"gpu/{rank}", identity)
     if rank == 0:
         identities = [store.get(f"gpu/{other}") for other in range(world_size)]

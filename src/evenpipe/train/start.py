@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 
 from evenpipe.errors import InputError
 from evenpipe.train.config import Config
@@ -13,8 +12,7 @@ from evenpipe.train.data import PreparedData, prepare
 from evenpipe.train.files import write_json
 from evenpipe.train.model_source import check_schedule, check_shape, model_config, pipeline_model
 
-POLL_SECONDS = 0.5
-SET_UP = "evenpipe/set up"  # key in the store of the processes: the first one has done its part
+SET_UP = "set up"  # the mark of the first process: it has done its part
 
 
 def start(config: Config) -> None:
@@ -74,8 +72,6 @@ def show_result(config: Config) -> None:
 
 def _run_in_place(config: Config) -> None:
     """This process is one of those that torchrun started. However long the first one prepares data, the others wait."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
     from evenpipe.runtime.worker import finish_worker, initialise_worker
     from evenpipe.train.trainer import train
 
@@ -86,14 +82,10 @@ def _run_in_place(config: Config) -> None:
                 f"pipeline.processes is {config.pipeline.processes}, but must be {worker.world_size}, the number of "
                 "processes that torchrun starts"
             )
-        store = _get_default_store()
         if worker.rank == 0:
             set_up(config)
-            store.set(SET_UP, "")
-        while not store.check([SET_UP]):
-            worker.watch.awaiting("the data", "training", "store", (0,))  # raises when the first process has failed
-            time.sleep(POLL_SECONDS)
-        worker.watch.arrived()
+            worker.mark(SET_UP)
+        worker.wait_for_mark(SET_UP, "the data", "training")
         train(config)
     except BaseException as error:
         worker.watch.report_exception(error)  # the others end too, with its words

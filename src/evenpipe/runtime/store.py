@@ -1,0 +1,222 @@
+"""What processes of a run tell each other outside of groups: small texts under names, in a store that all reach.
+
+Two kinds, by who could write into it:
+
+- `FolderStore`, of processes that a launcher started on its own machine: files in a folder that only this user may
+  enter. Nothing listens on a port, and nothing can hang.
+- `NetworkStore`, of processes that torchrun started: torch's TCPStore, which takes requests from everybody who reaches
+  its port (docs/security.md). A question that its machine cannot answer would block for as long as TCP tries, some
+  sixteen minutes; here it has a limit.
+
+Whatever is read was written by another process, or by a stranger in the place of one: `signs` takes it as data, with
+limits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
+from urllib.parse import quote
+
+from torch.distributed import PrefixStore, TCPStore
+
+T = TypeVar("T")
+
+ANSWER_SECONDS = 2.0
+"""Default limit of a question: a thousand times as long as a busy store takes."""
+
+TEXT_BYTES = 1 << 20
+"""Of a longer text only so much is read."""
+
+SLICE_SECONDS = 0.25
+"""A longer gap is time during which this process was stopped, and does not count."""
+
+
+class StoreError(RuntimeError):
+    """The store is gone: its connection broke, or its folder is no more."""
+
+
+class StoreSilentError(StoreError):
+    """The store has not answered within the limit of a question."""
+
+    def __init__(self, address: str, seconds: float) -> None:
+        """seconds: how long this question was waited for, while this process ran."""
+        super().__init__(f"{address} does not answer")
+        self.seconds = seconds
+
+
+class Store(Protocol):
+    """Texts by name. Every method returns at once or within a limit, and raises StoreError when the store is gone."""
+
+    def write(self, name: str, text: str) -> None:
+        """Puts `text` in the place of what stood under `name`."""
+
+    def read(self, name: str) -> str | None:
+        """What stands under `name`; None if nothing was ever written."""
+
+    def has(self, names: Iterable[str]) -> bool:
+        """Whether something stands under each of these names."""
+
+    def append(self, name: str, text: str) -> None:
+        """Adds `text` to the end of what stands under `name`."""
+
+    def settle(self, name: str, text: str) -> str:
+        """Writes `text` unless something stands under `name`; returns what stands there now. The first one holds."""
+
+    def another(self) -> Store:
+        """A client of the same store for another thread: each serves one question at a time."""
+
+
+class FolderStore:
+    """A file for each name, in a folder of this machine. A file appears with its whole text or not at all."""
+
+    def __init__(self, folder: Path) -> None:
+        """Makes the folder, for this user alone, if there is none."""
+        self._folder = folder
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+    def write(self, name: str, text: str) -> None:
+        with self._errors():
+            self._part(text).rename(self._file(name))
+
+    def read(self, name: str) -> str | None:
+        with self._errors():
+            try:
+                with self._file(name).open("rb") as file:
+                    return file.read(TEXT_BYTES).decode(errors="replace")
+            except FileNotFoundError:
+                self._folder.stat()  # or else the store is gone, and not the text
+                return None
+
+    def has(self, names: Iterable[str]) -> bool:
+        return all(self._file(name).exists() for name in names)
+
+    def append(self, name: str, text: str) -> None:
+        with self._errors():
+            descriptor = os.open(self._file(name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                os.write(descriptor, text.encode())
+            finally:
+                os.close(descriptor)
+
+    def settle(self, name: str, text: str) -> str:
+        with self._errors():
+            part = self._part(text)
+            with contextlib.suppress(FileExistsError):
+                self._file(name).hardlink_to(part)
+            part.unlink()
+        return self.read(name) or text
+
+    def another(self) -> FolderStore:
+        return self
+
+    def _file(self, name: str) -> Path:
+        return self._folder / quote(name, safe="")
+
+    def _part(self, text: str) -> Path:
+        """A new file with this text, that nobody looks for."""
+        part = self._folder / f".{uuid.uuid4().hex}"
+        part.write_text(text, encoding="utf-8", errors="replace")
+        return part
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(f"the folder {str(self._folder)!r}: {error.strerror}") from error
+
+
+class NetworkStore:
+    """A store of torch's. Each question is asked by a thread of its own, and given up after a limit.
+
+    An answer that comes after the limit is dropped; the next question waits for it first.
+    """
+
+    def __init__(self, store: Any, limit_seconds: float = ANSWER_SECONDS) -> None:
+        """
+        Args:
+            store: a store of torch's, of which a client is made anew. That takes seconds where a name server does not
+                answer.
+            limit_seconds: how long a question may take.
+        """
+        self.limit_seconds = limit_seconds
+        self._store = store.clone()
+        self._questions: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._answered = threading.Event()
+        self._answered.set()
+        self._asking = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def write(self, name: str, text: str) -> None:
+        self._ask(lambda store: store.set(name, text))
+
+    def read(self, name: str) -> str | None:
+        # To get what is not there would wait for it.
+        content = self._ask(lambda store: store.get(name)[:TEXT_BYTES] if store.check([name]) else None)
+        return None if content is None else content.decode(errors="replace")
+
+    def has(self, names: Iterable[str]) -> bool:
+        wanted = list(names)
+        return self._ask(lambda store: store.check(wanted))
+
+    def append(self, name: str, text: str) -> None:
+        self._ask(lambda store: store.append(name, text))
+
+    def settle(self, name: str, text: str) -> str:
+        return self._ask(lambda store: store.compare_set(name, "", text))[:TEXT_BYTES].decode(errors="replace")
+
+    def another(self) -> NetworkStore:
+        return NetworkStore(self._store, self.limit_seconds)
+
+    def _ask(self, question: Callable[[Any], T]) -> T:
+        found: list[T] = []
+        failed: list[Exception] = []
+        answered = threading.Event()
+
+        def ask() -> None:
+            try:
+                found.append(question(self._store))
+            except Exception as error:
+                failed.append(error)
+            answered.set()
+
+        with self._asking:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="evenpipe-store", daemon=True)
+                self._thread.start()
+            self._wait(self._answered)
+            self._answered = answered
+            self._questions.put(ask)
+            self._wait(answered)
+        if failed:
+            if isinstance(failed[0], RuntimeError):
+                raise StoreError(str(failed[0])) from failed[0]
+            raise failed[0]
+        return found[0]
+
+    def _run(self) -> None:
+        while True:
+            self._questions.get()()
+
+    def _wait(self, answered: threading.Event) -> None:
+        waited, last = 0.0, time.monotonic()
+        while not answered.wait(SLICE_SECONDS):
+            now = time.monotonic()
+            waited, last = waited + min(now - last, 2 * SLICE_SECONDS), now
+            if waited >= self.limit_seconds:
+                raise StoreSilentError(_address(self._store), waited)
+
+
+def _address(store: Any) -> str:
+    """Of the machine that holds a store."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return f"the store at {store.host}:{store.port}" if isinstance(store, TCPStore) else "the store"
