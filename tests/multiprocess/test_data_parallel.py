@@ -512,6 +512,26 @@ def test_a_saved_model_loads_in_transformers_and_here(tmp_path: Path) -> None:
     run_processes(saved_folder, 4, tmp_path)
 
 
+def first_on_a_later_rank(folder: Path) -> None:
+    """Two pipelines of one device; the first of them is process 1."""
+    from transformers import AutoModelForCausalLM
+
+    mesh = DeviceMesh("cpu", [[1], [0]], mesh_dim_names=("dp", "pp"))
+    pipeline = make(Case("shard", microbatches=1), mesh=mesh)
+    step(pipeline, split(reference.batches(VOCABULARY, 2, TOKENS, 1))[0])
+    assert is_first(pipeline) == (dist.get_rank() == 1)
+    assert bool(pipeline.full_gradients()) == is_first(pipeline)
+    assert [row[0] for row in pipeline.gather_numbers([dist.get_rank()])] == [1.0, 0.0]
+    pipeline.save_pretrained(folder / "model")
+    if is_first(pipeline):
+        AutoModelForCausalLM.from_pretrained(folder / "model", dtype=FP64)
+    pipeline.close()
+
+
+def test_whole_tensors_come_out_on_the_first_process_of_any_mesh(tmp_path: Path) -> None:
+    run_processes(first_on_a_later_rank, 2, tmp_path)
+
+
 # --- bad input -------------------------------------------------------------------------------------------
 
 

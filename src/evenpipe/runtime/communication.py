@@ -397,6 +397,8 @@ class Communicators:
                         group_desc=name,
                         device_id=self.torch_device if by_nccl else None,
                     )
+            if watch is not None and not by_nccl and group is not None and rank in members:
+                watch.check_members(group, name, members)
             if rank in members:
                 assert name not in self._by_name, f"process {rank} belongs to two groups named {name}"
                 self._by_name[name] = Communicator(

@@ -67,7 +67,7 @@ class Groups:
             ]
         if grid.replicas > 1:
             listed += [("replicas", grid.column(device)) for device in range(grid.devices)]
-        if grid.replicas > 1 and grid.devices > 1:
+        if grid.replicas > 1 and (grid.devices > 1 or grid.ranks != grid.column(0)):
             listed.append(("everyone", grid.ranks))
         made = self.communicators = Communicators(
             listed, timeout_seconds=timeout_seconds, torch_device=torch_device, watch=watch, nccl=nccl

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import threading
 import time
 import uuid
@@ -49,6 +50,7 @@ class StoreSilentError(StoreError):
     def __init__(self, address: str, seconds: float) -> None:
         """seconds: how long this question was waited for, while this process ran."""
         super().__init__(f"{address} does not answer")
+        self.address = address
         self.seconds = seconds
 
 
@@ -69,6 +71,9 @@ class Store(Protocol):
 
     def settle(self, name: str, text: str) -> str:
         """Writes `text` unless something stands under `name`; returns what stands there now. The first one holds."""
+
+    def secret(self) -> bytes | None:
+        """What only processes of this run know; None where the store is open to others."""
 
     def another(self) -> Store:
         """A client of the same store for another thread: each serves one question at a time."""
@@ -113,6 +118,9 @@ class FolderStore:
                 self._file(name).hardlink_to(part)
             part.unlink()
         return self.read(name) or text
+
+    def secret(self) -> bytes | None:
+        return self.settle("secret", secrets.token_hex(32)).encode()
 
     def another(self) -> FolderStore:
         return self
@@ -172,6 +180,9 @@ class NetworkStore:
 
     def settle(self, name: str, text: str) -> str:
         return self._ask(lambda store: store.compare_set(name, "", text))[:TEXT_BYTES].decode(errors="replace")
+
+    def secret(self) -> bytes | None:
+        return None
 
     def another(self) -> NetworkStore:
         return NetworkStore(self._store, self.limit_seconds)

@@ -31,12 +31,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+
+import torch.distributed as dist
 
 from evenpipe.errors import RunError
 from evenpipe.runtime.bell import Bell
 from evenpipe.runtime.peers import Peers
+from evenpipe.runtime.proof import strangers
 from evenpipe.runtime.signs import (
     LAUNCHER,
     Beat,
@@ -218,6 +221,25 @@ class Watch:
         except RuntimeError as error:
             raise self.explain(error) from error
         self.arrived()
+
+    def check_members(self, group: dist.ProcessGroup, name: str, members: Sequence[int]) -> None:
+        """Makes sure that the connections of a new group of gloo lead to processes of this run. Collective over it.
+
+        members: global ranks.
+
+        Raises:
+            RunError: somebody else has connected in the place of one.
+        """
+        secret = None if self._store is None else self._store.secret()
+        if secret is None:
+            return
+        with self.during(f"proofs of {name}", name, tuple(member for member in members if member != self.rank)):
+            found = strangers(group, self.rank, members, secret)
+        if found:
+            raise RunError(
+                f"communicator {name}: a program that is not part of this run has connected to process {self.rank} "
+                f"(pid {self._beat.pid}) in the place of {processes(found)}; look for who else uses this machine"
+            )
 
     def explain(self, error: Exception) -> RunError:
         """The error to raise when a wait failed with `error`: finds the cause, or settles what it is.
@@ -420,7 +442,7 @@ class Watch:
         if self._is_orphan():
             return _launcher_died()
         if isinstance(error, StoreSilentError):
-            text = f"the launcher cannot be reached: {error}, for {self.silence_seconds:g} s"
+            text = f"the launcher cannot be reached: {error.address} has not answered for {self.silence_seconds:g} s"
             return Cause("silent", LAUNCHER, f"{text} (its machine is down, or the network to it)")
         lines = str(error).strip().splitlines()
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -212,6 +212,7 @@ def start_worker(
                     timeout=timeout,
                     device_id=device if nccl else None,
                 )
+            watch.check_members(distributed_c10d._get_default_group(), "default", range(world_size))
     except BaseException as error:
         watch.report_exception(error)
         raise

@@ -1,0 +1,41 @@
+"""Proof that the connections of a group lead to processes of this run.
+
+gloo listens on a port for each group, and takes whoever connects first and names a small number for the peer; on
+loopback that may be another user of the machine. So where processes share a secret (`FolderStore.secret`), every pair
+of a new group shows that it knows it, before anything else is sent: each sends the other a code (HMAC-SHA256, RFC 2104)
+of the group and of both ranks. A stranger who took a place learns a code that is of no use anywhere else.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def strangers(group: dist.ProcessGroup, rank: int, members: Sequence[int], secret: bytes) -> list[int]:
+    """The members whose connection leads to somebody else. Collective over a group that has gloo.
+
+    rank, members: global ranks.
+    """
+    peers = [member for member in members if member != rank]
+    received = {peer: torch.zeros(32, dtype=torch.uint8) for peer in peers}
+    works = [dist.irecv(received[peer], peer, group) for peer in peers]
+    works += [dist.isend(_code(secret, group.group_name, rank, peer), peer, group) for peer in peers]
+    for work in works:
+        if work is not None:
+            work.wait()
+    return [peer for peer in peers if not _equal(received[peer], _code(secret, group.group_name, peer, rank))]
+
+
+def _code(secret: bytes, group: str, sender: int, receiver: int) -> Tensor:
+    """[32] uint8."""
+    digest = hmac.digest(secret, f"{group} {sender} {receiver}".encode(), "sha256")
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return hmac.compare_digest(one.numpy().tobytes(), other.numpy().tobytes())
