@@ -21,7 +21,8 @@ help:
 	@echo "make test        run all tests"
 	@echo "make lint        ruff and mypy"
 	@echo "make bench       measure vocabulary modes against each other and against torch's own schedule"
-	@echo "make fault-test  processes fail in random places of 100 random runs; RUNS=1 SEED=123 repeats one"
+	@echo "make fault-test  processes fail in random places of 100 random runs (RUNS=1 SEED=123 repeats one); then"
+	@echo "                 machines lose each other and strangers attack, in network namespaces, where root may make them"
 	@echo "make gpu-test    everything that needs an NVIDIA GPU, where there is one"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -41,6 +42,7 @@ test: $(STAMP)
 
 fault-test: $(STAMP)
 	$(BIN)/python tests/faults/run_faults.py --runs $(RUNS) --seed $(SEED)
+	$(BIN)/python tests/faults/run_network.py
 
 gpu-test: $(STAMP)
 	$(BIN)/python tests/gpu/run_gpu.py

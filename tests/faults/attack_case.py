@@ -26,6 +26,9 @@ PROCESSES = 2
 SECONDS = 6.0
 """How long a stranger tries once the run trains."""
 
+ENDINGS = r"is not part of this run|timed out awaiting|process \d said|did not start|no process of it has written"
+"""How a run may end that a stranger has disturbed."""
+
 PORT = 29511
 """Of torchrun's store, in the one case that has one."""
 
@@ -99,7 +102,7 @@ def play(attack: Attack, loss: float) -> Result:
             stranger.kill()
             printed = stranger.communicate()[0].splitlines()
             result.reached = [line for line in printed if line in WORDS]
-            result.complaints += [f"the stranger gave up: {line}" for line in printed if "Error" in line]
+            result.complaints += [f"the stranger gave up: {line}" for line in printed if line.startswith("Traceback")]
             (folder / "end").touch()
             _until(lambda: run.poll() is not None, time.monotonic() + 60)
             _judge(attack, folder, run, loss, result)
@@ -200,11 +203,9 @@ def _judge(attack: Attack, folder: Path, run: subprocess.Popen[bytes], loss: flo
         result.complaints += [f"a loss is {text}, expected {loss!r}" for text in wrong]
     elif not attack.early and not attack.torchrun:
         result.complaints.append(f"the run did not come to its end: {result.ending}")
-    elif not any(
-        re.search(r"is not part of this run|timed out awaiting|process \d said|did not start", told_) for told_ in told
-    ):
+    elif not any(re.search(ENDINGS, line) for line in told):
         result.complaints.append(f"the run ended without a word that helps: {result.ending}")
-    if any(SENTENCE in line and "said:" not in line for line in told):
+    if any(SENTENCE in line and " said: " not in line for line in told):
         result.complaints.append("the stranger's sentence is shown as evenpipe's own")
     if attack.reaches != bool(result.reached):
         result.complaints.append(f"the stranger reached {result.reached}, which is not what this attack is about")

@@ -73,7 +73,7 @@ def forge(address: str, port: int, pid: int) -> None:
         )
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
         beat = {"count": 1, "machine": machine, "pid": pid, "started": started, "waiting": None, "done": False}
-        cause = {"kind": "input", "origin": 1, "text": SENTENCE}
+        cause = {"kind": "input", "origin": 1, "text": SENTENCE, "witness": 1}
         for prefix in PREFIXES:
             there = dist.PrefixStore(prefix, store)
             there.set(f"on {machine}", " 0 1 2 3")

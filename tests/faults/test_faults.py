@@ -1,4 +1,4 @@
-"""Five of the random runs of `make fault-test`, always the same, and how cases are drawn."""
+"""Six of the random runs of `make fault-test`, always the same, a cut cable, an attack, and how cases are drawn."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import multiprocessing.forkserver
 import os
 import re
 
+import attack_case
+import network_case
 import pytest
+import run_network
 from fault_case import FAULTS, PLACES, Case, draw
 from fault_run import mark, run
 
@@ -32,6 +35,18 @@ def test_all_others_end_and_say_why(started_by: str, seed: int) -> None:
     case = draw(seed, started_by)
     verdict = run(case)
     assert not verdict.complaints, f"{case}; at {verdict.place}: {verdict.complaints}; {verdict.message}"
+
+
+@pytest.mark.skipif(network_case.why_not() is not None, reason=str(network_case.why_not()))
+def test_a_machine_that_is_cut_off_is_named_by_all() -> None:
+    scenario = next(scenario for scenario in network_case.SCENARIOS if scenario.name == "the link fails")
+    assert network_case.play(scenario).complaints == []
+
+
+@pytest.mark.skipif(network_case.why_not() is not None, reason=str(network_case.why_not()))
+def test_another_user_of_the_machine_cannot_get_in() -> None:
+    attack = next(attack for attack in attack_case.ATTACKS if attack.machine == 0 and attack.early)
+    assert attack_case.play(attack, run_network.loss_in_one_process()).complaints == []
 
 
 def test_a_case_is_drawn_from_its_seed_alone() -> None:

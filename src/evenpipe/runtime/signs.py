@@ -40,7 +40,7 @@ class Cause:
     text: str
     """One sentence; for "input" the text of the InputError itself."""
     witness: int | None = None
-    """Another process, whose words these are; None for this process."""
+    """The process whose words these are, where they were read in a store."""
 
     def __str__(self) -> str:
         """The text, and whose words it is where it does not begin with the name of a process."""
@@ -53,16 +53,15 @@ class Cause:
         return json.dumps(asdict(self) | {"witness": rank})
 
     @staticmethod
-    def load(text: str, rank: int, world_size: int) -> Cause:
-        """What `dump` wrote, read by process `rank`. Anything else is a cause too, and says so."""
+    def load(text: str, world_size: int) -> Cause:
+        """What `dump` wrote. Anything else is a cause too, and says so."""
         try:
             fields = _fields(text, "kind", "origin", "text", "witness")
-            witness = _number(fields["witness"], 0, world_size - 1)
             return Cause(
                 _one_of(fields["kind"], KINDS),
                 _number(fields["origin"], LAUNCHER, world_size - 1),
                 printable(_text(fields["text"], None), TEXT_LENGTH),
-                None if witness == rank else witness,
+                _number(fields["witness"], 0, world_size - 1),
             )
         except ValueError:
             return Cause("dead", LAUNCHER, "the store of the run holds a cause that no process of it has written")

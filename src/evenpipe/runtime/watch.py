@@ -317,7 +317,7 @@ class Watch:
                 self._beat = replace(self._beat, count=self._beat.count + 1, waiting=self.waiting)
                 store.write(f"beat/{self.rank}", self._beat.dump())
                 if (text := store.read("cause")) is not None:
-                    self._learn(Cause.load(text, self.rank, self.world_size))
+                    self._learn(Cause.load(text, self.world_size))
                     break
                 if farewell != float("inf"):
                     if (found := peers.first_death(peers.here())) or (
@@ -399,7 +399,7 @@ class Watch:
         """
         assert store is not None
         try:
-            self._learn(Cause.load(store.settle("cause", cause.dump(self.rank)), self.rank, self.world_size))
+            self._learn(Cause.load(store.settle("cause", cause.dump(self.rank)), self.world_size))
         except StoreError:
             self._learn(cause)
 
