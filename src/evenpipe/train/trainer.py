@@ -35,6 +35,7 @@ from evenpipe.train.model_source import generation_config
 from evenpipe.train.optimization import adamw, learning_rate
 from evenpipe.train.packing import Batches
 from evenpipe.train.report import DeviceReport, Prediction, RunReport, ScheduleReport, report_text, write_report
+from evenpipe.train.resumed_model import check_same_model
 
 BASELINE = "first-last"
 
@@ -115,6 +116,7 @@ class _Run:
         if found.checkpoint is not None:
             state = found.checkpoint.metadata
             self._check_data(found.checkpoint.path, state["data"])  # before shapes that differ are complained of
+            model_changes = check_same_model(found.checkpoint, self.pipeline.description)
             load(found.checkpoint, self.pipeline.parameter_shards(), self.optimizer, group)
             decided = state["decided_steps"]
             if decided is not None and decided["for"] == self._time_box:
@@ -135,6 +137,8 @@ class _Run:
             self.metrics.say(f"passed over checkpoint {rejected.path.name}: {rejected.reason}")
         if found.checkpoint is not None:
             self.metrics.say(f"going on from {found.checkpoint.path}")
+            for change in model_changes:
+                self.metrics.say(change)
             for name, value in data_identity(config, self.data).items():
                 if state["data"].get(name) != value:
                     self.metrics.say(
