@@ -11,7 +11,7 @@ from evenpipe.model.description import Description, describe
 from evenpipe.model.export import save_tensors, write_folder_metadata
 from evenpipe.model.flops import arranging_flops, head_flops, layer_flops
 from evenpipe.model.initialization import initial_rows, initialize
-from evenpipe.model.loading import copy_parameters, fill_parameters, fill_rows, load_parameters, load_rows
+from evenpipe.model.loading import as_stored, copy_parameters, fill_parameters, fill_rows, load_parameters, load_rows
 from evenpipe.model.modules import ModuleStage, describe_modules
 from evenpipe.model.names import disk_tensors
 from evenpipe.model.router_loss import RouterLoss
@@ -24,6 +24,7 @@ __all__ = [
     "RouterLoss",
     "Stage",
     "arranging_flops",
+    "as_stored",
     "build_stage",
     "copy_parameters",
     "describe",

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from evenpipe.errors import InputError
+from evenpipe.model.config import check_sizes, read_config
 from evenpipe.model.interface import probe_position_rows, takes
 from evenpipe.model.logits import probe_logits
 from evenpipe.model.router_loss import RouterLoss, probe_router_loss, wants_router_loss, without_router_loss
@@ -116,12 +117,13 @@ def describe(source: str | Path | PreTrainedConfig | nn.Module, *, trust_remote_
         config = source
     elif isinstance(source, (str, Path)):
         name = str(source)
-        config = _read_config(name, trust_remote_code)
+        config = read_config(name, trust_remote_code)
     else:
         raise InputError(
             f"model = {source!r} is neither a hub name, a folder, a transformers config nor a transformers model."
         )
     config = copy.deepcopy(config)
+    check_sizes(config.to_dict())
     if getattr(config, "quantization_config", None):
         raise InputError("quantization_config is set in the model's config, and quantised weights cannot be trained.")
     for key, value in vars(config).items():
@@ -131,20 +133,6 @@ def describe(source: str | Path | PreTrainedConfig | nn.Module, *, trust_remote_
         raise InputError(f"model_type = {config.model_type!r} has no causal language model in transformers.")
     with undisturbed(), torch.enable_grad():
         return _describe(config, model_class, live, name, trust_remote_code)
-
-
-def _read_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        if "trust_remote_code" in str(error):
-            raise InputError(
-                f"model = {name!r} comes with Python code of its own, which is run only with trust_remote_code = true."
-            ) from error
-        raise InputError(
-            f"model = {name!r} is neither a folder with a config.json nor a model that the hub gives out "
-            f"({first_line(error)})."
-        ) from error
 
 
 def _describe(

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
-from evenpipe.model.loading import INDEX, SINGLE
+from evenpipe.model.weight_files import INDEX, SINGLE
 
 MAXIMUM_SHARD_BYTES = 4 * 2**30
 

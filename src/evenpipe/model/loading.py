@@ -6,24 +6,21 @@ safetensors are read.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers.utils import cached_file
 
 from evenpipe.errors import InputError
-from evenpipe.model.description import Description
+from evenpipe.model.description import Description, describe
 from evenpipe.model.initialization import initial_rows, initialize
 from evenpipe.model.modules import ModuleStage
-from evenpipe.model.names import Stored, put_together, stored_tensors
 from evenpipe.model.stage import Stage
-from evenpipe.model.structure import first_line, persistent_buffers
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+from evenpipe.model.structure import persistent_buffers
+from evenpipe.model.weight_files import WeightFiles, listed
 
 
 def fill_parameters(stage: Stage | ModuleStage, description: Description, seed: int = 0) -> None:
@@ -69,14 +66,14 @@ def load_parameters(stage: Stage | ModuleStage, description: Description, folder
     Raises:
         InputError: no safetensors there, names that are missing, or shapes that differ.
     """
-    checkpoint = _Checkpoint(description, folder)
+    files = WeightFiles(description, folder)
     wanted = dict(_stored(stage))
-    checkpoint.require(wanted)
+    files.require(wanted)
     for name, held in wanted.items():
-        checkpoint.require_shape(name, tuple(held.shape))
+        files.require_shape(name, tuple(held.shape))
     with torch.no_grad():
         for name, held in wanted.items():  # one by one, so that old and new never exist together as a whole
-            held.copy_(checkpoint.tensor(name))
+            held.copy_(files.tensor(name))
 
 
 def load_rows(description: Description, folder: str | Path, name: str, start: int, stop: int) -> torch.Tensor:
@@ -84,91 +81,59 @@ def load_rows(description: Description, folder: str | Path, name: str, start: in
 
     Returns: [stop - start, hidden_size] (the head's bias: [stop - start]) on the CPU, in the dtype of the file.
     """
-    checkpoint = _Checkpoint(description, folder)
+    files = WeightFiles(description, folder)
     if description.tied and name in (description.embedding_name, description.head_name):
         # Usually under the embedding's name; folders written by older programs may have it under the head's only.
         names = (description.embedding_name, description.head_name)
-        name = next((known for known in names if known in checkpoint.stored), description.embedding_name)
-    checkpoint.require([name])
+        name = next((known for known in names if known in files.stored), description.embedding_name)
+    files.require([name])
     is_bias = name == description.head_bias_name
-    checkpoint.require_shape(name, description.head_weight_shape[:1] if is_bias else description.head_weight_shape)
-    return checkpoint.rows(name, start, stop)
+    files.require_shape(name, description.head_weight_shape[:1] if is_bias else description.head_weight_shape)
+    return files.rows(name, start, stop)
+
+
+def as_stored(description: Description, *, say: Callable[[str], None] | None = None) -> Description:
+    """The model as its weights are stored: not tied where the files hold two different vocabulary matrices.
+
+    transformers then keeps both, whatever `tie_word_embeddings` says. Every process that loads weights of the
+    description has to ask, for it decides how many matrices there are.
+
+    Args:
+        description: one without a `source` is returned as it is.
+        say: is told what in the files is not as the config has it: such matrices, and tensors that the model has no
+            place for, which transformers leaves out too.
+
+    Raises:
+        InputError: the folder has no weights, or they are damaged.
+    """
+    if description.source is None:
+        return description
+    files = WeightFiles(description, description.source)
+    say = say or (lambda text: None)
+    surplus = files.surplus()
+    if surplus:
+        say(
+            f"{description.source} holds {len(surplus)} tensors that its config gives {description.architecture} no"
+            f" place for; they are left out: {listed(surplus)}"
+        )
+    if not description.tied or files.same(description.embedding_name, description.head_name):
+        return description
+    say(
+        f"{description.source}: {description.embedding_name} and {description.head_name} differ, so both are kept, as"
+        " transformers does, though its config has tie_word_embeddings = true"
+    )
+    config = copy.deepcopy(description.config)
+    config.tie_word_embeddings = False
+    untied = describe(config, trust_remote_code=description.trust_remote_code)
+    if untied.tied:
+        raise InputError(
+            f"{description.source}: {description.embedding_name} and {description.head_name} differ, but must be equal,"
+            f" since {description.architecture} has one matrix for both."
+        )
+    return replace(untied, source=description.source)
 
 
 def _stored(stage: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of what a checkpoint holds for a stage: parameters and persistent buffers."""
     yield from stage.named_parameters()
     yield from persistent_buffers(stage)
-
-
-class _Checkpoint:
-    """The tensors of a folder under their names in memory."""
-
-    def __init__(self, description: Description, folder: str | Path):
-        self._description = description
-        self._folder = str(folder)
-        self._open_files: dict[str, safe_open] = {}
-        self._file_of = self._read_index()
-        self.stored: dict[str, Stored] = stored_tensors(description, self._file_of)
-
-    def require(self, names: Iterable[str]) -> None:
-        missing = [name for name in names if name not in self.stored]
-        if missing:
-            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-            raise InputError(f"{self._folder} has no tensor for {', '.join(missing[:8])}{more}.")
-
-    def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        found = tuple(self._put_together(name, self._without_storage).shape)
-        if found != shape:
-            raise InputError(f"{self._folder}: {name} has the shape {found}, and the config asks for {shape}.")
-
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows of a tensor, read without the others where it is stored as it is held."""
-        disk = self.stored[name].disk_name
-        rows = self.tensor(name) if disk is None else self._lazy(disk)
-        return rows[start:stop].clone()  # a slice would keep the storage of the whole
-
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._put_together(name, self._read)
-
-    def _put_together(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        try:
-            return put_together(self._description, name, self.stored[name], read)
-        except InputError as error:
-            raise InputError(f"{self._folder}: {error}") from error
-
-    def _lazy(self, disk: str):
-        """A view of a tensor: `[a:b]` reads only those rows."""
-        return self._open(self._file_of[disk]).get_slice(disk)
-
-    def _without_storage(self, disk: str) -> torch.Tensor:
-        return torch.empty(self._lazy(disk).get_shape(), device="meta")
-
-    def _read(self, disk: str) -> torch.Tensor:
-        return self._open(self._file_of[disk]).get_tensor(disk)
-
-    def _read_index(self) -> dict[str, str]:
-        """Name on disk -> file."""
-        index = self._path(INDEX, required=False)
-        if index is not None:
-            try:
-                return json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-            except (ValueError, KeyError) as error:
-                raise InputError(f"{self._folder}: {INDEX} is damaged ({first_line(error)}).") from error
-        if self._path(SINGLE, required=False) is None:
-            raise InputError(f"{self._folder} holds neither {SINGLE} nor {INDEX}; only safetensors are read.")
-        return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
-
-    def _open(self, file: str) -> safe_open:
-        if file not in self._open_files:
-            try:
-                self._open_files[file] = safe_open(self._path(file, required=True), framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise InputError(f"{self._folder}: {file} is damaged ({first_line(error)}).") from error
-        return self._open_files[file]
-
-    def _path(self, file: str, required: bool) -> str | None:
-        try:
-            return cached_file(self._folder, file, _raise_exceptions_for_missing_entries=required)
-        except (OSError, ValueError) as error:
-            raise InputError(f"{self._folder} gives out no {file} ({first_line(error)}).") from error

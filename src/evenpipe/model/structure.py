@@ -50,8 +50,11 @@ class Structure:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, to be quoted in a sentence of ours."""
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    """The first line of an error's text below a heading that it may have, to be quoted in a sentence of ours."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):  # "Validation error for field 'hidden_size':"
+        lines = [lines[1].removeprefix("TypeError: ").removeprefix("ValueError: ")]
+    return (lines or [type(error).__name__])[0].rstrip(".")
 
 
 def uncuttable(architecture: str, reason: str) -> InputError:

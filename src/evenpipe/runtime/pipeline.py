@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import (
     Description,
+    as_stored,
     describe,
     describe_modules,
     disk_tensors,
@@ -58,6 +60,8 @@ from evenpipe.runtime.worker import device_of_pipeline, initialise_worker
 from evenpipe.schedule import Costs, Kind, Order, Program, Schedule, Timeline, time_order, vocabulary_mode
 from evenpipe.schedule.trace import Trace
 from evenpipe.vocabulary import LossOptions
+
+logger = logging.getLogger(__name__)
 
 
 class Pipeline:
@@ -174,9 +178,8 @@ class Pipeline:
         given = read_schedule(schedule, self.devices, microbatches, schedule_options)
         self.microbatches = given.microbatches
         self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
-        self.description = (
-            model if isinstance(model, Description) else describe(model, trust_remote_code=trust_remote_code)
-        )
+        description = model if isinstance(model, Description) else describe(model, trust_remote_code=trust_remote_code)
+        self.description = as_stored(description, say=logger.warning if self._is_very_first else None)
         options = loss_of_model(loss or LossOptions(), self.description)
         self._entropy = options.entropy
         self._checkpointing = checkpointing_of_layers(checkpointing, self.description.layers)

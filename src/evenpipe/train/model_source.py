@@ -18,13 +18,10 @@ def model_config(model: ModelConfig) -> PreTrainedConfig:
     """The transformers config of `[model]`, before the tokenizer is known. Raises `InputError`."""
     if model.architecture is not None:
         return _described_config(model.architecture, model.config)
-    from transformers import AutoConfig
+    from evenpipe.model.config import read_config
 
     assert model.source is not None, "a model has a source or an architecture"
-    try:
-        config = AutoConfig.from_pretrained(model.source, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise InputError(f"model.source is {show(model.source)}, but cannot be loaded: {_reason(error)}") from error
+    config = read_config(model.source, model.trust_remote_code, field="model.source")
     text: PreTrainedConfig = config.get_text_config()
     return text
 
@@ -139,6 +136,9 @@ def _described_config(architecture: str, values: dict[str, Any]) -> PreTrainedCo
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS
 
+    from evenpipe.model.config import check_sizes
+    from evenpipe.model.structure import first_line
+
     if architecture not in CAUSAL_LMS:
         raise InputError(
             f"model.architecture is {show(architecture)}, but must be a causal language model's type in transformers"
@@ -150,9 +150,10 @@ def _described_config(architecture: str, values: dict[str, Any]) -> PreTrainedCo
         if name not in names:  # transformers would keep it, and ignore it
             raise InputError(f"model.config.{name} is no field of {config_class.__name__}{nearest(name, names)}")
     try:
+        check_sizes({"model_type": architecture, **values})
         return config_class(**values)
     except Exception as error:  # validators of transformers raise several types
-        raise InputError(f"[model.config] does not describe a {architecture} model: {_reason(error)}") from error
+        raise InputError(f"[model.config] does not describe a {architecture} model: {first_line(error)}") from error
 
 
 def _field_names(config_class: type) -> list[str]:
@@ -161,8 +162,3 @@ def _field_names(config_class: type) -> list[str]:
     else:
         names = [name for name in inspect.signature(config_class).parameters if name != "kwargs"]
     return [*names, *getattr(config_class, "attribute_map", {})]
-
-
-def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2]) if lines else type(error).__name__

@@ -1,0 +1,84 @@
+"""A model's config, read from a folder or the hub: refused in one sentence before anything is built from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+from evenpipe.errors import InputError
+from evenpipe.model.structure import first_line
+
+LARGEST: dict[str, int] = {
+    "vocab_size": 2**26,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "num_hidden_layers": 2**14,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**20,
+}
+"""Sizes, by transformers' common names, and the largest value of each, hundreds of times those of models today: a model
+is built (without storage) and probed before anyone looks at its shapes, and a config that is wrong by many orders would
+fill the memory first."""
+
+
+def read_config(name: str, trust_remote_code: bool = False, *, field: str = "model") -> PreTrainedConfig:
+    """The config of a folder, a JSON file or a hub name.
+
+    Args:
+        field: what the user has set to `name`, for messages.
+
+    Raises:
+        InputError: there is none, or transformers refuses it, or one of its sizes makes no sense.
+    """
+    try:
+        check_sizes(PreTrainedConfig.get_config_dict(name)[0])
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except InputError as error:
+        raise InputError(f"{field} = {name!r}: {error}") from None
+    except Exception as error:  # transformers lets through whatever a file's content leads to
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                f"{field} = {name!r} comes with Python code of its own, which is run only with trust_remote_code ="
+                " true."
+            ) from error
+        fault = "has a config that transformers refuses; expected a JSON object with the fields of a language model"
+        if isinstance(error, OSError):
+            fault = "is neither a folder with a config.json nor a model that the hub gives out"
+        raise InputError(f"{field} = {name!r} {fault} ({first_line(error)}).") from error
+
+
+def check_sizes(values: Mapping[str, Any]) -> None:
+    """Refuses sizes below 1, absurdly large ones, and heads that cannot share keys and values.
+
+    Args:
+        values: of a config, as its JSON has them. What is no number is left to transformers' own checks.
+
+    Raises:
+        InputError: names the field as it stands in the config.
+    """
+    own = _own_names(values.get("model_type"))
+    found = {
+        name: value
+        for name in LARGEST
+        if isinstance(value := values.get(own.get(name, name), values.get(name)), int) and not isinstance(value, bool)
+    }
+    for name, value in found.items():
+        if not 1 <= value <= LARGEST[name]:
+            field = own.get(name, name)
+            raise InputError(f"{field} is {value} in the model's config, but must be from 1 to {LARGEST[name]}")
+    heads, shared = found.get("num_attention_heads"), found.get("num_key_value_heads")
+    if heads is not None and shared is not None and heads % shared:
+        raise InputError(
+            f"num_key_value_heads is {shared} in the model's config, but must divide {heads}, its num_attention_heads"
+        )
+    if isinstance(values.get("text_config"), Mapping):
+        check_sizes(values["text_config"])
+
+
+def _own_names(model_type: Any) -> Mapping[str, str]:
+    """transformers' common name -> what a family calls it, where that differs: `num_hidden_layers` -> `n_layer`."""
+    known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    return CONFIG_MAPPING[model_type].attribute_map if known else {}

@@ -1,0 +1,202 @@
+"""Model folders that are wrong: each is refused with one sentence, and nothing outside the folder is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from families import tiny_config, whole_model
+from safetensors.torch import load_file
+from transformers import LlamaConfig
+
+from evenpipe.cli import main as cli
+from evenpipe.errors import InputError
+from evenpipe.model import as_stored, build_stage, describe, fill_parameters, fill_rows
+from evenpipe.train.config_file import config_from_dict
+from evenpipe.train.model_source import model_config
+
+INDEX = "model.safetensors.index.json"
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sound") / "model"
+    whole_model(tiny_config("llama"), torch.float32).save_pretrained(folder, max_shard_size="100KB")
+    assert (folder / INDEX).is_file()
+    return folder
+
+
+@pytest.fixture
+def folder(sound, tmp_path) -> Path:
+    return shutil.copytree(sound, tmp_path / "model")
+
+
+REFUSED = "has a config that transformers refuses"
+CONFIGS = [
+    # what config.json says, and what the refusal has to say; all of it that is no dictionary is the whole file
+    ({"vocab_size": 10**12}, ["vocab_size is 1000000000000", "must be from 1 to 67108864"]),
+    ({"vocab_size": 2**63}, ["vocab_size is 9223372036854775808", "from 1 to"]),
+    ({"vocab_size": -3}, ["vocab_size is -3", "from 1 to"]),
+    ({"num_hidden_layers": 0}, ["num_hidden_layers is 0", "from 1 to 16384"]),
+    ({"num_hidden_layers": 10**12}, ["num_hidden_layers is 1000000000000", "from 1 to 16384"]),
+    ({"num_attention_heads": 0}, ["num_attention_heads is 0", "from 1 to"]),
+    ({"num_key_value_heads": 0}, ["num_key_value_heads is 0", "from 1 to"]),
+    ({"num_key_value_heads": 3}, ["num_key_value_heads is 3", "must divide 4"]),
+    ({"head_dim": 0}, ["head_dim is 0", "from 1 to"]),
+    ({"hidden_size": 0}, ["hidden_size is 0", "from 1 to"]),
+    ({"hidden_size": -64}, ["hidden_size is -64", "from 1 to"]),
+    ({"hidden_size": 2**40}, ["hidden_size is 1099511627776", "from 1 to"]),
+    ({"intermediate_size": -5}, ["intermediate_size is -5", "from 1 to"]),
+    ({"hidden_size": 66}, [REFUSED, "66", "4"]),
+    ({"hidden_size": "64"}, [REFUSED, "'hidden_size' expected int, got str (value: '64')"]),
+    ({"num_hidden_layers": "two"}, [REFUSED, "'num_hidden_layers' expected int, got str (value: 'two')"]),
+    ({"num_hidden_layers": None}, [REFUSED, "'num_hidden_layers' expected int"]),
+    ({"vocab_size": [3]}, [REFUSED, "'vocab_size' expected int, got list"]),
+    ({"rope_parameters": "x"}, [REFUSED, "'rope_parameters' with value 'x'"]),
+    ({"model_type": "nobody"}, [REFUSED, "nobody"]),
+    ({"model_type": 3}, [REFUSED, "3"]),
+    (b"", ["not a valid JSON file"]),
+    (b'{"hidden_size": ', ["not a valid JSON file"]),
+    (b"\xff\xfe\x00", ["not a valid JSON file"]),
+    (b"[]", [REFUSED, "expected a JSON object"]),
+    (b"null", [REFUSED, "expected a JSON object"]),
+    (b"[" * 100_000, [REFUSED, "expected a JSON object"]),
+]
+
+
+@pytest.mark.parametrize(("content", "words"), CONFIGS, ids=lambda value: str(value)[:40])
+def test_configs_that_describe_no_model(folder, capsys, content, words) -> None:
+    config = folder / "config.json"
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(config.read_text()) | content).encode()
+    config.write_bytes(content)
+    assert cli.main(["estimate", "--model", str(folder), "--pp", "1"]) == 2
+    (printed,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[transformers]")]
+    with pytest.raises(InputError) as caught:
+        data = {"corpus": "python-standard-library", "sequence_length": 16}
+        model_config(config_from_dict({"model": {"source": str(folder)}, "data": data}).model)
+    for text, field in ((printed, f"model = '{folder}'"), (str(caught.value), f"model.source = '{folder}'")):
+        assert "\n" not in text
+        for word in (field, *words):
+            assert word in text, text
+
+
+def test_a_config_with_a_family_s_own_names_and_one_made_in_python() -> None:
+    given = {"model": {"architecture": "gpt2", "config": {"n_layer": 0}}, "data": {"corpus": "python-standard-library"}}
+    with pytest.raises(InputError, match=r"n_layer is 0 in the model's config, but must be from 1"):
+        model_config(config_from_dict(given).model)
+    with pytest.raises(InputError, match="vocab_size is 1000000000000"):
+        describe(LlamaConfig(vocab_size=10**12))
+
+
+def content_of(index: object) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / INDEX).write_text(index if isinstance(index, str) else json.dumps(index))
+
+    return damage
+
+
+def place(file: object) -> Callable[[Path], None]:
+    """The index names this file for one tensor."""
+
+    def damage(folder: Path) -> None:
+        index = json.loads((folder / INDEX).read_text())
+        index["weight_map"][UP] = file
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return damage
+
+
+def wrong_shard(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    others = sorted({*index["weight_map"].values()} - {index["weight_map"][UP]})
+    place(others[0])(folder)
+
+
+def shards(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        for file in folder.glob("*.safetensors"):
+            file.write_bytes(change(file.read_bytes()))
+
+    return damage
+
+
+INSIDE = "must name a .safetensors file inside the folder"
+FILES = [
+    (content_of([]), [INDEX, "is damaged", "expected a table with a weight_map"]),
+    (content_of("null"), [INDEX, "is damaged"]),
+    (content_of('"weight_map"'), [INDEX, "is damaged"]),
+    (content_of("{"), [INDEX, "is damaged"]),
+    (content_of("[" * 100_000), [INDEX, "is damaged"]),
+    (content_of({}), [INDEX, "is damaged"]),
+    (content_of({"weight_map": []}), ["weight_map", "is list", "must be a table from names to files"]),
+    (content_of({"weight_map": None}), ["weight_map", "is NoneType"]),
+    (content_of({"weight_map": {}}), ["has no tensor for"]),
+    (place(3), [UP, "is in 3", INSIDE]),
+    (place(None), [UP, "is in None", INSIDE]),
+    (place(["a"]), [UP, "is in ['a']", INSIDE]),
+    (place(""), [UP, "is in ''", INSIDE]),
+    (place(".."), [UP, "is in '..'", INSIDE]),
+    (place("config.json"), [UP, "'config.json'", INSIDE]),
+    (place("a\0.safetensors"), [UP, INSIDE]),
+    (place("nowhere.safetensors"), ["has no file nowhere.safetensors"]),
+    (wrong_shard, [UP, "should be in model-0000", "does not give it out"]),
+    (shards(lambda content: content[: len(content) // 2]), ["is damaged"]),
+    (shards(lambda content: b"\0garbage" * 100), ["is damaged"]),
+    (shards(lambda content: (2**40).to_bytes(8, "little") + content[8:]), ["is damaged"]),
+    (shards(lambda content: b""), ["is damaged"]),
+]
+
+
+def load_all(folder: Path) -> dict[str, torch.Tensor]:
+    description = as_stored(describe(folder))
+    stage = build_stage(description, 0, 4, is_first=True, is_last=True)
+    fill_parameters(stage, description)
+    rows = {name: fill_rows(description, name, 0, 503) for name in description.vocabulary_names}
+    return {name: parameter.detach() for name, parameter in stage.named_parameters()} | rows
+
+
+@pytest.mark.parametrize(("damage", "words"), FILES, ids=lambda value: " ".join(value) if type(value) is list else "")
+def test_weights_that_are_not_there(folder, damage, words) -> None:
+    damage(folder)
+    with pytest.raises(InputError) as caught:
+        load_all(folder)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).count(str(folder)) == 1
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "way", ["../secret/", "{folder}/../secret/", "a/../../secret/", "..\\secret\\", "C:\\secret\\"]
+)
+def test_an_index_that_leads_out_of_the_folder(folder, way) -> None:
+    """The files are there and hold the tensors: an index from elsewhere may not have them read."""
+    shutil.copytree(folder, folder.parent / "secret")
+    index = json.loads((folder / INDEX).read_text())
+    prefix = way.format(folder=folder)
+    index["weight_map"] = {name: prefix + file for name, file in index["weight_map"].items()}
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(InputError, match=INSIDE):
+        load_all(folder)
+
+
+def test_links_and_folders_below_are_followed(folder, sound) -> None:
+    """The cache of the hub is made of links to files elsewhere."""
+    blobs = folder.parent / "blobs"
+    blobs.mkdir()
+    index = json.loads((folder / INDEX).read_text())
+    (folder / "parts").mkdir()
+    for number, file in enumerate(sorted({*index["weight_map"].values()})):
+        (folder / file).rename(blobs / str(number))
+        (folder / "parts" / file).symlink_to(Path("..", "..", "blobs", str(number)))
+    index["weight_map"] = {name: f"parts/{file}" for name, file in index["weight_map"].items()}
+    (folder / INDEX).write_text(json.dumps(index))
+    wanted = {name: tensor for file in sound.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    found = load_all(folder)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
