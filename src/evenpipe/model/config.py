@@ -33,8 +33,10 @@ def read_config(name: str, trust_remote_code: bool = False, *, field: str = "mod
     Raises:
         InputError: there is none, or transformers refuses it, or one of its sizes makes no sense.
     """
+    values = None
     try:
-        check_sizes(PreTrainedConfig.get_config_dict(name)[0])
+        values = PreTrainedConfig.get_config_dict(name)[0]  # {} for a folder without a config.json
+        check_sizes(values)
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except InputError as error:
         raise InputError(f"{field} = {name!r}: {error}") from None
@@ -45,7 +47,7 @@ def read_config(name: str, trust_remote_code: bool = False, *, field: str = "mod
                 " true."
             ) from error
         fault = "has a config that transformers refuses; expected a JSON object with the fields of a language model"
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) or values == {}:
             fault = "is neither a folder with a config.json nor a model that the hub gives out"
         raise InputError(f"{field} = {name!r} {fault} ({first_line(error)}).") from error
 
