@@ -57,6 +57,8 @@ class _Sharded:
     """First of them."""
     chunk: int
     """Rows of the first replica, and of all others but the last ones."""
+    shard: nn.Parameter
+    """What FSDP2 holds between steps; each gathering trains `whole` as this one is trained."""
     whole: nn.Parameter | None = None
     """What the layers hold between gather and reduce; the same object from step to step."""
     gradient: Tensor | None = None
@@ -137,7 +139,7 @@ class ShardedModule:
             master = nn.Parameter(local, requires_grad=sharded.requires_grad)
             chunk = -(-shapes[name][0] // self._replicas)
             start = min(chunk * mesh.get_local_rank(), shapes[name][0])
-            self._parameters.append(_Sharded(name, shapes[name], master, start, chunk))
+            self._parameters.append(_Sharded(name, shapes[name], master, start, chunk, sharded))
         self._module = module
 
     def _hold(self, module: nn.Module, elsewhere: Sequence[nn.Module], mesh: DeviceMesh) -> _Holder:
@@ -158,6 +160,11 @@ class ShardedModule:
         """(name, this process's rows, the first of them, shape of the whole)."""
         return ((one.name, one.master, one.start, one.shape) for one in self._parameters)
 
+    def follow_flags(self) -> None:
+        """Trains those parameters whose masters are trained now. Between steps, on all replicas."""
+        for parameter in self._parameters:
+            parameter.shard.requires_grad_(parameter.master.requires_grad)
+
     def gather(self) -> None:
         """Issues the all-gathers, in the same order on all replicas. Masters must not change until `reduce`."""
         self._reductions.clear()  # what a step that failed may have left
@@ -175,8 +182,9 @@ class ShardedModule:
         if self._parameters and self._parameters[0].whole is None:
             for parameter, (_, whole) in zip(self._parameters, self._module.named_parameters(), strict=True):
                 parameter.whole = whole
-                if whole.dtype != parameter.master.dtype and whole.requires_grad:
-                    whole.register_post_accumulate_grad_hook(parameter.add)
+                if whole.dtype != parameter.master.dtype:
+                    whole.requires_grad_().register_post_accumulate_grad_hook(parameter.add)
+                    whole.requires_grad_(parameter.master.requires_grad)
 
     def gradient(self, name: str) -> Tensor:
         """The buffer that gradients of a parameter are added to, whole, in the master's dtype; zeros at first."""

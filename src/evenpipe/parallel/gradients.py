@@ -15,8 +15,9 @@ bucket per part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -70,16 +71,21 @@ class ReplicatedGradients:
             sums: over the data axis: contributes to and receives every sum.
             is_first: whether this is the replica that keeps sums of earlier steps.
         """
-        self._parts = {name: [one for one in parameters if one.requires_grad] for name, parameters in parts.items()}
+        self._all = {name: list(parameters) for name, parameters in parts.items()}
         self._sums = sums
         self._is_first = is_first
         self._under_way: list[_Part] = []
+        self.follow_flags()
+
+    def follow_flags(self) -> None:
+        """Sums the gradients of those parameters that are trained now. Between steps, on all replicas."""
+        self._parts = {name: [one for one in held if one.requires_grad] for name, held in self._all.items()}
 
     def begin(self) -> None:
         """Before the first backward of a step."""
         self._under_way.clear()
         if not self._is_first:
-            for parameter in self._all():
+            for parameter in chain.from_iterable(self._parts.values()):
                 parameter.grad = None
 
     @torch.no_grad()
@@ -117,9 +123,6 @@ class ReplicatedGradients:
             for bucket in part.buckets:
                 _put_in_place(bucket, nowhere)
         self._under_way.clear()
-
-    def _all(self) -> Iterator[nn.Parameter]:
-        return (parameter for parameters in self._parts.values() for parameter in parameters)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -2,7 +2,7 @@
 
 With several pipelines side by side each first process has a batch of its own. They tell each other what their tokens
 weigh before anything else, so that the weights of all tokens of all batches add up to 1, and so that a batch that one
-of them refuses is refused by all.
+of them refuses is refused by all. On the same way processes find out whether they agree on what is trained.
 
 Every device knows every token id and every label. This is what lets the loss be finished wherever the statistics of
 the vocabulary shards meet, and lets both ends of an exchange of embedding rows know its size without asking.
@@ -21,6 +21,7 @@ from torch import Tensor
 from evenpipe.errors import InputError
 from evenpipe.model import Description
 from evenpipe.runtime.communication import Communicator
+from evenpipe.runtime.trained import Trained
 
 IGNORE_INDEX = -100
 
@@ -157,18 +158,20 @@ def distribute(
     model: Description,
     communicator: Communicator | None,
     replicas: Communicator | None = None,
+    trained: Trained,
     torch_device: torch.device,
 ) -> tuple[Inputs, Totals]:
     """Checks the step's inputs on the first process of the pipeline and sends them to all others.
 
-    Collective. Over the data axis: the first processes of all pipelines gather three numbers of each. Then over the
-    pipeline axis: the first process broadcasts one header of eight numbers, then one int64 tensor with everything that
-    is an integer, then the weights where there are any.
+    Collective. Over the data axis: all gather four numbers of each, three of which count from first processes only.
+    Then over the pipeline axis: all gather the first process's header of eight numbers and what the others say of their
+    parameters; the first one broadcasts an int64 tensor with everything that is an integer, then the weights where
+    there are any.
 
     Args:
         communicator: of the pipeline's processes; None for one device.
-        replicas: of the processes that are this device in their pipelines; None for one pipeline. Only first processes
-            use it.
+        replicas: of the processes that are this device in their pipelines; None for one pipeline.
+        trained: as read for this step.
 
     Returns:
         The same inputs on every process of the pipeline, with labels: those given, or the ids themselves without the
@@ -176,7 +179,8 @@ def distribute(
         replicas.
 
     Raises:
-        InputError: on every process of all pipelines, when one of the first ones was given something wrong.
+        InputError: on every process of all pipelines, when one of the first ones was given something wrong, or when
+            they disagree on which parameters are trained.
     """
     fault: InputError | None = None
     is_source = communicator is None or communicator.rank == communicator.members[0]
@@ -187,37 +191,50 @@ def distribute(
             fault = error
     if is_source and fault is None:
         inputs = _with_labels(Inputs(*(None if one is None else one.cpu() for one in _fields(inputs))))
-    totals: Totals | None = None
-    if is_source:
-        totals = _total(None if fault else inputs, replicas, torch_device)
-        if fault is None and totals is None:
-            fault = InputError("input_ids: refused by the first process of another pipeline, which says why")
+
+    def gather(among: Communicator | None, numbers: list[int], what: str) -> list[list[int]]:
+        """Those of all members, in their order, on each of them."""
+        if among is None:
+            return [numbers]
+        own = torch.tensor(numbers, dtype=torch.int64, device=torch_device)
+        table = own.new_empty((len(among.members), len(numbers)))
+        among.all_gather(table, own, what).wait("the step")
+        return table.tolist()
+
+    own = [0, 0, 0]
+    if is_source and fault is None:
+        total = _own_total(*_weights(inputs))
+        own = [1, _as_integer(total.weight), total.valid_tokens]
+    table = gather(replicas, [*own, trained.fingerprint], "the weight of all batches")
+    if len({fingerprint for *_, fingerprint in table}) > 1:
+        trained.dispute(gather(replicas, [*map(int, trained.flags)], "which parameters are trained"))
+    if is_source and fault is None and not all(given for given, *_ in table):
+        fault = InputError("input_ids: refused by the first process of another pipeline, which says why")
+
+    header = [0] * 8
+    if is_source and fault is None:
+        assert inputs.input_ids is not None
+        flags = [tensor is not None for tensor in (inputs.position_ids, inputs.attention_mask, inputs.token_weights)]
+        wide = inputs.token_weights is not None and inputs.token_weights.dtype == torch.float64
+        weight = sum(_as_float(weight) for _, weight, *_ in table)
+        valid_tokens = sum(valid for *_, valid, _ in table)
+        header = [*inputs.input_ids.shape, *flags, wide, _as_integer(weight), valid_tokens]
+    table = gather(communicator, [*header, *trained.for_devices()], "the size of the batch")
+    sequences, tokens, has_positions, has_mask, has_weights, wide, weight, valid_tokens, *_ = table[0]
+    if not sequences:
+        raise fault or InputError("input_ids: refused by the first process of the pipeline, which says why")
+    trained.check([numbers[len(header) :] for numbers in table])
+    totals = Totals(_as_float(weight), valid_tokens)
     if communicator is None:
-        if fault is not None:
-            raise fault
-        assert totals is not None
         positions, weights = (
             None if one is None else one.to(torch_device) for one in (inputs.position_ids, inputs.token_weights)
         )
         return replace(inputs, position_ids=positions, token_weights=weights), totals
 
-    header = torch.zeros(8, dtype=torch.int64)
-    if is_source and fault is None:
-        assert inputs.input_ids is not None and totals is not None
-        flags = [tensor is not None for tensor in (inputs.position_ids, inputs.attention_mask, inputs.token_weights)]
-        wide = inputs.token_weights is not None and inputs.token_weights.dtype == torch.float64
-        numbers = [*inputs.input_ids.shape, *flags, wide, _as_integer(totals.weight), totals.valid_tokens]
-        header = torch.tensor(numbers, dtype=torch.int64)
-
     def broadcast(tensor: Tensor, what: str) -> Tensor:
         communicator.broadcast(tensor, communicator.members[0], what).wait("the step")
         return tensor
 
-    header = broadcast(header.to(torch_device), "the size of the batch")
-    sequences, tokens, has_positions, has_mask, has_weights, wide, weight, valid_tokens = header.tolist()
-    if not sequences:
-        raise fault or InputError("input_ids: refused by the first process of the pipeline, which says why")
-    totals = Totals(_as_float(weight), valid_tokens)
     if is_source:
         present = [tensor for tensor in _fields(inputs)[:4] if tensor is not None]
         integers = torch.stack([tensor.to(device=torch_device, dtype=torch.int64) for tensor in present])
@@ -244,26 +261,6 @@ def distribute(
         token_weights=weights,
     )
     return received, totals
-
-
-def _total(inputs: Inputs | None, replicas: Communicator | None, torch_device: torch.device) -> Totals | None:
-    """The totals of all replicas, added in the same order on each; None when one of them has no inputs to give.
-
-    Over the data axis: the first process of each pipeline contributes and receives.
-    """
-    own = [0, 0, 0]
-    if inputs is not None:
-        total = _own_total(*_weights(inputs))
-        own = [1, _as_integer(total.weight), total.valid_tokens]
-    table = [own]
-    if replicas is not None:
-        numbers = torch.tensor(own, dtype=torch.int64, device=torch_device)
-        gathered = numbers.new_empty((len(replicas.members), 3))
-        replicas.all_gather(gathered, numbers, "the weight of all batches").wait("the step")
-        table = gathered.tolist()
-    if not all(given for given, _, _ in table):
-        return None
-    return Totals(sum(_as_float(weight) for _, weight, _ in table), sum(valid for _, _, valid in table))
 
 
 def _own_total(targets: Tensor, weights: Tensor) -> Totals:

@@ -110,11 +110,11 @@ class StageParameters:
         for name, parameter in list(module.named_parameters()):
             self._masters[name] = parameter
             if parameter.dtype != compute_dtype:
-                copy = nn.Parameter(parameter.detach().to(compute_dtype), requires_grad=parameter.requires_grad)
+                copy = nn.Parameter(parameter.detach().to(compute_dtype))
+                copy.register_post_accumulate_grad_hook(_AddTo(parameter))
                 _replace(module, name, copy)
                 self._copies[name] = copy
-                if parameter.requires_grad:
-                    copy.register_post_accumulate_grad_hook(_AddTo(parameter))
+        self.follow_flags()
 
     def __iter__(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(self._masters.items())
@@ -124,6 +124,11 @@ class StageParameters:
         if self._copies:
             names = list(self._copies)
             torch._foreach_copy_([self._copies[name] for name in names], [self._masters[name] for name in names])
+
+    def follow_flags(self) -> None:
+        """Trains the copies of those masters that are trained now."""
+        for name, copy in self._copies.items():
+            copy.requires_grad_(self._masters[name].requires_grad)
 
 
 class _AddTo:

@@ -55,6 +55,7 @@ from evenpipe.runtime.replicas import Replicas
 from evenpipe.runtime.result import Shared, StepResult
 from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.trace import gather_trace
+from evenpipe.runtime.trained import Trained
 from evenpipe.runtime.walker import Walker
 from evenpipe.runtime.worker import device_of_pipeline, initialise_worker
 from evenpipe.schedule import Costs, Kind, Order, Program, Schedule, Timeline, time_order, vocabulary_mode
@@ -281,6 +282,10 @@ class Pipeline:
             if router_loss is None
             else RouterLosses(router_loss, replicas=self.replicas, torch_device=self.torch_device)
         )
+        over_replicas = None
+        if replicas is not None:
+            over_replicas = Replicas(self._held, self.layout, self.device, replicas, is_first=self.replica == 0)
+        self._trained = self._follow_flags(over_replicas)
         self._walker = Walker(
             self.device,
             self._held.stages,
@@ -294,11 +299,26 @@ class Pipeline:
             torch_device=self.torch_device,
             weight_gradients=self._held.weight_gradients,
             checkpointing=self._held.checkpointing,
-            replicas=None
-            if replicas is None
-            else Replicas(self._held, self.layout, self.device, replicas, is_first=self.replica == 0),
+            replicas=over_replicas,
             router_losses=self._router_losses,
             activations=self._activations,
+        )
+
+    def _follow_flags(self, replicas: Replicas | None) -> Trained:
+        """What becomes of `requires_grad` that a caller changes between steps."""
+        model = self.description
+
+        def follow() -> None:
+            for parameters in self._held.parameters.values():
+                parameters.follow_flags()
+            if replicas is not None:
+                replicas.follow_flags()
+
+        return Trained(
+            dict(self.named_parameters()),
+            names=[name for name, _ in model.skeleton.named_parameters(remove_duplicate=False)],
+            vocabulary=model.vocabulary_names,
+            follow=follow,
         )
 
     def _broadcast(self, tensor: Tensor) -> None:
@@ -404,14 +424,17 @@ class Pipeline:
             raise InputError("the pipeline is closed and cannot step, expected one that is open: make a new one")
         started = time.perf_counter()
         groups = self._groups
+        self._trained.read()
         inputs, totals = distribute(
             inputs,
             microbatches=self.microbatches,
             model=self.description,
             communicator=groups.pipeline,
             replicas=groups.replicas,
+            trained=self._trained,
             torch_device=self.torch_device,
         )
+        self._trained.follow()
         weights_dtype = torch.float64 if self._compute_dtype == torch.float64 else torch.float32
         batch = cut(inputs, totals, microbatches=self.microbatches, dtype=weights_dtype, torch_device=self.torch_device)
         self._held.refresh()

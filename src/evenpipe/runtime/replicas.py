@@ -88,6 +88,13 @@ class Replicas:
         self._sharded.append(matrix.sharded)
         return _Part(name, uses, matrix.sharded.ready, matrix.sharded.reduce)
 
+    def follow_flags(self) -> None:
+        """Between steps: other parameters are trained now, on all replicas the same."""
+        for module in self._sharded:
+            module.follow_flags()
+        if self._replicated is not None:
+            self._replicated.follow_flags()
+
     def begin(self, program: Program) -> tuple[Actions, Actions]:
         """At the start of a walk. Returns what to do before passes of the row, and after them."""
         for module in self._sharded:

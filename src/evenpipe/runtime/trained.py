@@ -1,0 +1,91 @@
+"""Which parameters are trained: their `requires_grad`, read at the start of each step and followed in it.
+
+A caller may freeze and thaw parameters between steps. Processes that add up one gradient have to agree: replicas hold
+the same parameters, and the devices of a pipeline hold rows of the vocabulary matrices, or the tied one twice. Nobody
+can tell that another process has a change, so every step compares. The numbers travel with its inputs (`batch.py`):
+
+    over replicas    a fingerprint of all flags of a device; where they differ, the flags, to find the parameter
+    over devices     the parameter that replicas disagree about, if any, and the flags of the vocabulary matrices
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+from evenpipe.errors import InputError
+
+
+class Trained:
+    """The flags of one process. Nothing here communicates: `distribute` does."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        names: Sequence[str],
+        vocabulary: Sequence[str],
+        follow: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            parameters: held by this process, by name: the same names in all replicas of a device.
+            names: of all parameters of the model, in one order on every process.
+            vocabulary: those of them that several devices may hold.
+            follow: called when flags have changed since it was called last.
+        """
+        self._parameters, self._names, self._vocabulary = parameters, names, vocabulary
+        self._follow = follow
+        self._followed: list[bool] | None = None
+        self._disputed = 0
+        """Number of the parameter that replicas disagree about, from 1; 0 for none."""
+        self.flags: list[bool] = []
+        """Of the parameters held here, in their order."""
+        self.fingerprint = 0
+        """Of the flags, an int64."""
+
+    def read(self) -> None:
+        """At the start of a step."""
+        flags = [parameter.requires_grad for parameter in self._parameters.values()]
+        self._disputed = 0
+        if flags != self.flags:
+            self.flags = flags
+            digest = hashlib.blake2b(bytes(flags), digest_size=8).digest()
+            self.fingerprint = int.from_bytes(digest, "little", signed=True)
+
+    def dispute(self, flags: Sequence[Sequence[int]]) -> None:
+        """The flags of all replicas of this device, which have different fingerprints."""
+        name = next(name for name, *held in zip(self._parameters, *flags, strict=True) if len(set(held)) > 1)
+        self._disputed = self._names.index(name) + 1
+
+    def for_devices(self) -> list[int]:
+        """What the devices of a pipeline compare: the disputed parameter; then for each vocabulary matrix 0 for one
+        that is not held here, 1 for a frozen one, 2 for one that is trained."""
+        matrices = (self._parameters.get(name) for name in self._vocabulary)
+        return [self._disputed, *(0 if matrix is None else 1 + matrix.requires_grad for matrix in matrices)]
+
+    def check(self, devices: Sequence[Sequence[int]]) -> None:
+        """Takes the numbers of all devices of the pipeline.
+
+        Raises:
+            InputError: the processes that hold a parameter disagree. On every process of all pipelines, since each has
+                a replica of the disagreeing ones.
+        """
+        disputed, *matrices = zip(*devices, strict=True)
+        found = [(self._names[number - 1], "replicas") for number in disputed if number]
+        found += [
+            (name, "devices") for name, held in zip(self._vocabulary, matrices, strict=True) if {1, 2} <= set(held)
+        ]
+        for name, where in found:
+            raise InputError(
+                f"{name}: requires_grad is True on some {where} and False on others, expected the same on every process"
+                " that holds the parameter"
+            )
+
+    def follow(self) -> None:
+        """All agree: the step goes by these flags."""
+        if self.flags != self._followed:
+            self._followed = self.flags
+            self._follow()

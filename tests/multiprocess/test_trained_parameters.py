@@ -1,0 +1,233 @@
+"""`requires_grad` between steps: frozen and thawed parameters, in every layout as in one process.
+
+built     one layer is trained
+step 0    the three other layers, without norms               what was thawed has gradients, what was frozen none
+step 1    everything                                          gradients of step 0 stay, and add up
+step 2    the MLP of one layer, the vocabulary, the norm      .grad of the others stays as it was
+step 3    as step 0                                           after zero_grad: no .grad of the others at all
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import reference
+import torch
+import torch.distributed as dist
+from harness import run_processes
+from test_gradients import llama
+from torch import Tensor, nn
+
+from evenpipe import Pipeline
+from evenpipe.errors import InputError
+from evenpipe.model import Description, describe
+
+FP64, BF16 = torch.float64, torch.bfloat16
+VOCABULARY, TOKENS, MICROBATCHES = 97, 6, 3
+BUILT = r"^(?!.*layers\.2)"
+"""Names that match are frozen."""
+FROZEN = (r"embed|head|norm|layers\.2", "^$", r"layers\.([023]|1\.self)", r"embed|head|norm|layers\.2")
+DROPPED = (False, False, False, True)
+"""Whether gradients are dropped before a step."""
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str = "replicate"
+    schedule: str = "1f1b"
+    mode: str = "vocab-2"
+    tied: bool = False
+    replicas: int = 1
+
+
+@cache
+def model_of(tied: bool, dtype: torch.dtype, frozen: str) -> Description:
+    model = llama(VOCABULARY, tied, dtype)
+    freeze(model.named_parameters(), frozen)
+    return describe(model)
+
+
+def make(case: Case, compute_dtype: torch.dtype = FP64, frozen: str = BUILT) -> Pipeline:
+    dtype = FP64 if compute_dtype == FP64 else torch.float32
+    return Pipeline(
+        model_of(case.tied, dtype, frozen),
+        schedule=case.schedule,
+        vocabulary=case.mode,
+        microbatches=MICROBATCHES,
+        data_parallel=case.kind,
+        replicas=case.replicas,
+        parameter_dtype=dtype,
+        compute_dtype=compute_dtype,
+        self_check=False,
+    )
+
+
+def freeze(parameters: Iterator[tuple[str, nn.Parameter]], pattern: str) -> None:
+    for name, parameter in parameters:
+        parameter.requires_grad_(not re.search(pattern, name))
+
+
+def batches(case: Case) -> list[Batch]:
+    return reference.batches(VOCABULARY, 2 * MICROBATCHES * case.replicas, TOKENS, len(FROZEN))
+
+
+def step(pipeline: Pipeline, batch: Batch) -> None:
+    pipeline.step(*(part.chunk(pipeline.replicas)[pipeline.replica] for part in batch))
+
+
+def gradients(parameters: Iterator[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    return {name: one.grad.clone() for name, one in parameters if one.grad is not None}
+
+
+# --- against one process ---------------------------------------------------------------------------------
+
+
+def one_process(case: Case) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """transformers: gradients after each step, and the weights in the end."""
+    model = llama(VOCABULARY, case.tied, FP64)
+    optimizer = reference.adamw(model.parameters())
+    found = []
+    for batch, pattern, dropped in zip(batches(case), FROZEN, DROPPED, strict=True):
+        if dropped:
+            optimizer.zero_grad()
+        freeze(model.named_parameters(), pattern)
+        reference.loss_of(model, *batch).backward()
+        found.append(gradients(model.named_parameters()))
+        optimizer.step()
+    return found, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def follows(cases: list[Case]) -> None:
+    for case in cases:
+        wanted, weights = one_process(case)
+        pipeline = make(case)
+        optimizer = reference.adamw(pipeline.parameters())
+        for number, batch in enumerate(batches(case)):
+            if DROPPED[number]:
+                pipeline.zero_grad()
+            freeze(pipeline.named_parameters(), FROZEN[number])
+            step(pipeline, batch)
+            found = pipeline.full_gradients()
+            if dist.get_rank() == 0:
+                error, name = reference.worst(found, wanted[number])
+                assert error <= 1e-10, f"{case}, step {number}, {name}: {error:.1e}"
+            optimizer.step()
+        state = pipeline.full_state_dict()
+        if dist.get_rank() == 0:
+            error, name = reference.worst(state, weights)
+            assert error <= 1e-8, f"{case}, weights, {name}: {error:.1e}"
+        pipeline.close()
+
+
+KINDS, MODES, SCHEDULES = ("replicate", "shard"), ("first-last", "vocab-2"), ("1f1b", "zbv")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_one_pipeline(processes: int) -> None:
+    modes = MODES if processes > 1 else MODES[:1]
+    schedules = SCHEDULES if processes > 1 else ("1f1b", "zb-h1")
+    cases = [
+        Case(schedule=schedule, mode=mode, tied=tied)
+        for schedule, mode, tied in itertools.product(schedules, modes, (False, True))
+    ]
+    run_processes(follows, processes, cases)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_replicas(processes: int, kind: str) -> None:
+    cases = [
+        Case(kind, schedule, mode, tied, replicas=2)
+        for schedule, mode, tied in (("1f1b", "vocab-2", False), ("zbv", "vocab-2", True), ("1f1b", "first-last", True))
+        if processes > 2 or (schedule, mode) == ("1f1b", "first-last")
+    ]
+    run_processes(follows, processes, cases)
+
+
+# --- where copies compute --------------------------------------------------------------------------------
+
+
+def follows_in_bf16(cases: list[Case]) -> None:
+    """Gradients do not depend on what else is trained: bit for bit those of a pipeline that trains everything."""
+    for case in cases:
+        whole, changing = make(case, BF16, "^$"), make(case, BF16)
+        for batch, pattern in zip(batches(case), FROZEN, strict=True):
+            for pipeline in (whole, changing):
+                pipeline.zero_grad()
+            freeze(changing.named_parameters(), pattern)
+            step(whole, batch)
+            step(changing, batch)
+            wanted, found = (gradients(one.named_parameters()) for one in (whole, changing))
+            assert found.keys() == {name for name in wanted if not re.search(pattern, name)}, f"{case} {pattern}"
+            for name, gradient in found.items():
+                assert gradient.dtype == torch.float32 and torch.equal(gradient, wanted[name]), f"{case} {name}"
+        whole.close()
+        changing.close()
+
+
+@pytest.mark.parametrize(
+    ("processes", "cases"),
+    [
+        (1, [Case(mode="first-last"), Case(schedule="zb-h1", mode="first-last", tied=True)]),
+        (2, [Case(), Case(schedule="zbv", tied=True)]),
+        (4, [Case(kind, schedule, replicas=2) for kind in KINDS for schedule in SCHEDULES]),
+    ],
+)
+def test_in_bf16(processes: int, cases: list[Case]) -> None:
+    run_processes(follows_in_bf16, processes, cases)
+
+
+# --- flags that differ -----------------------------------------------------------------------------------
+
+
+def differs(case: Case, name: str, ranks: Mapping[int, bool], said: str) -> None:
+    """Some processes freeze a parameter: all refuse the step, and nothing has happened."""
+    data = batches(case)
+    pipeline = make(case, frozen="^$")
+    held = dict(pipeline.named_parameters())
+    step(pipeline, data[0])
+    before = gradients(pipeline.named_parameters())
+    if name in held:
+        held[name].requires_grad_(ranks.get(dist.get_rank(), True))
+    for _ in range(2):
+        with pytest.raises(InputError, match=said):
+            step(pipeline, data[1])
+        now = gradients(pipeline.named_parameters())
+        assert all(torch.equal(before[one], now[one]) for one in before | now)
+    if name in held:
+        held[name].requires_grad_()
+    step(pipeline, data[1])
+    model = llama(VOCABULARY, case.tied, FP64)
+    for batch in data[:2]:
+        reference.loss_of(model, *batch).backward()
+    found = pipeline.full_gradients()
+    if dist.get_rank() == 0:
+        assert reference.worst(found, gradients(model.named_parameters()))[0] <= 1e-10
+    pipeline.close()
+
+
+EMBEDDING, MATRIX = "model.embed_tokens.weight", "model.layers.3.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("processes", "case", "name", "frozen", "where"),
+    [
+        (2, Case(), EMBEDDING, (0,), "devices"),
+        (2, Case(), "lm_head.weight", (1,), "devices"),
+        (2, Case(mode="first-last", tied=True), EMBEDDING, (1,), "devices"),
+        (2, Case("replicate", mode="first-last", replicas=2), MATRIX, (1,), "replicas"),
+        (4, Case("shard", replicas=2), MATRIX, (3,), "replicas"),
+        (4, Case("replicate", replicas=2), EMBEDDING, (0, 2), "devices"),
+        (4, Case("replicate", replicas=2), EMBEDDING, (2, 3), "replicas"),
+    ],
+)
+def test_processes_that_disagree(processes: int, case: Case, name: str, frozen: tuple[int, ...], where: str) -> None:
+    said = rf"^{re.escape(name)}: requires_grad is True on some {where} and False on others, expected the same"
+    run_processes(differs, processes, case, name, dict.fromkeys(frozen, False), said)
