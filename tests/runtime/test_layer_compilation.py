@@ -185,6 +185,24 @@ def test_layers_used_twice_or_on_some_tokens_have_their_gradient_in_I() -> None:
 
 
 @pytest.mark.parametrize("choice", ["none", "full"])
+def test_parameters_that_are_frozen_or_thawed_between_steps(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Compiled, "choice", choice)
+    torch.manual_seed(0)
+    module = Layers(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False))
+    batches = data(1, width=8, dtype=torch.float32)
+    plain, runner = Fused(copy.deepcopy(module), batches), Compiled(module, batches)
+    for frozen in ((2, 3), (0,), (0, 2, 3)):
+        for one in (plain, runner):
+            one.module.zero_grad()
+            for index, part in enumerate(one.module.layers[0].inside):
+                part.requires_grad_(index not in frozen)
+            one.run("F0 I0 W0" if one is runner else "F0 B0")
+        expected = dict(plain.module.named_parameters())
+        for name, parameter in runner.module.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("choice", ["none", "full"])
 def test_no_single_graph(choice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Compiled in pieces, or, where it is checkpointed, not at all, and the user is told."""
     monkeypatch.setattr(Compiled, "choice", choice)

@@ -184,45 +184,32 @@ def distribute(
     """
     fault: InputError | None = None
     is_source = communicator is None or communicator.rank == communicator.members[0]
+    own = [0, 0, 0]
     if is_source:
         try:
             check(inputs, microbatches=microbatches, model=model)
         except InputError as error:
             fault = error
-    if is_source and fault is None:
-        inputs = _with_labels(Inputs(*(None if one is None else one.cpu() for one in _fields(inputs))))
-
-    def gather(among: Communicator | None, numbers: list[int], what: str) -> list[list[int]]:
-        """Those of all members, in their order, on each of them."""
-        if among is None:
-            return [numbers]
-        own = torch.tensor(numbers, dtype=torch.int64, device=torch_device)
-        table = own.new_empty((len(among.members), len(numbers)))
-        among.all_gather(table, own, what).wait("the step")
-        return table.tolist()
-
-    own = [0, 0, 0]
-    if is_source and fault is None:
-        total = _own_total(*_weights(inputs))
-        own = [1, _as_integer(total.weight), total.valid_tokens]
-    table = gather(replicas, [*own, trained.fingerprint], "the weight of all batches")
+        else:
+            inputs = _with_labels(Inputs(*(None if one is None else one.cpu() for one in _fields(inputs))))
+            total = _own_total(*_weights(inputs))
+            own = [1, _as_integer(total.weight), total.valid_tokens]
+    table = _gather(replicas, [*own, trained.fingerprint], "the weight of all batches", torch_device)
     if len({fingerprint for *_, fingerprint in table}) > 1:
-        trained.dispute(gather(replicas, [*map(int, trained.flags)], "which parameters are trained"))
-    if is_source and fault is None and not all(given for given, *_ in table):
-        fault = InputError("input_ids: refused by the first process of another pipeline, which says why")
-
+        trained.dispute(_gather(replicas, list(map(int, trained.flags)), "which parameters are trained", torch_device))
     header = [0] * 8
-    if is_source and fault is None:
-        assert inputs.input_ids is not None
-        flags = [tensor is not None for tensor in (inputs.position_ids, inputs.attention_mask, inputs.token_weights)]
-        wide = inputs.token_weights is not None and inputs.token_weights.dtype == torch.float64
-        weight = sum(_as_float(weight) for _, weight, *_ in table)
-        valid_tokens = sum(valid for *_, valid, _ in table)
-        header = [*inputs.input_ids.shape, *flags, wide, _as_integer(weight), valid_tokens]
-    table = gather(communicator, [*header, *trained.for_devices()], "the size of the batch")
-    sequences, tokens, has_positions, has_mask, has_weights, wide, weight, valid_tokens, *_ = table[0]
+    if all(given for given, *_ in table):  # as first processes see it
+        totals = Totals(sum(_as_float(weight) for _, weight, *_ in table), sum(valid for *_, valid, _ in table))
+        header = _header(inputs, totals)
+    elif fault is None:
+        fault = InputError("input_ids: refused by the first process of another pipeline, which says why")
+    table = _gather(communicator, [*header, *trained.for_devices()], "the size of the batch", torch_device)
+    sequences, tokens, has_positions, has_mask, has_weights, wide, weight, valid_tokens = table[0][: len(header)]
     if not sequences:
-        raise fault or InputError("input_ids: refused by the first process of the pipeline, which says why")
+        if not is_source:
+            fault = InputError("input_ids: refused by the first process of the pipeline, which says why")
+        assert fault is not None
+        raise fault
     trained.check([numbers[len(header) :] for numbers in table])
     totals = Totals(_as_float(weight), valid_tokens)
     if communicator is None:
@@ -261,6 +248,26 @@ def distribute(
         token_weights=weights,
     )
     return received, totals
+
+
+def _header(inputs: Inputs, totals: Totals) -> list[int]:
+    """What others have to know before they can receive the inputs: eight numbers, the first one not 0."""
+    assert inputs.input_ids is not None
+    present = [tensor is not None for tensor in (inputs.position_ids, inputs.attention_mask, inputs.token_weights)]
+    wide = inputs.token_weights is not None and inputs.token_weights.dtype == torch.float64
+    return [*inputs.input_ids.shape, *present, wide, _as_integer(totals.weight), totals.valid_tokens]
+
+
+def _gather(
+    communicator: Communicator | None, numbers: list[int], what: str, torch_device: torch.device
+) -> list[list[int]]:
+    """The numbers of all members, in their order, on each of them; one's own without others."""
+    if communicator is None:
+        return [numbers]
+    own = torch.tensor(numbers, dtype=torch.int64, device=torch_device)
+    table = own.new_empty((len(communicator.members), len(numbers)))
+    communicator.all_gather(table, own, what).wait("the step")
+    return table.tolist()
 
 
 def _own_total(targets: Tensor, weights: Tensor) -> Totals:

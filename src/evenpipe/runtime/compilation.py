@@ -35,7 +35,15 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.runtime.checkpointing import Switch, checkpointed, run_checkpointed
-from evenpipe.runtime.weight_gradients import Linear, SplitConv1D, SplitLinear, Taps, WeightGradients, linear_entry
+from evenpipe.runtime.weight_gradients import (
+    Linear,
+    SplitConv1D,
+    SplitLinear,
+    Taps,
+    WeightGradients,
+    is_trained,
+    linear_entry,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +95,11 @@ class _CompiledLayer:
         self._eager = eager
         """The layer without compilation."""
         self._checkpointing, self._switch, self._backend = checkpointing, switch, backend
-        self._linears: list[Linear] | None = None
-        """Those that get taps; known once a microbatch with a split backward has come by."""
+        self._once: list[Linear] | None = None
+        """Linear layers used once, on all tokens; known when a microbatch with a split backward has come by."""
+        self._trained: list[bool] = []
+        self._linears: list[Linear] = []
+        """Those that get taps while these weights of theirs are trained."""
         self._gave_up = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,8 +119,13 @@ class _CompiledLayer:
         hidden = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
         if hidden is None or not self._queue.takes(hidden):
             return plain(self._forward, self._layer, choice, args, kwargs)
-        if self._linears is None:
+        if self._once is None:
             return self._find_linears(hidden, args, kwargs)
+        trained = [is_trained(one) for one in self._once]
+        if trained != self._trained:
+            self._trained, self._linears = trained, self._choose_linears(self._once)
+        if not self._linears:
+            return plain(self._forward, self._layer, choice, args, kwargs)
         taps = _Taps.apply(hidden, self._linears)
         given: list[Taps] = []
         for index, linear in enumerate(self._linears):
@@ -122,8 +138,7 @@ class _CompiledLayer:
             raise
 
     def _find_linears(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The layer without compilation, once: it tells which linear layers get taps. Those are used once, on all
-        tokens, and no other layer without taps uses their parameters."""
+        """The layer without compilation, for the first time: it tells which linear layers can have taps."""
         tokens = hidden.numel() // hidden.shape[-1]
         uses: Counter[nn.Module] = Counter()
         partial: set[nn.Module] = set()
@@ -140,10 +155,19 @@ class _CompiledLayer:
         finally:
             for hook in hooks:
                 hook.remove()
-        tapped = [one for one in linears if uses[one] == 1 and one not in partial and one.weight.requires_grad]
-        others = {parameter for one in linears if one not in tapped for parameter in one.parameters(recurse=False)}
-        self._linears = [one for one in tapped if others.isdisjoint(one.parameters(recurse=False))]
+        self._once = [one for one in linears if uses[one] == 1 and one not in partial]
         return result
+
+    def _choose_linears(self, once: list[Linear]) -> list[Linear]:
+        """Those that are trained, where no layer without taps uses their parameters."""
+        tapped = {one for one in once if is_trained(one)}
+        others = {
+            parameter
+            for one in self._layer.modules()
+            if isinstance(one, Linear) and one not in tapped
+            for parameter in one.parameters(recurse=False)
+        }
+        return [one for one in once if one in tapped and others.isdisjoint(one.parameters(recurse=False))]
 
 
 @functools.cache  # once

@@ -217,9 +217,11 @@ def _is_linear(module: nn.Module) -> bool:
 def _is_split(layer: Linear, hidden: Tensor) -> bool:
     """Whether this use of a layer goes through the queue. Where the weight is frozen, the bias's gradient is soon
     made."""
-    if not layer._weight_gradients.takes(hidden):
-        return False
-    weight = layer._parameters["weight"]
+    return layer._weight_gradients.takes(hidden) and is_trained(layer)
+
+
+def is_trained(layer: Linear) -> bool:
+    weight = layer._parameters["weight"]  # a module's attributes are slow
     return weight is not None and weight.requires_grad
 
 
