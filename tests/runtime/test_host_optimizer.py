@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import errno
 import gc
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from torch import Tensor, nn
 
 from evenpipe.errors import InputError
 from evenpipe.runtime.host_optimizer import MOMENTS, HostAdamW
+from evenpipe.runtime.host_pool import unnamed_file
 
 SHARES = (0.0, 0.3, 0.5, 1.0)
 
@@ -111,6 +116,60 @@ def resident_file_bytes() -> int:
 def test_the_file_has_no_name(tmp_path: Path) -> None:
     HostAdamW(model().parameters(), directory=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
+    """16 MiB of moments, and a file system of 1 MiB, which only a forked process sees."""
+    module = nn.Linear(1024, 2048, bias=False)
+    module.weight.grad = torch.ones_like(module.weight)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        said = "mounting is not allowed here"
+        try:
+            if mounted(tmp_path, "size=1m"):
+                HostAdamW(module.parameters(), directory=tmp_path).step()
+                said = "it fits"
+        except InputError as error:
+            said = str(error)
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(child, 0)
+    assert status == 0, f"the process died of signal {status & 127}"
+    if said == "mounting is not allowed here":
+        pytest.skip(said)
+    assert said == f"directory: {str(tmp_path)!r}, no file of {2**24} bytes can be made there: No space left on device"
+
+
+def mounted(directory: Path, options: str) -> bool:
+    """Mounts a file system of its own for this process, which has one thread; False where that is not allowed."""
+    user, group, libc = os.getuid(), os.getgid(), ctypes.CDLL(None)
+    new_user_and_mounts = 0x10000000 | 0x00020000
+    if libc.unshare(new_user_and_mounts):
+        return False
+    own = Path("/proc/self")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        (own / name).write_text(text, encoding="ascii")
+    return not libc.mount(b"none", bytes(directory), b"tmpfs", 0, options.encode())
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_file_system_that_cannot_reserve_room_is_written_to(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    size = 3 * 2**20 + 17
+    with unnamed_file(size, tmp_path, "directory") as file:
+        assert os.fstat(file.fileno()).st_size == size <= 512 * os.fstat(file.fileno()).st_blocks
+        file.seek(0)
+        assert not any(file.read())
 
 
 @pytest.mark.parametrize(

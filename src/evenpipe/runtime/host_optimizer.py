@@ -19,7 +19,6 @@ and are loaded with any.
 from __future__ import annotations
 
 import mmap
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from evenpipe.errors import InputError
-from evenpipe.runtime.host_pool import PinnedSlab, carve
+from evenpipe.runtime.host_pool import PinnedSlab, carve, unnamed_file
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BUCKET_BYTES = 64 * 2**20
@@ -296,15 +295,8 @@ class _Host:
             for parameter in parameters
         ]
         size = len(MOMENTS) * sum(sizes)
-        where = Path(tempfile.gettempdir()) if directory is None else directory
-        try:
-            with tempfile.TemporaryFile(prefix="evenpipe-", dir=where) as file:
-                file.truncate(size)
-                self._map = mmap.mmap(file.fileno(), size)
-        except OSError as error:
-            raise InputError(
-                f"directory: {str(where)!r}, no file of {size} bytes can be made there: {error.strerror}"
-            ) from None
+        with unnamed_file(size, directory, "directory") as file:
+            self._map = mmap.mmap(file.fileno(), size)
         offset = 0
         for parameter, bytes_ in zip(parameters, sizes, strict=True):
             for name in MOMENTS:

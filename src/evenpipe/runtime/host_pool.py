@@ -11,14 +11,16 @@ What is there for the whole run, and all sizes known before, needs no pool: `car
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import os
 import tempfile
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 import torch
 
@@ -192,20 +194,51 @@ class PinnedSlab:
         return self._bytes[slot.offset : slot.offset + size]
 
 
+def unnamed_file(size: int, directory: str | Path | None, option: str) -> IO[bytes]:
+    """A file of so many bytes that has no name, and so no traces: it is gone with the process.
+
+    All of its room is taken at once. In a file with holes a copy would fail later for want of room, and a process that
+    has mapped it would die of SIGBUS.
+
+    Args:
+        directory: where; None: the system's directory for temporary files.
+        option: what the user calls the directory.
+
+    Raises:
+        InputError: there is no such directory, or no room for the file in it.
+    """
+    where = tempfile.gettempdir() if directory is None else str(directory)
+    with contextlib.ExitStack() as on_failure:
+        try:
+            file = on_failure.enter_context(tempfile.TemporaryFile(prefix="evenpipe-", dir=where))
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                    raise
+                _write_zeros(file, size)  # a file system that takes room only for what is written
+        except OSError as error:
+            raise InputError(
+                f"{option}: {where!r}, no file of {size} bytes can be made there: {error.strerror}"
+            ) from None
+        on_failure.pop_all()
+    return file
+
+
+def _write_zeros(file: IO[bytes], size: int) -> None:
+    zeros = bytes(min(size, 2**20))
+    for start in range(0, size, len(zeros)):
+        file.write(zeros[: size - start])
+    file.flush()
+
+
 class FileSlab:
-    """A file in `directory` that has no name, and so no traces: it is gone with the process."""
+    """A file without a name in `directory`."""
 
     def __init__(self, size: int, directory: Path | None = None) -> None:
         """Raises InputError where there is no such directory, or no room for the file in it."""
         self.size = size
-        where = Path(tempfile.gettempdir()) if directory is None else directory
-        try:
-            self._file = tempfile.TemporaryFile(prefix="evenpipe-", dir=where)  # noqa: SIM115  (lives as long as this)
-            os.posix_fallocate(self._file.fileno(), 0, size)  # so that no copy fails for want of room
-        except OSError as error:
-            raise InputError(
-                f"offload.directory: {str(where)!r}, no file of {size} bytes can be made there: {error.strerror}"
-            ) from None
+        self._file = unnamed_file(size, directory, "offload.directory")
 
     def write(self, slot: Slot, address: int, size: int) -> None:
         """Copies so many bytes from an address into a slot."""
