@@ -228,10 +228,21 @@ def test_autocast() -> None:
     narrow = {name: value.bfloat16() if value.is_floating_point() else value for name, value in arguments.items()}
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         actual = gradients(arguments, linear_cross_entropy)
-    expected = gradients({**narrow, "linear_bias": arguments["linear_bias"]}, linear_cross_entropy)
-    assert [one.dtype for one in actual] == [torch.bfloat16, torch.float32, torch.float32, torch.float32]
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert torch.equal(ours.float(), theirs.float())
+    loss, *expected = gradients({**narrow, "linear_bias": arguments["linear_bias"]}, linear_cross_entropy)
+    assert torch.equal(actual[0].bfloat16(), loss)
+    for ours, theirs in zip(actual[1:], expected, strict=True):
+        assert torch.equal(ours, theirs.float())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_dtypes_under_autocast_are_those_of_torch(dtype: torch.dtype, reduction: str) -> None:
+    """The loss is not rounded, and fp64 stays fp64."""
+    arguments = given(dtype, ignored=())
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        actual, expected = (gradients(arguments, one, reduction=reduction) for one in (linear_cross_entropy, reference))
+    assert [one.dtype for one in actual] == [one.dtype for one in expected]
+    assert_equal(actual, expected, 1e-12 if dtype == torch.float64 else 2e-2)
 
 
 @pytest.mark.usefixtures("parts")
@@ -243,6 +254,28 @@ def test_a_second_backward_is_refused(reduction: str) -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="has one backward"):
         loss.backward()
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("by", ["input", "linear_weight", "scale"])
+def test_a_second_derivative_is_refused(by: str, reduction: str) -> None:
+    """Not taken as 0: the gradient of a gradient's norm would be wrong in silence."""
+    leaves = given()
+    leaves["scale"] = torch.ones((), dtype=torch.float64, device=DEVICE)
+    wanted = [leaves[name].requires_grad_() for name in ("input", "linear_weight", "scale")]
+
+    def first(function: Any, **options: Any) -> tuple[Tensor, ...]:
+        loss = function(leaves["input"], leaves["linear_weight"], leaves["target"], reduction=reduction).sum()
+        return torch.autograd.grad(loss * leaves["scale"], wanted, **options)
+
+    found = first(linear_cross_entropy, create_graph=True)
+    assert all(torch.equal(one, other) for one, other in zip(found, first(linear_cross_entropy), strict=True))
+    penalty = found[0].square().sum() + sum(one.sum() for one in wanted)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.grad(penalty, leaves[by], retain_graph=True)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        penalty.backward()
 
 
 def test_under_torch_compile_it_is_called_as_it_is() -> None:

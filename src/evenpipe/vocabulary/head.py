@@ -5,6 +5,8 @@ The passes of a shard (output.py) with the whole vocabulary as the shard and not
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -46,7 +48,8 @@ def linear_cross_entropy(
     """`cross_entropy(linear(input, linear_weight, linear_bias), target)` without fp32 logits of all tokens.
 
     For `torch.nn.functional.linear_cross_entropy` put this one: arguments that both have mean the same. One function
-    for fp64, fp32, bf16 and fp16, on a CPU and on a GPU (Triton's kernels), with autograd for input, weight and bias.
+    for fp64, fp32, bf16 and fp16, on a CPU and on a GPU (Triton's kernels), with autograd for input, weight and bias,
+    once: a second derivative is refused.
     Three matrix products in all; beside them exponentials of all logits are kept from forward to backward, in the dtype
     of `input`. Where these would take more than 1 GiB, "mean" and "sum" work on parts of the tokens (at least 1024) and
     make the gradients with the loss; "none" computes the logits a second time in the backward. Statistics and the loss
@@ -54,7 +57,8 @@ def linear_cross_entropy(
     kernels nothing waits for the host.
 
     Args:
-        input: [..., hidden_size], hidden states. Under autocast it and `linear_weight` are cast first.
+        input: [..., hidden_size], hidden states. As with torch's functions autocast casts it and `linear_weight` first,
+            but not fp64, and leaves the loss in fp32.
         linear_weight: [vocabulary, hidden_size], in the dtype of `input`.
         target: [...] int64, labels; those equal to `ignore_index` have no loss and no gradient, whatever stands in
             their hidden states.
@@ -77,9 +81,10 @@ def linear_cross_entropy(
         kernels=kernels,
     )
     device_type = input.device.type
-    if torch.is_autocast_enabled(device_type):
+    autocast = torch.is_autocast_enabled(device_type)
+    if autocast:
         dtype = torch.get_autocast_dtype(device_type)
-        input, linear_weight = input.to(dtype), linear_weight.to(dtype)
+        input, linear_weight = (one if one.dtype == torch.float64 else one.to(dtype) for one in (input, linear_weight))
     _check(input, linear_weight, target, linear_bias, weight, reduction, options, token_weights)
     if linear_weight.stride(1) != 1:
         linear_weight = linear_weight.contiguous()
@@ -89,7 +94,7 @@ def linear_cross_entropy(
     with torch.autocast(device_type, enabled=False):
         factors = _factors(hidden, labels, weight, token_weights, options)
         loss = _loss(hidden, linear_weight, linear_bias, labels, factors, options, reduction)
-    return loss.to(input.dtype).view(target.shape if reduction == "none" else ())
+    return (loss if autocast else loss.to(input.dtype)).view(target.shape if reduction == "none" else ())
 
 
 def _loss(  # noqa: PLR0917 - the arguments of the function
@@ -109,11 +114,12 @@ def _loss(  # noqa: PLR0917 - the arguments of the function
     differentiable = (hidden, weight, bias)
     losses: Tensor
     if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in differentiable):
+        origin = (_Origin.apply(*differentiable),)  # type: ignore[no-untyped-call]
         if not keeps_all and reduction != "none":
-            losses = _AtOnce.apply(*differentiable, labels, factors, options, size)  # type: ignore[no-untyped-call]
+            losses = _AtOnce.apply(*differentiable, labels, factors, options, origin, size)  # type: ignore[no-untyped-call]
             return losses
         kept = options if keeps_all else replace(options, keep="nothing")
-        losses = _InParts.apply(*differentiable, labels, kept)  # type: ignore[no-untyped-call]
+        losses = _InParts.apply(*differentiable, labels, kept, origin)  # type: ignore[no-untyped-call]
     else:
         statistics, _ = _first_half(*differentiable, labels, options, gradients=False)
         losses = combine(statistics[None], torch.ones_like(factors), labels, options, weight.shape[0]).losses
@@ -198,6 +204,41 @@ def _first_half(
     return forward_shard(hidden, weight, bias, labels, shard, options, one_barrier=False, **more)
 
 
+class _Origin(torch.autograd.Function):
+    """An empty tensor that depends on what the loss depends on, and keeps nothing of it: what has to be differentiated
+    twice leads here."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor | None) -> Tensor:
+        (first, *_) = inputs
+        assert first is not None
+        return first.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            "linear_cross_entropy has no second derivative: use cross_entropy(linear(...)) of torch.nn.functional where"
+            " gradients are differentiated."
+        )
+
+
+def _without_graph(backward: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Any]:
+    """A backward that makes gradients out of constants. Where the caller wants to differentiate them (`create_graph`),
+    that leads to an error, and not to zero in silence. torch's `once_differentiable` sees to less: it says nothing
+    where the gradient of the loss is a constant, nor to `torch.autograd.grad`."""
+
+    @functools.wraps(backward)
+    def wrapped(ctx: Any, upstream: Tensor) -> Any:
+        with torch.no_grad():
+            gradients = backward(ctx, upstream)
+        if not torch.is_grad_enabled():
+            return gradients
+        nothing = ctx.origin[0].sum() + _Origin.apply(upstream).sum()  # type: ignore[no-untyped-call]
+        return tuple(None if one is None else one + nothing for one in gradients)
+
+    return wrapped
+
+
 class _InParts(torch.autograd.Function):
     """Losses of all tokens, and their gradients when the factors on them are known: in the backward."""
 
@@ -209,14 +250,16 @@ class _InParts(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         options: LossOptions,
+        origin: tuple[Tensor],
     ) -> Tensor:
-        ctx.options = options
+        ctx.options, ctx.origin = options, origin
         statistics, ctx.state = _first_half(hidden, weight, bias, labels, options)
         ctx.save_for_backward(hidden, weight, bias, labels, statistics)
         ones = statistics.new_ones(hidden.shape[0])
         return combine(statistics[None], ones, labels, options, weight.shape[0]).losses
 
     @staticmethod
+    @_without_graph
     def backward(ctx: Any, of_losses: Tensor) -> Any:  # type: ignore[override]
         hidden, weight, bias, labels, statistics = ctx.saved_tensors
         state, ctx.state = ctx.state, None
@@ -235,6 +278,7 @@ class _InParts(torch.autograd.Function):
             None if of_bias is None else of_bias.to(bias.dtype),
             None,
             None,
+            None,
         )
 
 
@@ -250,8 +294,10 @@ class _AtOnce(torch.autograd.Function):
         labels: Tensor,
         factors: Tensor,
         options: LossOptions,
+        origin: tuple[Tensor],
         size: int,
     ) -> Tensor:
+        ctx.origin = origin
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if to_hidden else None
         of_weight = torch.empty_like(weight, dtype=factors.dtype) if to_weight else None
@@ -274,6 +320,7 @@ class _AtOnce(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @_without_graph
     def backward(ctx: Any, of_loss: Tensor) -> Any:  # type: ignore[override]
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
@@ -283,4 +330,4 @@ class _AtOnce(torch.autograd.Function):
             for one in gradients:
                 if one is not None:
                     one.mul_(of_loss)
-        return (*gradients, None, None, None, None)
+        return (*gradients, None, None, None, None, None)
