@@ -609,3 +609,30 @@ def more_devices_than_layers() -> None:
 def test_bad_arguments_are_one_sentence() -> None:
     run_processes(bad_pipelines, 2)
     run_processes(more_devices_than_layers, 5)
+
+
+# --- autocast --------------------------------------------------------------------------------------------
+
+
+def under_autocast() -> None:
+    """Neither silently in two dtypes nor an error from within the backward; outside of it everything is as ever."""
+    ids = torch.arange(24).reshape(4, 6)
+    for schedule in ("1f1b", "zb-h1"):
+        pipeline = make("vocab-2", schedule=schedule)
+        for run in (pipeline.step, pipeline.evaluate):
+            with (
+                torch.autocast("cpu", torch.bfloat16),
+                pytest.raises(InputError, match=r"^torch.autocast is on, .*: Pipeline\(compute_dtype=torch.bfloat16\)"),
+            ):
+                run(ids)
+        with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+            pipeline.step(ids)
+        model = whole()
+        functional.cross_entropy(logits_of(model, ids), ids[:, 1:].flatten()).backward()
+        assert_same_gradients(pipeline, model)
+        pipeline.close()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_autocast_is_refused(processes: int) -> None:
+    run_processes(under_autocast, processes)

@@ -81,6 +81,22 @@ def test_fifty_steps_have_the_bits_of_torch(share: float, fused: bool) -> None:
         assert torch.equal(found[name], tensor), name
 
 
+def test_parameters_that_are_frozen_or_thawed_between_steps() -> None:
+    """A thawed one has its moments on the device; a frozen one keeps its, and moves on with them when it is thawed."""
+    ours, theirs = model(), model()
+    optimizers = []
+    for module, make in ((ours, HostAdamW), (theirs, torch.optim.AdamW)):
+        next(module.parameters()).requires_grad_(False)
+        optimizers.append(make(module.parameters(), lr=1e-2, fused=True))
+    for number, frozen in enumerate(((0,), (4, 5), (), (0, 6))):
+        for module, optimizer in zip((ours, theirs), optimizers, strict=True):
+            for index, parameter in enumerate(module.parameters()):
+                parameter.requires_grad_(index not in frozen)
+            train(module, optimizer, range(3 * number, 3 * number + 3))
+    found, expected = (tensors(*pair) for pair in zip((ours, theirs), optimizers, strict=True))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
 @pytest.mark.parametrize("share", SHARES)
 def test_no_more_than_the_share_is_on_the_host(share: float) -> None:
     module = model()

@@ -33,6 +33,16 @@ def check_kinds(**given: Any) -> None:
             raise InputError(f"{name}: {value!r}, expected {accepted}")
 
 
+def check_no_autocast(torch_device: torch.device) -> None:
+    """Autocast would round some products of a step and not others: not those that a W makes, nor what devices send."""
+    if torch.is_autocast_enabled(torch_device.type):
+        dtype = torch.get_autocast_dtype(torch_device.type)
+        raise InputError(
+            f"torch.autocast is on, with {dtype}, expected steps outside of it: Pipeline(compute_dtype={dtype})"
+            " computes in that dtype"
+        )
+
+
 def _or_none(kind: type) -> Any:
     return lambda value: value is None or isinstance(value, kind)
 

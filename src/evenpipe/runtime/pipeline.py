@@ -32,6 +32,7 @@ from evenpipe.parallel import clip_gradients, process_grid, total_norm
 from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.arguments import (
     check_kinds,
+    check_no_autocast,
     check_positive,
     check_shardable,
     device_of_torch,
@@ -285,7 +286,15 @@ class Pipeline:
         over_replicas = None
         if replicas is not None:
             over_replicas = Replicas(self._held, self.layout, self.device, replicas, is_first=self.replica == 0)
-        self._trained = self._follow_flags(over_replicas)
+        follow = [parameters.follow_flags for parameters in self._held.parameters.values()]
+        if over_replicas is not None:
+            follow.append(over_replicas.follow_flags)
+        self._trained = Trained(
+            dict(self.named_parameters()),
+            names=[name for name, _ in self.description.skeleton.named_parameters(remove_duplicate=False)],
+            vocabulary=self.description.vocabulary_names,
+            follow=follow,
+        )
         self._walker = Walker(
             self.device,
             self._held.stages,
@@ -302,23 +311,6 @@ class Pipeline:
             replicas=over_replicas,
             router_losses=self._router_losses,
             activations=self._activations,
-        )
-
-    def _follow_flags(self, replicas: Replicas | None) -> Trained:
-        """What becomes of `requires_grad` that a caller changes between steps."""
-        model = self.description
-
-        def follow() -> None:
-            for parameters in self._held.parameters.values():
-                parameters.follow_flags()
-            if replicas is not None:
-                replicas.follow_flags()
-
-        return Trained(
-            dict(self.named_parameters()),
-            names=[name for name, _ in model.skeleton.named_parameters(remove_duplicate=False)],
-            vocabulary=model.vocabulary_names,
-            follow=follow,
         )
 
     def _broadcast(self, tensor: Tensor) -> None:
@@ -385,7 +377,8 @@ class Pipeline:
 
         Only the first process of a pipeline need pass data; what others pass is not looked at. Replicas have batches of
         their own, which may differ in size, length and number of labels; the loss is the mean over the labels of all of
-        them, and gradients are those of that mean.
+        them, and gradients are those of that mean. Parameters may be frozen and thawed between steps, by their
+        `requires_grad`: by name, on all processes that hold them.
 
         Args:
             input_ids: [batch, sequence] int64, batch a multiple of `microbatches`.
@@ -395,6 +388,10 @@ class Pipeline:
             token_weights: the same shape, weight of each label in the mean; default 1.
             record_passes: keep the times of every pass, wait and transfer in the result, and on a GPU what its memory
                 allocator did, for `trace`.
+
+        Raises:
+            InputError: a batch that is not accepted, flags that processes disagree on, or torch's autocast; the
+                sentence says what would be. Nothing has changed then.
         """
         inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights)
         return self._run(inputs, training=True, record_passes=record_passes)
@@ -422,6 +419,7 @@ class Pipeline:
     def _run(self, inputs: Inputs, *, training: bool, record_passes: bool) -> StepResult:
         if self._closed:
             raise InputError("the pipeline is closed and cannot step, expected one that is open: make a new one")
+        check_no_autocast(self.torch_device)
         started = time.perf_counter()
         groups = self._groups
         self._trained.read()

@@ -27,14 +27,14 @@ class Trained:
         *,
         names: Sequence[str],
         vocabulary: Sequence[str],
-        follow: Callable[[], None],
+        follow: Sequence[Callable[[], None]],
     ) -> None:
         """
         Args:
             parameters: held by this process, by name: the same names in all replicas of a device.
             names: of all parameters of the model, in one order on every process.
             vocabulary: those of them that several devices may hold.
-            follow: called when flags have changed since it was called last.
+            follow: called at the first step, and when flags have changed since the last one.
         """
         self._parameters, self._names, self._vocabulary = parameters, names, vocabulary
         self._follow = follow
@@ -88,4 +88,5 @@ class Trained:
         """All agree: the step goes by these flags."""
         if self.flags != self._followed:
             self._followed = self.flags
-            self._follow()
+            for one in self._follow:
+                one()
