@@ -98,7 +98,7 @@ def end_times(order: Order, duration: Callable[[Pass, int], float]) -> dict[Plac
     return ends
 
 
-def same_transfer(item: Transfer, device: int) -> tuple[str, int, int, int]:
+def same_transfer(item: Transfer) -> tuple[str, int, int, int]:
     """What is the same on both ends of a hop, and on all members of a collective."""
     sending = {TransferKind.SEND_F: 1, TransferKind.SEND_B: -1}
     receiving = {TransferKind.RECV_F: 0, TransferKind.RECV_B: 0}
@@ -162,7 +162,7 @@ def program_is_sound(program: Program, sound: Program) -> bool:
     def sequence(device: int, communicator: str, other: int) -> list[tuple[str, int, int, int]]:
         """What both devices issue on a communicator, in the order of the first."""
         row = [item for item in program.rows[device] if isinstance(item, Transfer) and other in item.members]
-        return [same_transfer(item, device) for item in row if item.communicator == communicator]
+        return [same_transfer(item) for item in row if item.communicator == communicator]
 
     return (
         order_is_sound(program.order)
@@ -200,13 +200,10 @@ def in_time(program: Program, device: int, item: Transfer) -> bool:
         "SEND_B": ([f"{item.stage}{letter}{i}" for letter in "BI"], []),
         "RECV_B": ([], [f"{item.stage}{letter}{i}" for letter in "BI"]),
         "ROWS": ([f"E{i}"], [f"0F{i}"]),
-        "X": ([f"{last}F{i}"], [f"S{i}"] if device != program.placement.last_device else []),
+        "X": ([f"{last}F{i}"], [f"S{i}"]),
         "STATISTICS": ([f"S{i}"], [f"{combining}{i}"]),
         "DX": ([f"{combining}{i}"], [f"{last}{letter}{i}" for letter in "BI"]),
-        "ROW_GRADIENTS": (
-            [f"0{letter}{i}" for letter in "BI"],
-            [f"G{i}"] if device != program.placement.first_device else [],
-        ),
+        "ROW_GRADIENTS": ([f"0{letter}{i}" for letter in "BI"], [f"G{i}"]),
     }[item.kind.value]
     return all(places[name] < here for name in before if name in places) and all(
         places[name] > here for name in behind if name in places
@@ -249,13 +246,13 @@ def completes(program: Program, queue: Callable[[Transfer], str], *, blocking: b
     position = [0] * program.devices
     queues: list[dict[str, list[tuple[str, int, int, int]]]] = [{} for _ in rows]
     members = {
-        same_transfer(item, device): item.members
+        same_transfer(item): item.members
         for device, row in enumerate(rows)
         for item in row
         if isinstance(item, Transfer)
     }
     names = {
-        same_transfer(item, device): queue(item)
+        same_transfer(item): queue(item)
         for device, row in enumerate(rows)
         for item in row
         if isinstance(item, Transfer)
@@ -273,8 +270,8 @@ def completes(program: Program, queue: Callable[[Transfer], str], *, blocking: b
                         break
                 elif (device, position[device]) not in issued:
                     issued.add((device, position[device]))
-                    queues[device].setdefault(queue(item), []).append(same_transfer(item, device))
-                if blocking and isinstance(item, Transfer) and same_transfer(item, device) not in complete:
+                    queues[device].setdefault(queue(item), []).append(same_transfer(item))
+                if blocking and isinstance(item, Transfer) and same_transfer(item) not in complete:
                     break
                 position[device] += 1
                 moving = True

@@ -17,6 +17,7 @@ TABLE = [
     (VOCABULARY, {}, []),
     (("0UNSHARD,0F0,0B0,0RESHARD,0UNSHARD,0REDUCE_GRAD", "1F0,1B0"), {}, []),
     (("0F0,0R0,0B0", "1F0,1O0,1D0,1L0,1B0"), {}, []),
+    (("0F0,0O0,0D0,0L0,0R0,0B0", "1F0,1O0,1D0,1L0,1R0,1I0,1W0"), {}, []),
     (("0F0,0I0,0W0", "1F0,1I0,1W0"), {}, []),
     (("0F0,0B0", "1F0"), {}, [(1, None, "1B0 is missing, so its activations are never released")]),
     (("0B0", "1F0,1B0"), {}, [(0, None, "0F0 is missing")]),
@@ -72,6 +73,14 @@ TABLE = [
         ("0F0,0R0,0B0", "1F0,1B0,1R0"),
         {},
         [(1, 1, "1B0 stands before 1R0 at position 2"), (0, 2, "the order cannot complete")],
+    ),
+    (
+        ("0F0,0O0,0D0,0R0,0L0,0B0", "1F0,1B0"),
+        {},
+        [
+            (0, 3, "0R0 stands before 0L0 at position 4, which it needs"),
+            (0, 3, "the order cannot complete: device 0 stops at position 3, 0R0, awaiting 0L0 of device 0"),
+        ],
     ),
     (("0F0,0B0,0F1,0B1", "1F0,1F1,1B0,1B1"), {}, [(0, 1, "the order cannot complete: device 0 stops at position 1")]),
     (

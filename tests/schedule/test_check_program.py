@@ -103,17 +103,40 @@ def test_what_is_missing_hides_no_standstill() -> None:
 
 
 def test_a_program_that_no_queues_complete() -> None:
-    """Device 1 offers X only behind the backward that the loss, and with it X, comes before."""
-    _, program = plan_program("1f1b", 2, 1, "vocab-2")
-    row = list(program.rows[1])
-    (late,) = (item for item in row if str(item) == "X0")
-    row.remove(late)
-    row.insert(1 + [str(item) for item in row].index("1B0"), late)
-    faults = check_program(edited(program, 1, row)).faults
+    """Device 0 offers 1F1's input only behind the backward that 1F1 comes before on device 1."""
+    rows = [
+        "0F0,0SEND_F0,0F1,0RECV_B0,0B0,0SEND_F1,0RECV_B1,0B1",
+        "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1",
+    ]
+    faults = check_program(Program.from_csv("\n".join(rows))).faults
     for fault, model in zip(faults, ("one queue per communicator", "one queue per device"), strict=True):
-        assert fault.what.startswith(f"with {model} the program cannot complete: device 0 stops at position")
-        assert "S0, awaiting X0 (not issued by device 1)" in fault.what
-        assert "C0, awaiting STATISTICS0 (not issued by device 0)" in fault.what
+        assert fault.what.startswith(f"with {model} the program cannot complete: device 0 stops at position 4, 0B0")
+        assert "awaiting 0RECV_B0 (not issued by device 1)" in fault.what
+        assert "device 1 stops at position 3, 1F1, awaiting 1RECV_F1 (not issued by device 0)" in fault.what
+
+
+@pytest.mark.parametrize(
+    ("device", "transfer", "user"), [(2, "X0", "S0"), (0, "ROW_GRADIENTS0", "G0"), (1, "X0", "S0"), (1, "DX0", "")]
+)
+@pytest.mark.parametrize("mode", ["vocab-1", "vocab-2", "interlaced"])
+def test_what_a_device_sends_is_sent_before_the_device_uses_it_up(
+    mode: str, device: int, transfer: str, user: str
+) -> None:
+    """Its own share too, for which it waits for nobody. Who only gives may do it later."""
+    _, program = plan_program("1f1b", 3, 1, mode)
+    row = list(program.rows[device])
+    (late,) = (item for item in row if str(item) == transfer)
+    here = row.index(late)
+    row.append(row.pop(here))
+    faults = check_program(edited(program, device, row)).faults
+    if not user:
+        assert not any("is issued behind" in fault.what for fault in faults)
+        return
+    place = [str(item) for item in row].index(user)
+    own = next(fault for fault in faults if fault.device == device and "is issued behind" in fault.what)
+    why = "which waits for it" if device == 1 else "which uses its data up"
+    assert own.what == f"{transfer} is issued behind {user} at position {place}, {why}"
+    assert f"[{transfer}]" in own.rows
 
 
 def test_the_message_of_a_standstill_shows_rows_with_transfers() -> None:

@@ -201,6 +201,4 @@ def test_a_moved_transfer_is_found_if_and_only_if_it_does_harm(**case: object) -
 
 def issued(program: Program, device: int, communicator: str) -> list[tuple[str, int, int, int]]:
     row = program.rows[device]
-    return [
-        same_transfer(item, device) for item in row if isinstance(item, Transfer) and item.communicator == communicator
-    ]
+    return [same_transfer(item) for item in row if isinstance(item, Transfer) and item.communicator == communicator]

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 from schedule_oracle import needs, random_order
 
-from evenpipe.schedule import Dependencies, Order, Pass, Placement, add_vocabulary, forward_only, generate, interlace
+from evenpipe.schedule import (
+    Dependencies,
+    Kind,
+    Order,
+    Pass,
+    Placement,
+    add_vocabulary,
+    forward_only,
+    generate,
+    interlace,
+)
 
 # order, device, pass -> transfers that it waits for, transfers that it feeds, passes of its device that it needs
 TABLE = [
@@ -52,6 +62,23 @@ def test_table(*, mode: str, device: int, item: str, waits: str, feeds: str, aft
     assert " ".join(map(str, dependencies.waits_for(found, device))) == waits
     assert " ".join(map(str, dependencies.feeds(found, device))) == feeds
     assert " ".join(map(str, dependencies.after(found, device))) == after
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "uses", "waits"),
+    [
+        (1, Kind.S, ["X"], ["X"]),
+        (2, Kind.S, ["X"], []),
+        (1, Kind.G, ["ROW_GRADIENTS"], ["ROW_GRADIENTS"]),
+        (0, Kind.G, ["ROW_GRADIENTS"], []),
+        (2, Kind.C, ["STATISTICS"], ["STATISTICS"]),
+    ],
+)
+def test_a_device_sends_its_own_share_before_it_is_used_up(
+    device: int, kind: Kind, uses: list[str], waits: list[str]
+) -> None:
+    rule = Dependencies(Placement.linear(3), 1).rule(device, kind, None)
+    assert ([route.kind.value for route in rule.uses], [route.kind.value for route in rule.waits]) == (uses, waits)
 
 
 def test_passes_run_as_one_need_and_give_what_their_parts_do() -> None:

@@ -82,6 +82,8 @@ class _Moved:
     memories: list[_Memory]
     slots: list[Slot]
     out: Ticket
+    given_back: bool = False
+    """Whether the device's memory is."""
     back: Ticket | None = None
 
 
@@ -200,6 +202,8 @@ class Activations:
     def give_back(self, key: Key) -> None:
         """D."""
         moved = self._moved[key]
+        assert not moved.given_back
+        moved.given_back = True
         self.copies.wait(moved.out)
         for memory in moved.memories:
             memory.free()
@@ -207,6 +211,7 @@ class Activations:
     def load(self, key: Key) -> None:
         """L."""
         moved = self._moved[key]
+        assert moved.given_back and moved.back is None
         moves = []
         for memory, slot in zip(moved.memories, moved.slots, strict=True):
             memory.storage = torch.empty(memory.bytes, dtype=torch.uint8, device=self._torch_device).untyped_storage()

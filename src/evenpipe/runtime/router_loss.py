@@ -42,17 +42,17 @@ class RouterLosses:
         self.value: Tensor | None = None
         """fp64, on the last stage's device: this step's loss with its coefficient, this replica's share of the mean."""
 
-    def begin(self, program: Program, values: dict[Key, Tensor], take: Callable[[Key], Tensor]) -> None:
+    def begin(self, program: Program, put: Callable[[Key, Tensor], None], take: Callable[[Key], Tensor]) -> None:
         """A step begins.
 
         Args:
-            values: where what is made here is put, for a later pass or a hop.
+            put: keeps what is made here for a later pass or a hop.
             take: takes a value out, made here or received.
         """
         self._share = 1.0 / (program.microbatches * self._replicas)
         self._last_stage = program.placement.stages - 1
         self._gradients = not program.forward_only
-        self._values, self._take = values, take
+        self._keep, self._take = put, take
         self.clear()
 
     def clear(self) -> None:
@@ -67,7 +67,7 @@ class RouterLosses:
         """B or I is about to run."""
         self._gradient = self._take((ALONG["B"], stage, index))
         if stage > 0:
-            self._values[ALONG["B"], stage - 1, index] = self._gradient
+            self._keep((ALONG["B"], stage - 1, index), self._gradient)
 
     def call(
         self, module: Callable[..., Tensor], stage: int, index: int, hidden: Tensor, microbatch: Microbatch
@@ -84,12 +84,12 @@ class RouterLosses:
 
     def _put(self, totals: Tensor, stage: int, index: int) -> None:
         if stage < self._last_stage:
-            self._values[ALONG["F"], stage + 1, index] = totals
+            self._keep((ALONG["F"], stage + 1, index), totals)
             return
         value = self._loss.value(totals).double() * (self._loss.coefficient * self._share)
         self.value = value if self.value is None else self.value + value
         if self._gradients:
-            self._values[ALONG["B"], stage, index] = self._loss.gradient(totals, self._share)
+            self._keep((ALONG["B"], stage, index), self._loss.gradient(totals, self._share))
 
     def buffer(self, what: str) -> Tensor:
         """For what is received beside the hidden states ("F"), or beside their gradient ("B")."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
+from evenpipe.schedule.passes import BACKWARD_KINDS, SHAPES
 from evenpipe.schedule.releases import releases
 
 
@@ -46,10 +47,12 @@ class Row:
         steps: list[Step] = []
         for position, item in enumerate(program.rows[device]):
             if isinstance(item, Transfer):
+                assert _fits(item, program), item
                 steps.append(Step(item, transfers[item.kind], str(item), ()))
             elif item is not None:
                 steps.append(Step(item, passes[item.kind], str(item), arrived.get(position, ())))
                 for part in parts_of(item):
+                    assert _fits(part, program), item
                     if part.kind is Kind.I:
                         self.split.add((part.stage, part.microbatch))
                     elif part.kind is Kind.R:
@@ -61,3 +64,12 @@ class Row:
     def moves_graph(self, key: tuple[int, int]) -> bool:
         """Whether what F saves goes to the host. With R it is the stage's input alone."""
         return key in self.offloaded and key not in self.recomputed
+
+
+def _fits(item: Item, program: Program) -> bool:
+    """Whether it is of a microbatch and of a whole sequence, as the walker takes every item to be, and not of training
+    where there is none. Everything else that is wrong with a program makes the walker fail."""
+    i = item.microbatch
+    shaped = (item.stage is not None, i is not None) == SHAPES[item.kind] and not item.slice
+    there = i is None or 0 <= i < program.microbatches
+    return shaped and there and not (program.forward_only and item.kind in BACKWARD_KINDS)

@@ -32,15 +32,14 @@ class Values:
     """Those of the step under way, and when the pass under way had all that it needs.
 
     Attributes:
-        here: made on this device, or by a local neighbour.
         recording: takes time stamps, where the step is recorded.
     """
 
     def __init__(self) -> None:
-        self.here: dict[Key, Tensor] = {}
         self.recording: Recording | None = None
         self.busy = 0.0
         """Processor seconds inside passes since `clear`."""
+        self._here: dict[Key, Tensor] = {}
         self._arriving: dict[Key, tuple[Tensor, Handle]] = {}
         self._sent: dict[Transfer, list[Handle]] = {}
         self._pass = ""
@@ -72,9 +71,18 @@ class Values:
 
     # --- values ----------------------------------------------------------------------------------------------
 
+    def put(self, key: Key, tensor: Tensor) -> None:
+        """A value made on this device, for a pass here or for a transfer."""
+        assert key not in self._here and key not in self._arriving, f"{key} is there already"
+        self._here[key] = tensor
+
+    def give(self, key: Key) -> Tensor:
+        """To a transfer: a value made on this device."""
+        return self._here.pop(key)
+
     def take(self, key: Key) -> Tensor:
-        """A value made here or received; waits until it is there."""
-        value = self.here.pop(key, None)
+        """To a pass: a value made here or received; waits until it is there."""
+        value = self._here.pop(key, None)
         if value is not None:
             return value
         tensor, handle = self._arriving.pop(key)
@@ -83,6 +91,7 @@ class Values:
 
     def arriving(self, key: Key, tensor: Tensor, handle: Handle) -> None:
         """What a transfer will fill, or has to be over with before it is used."""
+        assert key not in self._here and key not in self._arriving, f"{key} is there already"
         self._arriving[key] = (tensor, handle)
 
     # --- what was given away ---------------------------------------------------------------------------------
@@ -131,11 +140,11 @@ class Values:
     @property
     def left(self) -> tuple[Key, ...]:
         """What nobody has taken."""
-        return (*self.here, *self._arriving)
+        return (*self._here, *self._arriving)
 
     def clear(self) -> None:
         """Forgets what a step that failed may have left."""
-        self.here.clear()
+        self._here.clear()
         self._arriving.clear()
         self._sent.clear()
         self.busy = 0.0

@@ -110,6 +110,11 @@ class OutputShard:
         """Memory of the last step that the next one uses again."""
         return self._buffers.free
 
+    @property
+    def left(self) -> tuple[int, ...]:
+        """Microbatches whose S has run, and not all that comes behind it."""
+        return tuple({*self._targets, *self._states, *self._combined})
+
     def clear(self) -> None:
         """Lets go of the last step's results, and of what it may have left where it failed."""
         self._targets.clear()

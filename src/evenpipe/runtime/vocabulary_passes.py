@@ -89,7 +89,7 @@ class VocabularyPasses:
         assert self._embedding is not None
         index, _ = self._microbatch(item)
         self._values.ready()
-        self._values.here["ROWS", -1, index] = self._embedding.rows(index)
+        self._values.put(("ROWS", -1, index), self._embedding.rows(index))
 
     def _exchange_rows(self, item: Transfer) -> None:
         """Every device sends the rows that it owns to the first stage's; empty messages are sent by nobody."""
@@ -97,7 +97,7 @@ class VocabularyPasses:
         key = ("ROWS", -1, item.microbatch)
         counts = self._embedding.counts(item.microbatch)
         communicator = self._communicator(item)
-        rows = self._values.here.pop(key)
+        rows = self._values.give(key)
         if self._device == item.root:
             own, rows = rows, self._buffer(sum(counts))
             rows[communicator.own_rows(counts)] = own
@@ -113,8 +113,8 @@ class VocabularyPasses:
         counts = self._embedding.counts(item.microbatch)
         communicator = self._communicator(item)
         if self._device == item.root:
-            rows = self._values.here.pop(key)
-            self._values.here[key] = rows[communicator.own_rows(counts)]
+            rows = self._values.give(key)
+            self._values.put(key, rows[communicator.own_rows(counts)])
             self._values.sent(item, communicator.scatter_rows(rows, counts, self._root(item), str(item)))
         else:
             buffer = self._buffer(counts[self._device])
@@ -133,7 +133,7 @@ class VocabularyPasses:
     def _broadcast_hidden(self, item: Transfer) -> None:
         key = ("X", -1, item.microbatch)
         if self._device == item.root:
-            hidden = self._values.here.pop(key)
+            hidden = self._values.give(key)
         else:
             hidden = self._buffer(self._microbatches[item.microbatch].tokens)
         self._values.arriving(key, hidden, self._communicator(item).broadcast(hidden, self._root(item), str(item)))
@@ -144,11 +144,11 @@ class VocabularyPasses:
         hidden = self._values.take(("X", -1, index))
         self._values.ready()
         statistics = self._output.forward(hidden, microbatch, index, gradients=self._gradients)
-        self._values.here["STATISTICS", -1, index] = statistics
+        self._values.put(("STATISTICS", -1, index), statistics)
 
     def _gather_statistics(self, item: Transfer) -> None:
         key = ("STATISTICS", -1, item.microbatch)
-        own = self._values.here.pop(key)
+        own = self._values.give(key)
         table = own.new_empty((len(item.members), *own.shape))
         self._values.arriving(key, table, self._communicator(item).all_gather(table, own, str(item)))
 
@@ -166,7 +166,7 @@ class VocabularyPasses:
         index, microbatch = self._microbatch(item)
         self._open_barrier(index, microbatch)
         if self._gradients:
-            self._values.here["DX", -1, index] = self._output.hidden_gradient(index)
+            self._values.put(("DX", -1, index), self._output.hidden_gradient(index))
 
     def _output_backward(self, item: Pass) -> None:
         assert self._output is not None
@@ -177,12 +177,12 @@ class VocabularyPasses:
             self._values.ready()
         part = self._output.backward(index)
         if part is not None:
-            self._values.here["DX", -1, index] = part
+            self._values.put(("DX", -1, index), part)
 
     def _reduce_gradient(self, item: Transfer) -> None:
         """Adds the parts of all shards on the last stage's device. The part is scratch: reduce may destroy it."""
         key = ("DX", -1, item.microbatch)
-        part = self._values.here.pop(key)
+        part = self._values.give(key)
         handle = self._communicator(item).reduce(part, self._root(item), str(item))
         if self._device == item.root:
             self._values.arriving(key, part, handle)

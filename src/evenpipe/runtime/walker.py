@@ -203,7 +203,9 @@ class Walker:
         record.busy, record.end = values.busy, time.perf_counter()
         if recording is not None:
             recording.finish(record)
-        left = (*values.left, *self._forwarded, *(() if self._activations is None else self._activations.left))
+        moved = () if self._activations is None else self._activations.left
+        unfinished = () if self._output is None else self._output.left
+        left = (*values.left, *self._forwarded, *moved, *unfinished)
         assert not left and not len(self._weight_gradients), f"values of the step are left over: {left}"
         self._end()
         return record
@@ -226,7 +228,7 @@ class Walker:
         if self._output is not None:
             self._output.clear()
         if self._router_losses is not None:
-            self._router_losses.begin(row.program, self._values.here, self._values.take)
+            self._router_losses.begin(row.program, self._values.put, self._values.take)
 
     def _end(self) -> None:
         """It is over: nothing of the batch is kept."""
@@ -267,9 +269,9 @@ class Walker:
             output = self._forward_with_graph(_Forwarded(), stage, index, taken)
         result = output.detach()
         if stage < self._last_stage:
-            self._values.here["F", stage + 1, index] = result.contiguous()
+            self._values.put(("F", stage + 1, index), result.contiguous())
         elif self._vocabulary_passes:
-            self._values.here["X", -1, index] = result.reshape(-1, self._hidden_size).contiguous()
+            self._values.put(("X", -1, index), result.reshape(-1, self._hidden_size).contiguous())
         else:
             self._whole_output(result.reshape(-1, self._hidden_size), index)
 
@@ -365,12 +367,12 @@ class Walker:
             input_gradient = forwarded.input.grad
             forwarded.input.grad = None
         if stage:
-            self._values.here["B", stage - 1, index] = input_gradient.contiguous()
+            self._values.put(("B", stage - 1, index), input_gradient.contiguous())
             return
         assert self._embedding is not None
         rows_gradient = self._embedding.pick(input_gradient.view(-1, self._hidden_size), index)
         if self._vocabulary_passes:
-            self._values.here["ROW_GRADIENTS", -1, index] = rows_gradient
+            self._values.put(("ROW_GRADIENTS", -1, index), rows_gradient)
         else:
             self._embedding.add_gradient(rows_gradient, index)
 
@@ -430,6 +432,7 @@ class Walker:
 
     def _nothing(self, item: Pass) -> None:
         """Gathering, freeing and reducing stand in some orders by torch's rules; `replicas` does them by ours."""
+        assert item.stage in self._stages
         self._values.ready()
 
     # --- hops ------------------------------------------------------------------------------------------------
@@ -447,7 +450,7 @@ class Walker:
         communicator, peer = self._communicators[item.communicator], self._ranks[item.members[1]]
         what, stage, index = key
         for one in (what,) if self._router_losses is None else (what, ALONG[what]):
-            tensor = self._values.here.pop((one, stage, index))
+            tensor = self._values.give((one, stage, index))
             self._values.sent(item, communicator.send(tensor, peer, str(item)))
 
     def _receive_forward(self, item: Transfer) -> None:

@@ -65,7 +65,7 @@ def _wrong_address(item: Transfer, route: Route) -> str:
 def _at_wrong_time(
     program: Program, dependencies: Dependencies, device: int, found: dict[Carried, int]
 ) -> Iterator[Fault]:
-    """Transfers issued before this device has made their data, or behind the pass that waits for them."""
+    """Transfers issued before this device has made their data, or behind the pass that uses it."""
     for position, item in enumerate(program.rows[device]):
         if not isinstance(item, Pass):
             continue
@@ -73,14 +73,15 @@ def _at_wrong_time(
             if part.microbatch is None:
                 continue
             rule = dependencies.rule(device, part.kind, part.stage)
-            for routes, needed in ((rule.waits, True), (rule.feeds, False)):
+            for routes, needed in ((rule.uses, True), (rule.feeds, False)):
                 for route in routes:
                     there = found.get((route.number, part.microbatch))
                     if there is None or (there < position) == needed:
                         continue
                     transfer = route.transfer(device, part.microbatch)
                     what = (
-                        f"{transfer} is issued behind {part} at position {position}, which waits for it"
+                        f"{transfer} is issued behind {part} at position {position}, "
+                        + ("which waits for it" if route in rule.waits else "which uses its data up")
                         if needed
                         else f"{transfer} is issued before {part} at position {position}, whose data it carries"
                     )

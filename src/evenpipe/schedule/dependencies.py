@@ -4,7 +4,8 @@ What a pass needs depends on its kind, its stage and its device, and is the same
 (`flows`) between devices becomes a `Route`, on which every microbatch has one transfer; a flow that stays on one
 device, and what a pass needs from earlier passes of its own stage, is a plain order of passes:
 
-    F -> B or I -> W        F -> R -> B        F -> O -> L -> B        S -> C -> T, or S -> T with two barriers
+    F -> B or I -> W        F -> R -> B        F -> O -> D -> L -> R or B
+    S -> C -> T, or S -> T with two barriers
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ What = tuple[Kind, int | None]
 class Route:
     """A flow between devices: a transfer without its microbatch. `number` counts the routes of a placement.
 
-    The data is ready when every producer has run. All members issue the transfer; consumers wait for it, except on
-    the device of the only producer, where it already is.
+    The data is ready when every producer has run. All members issue the transfer, each before its own consumer, which
+    waits for it, except on the device of the only producer, where it already is.
     """
 
     number: int
@@ -60,8 +61,10 @@ class Rule:
     """Passes of the same device that must have run."""
     if_present: tuple[What, ...] = ()
     """The same, where the order has them at all."""
+    uses: tuple[Route, ...] = ()
+    """Routes whose transfer the device must have issued: nothing is left to be sent once it is used."""
     waits: tuple[Route, ...] = ()
-    """Routes whose transfer must have completed."""
+    """Those of them whose transfer must have completed: with a producer on another device."""
     feeds: tuple[Route, ...] = ()
     """Routes whose transfer becomes ready with this pass (and with the other producers, if there are several)."""
 
@@ -162,7 +165,7 @@ def _rules(
 ) -> dict[tuple[int, Kind, int | None], Rule]:
     """The rule of every (device, kind, stage) of the placement."""
     after: defaultdict[Site, list[What]] = defaultdict(list)
-    waits: defaultdict[Site, list[Route]] = defaultdict(list)
+    uses: defaultdict[Site, list[Route]] = defaultdict(list)
     feeds: defaultdict[Site, list[Route]] = defaultdict(list)
     for flow in everything:
         for consumer in flow.consumers:
@@ -172,8 +175,7 @@ def _rules(
         for producer in route.producers:
             feeds[producer].append(route)
         for consumer in route.consumers:
-            if any(producer.device != consumer.device for producer in route.producers):
-                waits[consumer].append(route)
+            uses[consumer].append(route)
     rules = {}
     for device in range(placement.devices):
         whats: list[What] = [(kind, stage) for stage in placement.stages_of(device) for kind in STAGE_KINDS]
@@ -185,7 +187,8 @@ def _rules(
             rules[device, kind, stage] = Rule(
                 tuple(dict.fromkeys((*fixed, *after.get(site, ())))),
                 optional,
-                tuple(waits.get(site, ())),
+                tuple(uses.get(site, ())),
+                tuple(route for route in uses.get(site, ()) if any(made.device != device for made in route.producers)),
                 tuple(feeds.get(site, ())),
             )
     return rules
@@ -198,7 +201,9 @@ def _own_stage(kind: Kind, stage: int | None, combines: bool) -> tuple[tuple[Wha
             return ((Kind.F, stage),), ((Kind.R, stage), (Kind.L, stage))
         case Kind.W:
             return ((Kind.I, stage),), ()
-        case Kind.R | Kind.O:
+        case Kind.R:
+            return ((Kind.F, stage),), ((Kind.L, stage),)
+        case Kind.O:
             return ((Kind.F, stage),), ()
         case Kind.D:
             return ((Kind.O, stage),), ()

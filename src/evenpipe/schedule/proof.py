@@ -48,7 +48,7 @@ def program_is_sound(program: Program, dependencies: Dependencies) -> bool:
         for (kind, stage), numbers in here.at.items():
             if isinstance(kind, Kind):
                 needs = rule(kind, stage)
-                issued = [here.at[route.end(device)] for route in needs.waits]
+                issued = [here.at[route.end(device)] for route in needs.uses]
                 made = [here.at[route.end(device)] for route in needs.feeds]
                 if not all(_before(late, numbers) for late in issued) or not all(_before(numbers, n) for n in made):
                     return False

@@ -1,0 +1,76 @@
+"""The checker finds a fault if and only if the real walkers fail, all in one process; `agreement` says how."""
+
+from __future__ import annotations
+
+import pytest
+from agreement import case_of, judge
+from exchange import StandstillError
+from walked import walk
+
+from evenpipe.schedule import Program, check_program
+
+VOCABULARY = """
+E0,ROWS0,0F0,0SEND_F0,X0,S0,STATISTICS0,C0,DX0,T0,0RECV_B0,0B0,ROW_GRADIENTS0,G0
+E0,ROWS0,1RECV_F0,1F0,X0,S0,STATISTICS0,C0,DX0,1B0,1SEND_B0,T0,ROW_GRADIENTS0,G0
+"""
+MOVED = "0F0,0O0,0D0,0L0,0R0,0B0"
+TWO_STAGES = "0F0,1F0,1B0,0B0"
+
+# program, what is damaged, how, and whether it is still sound
+TABLE = [
+    ("each device sends before it uses up", VOCABULARY, "", "", True),
+    ("S on the last device before its X", VOCABULARY, "1F0,X0,S0", "1F0,S0,X0", False),
+    ("G on the first device before ROW_GRADIENTS", VOCABULARY, "ROW_GRADIENTS0,G0\nE0", "G0,ROW_GRADIENTS0\nE0", False),
+    ("a share of dX given late", VOCABULARY, "DX0,T0,0RECV_B0", "T0,DX0,0RECV_B0", True),
+    ("loaded, then run again", MOVED, "", "", True),
+    ("run again before it is loaded", MOVED, "0L0,0R0", "0R0,0L0", False),
+    ("loaded where nothing was given back", MOVED, "0D0,", "", False),
+    ("given back twice", MOVED, "0D0", "0D0,0D0", False),
+    ("the forward of the first stage twice", TWO_STAGES, "0F0", "0F0,0F0", False),
+    ("the same behind the second", TWO_STAGES, "1F0", "1F0,0F0", False),
+    ("a part of a sequence", TWO_STAGES, "0B0", "0B0.1", False),
+    ("gathered where it is", TWO_STAGES, "0F0", "0UNSHARD,0F0", True),
+    ("gathered where it is not", TWO_STAGES, "0F0", "2UNSHARD,0F0", False),
+    ("run as one", TWO_STAGES, "0F0,1F0", "(0F0;1F0)OVERLAP_F_B", True),
+    ("run as one, the wrong way round", TWO_STAGES, "0F0,1F0", "(1F0;0F0)OVERLAP_F_B", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "old", "new", "sound"), [pytest.param(*row[1:], id=row[0]) for row in TABLE])
+def test_by_hand(*, text: str, old: str, new: str, sound: bool) -> None:
+    whole = Program.from_csv(text.strip())
+    assert check_program(whole).ok and old in text
+    damaged = Program.from_csv(text.strip().replace(old, new), placement=whole.placement, microbatches=1)
+    assert check_program(damaged).ok == sound
+    if sound:
+        walk(damaged, seed=0)
+    else:
+        with pytest.raises((AssertionError, KeyError, RuntimeError)):
+            walk(damaged, seed=0)
+
+
+def test_a_pass_of_training_in_an_evaluation() -> None:
+    evaluation = Program.from_csv("0F0", forward_only=True)
+    walk(evaluation, seed=0)
+    damaged = Program.from_csv("0F0,0REDUCE_GRAD", forward_only=True)
+    assert not check_program(damaged).ok
+    with pytest.raises(AssertionError):
+        walk(damaged, seed=0)
+
+
+def test_a_standstill_is_one_at_once() -> None:
+    rows = [
+        "0F0,0SEND_F0,0F1,0RECV_B0,0B0,0SEND_F1,0RECV_B1,0B1",
+        "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1",
+    ]
+    with pytest.raises(StandstillError, match="0: '0RECV_B0', 1: '1RECV_F1'"):
+        walk(Program.from_csv("\n".join(rows)), seed=0)
+
+
+@pytest.mark.parametrize("first", range(0, 600, 100))
+def test_at_random(first: int) -> None:
+    """`python tests/schedule/agreement.py --cases 50000` does as many more."""
+    for seed in range(first, first + 100):
+        case = case_of(seed)
+        verdict = judge(case)
+        assert verdict.agree or verdict.stricter(case), f"case {seed}, {case.name}: {verdict}"

@@ -1,0 +1,222 @@
+"""The real walkers of all devices of a program, in one process and on a tiny model: what becomes of a step.
+
+`exchange` carries what they send, the host is one whose copies come late, and the model is linear layers of width 4.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from exchange import Exchange, Line
+from torch import Tensor, nn
+from torch.nn import functional
+
+from evenpipe.runtime.batch import IGNORE_INDEX, Batch, Microbatch
+from evenpipe.runtime.copies import Move, Ticket
+from evenpipe.runtime.host_pool import HostPool
+from evenpipe.runtime.offload import Activations
+from evenpipe.runtime.parameters import Matrix
+from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
+from evenpipe.runtime.walker import Walker
+from evenpipe.runtime.weight_gradients import WeightGradients, split_layers
+from evenpipe.schedule import Program
+from evenpipe.vocabulary import LossOptions, Shard
+from evenpipe.vocabulary.shards import split
+
+HIDDEN, VOCABULARY, TOKENS = 4, 7, 3
+EXACT = 1e-10
+
+CPU = torch.device("cpu")
+
+
+class ResultError(Exception):
+    """All devices came to the ends of their rows, and what they found is not what one process finds."""
+
+
+# --- the host ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Slab:
+    size: int
+
+
+class LateCopies:
+    """In the order in which they are asked for, and only when somebody waits."""
+
+    def __init__(self) -> None:
+        self._host: dict[tuple[int, int], Tensor] = {}
+        self._queue: deque[tuple[Ticket, Sequence[Move], bool]] = deque()
+
+    def out(self, moves: Sequence[Move]) -> Ticket:
+        return self._ask(moves, to_host=True)
+
+    def back(self, moves: Sequence[Move], behind: Ticket) -> Ticket:
+        return self._ask(moves, to_host=False)
+
+    def wait(self, ticket: Ticket) -> None:
+        while not ticket.over:
+            one, moves, to_host = self._queue.popleft()
+            for storage, slot in moves:
+                there = torch.empty(0, dtype=torch.uint8).set_(storage)
+                if to_host:
+                    self._host[slot.slab, slot.offset] = there.clone()
+                    there.fill_(255)  # nan: it is not to be used until it is back
+                else:
+                    there.copy_(self._host.pop((slot.slab, slot.offset)))
+            one.over = True
+
+    def close(self) -> None:
+        pass
+
+    def _ask(self, moves: Sequence[Move], *, to_host: bool) -> Ticket:
+        ticket = Ticket(False, [])
+        self._queue.append((ticket, moves, to_host))
+        return ticket
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+class Stage(nn.Module):
+    """A linear layer, whose weight gradient can wait, and a scale, whose gradient is made in I."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(1 + torch.rand(HIDDEN, dtype=torch.float64))
+        self.linear = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
+
+    def forward(self, hidden: Tensor, position_ids: object = None, attention_mask: object = None) -> Tensor:
+        return hidden + torch.tanh(self.linear(hidden * self.scale))
+
+
+@lru_cache(maxsize=32)
+def _stages(count: int) -> list[Stage]:
+    torch.manual_seed(count)
+    stages = [Stage() for _ in range(count)]
+    for stage in stages:
+        split_layers(stage, WeightGradients())
+    return stages
+
+
+@lru_cache(maxsize=1)
+def _matrices() -> tuple[Tensor, Tensor]:
+    """Embedding and output layer."""
+    torch.manual_seed(0)
+    return torch.randn(VOCABULARY, HIDDEN, dtype=torch.float64), torch.randn(VOCABULARY, HIDDEN, dtype=torch.float64)
+
+
+@lru_cache(maxsize=32)
+def _batch(count: int) -> Batch:
+    torch.manual_seed(count)
+    microbatches = []
+    for _ in range(count):
+        targets = torch.randint(VOCABULARY, (TOKENS,))
+        targets[0] = IGNORE_INDEX
+        weights = torch.full((TOKENS,), 1 / count / (TOKENS - 1), dtype=torch.float64)
+        microbatches.append(Microbatch(torch.randint(VOCABULARY, (1, TOKENS)), targets, weights, None, None))
+    return Batch(tuple(microbatches), count, TOKENS, count * (TOKENS - 1))
+
+
+@lru_cache(maxsize=64)
+def _expected(stages: int, microbatches: int) -> tuple[Tensor, list[Tensor]]:
+    """Loss, and the gradients of all stages' parameters, the embedding and the output layer, in one process."""
+    modules = _stages(stages)
+    embedding, head = (matrix.clone().requires_grad_() for matrix in _matrices())
+    loss = torch.zeros((), dtype=torch.float64)
+    for microbatch in _batch(microbatches).microbatches:
+        hidden = embedding[microbatch.token_ids]
+        for module in modules:
+            module.linear._weight_gradients = WeightGradients()  # type: ignore[assignment]
+            hidden = module(hidden)
+        logits = hidden.view(TOKENS, HIDDEN) @ head.T
+        losses = functional.cross_entropy(logits, microbatch.targets, reduction="none", ignore_index=IGNORE_INDEX)
+        loss = loss + losses @ microbatch.weights
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    return loss.detach(), list(torch.autograd.grad(loss, [*parameters, embedding, head]))
+
+
+@dataclass(slots=True)
+class Device:
+    """What a device holds, for one step."""
+
+    walker: Walker
+    pool: HostPool
+    embedding: nn.Parameter | None
+    head: nn.Parameter | None
+    output: OutputShard | None
+
+
+def _device(program: Program, device: int, exchange: Exchange) -> Device:
+    placement, sharded = program.placement, program.barriers > 0
+    queue, pool = WeightGradients(), HostPool(Slab, slab_size=lambda size, room: size)
+    stages: dict[int, Any] = {}
+    for stage in placement.stages_of(device):
+        stages[stage] = module = _stages(placement.stages)[stage]
+        module.zero_grad()
+        module.linear._weight_gradients = queue  # type: ignore[assignment]
+    shards = split(VOCABULARY, placement.devices) if sharded else [Shard(0, VOCABULARY, VOCABULARY)]
+    part = device if sharded else 0
+    embedding, head = (
+        nn.Parameter(matrix[shards[part].start : shards[part].stop].clone()) if sharded or device == holder else None
+        for matrix, holder in zip(_matrices(), (placement.first_device, placement.last_device), strict=True)
+    )
+    output = None
+    if head is not None:
+        matrix = Matrix(head, head.dtype)
+        output = OutputShard(matrix, None, shards[part], LossOptions(), one_barrier=program.barriers == 1)
+    activations = Activations(pool, LateCopies(), CPU)
+    activations.smallest_bytes = 1
+    walker = Walker(
+        device,
+        stages,
+        None if embedding is None else EmbeddingShard(Matrix(embedding, embedding.dtype), shards, part, None),
+        output,
+        communicators={  # type: ignore[arg-type]
+            name: Line(exchange, name, members, device)
+            for name, members in program.communicators.items()
+            if device in members
+        },
+        ranks=range(placement.devices),
+        vocabulary_passes=sharded,
+        hidden_size=HIDDEN,
+        hidden_dtype=torch.float64,
+        torch_device=CPU,
+        weight_gradients=queue,
+        activations=activations,
+    )
+    return Device(walker, pool, embedding, head, output)
+
+
+def walk(program: Program, seed: int) -> None:
+    """One step. Raises what a device fails with, StandstillError where none can go on, and ResultError where loss or
+    gradients are not those of one process, or something is left over."""
+    exchange = Exchange(program.devices, random.Random(seed))
+    devices = [_device(program, device, exchange) for device in range(program.devices)]
+    batch = _batch(program.microbatches)
+    exchange.run([lambda one=one: one.walker.walk(program, batch) for one in devices])  # type: ignore[misc]
+    if any(exchange.queues):
+        raise ResultError("transfers are under way at the end")
+    if any(one.pool.used for one in devices):
+        raise ResultError("room on the host is not given back")
+    loss, gradients = _expected(program.placement.stages, program.microbatches)
+    for found in (one.output.loss for one in devices if one.output is not None):
+        if found is None or not torch.allclose(found, loss, rtol=EXACT):
+            raise ResultError(f"the loss is {found}, not {loss}")
+    if program.forward_only:
+        return
+    modules = _stages(program.placement.stages)
+    sums = [parameter.grad for module in modules for parameter in module.parameters()]
+    for name in ("embedding", "head"):
+        held = [shard for one in devices if (shard := getattr(one, name)) is not None]
+        parts = [torch.zeros_like(shard) if shard.grad is None else shard.grad for shard in held]
+        sums.append(torch.cat(parts))
+    for number, (one, wanted) in enumerate(zip(sums, gradients, strict=True)):
+        if one is None or not bool(torch.linalg.vector_norm(one - wanted) <= EXACT * torch.linalg.vector_norm(wanted)):
+            raise ResultError(f"gradient {number} is not that of one process")
