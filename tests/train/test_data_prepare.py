@@ -223,7 +223,7 @@ def test_a_full_disk_is_a_failed_run_and_leaves_nothing_behind(config, corpus):
 
 def test_a_run_folder_that_is_a_file_is_refused(config, tmp_path):
     (tmp_path / "run").write_text("")
-    with pytest.raises(InputError, match=r"run.*cannot be written"):
+    with pytest.raises(InputError, match=r"output\.folder is .*run\", but must be a folder that can be written"):
         prepare(config(), quiet)
 
 

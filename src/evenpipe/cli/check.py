@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 
+from evenpipe.cli.printing import say, say_json
 from evenpipe.cli.schedule_arguments import add_costs, add_json, add_memory_limit, numbers
 
 
@@ -19,7 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     parser.epilog = (
         "Sound is what runs every pass exactly once on its device, behind what it needs, to the end of every row,\n"
-        "whichever way transfers are queued, and releases every activation. Every fault is listed.\n"
+        "whichever way transfers are queued, and releases every activation.\n"
+        "The first 1000 faults are listed, and all of them with --json.\n"
         "Placement, microbatches and barriers follow from the passes.\n\n"
         "exit codes: 0 sound, 1 faults found, 2 not a schedule"
     )
@@ -37,5 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
         memory_limit=numbers("memory-limit", arguments.memory_limit),
         bytes_limit=numbers("bytes-limit", arguments.bytes_limit),
     )
-    print(json.dumps(report.to_dict()) if arguments.json else report.text(), flush=True)
+    if arguments.json:
+        say_json(report.to_dict())
+    else:
+        say(report.text())
     return 0 if report.sound else 1

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evenpipe.cli.printing import say
 from evenpipe.cli.schedule_arguments import COSTS, add_cases, cases, schedules_help
 from evenpipe.errors import InputError
 
@@ -48,10 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the file and say so, or print the picture."""
     from evenpipe.draw import check_file, draw, terminal
+    from evenpipe.schedule.cost_values import LARGEST, SMALLEST
 
     unit = arguments.unit_seconds
-    if unit is not None and not 0 < unit < math.inf:
-        raise InputError(f"--unit-seconds is {unit:g}, expected a number above 0")
+    if unit is not None and not SMALLEST <= unit <= LARGEST:
+        raise InputError(f"--unit-seconds is {unit:g}, expected a number above 0, from {SMALLEST:g} to {LARGEST:g}")
     if arguments.output is not None:
         check_file(arguments.output)
     note = ""
@@ -64,9 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(terminal(timelines, memory=arguments.memory, waits=waits, unit_seconds=unit), end="", flush=True)
     else:
         draw(timelines, arguments.output, title=title, memory=arguments.memory, waits=waits, unit_seconds=unit)
-        print(f"wrote {arguments.output}", flush=True)
+        say(f"wrote {arguments.output}")
     if note:
-        print(note, flush=True)
+        say(note)
     return 0
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenpipe.cli.lists import whole_numbers
+from evenpipe.cli.printing import say, say_json
 from evenpipe.cli.schedule_arguments import add_json, add_offload, numbers, offload, refuse_too_large
 from evenpipe.errors import InputError
+from evenpipe.given import plain, write_text
 
 if TYPE_CHECKING:
     from evenpipe.memory.estimate import Estimate
@@ -179,11 +179,11 @@ def run(arguments: argparse.Namespace) -> int:
         values = {"model": arguments.model, **found.to_dict()}
         if paper is not None:
             values["paper"] = {"states": paper.states, "activations": paper.activations, "total": paper.total}
-        print(json.dumps(values), flush=True)
+        say_json(values)
     else:
-        print(estimate_report.text(description, found, paper), flush=True)
+        say(estimate_report.text(description, found, paper))
         if arguments.output is not None:
-            print(f"wrote {arguments.output}", flush=True)
+            say(f"wrote {arguments.output}")
     return 1 if found.verdict == "does not fit" else 0
 
 
@@ -192,7 +192,7 @@ def _check_output(name: str) -> None:
     from evenpipe.draw import check_file
 
     if not name.endswith(".svg"):
-        raise InputError(f"--output is '{name}', but the name of the picture must end in .svg")
+        raise InputError(f"--output is '{plain(name)}', but the name of the picture must end in .svg")
     check_file(name)
 
 
@@ -201,7 +201,4 @@ def _draw(found: Estimate, arguments: argparse.Namespace) -> None:
 
     bars = Bars(f"{found.schedule}, {found.vocabulary}", tuple(device.terms for device in found.devices))
     text = bars_svg([bars], title=f"Memory of every device: {arguments.model}", limit=found.memory)
-    try:
-        Path(arguments.output).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"'{arguments.output}' cannot be written: {error.strerror}") from None
+    write_text(arguments.output, text)

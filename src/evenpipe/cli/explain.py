@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 
-from evenpipe.cli.model_argument import add_hardware
+from evenpipe.cli.model_argument import add_hardware, check_gpus
+from evenpipe.cli.printing import say, say_json
 from evenpipe.errors import InputError
 
 SEQUENCE = 4096
@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Figures, one picture, and the commands to go on with."""
-    for name in ("gpus", "sequence", "batch", "pp", "tp"):
+    check_gpus(arguments.gpus)
+    for name in ("sequence", "batch", "pp", "tp"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise InputError(f"--{name} is {value}, expected a whole number of at least 1")
@@ -76,14 +77,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         draw(found.timelines(), arguments.output, title=f"{arguments.model}: one step", unit_seconds=1.0)
     if arguments.json:
-        print(json.dumps(found.to_dict()), flush=True)
+        say_json(found.to_dict())
         return 0
-    print(f"{found.text()}\n")
+    say(f"{found.text()}\n")
     if arguments.output is None:
         print(terminal(found.timelines(), unit_seconds=1.0))
     else:
-        print(f"wrote {arguments.output}\n")
-    print("Go on with")
-    for command in found.commands():
-        print(f"  {command}")
+        say(f"wrote {arguments.output}\n")
+    say("\n".join(["Go on with", *(f"  {command}" for command in found.commands())]))
     return 0

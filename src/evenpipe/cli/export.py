@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from evenpipe.cli.printing import say
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """From where, and to where."""
@@ -21,5 +23,5 @@ def run(arguments: argparse.Namespace) -> int:
     from evenpipe.train.export import export_checkpoint
 
     export_checkpoint(arguments.checkpoint, arguments.output)
-    print(f"wrote {arguments.output}", flush=True)
+    say(f"wrote {arguments.output}")
     return 0

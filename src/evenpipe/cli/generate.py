@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from evenpipe.cli.printing import say
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model and how it draws."""
@@ -34,5 +36,5 @@ def run(arguments: argparse.Namespace) -> int:
         top_k=arguments.top_k,
         seed=arguments.seed,
     )
-    print(text, flush=True)
+    say(text)
     return 0

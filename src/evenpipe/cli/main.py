@@ -17,9 +17,11 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import FrameType, ModuleType
+from typing import Any
 
 from evenpipe import __version__
 from evenpipe.errors import InputError, RunError
+from evenpipe.given import is_text, plain, plain_lines, shortened, shown
 
 COMMANDS = {
     "explain": "what is out of balance in a model, and what would help: the first thing to try",
@@ -36,6 +38,9 @@ COMMANDS = {
 }
 """Command -> one line; each is the module `evenpipe.cli.COMMAND` with `add_arguments(parser)` and `run(arguments)`."""
 
+MOST = 2000
+"""Characters of a line of an error."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. `arguments` defaults to those of the process."""
@@ -44,11 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without, say, µ shows a question mark for it
     try:
+        _refuse_strange(arguments)
         parser, of_command = _parser(command)
         parsed, unknown = parser.parse_known_args(arguments)
         assert command is not None, "the parser ends without a command"
         if unknown:
-            raise InputError(f"{command} has no argument {unknown[0]}{_nearest(unknown[0], of_command)}")
+            raise InputError(f"{command} has no argument {plain(unknown[0])}{_nearest(unknown[0], of_command)}")
         if "RANK" not in os.environ:  # under torchrun that signal ends a victim; the watch then says whose
             signal.signal(signal.SIGTERM, _terminated)
         exit_code: int = _module(command).run(parsed)
@@ -56,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as ending:  # from argparse (0 help, 2 wrong arguments) and from SIGTERM
         return ending.code if isinstance(ending.code, int) else int(ending.code is not None)
     except (InputError, RunError) as error:
-        print(f"evenpipe: {error}", file=sys.stderr)
+        _say(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -65,16 +71,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            print(f"evenpipe: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
+            _say(f"{error.filename or 'the output'} cannot be written: {error.strerror}")
             return RunError.exit_code
-        traceback.print_exc()
-        print("evenpipe: the run failed with the error above", file=sys.stderr)
+        print(plain_lines(traceback.format_exc()), end="", file=sys.stderr)
+        _say("the run failed with the error above")
         return RunError.exit_code
+
+
+def _say(text: str) -> None:
+    """Show an error; whatever words of others it has in it, they do not reach the terminal as controls, nor fill it."""
+    print("\n".join(shortened(line, MOST) for line in f"evenpipe: {plain_lines(text)}".split("\n")), file=sys.stderr)
+
+
+def _refuse_strange(arguments: Sequence[str]) -> None:
+    """Raise InputError for an argument that neither a message nor a file can have in it."""
+    for argument in arguments:
+        if not is_text(argument):
+            raise InputError(f"the argument {shown(argument)} is not UTF-8, or holds NUL")
+
+
+class _Parser(argparse.ArgumentParser):
+    """One whose messages are shown as all others are."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        lines = plain_lines(message or "").split("\n")
+        super()._print_message("\n".join(shortened(line, MOST) for line in lines), file)
 
 
 def _parser(command: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     """The parser, and that of `command`, which alone knows its arguments."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="evenpipe",
         description="Pipeline-parallel training for Hugging Face language models, with nothing out of balance.",
         epilog="exit codes: 0 done, 1 the answer is no, 2 the input is wrong, 3 the run failed",

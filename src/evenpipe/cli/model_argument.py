@@ -7,9 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenpipe.errors import InputError
+from evenpipe.given import plain, shown
 
 if TYPE_CHECKING:
     from evenpipe.model import Description
+
+
+MOST_GPUS = 100_000
+"""With so many there are already thousands of ways to arrange them."""
+
+
+def check_gpus(number: int) -> None:
+    """Raise InputError for a number of GPUs that nobody can plan for."""
+    if not 1 <= number <= MOST_GPUS:
+        raise InputError(f"--gpus is {shown(number)}, expected a whole number of at least 1, at most {MOST_GPUS}")
 
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:
@@ -29,5 +40,5 @@ def read_model(text: str) -> Description:
     from evenpipe.model import describe
 
     if Path(text).suffix == ".json" and not Path(text).is_file():
-        raise InputError(f"--model is '{text}', but there is no such file")
+        raise InputError(f"--model is '{plain(text)}', but there is no such file")
     return describe(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -11,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenpipe.cli.lists import whole_numbers, words
-from evenpipe.cli.model_argument import add_hardware
+from evenpipe.cli.model_argument import add_hardware, check_gpus
+from evenpipe.cli.printing import say, say_json
 from evenpipe.errors import InputError
+from evenpipe.given import plain
 
 if TYPE_CHECKING:
     from evenpipe.model import Description
@@ -118,9 +119,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(found.failed[0].fault)
     ranking = Ranking(found, arguments.best)
     if arguments.json:
-        print(json.dumps(ranking.to_dict()), flush=True)
+        say_json(ranking.to_dict())
     else:
-        print(ranking.text(explain=arguments.explain), flush=True)
+        say(ranking.text(explain=arguments.explain))
     if found.best is None:
         return 1
     if arguments.output is not None:
@@ -137,8 +138,7 @@ def _problem(arguments: argparse.Namespace) -> tuple[Problem, Mapping[str, Any]]
 
     hardware = find_hardware(arguments.hardware)
     memory = None if arguments.gpu_memory is None else parse_size(arguments.gpu_memory, "--gpu-memory")
-    if arguments.gpus < 1:
-        raise InputError(f"--gpus is {arguments.gpus}, expected a whole number of at least 1")
+    check_gpus(arguments.gpus)
     description: Description
     sequence, batch = arguments.sequence, arguments.batch
     base: Mapping[str, Any]
@@ -218,15 +218,15 @@ def _share(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:
-        raise InputError(f"--host-share is '{text}', expected numbers between 0 and 1, or least") from None
+        raise InputError(f"--host-share is '{plain(text)}', expected numbers between 0 and 1, or least") from None
 
 
 def _check_output(path: Path) -> None:
     """Raise InputError, before any time is spent, where the plan could not be written."""
     if path.suffix != ".toml":
-        raise InputError(f"--output is '{path}', but the name of a configuration must end in .toml")
+        raise InputError(f"--output is '{plain(path)}', but the name of a configuration must end in .toml")
     if not path.absolute().parent.is_dir():
-        raise InputError(f"'{path}' cannot be written: there is no folder '{path.parent}'")
+        raise InputError(f"'{plain(path)}' cannot be written: there is no folder '{plain(path.parent)}'")
 
 
 def _write(found: Found, base: Mapping[str, Any], arguments: argparse.Namespace) -> None:
@@ -241,7 +241,7 @@ def _write(found: Found, base: Mapping[str, Any], arguments: argparse.Namespace)
     write_tables(tables, arguments.output, notes)
     if not arguments.json:
         note = "" if plan is found.best else f" (plan {found.plans.index(plan) + 1}: those above it are estimates only)"
-        print(f"wrote {arguments.output}{note}", flush=True)
+        say(f"wrote {arguments.output}{note}")
 
 
 def _bar(*, quiet: bool) -> Any:

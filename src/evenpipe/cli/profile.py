@@ -6,11 +6,12 @@ configuration, passes of its model too."""
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from evenpipe.cli.printing import say, say_json
 from evenpipe.errors import InputError
+from evenpipe.given import plain, shortened
 
 if TYPE_CHECKING:
     from evenpipe.schedule import Costs
@@ -81,16 +82,16 @@ def run(arguments: argparse.Namespace) -> int:
         given = "neither is" if arguments.config is None else "both are"
         raise InputError(f"profile needs either CONFIG.toml or --from TRACE.json, but {given} given")
     costs, about = _from_traces(arguments.traces) if arguments.traces else _measured(arguments)
-    known = ", ".join(f"{key} {value}" for key, value in about.items() if key != "step")
+    known = ", ".join(shortened(plain(f"{key} {value}")) for key, value in about.items() if key != "step")
     notes = [f"Seconds per microbatch, measured: {known}"]
     if arguments.output is not None:
         write_costs(costs, arguments.output, notes)
     if arguments.json:
-        print(json.dumps(costs.to_dict()), flush=True)
+        say_json(costs.to_dict())
     elif arguments.output is None:
-        print(costs_to_toml(costs, notes), end="", flush=True)
+        say(costs_to_toml(costs, notes), end="")
     else:
-        print(f"wrote {arguments.output}", flush=True)
+        say(f"wrote {arguments.output}")
     return 0
 
 
@@ -136,9 +137,9 @@ def _hardware(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         write_hardware(hardware, arguments.output)
     if arguments.json:
-        print(json.dumps(hardware.to_dict()), flush=True)
+        say_json(hardware.to_dict())
     elif arguments.output is None:
-        print(hardware_to_toml(hardware), end="", flush=True)
+        say(hardware_to_toml(hardware), end="")
     else:
-        print(f"wrote {arguments.output}", flush=True)
+        say(f"wrote {arguments.output}")
     return 0

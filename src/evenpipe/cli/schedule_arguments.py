@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenpipe.errors import InputError
+from evenpipe.given import plain
 
 if TYPE_CHECKING:
     from evenpipe.plan.cases import Case
@@ -127,7 +128,9 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
     refuse_too_large(arguments)
     modes = [mode.strip() for mode in (arguments.vocabulary or "").split(",") if mode.strip()]
     if arguments.vocabulary is not None and not modes:
-        raise InputError(f"--vocabulary is '{arguments.vocabulary}', expected one or several modes such as vocab-2")
+        raise InputError(
+            f"--vocabulary is '{plain(arguments.vocabulary)}', expected one or several modes such as vocab-2"
+        )
     return plan_cases(
         list(dict.fromkeys(names)),
         devices=arguments.devices,
@@ -157,9 +160,9 @@ def _refuse_strange(name: str, schedules: Mapping[str, Any]) -> None:
     if name in schedules or name.endswith(".csv"):
         return
     if "," in name:
-        raise InputError(f"--schedule is '{name}', but takes one schedule; --compare {name} takes several")
+        raise InputError(f"--schedule is '{plain(name)}', but takes one schedule; --compare {name} takes several")
     if Path(name).suffix or Path(name).is_file():
-        raise InputError(f"'{name}' is not the name of a schedule, and the name of a file must end in .csv")
+        raise InputError(f"'{plain(name)}' is not the name of a schedule, and the name of a file must end in .csv")
     options_of(name)  # which raises, with the nearest name
 
 
@@ -180,5 +183,5 @@ def numbers(name: str, text: str | None) -> float | list[float] | None:
     try:
         values = [float(word) for word in text.split(",")]
     except ValueError:
-        raise InputError(f"--{name} is '{text}', expected a number, or one per device such as 8,8,6,4") from None
+        raise InputError(f"--{name} is '{plain(text)}', expected a number, or one per device such as 8,8,6,4") from None
     return values[0] if len(values) == 1 else values

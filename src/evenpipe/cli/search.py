@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
+from evenpipe.cli.printing import say, say_json
 from evenpipe.cli.schedule_arguments import (
     add_costs,
     add_json,
@@ -15,6 +15,7 @@ from evenpipe.cli.schedule_arguments import (
     refuse_too_large,
 )
 from evenpipe.errors import InputError
+from evenpipe.given import plain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,17 +74,23 @@ def run(arguments: argparse.Namespace) -> int:
     )
     result = search(problem, seconds=arguments.seconds, workers=arguments.workers, seed=arguments.seed)
     if result is None:
-        print(json.dumps({"possible": False}) if arguments.json else "no order fits the memory limit", flush=True)
+        if arguments.json:
+            say_json({"possible": False})
+        else:
+            say("no order fits the memory limit")
         return 1
     if arguments.output is not None:
         write_schedule(result.order, arguments.output)
-    print(json.dumps({"possible": True, **result.to_dict()}) if arguments.json else result.text(), flush=True)
+    if arguments.json:
+        say_json({"possible": True, **result.to_dict()})
+    else:
+        say(result.text())
     return 0
 
 
 def _check_output(path: Path) -> None:
     """Raise InputError, before any time is spent, where the order could not be written or not be found again."""
     if path.suffix != ".csv":
-        raise InputError(f"--output is '{path}', but the name of a schedule's file must end in .csv")
+        raise InputError(f"--output is '{plain(path)}', but the name of a schedule's file must end in .csv")
     if not path.absolute().parent.is_dir():
-        raise InputError(f"'{path}' cannot be written: there is no folder '{path.parent}'")
+        raise InputError(f"'{plain(path)}' cannot be written: there is no folder '{plain(path.parent)}'")

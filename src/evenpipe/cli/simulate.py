@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 
+from evenpipe.cli.printing import say, say_json
 from evenpipe.cli.schedule_arguments import COSTS, add_cases, add_json, cases, schedules_help
 
 
@@ -23,9 +23,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     several = arguments.compare is not None or len(planned) > 1
     if arguments.json:
-        print(json.dumps(case_report.to_dict(planned, arguments.costs, several=several)), flush=True)
+        say_json(case_report.to_dict(planned, arguments.costs, several=several))
     elif several:
-        print(case_report.table(planned, arguments.costs), flush=True)
+        say(case_report.table(planned, arguments.costs))
     else:
-        print(case_report.summary(planned[0], arguments.costs), flush=True)
+        say(case_report.summary(planned[0], arguments.costs))
     return 0

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 
 from evenpipe.errors import InputError
+from evenpipe.given import plain
 
 TRACED_STEP = 3
 """Of a run with --trace: memory and connections have warmed up."""
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     if "=" in (arguments.trace or ""):
         raise InputError(
-            f"--trace takes '{arguments.trace}' for its folder; write overrides before it, or --trace=FOLDER"
+            f"--trace takes '{plain(arguments.trace)}' for its folder; write overrides before it, or --trace=FOLDER"
         )
     if arguments.trace is not None:
         steps = config.output.trace_steps or (min(TRACED_STEP, config.training.steps),)

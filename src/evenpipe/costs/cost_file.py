@@ -7,28 +7,28 @@ from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError
+from evenpipe.given import plain, write_text
 from evenpipe.schedule import Costs
 
 
 def write_costs(costs: Costs, path: str | Path, notes: Iterable[str] = ()) -> None:
     """Write a file that `read_costs` reads, with `notes` as comments on top. Raises InputError where it cannot be."""
-    try:
-        Path(path).write_text(costs_to_toml(costs, notes), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+    write_text(path, costs_to_toml(costs, notes))
 
 
 def check_output(path: str | Path) -> None:
     """Raises InputError where a cost file could not be written, before any time is spent."""
     if Path(path).suffix != ".toml":
-        raise InputError(f"'{path}' cannot be written: the name of a cost file that is written must end in .toml")
+        raise InputError(
+            f"'{plain(path)}' cannot be written: the name of a cost file that is written must end in .toml"
+        )
     if not Path(path).absolute().parent.is_dir():
-        raise InputError(f"'{path}' cannot be written: there is no folder '{Path(path).parent}'")
+        raise InputError(f"'{plain(path)}' cannot be written: there is no folder '{plain(Path(path).parent)}'")
 
 
 def costs_to_toml(costs: Costs, notes: Iterable[str] = ()) -> str:
     """Costs as TOML: times first, tables below them."""
-    lines = [f"# {line}".rstrip() for note in notes for line in note.splitlines() or [""]]
+    lines = [f"# {plain(line)}".rstrip() for note in notes for line in note.split("\n")]
     tables: list[tuple[str, Mapping[str, Any]]] = []
     for name, value in costs.to_dict().items():
         if not isinstance(value, Mapping):

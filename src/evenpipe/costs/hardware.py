@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import difflib
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError
+from evenpipe.given import plain, read_toml, shown, write_text
 
 from .measured_passes import MeasuredPasses, is_number
 
@@ -79,20 +79,25 @@ class Hardware:
     """Of models that were measured: what times of those are corrected by."""
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if entry.name in _NUMBERS and not (is_number(value) and value > 0):
-                raise InputError(f"hardware: {entry.name} is {value!r}, expected a number above 0")
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if not (is_number(value) and value > 0):
+                raise InputError(f"hardware: {name} is {shown(value)}, expected a number above 0")
+        for name in ("name", "source"):
+            if not isinstance(getattr(self, name), str):
+                raise InputError(f"hardware: {name} is {shown(getattr(self, name))}, expected a text")
+        if self.torch_device not in ("cuda", "cpu"):
+            raise InputError(f"hardware: torch_device is {shown(self.torch_device)}, expected 'cuda' or 'cpu'")
         for dtype, peak in self.peak_flops.items():
             if dtype not in ELEMENT_BYTES or not (is_number(peak) and peak > 0):
-                accepted = ", ".join(ELEMENT_BYTES)
-                raise InputError(f"hardware: peak_flops.{dtype} is {peak!r}, expected FLOPs per second of {accepted}")
+                what, accepted = plain(f"peak_flops.{dtype}"), ", ".join(ELEMENT_BYTES)
+                raise InputError(f"hardware: {what} is {shown(peak)}, expected FLOPs per second of {accepted}")
         for name in ("product_fraction", "attention_fraction"):
             if getattr(self, name) > 1:
                 raise InputError(f"hardware: {name} is {getattr(self, name)}, expected a number above 0, at most 1")
         if not isinstance(self.context_bytes, int) or self.context_bytes < 0:
             raise InputError(
-                f"hardware: context_bytes is {self.context_bytes!r}, expected a whole number of at least 0"
+                f"hardware: context_bytes is {shown(self.context_bytes)}, expected a whole number of at least 0"
             )
         if self.contention < 1:
             raise InputError(f"hardware: contention is {self.contention}, expected a number of at least 1")
@@ -266,16 +271,11 @@ def find_hardware(name: str | Path) -> Hardware:
 
 def read_hardware(path: str | Path) -> Hardware:
     """A file of one device. Raises InputError that names the file and what is wrong."""
-    try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not TOML: {error}") from None
+    values = read_toml(path)
     try:
         return hardware_from_dict(values)
     except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+        raise InputError(f"{plain(path)}: {error}") from None
 
 
 def hardware_from_dict(values: Mapping[str, Any]) -> Hardware:
@@ -284,10 +284,10 @@ def hardware_from_dict(values: Mapping[str, Any]) -> Hardware:
     for name in ("inside", "across"):
         given[name] = wire_from_dict(name, given[name])
     if not isinstance(given["peak_flops"], Mapping):
-        raise InputError(f"hardware: peak_flops is {given['peak_flops']!r}, expected a table of FLOPs by dtype")
+        raise InputError(f"hardware: peak_flops is {shown(given['peak_flops'])}, expected a table of FLOPs by dtype")
     passes = given.pop("passes", [])
     if not isinstance(passes, (list, tuple)):
-        raise InputError(f"hardware: passes is {passes!r}, expected tables")
+        raise InputError(f"hardware: passes is {shown(passes)}, expected tables")
     given["passes"] = tuple(map(MeasuredPasses.from_dict, passes))
     return Hardware(**given)
 
@@ -295,14 +295,13 @@ def hardware_from_dict(values: Mapping[str, Any]) -> Hardware:
 def wire_from_dict(name: str, values: Any) -> Wire:
     """One wire of a file."""
     if not isinstance(values, Mapping):
-        raise InputError(f"hardware: {name} is {values!r}, expected a table of latency_seconds and bandwidth")
+        raise InputError(f"hardware: {name} is {shown(values)}, expected a table of latency_seconds and bandwidth")
     given = _known_keys(f"hardware: {name}", values, Wire)
     for key, value in given.items():
         least = 0 if key == "latency_seconds" else 1e-9
         if not is_number(value) or value < least:
-            raise InputError(
-                f"hardware: {name}.{key} is {value!r}, expected a number {'of at least' if not least else 'above'} 0"
-            )
+            accepted = "above 0" if least else "of at least 0"
+            raise InputError(f"hardware: {name}.{key} is {shown(value)}, expected a number {accepted}")
     return Wire(**given)
 
 
@@ -310,8 +309,8 @@ def _known_keys(where: str, values: Mapping[str, Any], kind: type) -> Mapping[st
     names = [entry.name for entry in fields(kind)]
     for key in values:
         if key not in names:
-            near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)[0]
-            raise InputError(f"{where}: unknown key '{key}', did you mean {near}?")
+            near = difflib.get_close_matches(shown(key), names, n=1, cutoff=0.0)[0]
+            raise InputError(f"{where}: unknown key {shown(key)}, did you mean {near}?")
     for name in names:
         if name not in values and name not in _OPTIONAL:
             raise InputError(f"{where}: {name} is missing")
@@ -323,10 +322,7 @@ _OPTIONAL = ("torch_device", "units", "contention", "context_bytes", "passes")
 
 def write_hardware(hardware: Hardware, path: str | Path) -> None:
     """Write a file that `read_hardware` reads. Raises InputError where it cannot be."""
-    try:
-        Path(path).write_text(hardware_to_toml(hardware), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+    write_text(path, hardware_to_toml(hardware))
 
 
 def hardware_to_toml(hardware: Hardware) -> str:

@@ -19,6 +19,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from evenpipe.errors import InputError
+from evenpipe.given import shown
+from evenpipe.schedule.cost_values import LARGEST, SMALLEST
 
 if TYPE_CHECKING:
     from evenpipe.schedule.costs import Cost, Costs
@@ -65,30 +67,34 @@ class MeasuredPasses:
         for name in ("sequence", "microbatch_size", "devices"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"hardware: passes.{name} is {value!r}, expected a whole number of at least 1")
+                raise InputError(f"hardware: passes.{name} is {shown(value)}, expected a whole number of at least 1")
         for name in ("model", "dtype"):
             if not isinstance(getattr(self, name), str):
-                raise InputError(f"hardware: passes.{name} is {getattr(self, name)!r}, expected a text")
+                raise InputError(f"hardware: passes.{name} is {shown(getattr(self, name))}, expected a text")
         if not is_number(self.contention) or self.contention < 1:
-            raise InputError(f"hardware: passes.contention is {self.contention!r}, expected a number of at least 1")
+            raise InputError(
+                f"hardware: passes.contention is {shown(self.contention)}, expected a number of at least 1"
+            )
         for name, value in self.seconds.items():
             if name not in MEASURED or not is_number(value) or value < 0:
                 accepted = ", ".join(MEASURED)
-                raise InputError(f"hardware: passes.seconds.{name} is {value!r}, expected seconds of {accepted}")
+                raise InputError(f"hardware: passes.seconds.{name} is {shown(value)}, expected seconds of {accepted}")
 
     @classmethod
     def from_dict(cls, values: Any) -> MeasuredPasses:
         """The inverse of `to_dict`. Raises InputError for an unknown or missing key and for a bad value."""
         if not isinstance(values, Mapping):
-            raise InputError(f"hardware: passes holds {values!r}, expected tables")
+            raise InputError(f"hardware: passes holds {shown(values)}, expected tables")
         for name in values:
             if name not in cls.__slots__:
-                raise InputError(f"hardware: unknown key 'passes.{name}', accepted: {', '.join(cls.__slots__)}")
+                raise InputError(
+                    f"hardware: unknown key {shown(f'passes.{name}')}, accepted: {', '.join(cls.__slots__)}"
+                )
         for name in cls.__slots__:
             if name not in values:
                 raise InputError(f"hardware: passes.{name} is missing")
         if not isinstance(values["seconds"], Mapping):
-            raise InputError(f"hardware: passes.seconds is {values['seconds']!r}, expected a table")
+            raise InputError(f"hardware: passes.seconds is {shown(values['seconds'])}, expected a table")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,8 +103,10 @@ class MeasuredPasses:
 
 
 def is_number(value: Any) -> bool:
-    """Of a file: a finite one."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Of a file: one that can be reckoned with, 0 or not too far from 1 (`cost_values`)."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return value == 0 or SMALLEST <= abs(value) <= LARGEST
 
 
 def fingerprint(works: Sequence[LayerWork], rows: int, hidden_size: int) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
+from evenpipe.given import plain
+
 TEXT, FAINT = "#1c2026", "#5c6570"
 """Colours of words, and of those that stand back."""
 
@@ -37,7 +39,7 @@ class Canvas:
         more = f' text-anchor="{anchor}"' if anchor and anchor != "start" else ""
         more += f' font-weight="{weight}"' if weight else ""
         self.lines.append(
-            f'<text x="{n(x)}" y="{n(y)}" font-size="{n(size)}" fill="{fill}"{more}>{escape(text)}</text>'
+            f'<text x="{n(x)}" y="{n(y)}" font-size="{n(size)}" fill="{fill}"{more}>{escape(plain(text))}</text>'
         )
 
     def document(self, width: float, height: float, *, name: str, summary: str) -> str:
@@ -46,8 +48,8 @@ class Canvas:
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" width="{n(width)}" height="{n(height)}" '
                 f'viewBox="0 0 {n(width)} {n(height)}" font-family="{_FONT}" role="img" aria-labelledby="t d">',
-                f'<title id="t">{escape(name)}</title>',
-                f'<desc id="d">{escape(summary)}</desc>',
+                f'<title id="t">{escape(plain(name))}</title>',
+                f'<desc id="d">{escape(plain(summary))}</desc>',
                 f'<rect width="{n(width)}" height="{n(height)}" fill="#ffffff"/>',
                 *self.lines,
                 "</svg>\n",

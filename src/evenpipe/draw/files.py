@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from evenpipe.errors import InputError
+from evenpipe.given import plain, write_text
 
 from .page import page
 from .panel import Timelines
@@ -37,11 +38,7 @@ def draw(
         ".svg": lambda: svg(timelines, title=title, memory=memory, waits=waits, unit_seconds=unit_seconds),
     }
     path = check_file(file)
-    text = write[path.suffix.lower()]()
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"'{file}' cannot be written: {error.strerror}") from None
+    write_text(path, write[path.suffix.lower()]())
 
 
 def check_file(file: str | Path) -> Path:
@@ -49,8 +46,8 @@ def check_file(file: str | Path) -> Path:
     path = Path(file)
     if path.suffix.lower() not in EXTENSIONS:
         raise InputError(
-            f"'{file}' cannot be drawn: its name must end in {', '.join(EXTENSIONS[:-1])} or {EXTENSIONS[-1]}"
+            f"'{plain(file)}' cannot be drawn: its name must end in {', '.join(EXTENSIONS[:-1])} or {EXTENSIONS[-1]}"
         )
     if not path.absolute().parent.is_dir():
-        raise InputError(f"'{file}' cannot be written: there is no folder '{path.parent}'")
+        raise InputError(f"'{plain(file)}' cannot be written: there is no folder '{plain(path.parent)}'")
     return path

@@ -16,6 +16,8 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from evenpipe.given import plain
+
 from .encode import Looks, encode
 from .figures import Scale, amount_text, busy_share, figures, share_text
 from .kinds import LOOKS, for_dark, ink_on
@@ -54,7 +56,7 @@ def page(timelines: Timelines, *, title: str = "", unit_seconds: float | None = 
     return _filled(
         _part("page.html"),
         {
-            "TITLE": escape(heading),
+            "TITLE": escape(plain(heading)),
             "STYLE": style,
             "STYLE_HASH": _hash(style),
             "SCRIPT": script,

@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from evenpipe.errors import InputError
+from evenpipe.given import plain
 from evenpipe.schedule import Event, Item, Kind, Pass, Timeline, TransferKind, parts_of
 
 from .kinds import LOOKS, colours_of
@@ -170,7 +171,7 @@ def panels_of(timelines: Timelines) -> tuple[Panel, ...]:
     named = {"": timelines} if isinstance(timelines, Timeline) else timelines
     if not named:
         raise InputError("there is no timeline to draw; give at least one")
-    return tuple(Panel(str(name), timeline) for name, timeline in named.items())
+    return tuple(Panel(plain(name), timeline) for name, timeline in named.items())
 
 
 def kinds_in(panels: Iterable[Panel]) -> tuple[Kind, ...]:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 
 from evenpipe.errors import InputError
+from evenpipe.given import plain, shortened
 
 GIB = 1 << 30
+
+MOST = 2**63
+"""Bytes: 8 EiB, what a system can count."""
 
 UNITS = {
     "B": 1,
@@ -32,10 +36,11 @@ def parse_size(text: str, what: str = "memory") -> int:
     """Bytes of, say, "80GiB" or "40 GB". Raises InputError that names `what`, for no number, no unit and nothing."""
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = "" if found is None else found[2]
+    quoted = f"'{shortened(plain(text))}'"
     if found is None or unit.lower() not in _BY_LETTERS:
         why = ", which has no unit" if found is not None and not unit else ""
-        raise InputError(f"{what} is '{text}'{why}, expected a number and a unit, as in 80GiB")
-    size = round(float(found[1]) * _BY_LETTERS[unit.lower()])
-    if size < 1:
-        raise InputError(f"{what} is '{text}', expected more than nothing")
-    return size
+        raise InputError(f"{what} is {quoted}{why}, expected a number and a unit, as in 80GiB")
+    size = float(found[1]) * _BY_LETTERS[unit.lower()]
+    if not 0.5 < size < MOST:
+        raise InputError(f"{what} is {quoted}, expected more than nothing and less than 8 EiB")
+    return round(size)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from evenpipe.costs import costs_of
+from evenpipe.given import plain, shortened
 from evenpipe.schedule import Costs, Event, Timeline
 from evenpipe.schedule.trace import Trace
 from evenpipe.schedule.words import count
@@ -42,8 +43,8 @@ class Comparison:
     def title(self) -> str:
         """The schedule, its vocabulary mode and its size, as far as the trace says them."""
         about, program = self.trace.about, self.trace.program
-        names = [str(about[key]) for key in ("schedule", "vocabulary") if about.get(key)]
-        step = [f"step {about['step']}"] if "step" in about else []
+        names = [shortened(plain(about[key])) for key in ("schedule", "vocabulary") if about.get(key)]
+        step = [f"step {shortened(plain(about['step']))}"] if "step" in about else []
         size = [count(program.devices, "device"), count(program.microbatches, "microbatch")]
         return ", ".join([" + ".join(names), *size, *step] if names else [*size, *step])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from evenpipe.errors import InputError
+from evenpipe.given import shown
 from evenpipe.runtime.copies import FileCopies, StreamCopies
 from evenpipe.runtime.host_pool import PAGE, FileSlab, HostPool, PinnedSlab, power_of_two
 from evenpipe.runtime.offload import Activations
@@ -17,6 +18,9 @@ from evenpipe.schedule.costs import ASSUMED_COPY, Cost
 from evenpipe.schedule.planning import check_offload
 
 LAYER_CHOICES = ("offload", "keep")
+
+MOST_BYTES = 2**63
+"""8 EiB, what a system can count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +63,10 @@ class OffloadOptions:
         if self.streams not in (1, 2) or isinstance(self.streams, bool):
             raise InputError(f"offload.streams: {self.streams!r}, expected 1 or 2")
         size = self.host_memory
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < PAGE):
-            raise InputError(f"offload.host_memory: {size!r}, expected whole bytes, at least {PAGE}")
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not PAGE <= size < MOST_BYTES):
+            raise InputError(
+                f"offload.host_memory: {shown(size)}, expected whole bytes, at least {PAGE} and less than 8 EiB"
+            )
 
     @property
     def copy_times(self) -> Cost:

@@ -18,6 +18,9 @@ from .program import Program
 from .timeline import peak_activations
 from .words import count
 
+SHOWN = 1000
+"""Faults that the text for people shows; the one for JSON has all."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileReport:
@@ -51,9 +54,11 @@ class FileReport:
         }
 
     def text(self) -> str:
-        """For people: the faults, each with the rows around it, or what the schedule is."""
+        """For people: the faults, up to `SHOWN` and each with the rows around it, or what the schedule is."""
         if not self.sound:
-            return "\n".join([count(len(self.faults), "fault"), *map(str, self.faults)])
+            lines = [count(len(self.faults), "fault"), *map(str, self.faults[:SHOWN])]
+            more = len(self.faults) - SHOWN
+            return "\n".join([*lines, f"and {more} more, which --json lists"] if more > 0 else lines)
         what = "a program with transfers" if isinstance(self.schedule, Program) else "an order"
         if self.schedule.forward_only:
             what += ", for evaluation,"

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from evenpipe.errors import InputError
+from evenpipe.given import shown
 
 from .costs import Costs
-from .excerpt import neighbours
+from .excerpt import brief, neighbours
 from .faults import Fault
 from .order import Order
 from .passes import Kind, Pass, parts_of
@@ -64,7 +65,7 @@ def _exceeded(
                     break
             else:
                 continue
-            what = f"{item} makes it {held:g} {unit}, more than the limit of {limit:g}"
+            what = f"{brief(item)} makes it {held:g} {unit}, more than the limit of {limit:g}"
             yield Fault(device, position, what, neighbours(schedule.rows, device, position))
             break
 
@@ -81,5 +82,5 @@ def limits_per_device(
     for value in limits:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not 0 < value < math.inf or value < least:
-            raise InputError(f"memory_limit must be {wanted}, in {unit}, not {value!r}")
+            raise InputError(f"memory_limit must be {wanted}, in {unit}, not {shown(value)}")
     return limits

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 
 from .dependencies import Dependencies, What
-from .excerpt import neighbours
+from .excerpt import brief, neighbours
 from .faults import Fault
 from .flows import vocabulary_kinds
 from .order import Order
@@ -31,9 +31,9 @@ def check_own_needs(order: Order, rows: Rows) -> Iterator[Fault]:
         places = Places.of(row, order.microbatches)
         for position, part, there in unmet_in_row(places, row, 0, partial(dependencies.rule, device)):
             if there is not None:
-                what = f"{part} stands before {row[there]} at position {there}, which it needs"
+                what = f"{part} stands before {brief(row[there])} at position {there}, which it needs"
                 if there == position:
-                    what = f"{part} stands before the part of {row[there]} that it needs"
+                    what = f"{part} stands before the part of {brief(row[there])} that it needs"
                 yield Fault(device, position, what, neighbours(rows, device, position))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evenpipe.errors import InputError
+from evenpipe.given import shown
 
 SMALLEST, LARGEST = 1e-100, 1e100
 """Between these, sums, products and quotients of costs stay far from the ends of floating point."""
@@ -20,14 +21,15 @@ def refuse_unknown(values: Mapping[str, Any], known: Sequence[str], where: str) 
     """Raise InputError for a key that is not among `known`; it names the nearest one."""
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0)[0]
-            raise InputError(f"costs: {where}unknown key '{key}', did you mean {near}? Accepted: {', '.join(known)}")
+            near = difflib.get_close_matches(shown(key), known, n=1, cutoff=0)[0]
+            accepted = ", ".join(known)
+            raise InputError(f"costs: {where}unknown key {shown(key)}, did you mean {near}? Accepted: {accepted}")
 
 
 def table(name: str, value: Any, known: Sequence[str]) -> Mapping[str, Any]:
     """`value`, if it is a table with keys from `known` only."""
     if not isinstance(value, Mapping):
-        raise InputError(f"costs: {name} must be a table of {', '.join(known)}, not {value!r}")
+        raise InputError(f"costs: {name} must be a table of {', '.join(known)}, not {shown(value)}")
     refuse_unknown(value, known, f"{name}: ")
     return value
 
@@ -39,9 +41,10 @@ def number(name: str, value: Any, *, signed: bool = False) -> float:
     except (TypeError, ValueError, OverflowError):
         result = math.nan
     if not (math.isfinite(result) and (signed or result >= 0)):
-        raise InputError(f"costs: {name} must be a finite number{'' if signed else ' of at least 0'}, not {value!r}")
+        least = "" if signed else " of at least 0"
+        raise InputError(f"costs: {name} must be a finite number{least}, not {shown(value)}")
     if abs(result) > LARGEST:
-        raise InputError(f"costs: {name} must be at most {LARGEST:g}, in whichever unit, not {value!r}")
+        raise InputError(f"costs: {name} must be at most {LARGEST:g}, in whichever unit, not {shown(value)}")
     return result if abs(result) >= SMALLEST else 0.0
 
 

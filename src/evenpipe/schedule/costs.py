@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 from evenpipe.errors import InputError
+from evenpipe.given import shown
 
 from .cost_values import Cost, cost, number, refuse_unknown, spread, table
 from .links import LINKS, CopyEngine, Link, links_from_dict
@@ -127,7 +128,7 @@ class Costs:
         empty list, and when F, or B (or I and W) is missing.
         """
         if not isinstance(values, Mapping):
-            raise InputError(f"costs must be a table of {', '.join(_FIELDS)}, not {values!r}")
+            raise InputError(f"costs must be a table of {', '.join(_FIELDS)}, not {shown(values)}")
         refuse_unknown(values, _FIELDS, "")
         costs = cls(**values)
         if costs.F is None:

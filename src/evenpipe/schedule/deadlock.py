@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from evenpipe.errors import InputError
 
 from .dependencies import Dependencies
-from .excerpt import excerpt
+from .excerpt import brief, excerpt
 from .faults import Fault
 from .graph import Key
 from .order import Order
@@ -35,7 +35,8 @@ class DeadlockError(InputError):
         shown = dict(list(self.positions.items())[:SHOWN])
         awaited = _awaited(order, done, shown)
         stops = [
-            f"device {device} stops at position {position}, {order.rows[device][position]}, awaiting {awaited[device]}"
+            f"device {device} stops at position {position}, {brief(order.rows[device][position])}, awaiting "
+            f"{awaited[device]}"
             for device, position in shown.items()
         ]
         if len(self.positions) > SHOWN:

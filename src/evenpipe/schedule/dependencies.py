@@ -88,9 +88,11 @@ class Dependencies:
     ) -> None:
         """`barriers` and `forward_only` as in `Order`, `sharing` as in `Program`."""
         self.placement = placement
+        self._combines = barriers != 2 or forward_only
         everything = list(flows(placement, barriers, forward_only))
         self.routes = tuple(_routes([flow for flow in everything if not flow.local], sharing))
-        self._rules = _rules(placement, barriers, forward_only, everything, self.routes)
+        self._after, self._uses, self._feeds = _needs(everything, self.routes)
+        self._rules: dict[tuple[int, Kind, int | None], Rule] = {}
         self._route_of = {(*route.end(device), device): route for route in self.routes for device in route.members}
 
     @classmethod
@@ -100,7 +102,29 @@ class Dependencies:
 
     def rule(self, device: int, kind: Kind, stage: int | None) -> Rule:
         """The rule of a kind and stage on a device; an empty one for what does not belong there."""
-        return self._rules.get((device, kind, stage), _NO_RULE)
+        found = self._rules.get((device, kind, stage))
+        return self._made(device, kind, stage) if found is None else found
+
+    def _made(self, device: int, kind: Kind, stage: int | None) -> Rule:
+        """A rule that nobody has asked for yet. Most kinds of pass stand in no row, so it would not pay to make all."""
+        held = self.placement.stage_device
+        if kind in STAGE_KINDS:
+            belongs = stage is not None and 0 <= stage < len(held) and held[stage] == device
+        else:
+            belongs = kind in VOCABULARY_KINDS and stage is None and 0 <= device < self.placement.devices
+        if not belongs:
+            return _NO_RULE
+        site = Site(device, ROLE[kind], stage)
+        fixed, optional = _own_stage(kind, stage, self._combines)
+        uses = tuple(self._uses.get(site, ()))
+        rule = self._rules[device, kind, stage] = Rule(
+            tuple(dict.fromkeys((*fixed, *self._after.get(site, ())))),
+            optional,
+            uses,
+            tuple(route for route in uses if any(made.device != device for made in route.producers)),
+            tuple(self._feeds.get(site, ())),
+        )
+        return rule
 
     def after(self, item: Pass, device: int) -> tuple[Pass, ...]:
         """Passes of the same device that must have run before `item`. B stands for B or I."""
@@ -160,10 +184,11 @@ def _routes(between_devices: list[Flow], sharing: str) -> list[Route]:
     ]
 
 
-def _rules(
-    placement: Placement, barriers: int, forward_only: bool, everything: list[Flow], routes: tuple[Route, ...]
-) -> dict[tuple[int, Kind, int | None], Rule]:
-    """The rule of every (device, kind, stage) of the placement."""
+def _needs(
+    everything: list[Flow], routes: tuple[Route, ...]
+) -> tuple[dict[Site, list[What]], dict[Site, list[Route]], dict[Site, list[Route]]]:
+    """By site, what flows demand: passes of the same device that go before it, routes that it uses, and those that it
+    feeds."""
     after: defaultdict[Site, list[What]] = defaultdict(list)
     uses: defaultdict[Site, list[Route]] = defaultdict(list)
     feeds: defaultdict[Site, list[Route]] = defaultdict(list)
@@ -176,22 +201,7 @@ def _rules(
             feeds[producer].append(route)
         for consumer in route.consumers:
             uses[consumer].append(route)
-    rules = {}
-    for device in range(placement.devices):
-        whats: list[What] = [(kind, stage) for stage in placement.stages_of(device) for kind in STAGE_KINDS]
-        whats += [(kind, None) for kind in VOCABULARY_KINDS]
-        for kind, stage in whats:
-            site = Site(device, ROLE[kind], stage)
-            combines = barriers != 2 or forward_only
-            fixed, optional = _own_stage(kind, stage, combines)
-            rules[device, kind, stage] = Rule(
-                tuple(dict.fromkeys((*fixed, *after.get(site, ())))),
-                optional,
-                tuple(uses.get(site, ())),
-                tuple(route for route in uses.get(site, ()) if any(made.device != device for made in route.producers)),
-                tuple(feeds.get(site, ())),
-            )
-    return rules
+    return after, uses, feeds
 
 
 def _own_stage(kind: Kind, stage: int | None, combines: bool) -> tuple[tuple[What, ...], tuple[What, ...]]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .passes import Item
+from .passes import Item, Pass
 
 AROUND = 4
 """Passes shown on either side of a marked one."""
+
+PARTS = 4
+"""Passes shown of those that run as one."""
 
 
 def excerpt(rows: Sequence[Sequence[Item | None]], marks: Mapping[int, int]) -> str:
@@ -33,6 +36,13 @@ def neighbours(rows: Sequence[Sequence[Item | None]], device: int, position: int
     return excerpt(rows, {near: position for near in (device - 1, device, device + 1) if 0 <= near < len(rows)})
 
 
+def brief(item: Item | None) -> str:
+    """The text of an item, an idle slot as a dot; of many passes that run as one, the first."""
+    if isinstance(item, Pass) and len(item.parts) > PARTS:
+        return f"({';'.join(map(str, item.parts[:PARTS]))};...{len(item.parts) - PARTS} more){item.kind.value}"
+    return "." if item is None else str(item)
+
+
 def _word(item: Item | None, marked: bool) -> str:
-    text = "." if item is None else str(item)
+    text = brief(item)
     return f"[{text}]" if marked else text

@@ -15,6 +15,7 @@ needs a later one. The graph of an order that lacks passes is legal: whoever wai
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -83,7 +84,7 @@ class Graph:
                     break
             if dense:
                 graph._number_sites(places, dependencies, device)
-                graph._number_apart((*places.joint, *places.odd), dependencies, device)
+                graph._number_apart(dict.fromkeys((*places.joint, *places.odd)), dependencies, device)
             else:
                 graph._number_apart(range(first[device], first[device + 1]), dependencies, device)
         return graph
@@ -148,7 +149,7 @@ class Graph:
                     site[number] = here
                     offset[number] = microbatch
 
-    def _number_apart(self, numbers: range | tuple[int, ...], dependencies: Dependencies, device: int) -> None:
+    def _number_apart(self, numbers: Iterable[int], dependencies: Dependencies, device: int) -> None:
         """A site for each of these passes."""
         for number in numbers:
             waits, feeds = [], []

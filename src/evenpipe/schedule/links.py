@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from evenpipe.errors import InputError
+from evenpipe.given import shown
 
 from .cost_values import number, table
 
@@ -59,7 +60,8 @@ class Link:
 def links_from_dict(values: Any) -> dict[str, Link]:
     """The table `links`: per class of `LINKS`, or per hop as in "F:0>1" (forward from device 0 to 1)."""
     if not isinstance(values, Mapping):
-        raise InputError(f"costs: links must be a table of {', '.join(LINKS)}, or hops such as F:0>1, not {values!r}")
+        accepted = ", ".join(LINKS)
+        raise InputError(f"costs: links must be a table of {accepted}, or hops such as F:0>1, not {shown(values)}")
     table("links", {key: None for key in values if not _HOP.fullmatch(str(key))}, LINKS)
     links = {key: Link.from_dict(f"links.{key}", value) for key, value in values.items()}
     for key, link in links.items():
@@ -94,7 +96,7 @@ class CopyEngine:
             if given["bandwidth"] == 0:
                 raise InputError("costs: engine.bandwidth must be above 0, not 0")
         if given.get("streams", 1) not in (1, 2) or isinstance(given.get("streams"), bool):
-            raise InputError(f"costs: engine.streams must be 1 or 2, not {given['streams']!r}")
+            raise InputError(f"costs: engine.streams must be 1 or 2, not {shown(given['streams'])}")
         if "shared" in given:
             given["shared"] = _groups(given["shared"])
         return cls(**given)
@@ -103,12 +105,12 @@ class CopyEngine:
 def _groups(values: Any) -> tuple[tuple[int, ...], ...]:
     wanted = "costs: engine.shared must be a list of groups of devices such as [[0, 1], [2, 3]], "
     if not isinstance(values, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in values):
-        raise InputError(f"{wanted}not {values!r}")
+        raise InputError(f"{wanted}not {shown(values)}")
     seen: set[int] = set()
     for group in values:
         for device in group:
             if isinstance(device, bool) or not isinstance(device, int) or device < 0:
-                raise InputError(f"{wanted}and {device!r} is no device")
+                raise InputError(f"{wanted}and {shown(device)} is no device")
             if device in seen:
                 raise InputError(f"{wanted}and device {device} stands there twice")
             seen.add(device)

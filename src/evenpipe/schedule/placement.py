@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from evenpipe.errors import InputError
 
@@ -17,6 +17,7 @@ class Placement:
 
     devices: int
     stage_device: tuple[int, ...]
+    _stages_of: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.devices < 1:
@@ -24,9 +25,14 @@ class Placement:
         for stage, device in enumerate(self.stage_device):
             if not 0 <= device < self.devices:
                 raise InputError(f"stage {stage} is placed on device {device}, but devices are 0 to {self.devices - 1}")
-        empty = set(range(self.devices)) - set(self.stage_device)
-        if empty:
-            raise InputError(f"device {min(empty)} holds no stage; every device needs at least one")
+        holders = set(self.stage_device)
+        empty = next((device for device in range(self.devices) if device not in holders), None)
+        if empty is not None:
+            raise InputError(f"device {empty} holds no stage; every device needs at least one")
+        held: list[list[int]] = [[] for _ in range(self.devices)]
+        for stage, device in enumerate(self.stage_device):
+            held[device].append(stage)
+        object.__setattr__(self, "_stages_of", tuple(map(tuple, held)))
 
     @classmethod
     def linear(cls, devices: int) -> Placement:
@@ -66,7 +72,7 @@ class Placement:
 
     def stages_of(self, device: int) -> tuple[int, ...]:
         """Stages that `device` holds, ascending."""
-        return tuple(stage for stage, holder in enumerate(self.stage_device) if holder == device)
+        return self._stages_of[device]
 
     def predecessors(self, stage: int) -> tuple[int, ...]:
         """Stages whose output `stage` takes."""

@@ -30,7 +30,7 @@ class Places:
 
     at: kind and stage -> number by microbatch, `ABSENT` for those that are not there; parts of a joint pass have its
     number. Empty lists are of what is odd or joint.
-    joint: numbers of OVERLAP_F_B. odd: numbers of what is not in `at`.
+    joint: numbers of OVERLAP_F_B. odd: numbers of what is not in `at`, or has a part that is not, each once.
     """
 
     at: dict[tuple[Kind | TransferKind, int | None], Numbers] = field(default_factory=dict)
@@ -63,12 +63,14 @@ class Places:
             assert isinstance(item, Pass)
             if not item.parts:
                 places.odd.append(number)
+            placed = True
             for part in item.parts:
                 numbers = at.get((part.kind, part.stage))
                 if numbers is None:
                     numbers = open_list(part)
-                if not _put(numbers, part, number):
-                    places.odd.append(number)
+                placed &= _put(numbers, part, number)
+            if not placed:
+                places.odd.append(number)
         return places
 
     def complete(self, kind: Kind | TransferKind, stage: int | None) -> bool:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from .dependencies import Route
-from .excerpt import excerpt
+from .excerpt import brief, excerpt
 from .faults import Fault
 from .graph import Graph
 from .passes import Pass
@@ -134,7 +134,7 @@ class _Walk:
         """What stands still, where, and why."""
         stopped = {device: at for device, at in enumerate(self.stands) if at < len(self.rows[device])}
         sentences = [
-            f"device {device} stops at position {at}, {program.rows[device][at]}, awaiting "
+            f"device {device} stops at position {at}, {brief(program.rows[device][at])}, awaiting "
             + join([self._why(number, device) for number in self._awaited(self.rows[device][at])])
             for device, at in stopped.items()
         ]

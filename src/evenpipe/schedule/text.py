@@ -87,8 +87,9 @@ def _placement(parts: list[tuple[int, Pass]], devices: int) -> Placement:
         if stage not in runs:
             raise InputError(f"stage {stage} appears in no row, though stage {max(runs)} does")
     stage_device = tuple(runs[stage].most_common(1)[0][0] for stage in range(len(runs)))
+    holders = set(stage_device)
     for stage, counts in sorted(runs.items()):
-        for device in counts.keys() - set(stage_device):
+        for device in counts.keys() - holders:
             raise InputError(
                 f"row {device + 1} runs only stages of other rows, such as stage {stage}, which belongs to row "
                 f"{stage_device[stage] + 1}; every device has stages of its own"

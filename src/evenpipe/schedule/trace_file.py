@@ -29,14 +29,15 @@ A reader of version 1 refuses other versions; what a version adds, its number sa
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError
+from evenpipe.given import plain, read_json, shown
 
+from .cost_values import LARGEST
 from .costs import Costs
 from .passes import Kind, Pass, Transfer
 from .placement import Placement
@@ -105,16 +106,11 @@ def write_trace(trace: Trace, path: str | Path) -> None:
 
 def read_trace(path: str | Path) -> Trace:
     """The trace in a file. Raises InputError with one sentence that names the file and what is wrong with it."""
-    try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not JSON: {error}") from None
+    values = read_json(path)
     try:
         return trace_from_dict(values)
     except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+        raise InputError(f"{plain(path)}: {error}") from None
 
 
 def trace_from_dict(values: Any) -> Trace:
@@ -122,12 +118,19 @@ def trace_from_dict(values: Any) -> Trace:
     if not isinstance(values, Mapping) or values.get("format") != FORMAT:
         raise InputError('not a trace of evenpipe; those begin with "format": "evenpipe trace"')
     if values.get("version") != VERSION:
-        raise InputError(f"version {values.get('version')!r} of the format, but this evenpipe reads version {VERSION}")
+        raise InputError(
+            f"version {shown(values.get('version'))} of the format, but this evenpipe reads version {VERSION}"
+        )
     rows = _field(values, "devices", list)
     texts = [_field(_table(row, f"devices[{number}]"), "row", str) for number, row in enumerate(rows)]
     stage_device = _field(values, "placement", list)
     if not all(type(device) is int and 0 <= device < len(rows) for device in stage_device):
-        raise InputError(f"placement is {stage_device!r}, expected the device of each stage, 0 to {len(rows) - 1}")
+        raise InputError(f"placement is {shown(stage_device)}, expected the device of each stage, 0 to {len(rows) - 1}")
+    most = sum(text.count(",") + 1 for text in texts)
+    if len(stage_device) > most:
+        raise InputError(
+            f"placement has {len(stage_device)} stages, but the rows have only {most} passes and transfers"
+        )
     program = Program.from_csv(
         "".join(text + "\n" for text in texts),
         placement=Placement(len(rows), tuple(stage_device)),
@@ -150,23 +153,27 @@ def _device(values: Mapping[str, Any], program: Program, number: int) -> DeviceT
         listed: list[list[Any]] = _field(values, name, list, where)
         for index, entry in enumerate(listed):
             if not isinstance(entry, list) or len(entry) != shape or not isinstance(entry[0], str):
-                raise InputError(f"{where}{name}[{index}] is {entry!r}, expected a list of a text and {shape - 1} more")
+                raise InputError(
+                    f"{where}{name}[{index}] is {shown(entry)}, expected a list of a text and {shape - 1} more"
+                )
         return listed
 
     def pass_of(text: Any, where: str) -> Pass:
         if text not in passes:
-            raise InputError(f"{where} is {text!r}, which is no pass of the row")
+            raise InputError(f"{where} is {shown(text)}, which is no pass of the row")
         return passes[text]
 
     def transfer_of(text: Any, where: str) -> Transfer:
         if text not in transfers:
-            raise InputError(f"{where} is {text!r}, which is no transfer of the row")
+            raise InputError(f"{where} is {shown(text)}, which is no transfer of the row")
+        if not transfers[text].members:
+            raise InputError(f"{where} is {shown(text)}, a transfer that no pass of this placement needs")
         return transfers[text]
 
     def copy_of(text: Any, where: str) -> Pass:
         copy = pass_of(text, where)
         if copy.kind not in (Kind.O, Kind.L):
-            raise InputError(f"{where} is {text!r}, which is no copy to the host, nor back")
+            raise InputError(f"{where} is {shown(text)}, which is no copy to the host, nor back")
         return copy
 
     done, waits, sent, copies = [], [], [], []
@@ -187,6 +194,10 @@ def _device(values: Mapping[str, Any], program: Program, number: int) -> DeviceT
         copies.append(CopyTime(copy_of(text, at), *_ordered(at, start, end)))
     if [entry.item for entry in done] != [item for item in program.rows[number] if isinstance(item, Pass)]:
         raise InputError(f"{where}passes are not those of {where}row in its order")
+    issued = {entry.item for entry in sent}
+    for index, wait in enumerate(waits):
+        if isinstance(wait.transfer, Transfer) and wait.transfer not in issued:
+            raise InputError(f"{where}waits[{index}] is for {wait.transfer}, which is none of {where}transfers")
     clock = _table(values.get("clock"), f"{where}clock")
     return DeviceTrace(
         *_ordered(where.rstrip("."), values.get("start"), values.get("end")),
@@ -213,20 +224,20 @@ def _field(values: Mapping[str, Any], name: str, kind: type, where: str = "") ->
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         words = {list: "a list", str: "a text", int: "a whole number", bool: "true or false"}.get(kind, "a table")
         raise InputError(
-            f"{where}{name} is {value!r}, expected {words}" if name in values else f"{where}{name} is missing"
+            f"{where}{name} is {shown(value)}, expected {words}" if name in values else f"{where}{name} is missing"
         )
     return value
 
 
 def _table(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise InputError(f"{where} is {value!r}, expected a table")
+        raise InputError(f"{where} is {shown(value)}, expected a table")
     return value
 
 
 def _seconds(where: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InputError(f"{where} has the time {value!r}, expected seconds")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
+        raise InputError(f"{where} has the time {shown(value)}, expected seconds")
     return float(value)
 
 

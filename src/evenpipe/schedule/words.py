@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from evenpipe.given import plain
+
 QUOTED = 60
 """Characters of a quotation."""
 
@@ -21,5 +23,5 @@ def join(words: Sequence[str], most: int = 8) -> str:
 
 
 def quoted(text: str) -> str:
-    """`text` in quotation marks; a long one is cut short."""
-    return f"'{text}'" if len(text) <= QUOTED else f"'{text[: QUOTED - 3]}...'"
+    """`text` in quotation marks, without controls; a long one is cut short."""
+    return f"'{plain(text)}'" if len(text) <= QUOTED else f"'{plain(text[: QUOTED - 3])}...'"

@@ -37,7 +37,8 @@ from evenpipe.schedule.passes import OFFLOAD_KINDS
 from .microbatch import UNREACHED, Microbatch
 
 MOST_DEVICES = 16
-"""Devices e that "one device" is tried with."""
+"""Devices e that "one device" is tried with, and that "rounds" and "area" are tried for, or up to twice as many: each
+takes a walk over all passes of a microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +154,13 @@ def _references(placement: Placement, work: list[float], of: str) -> list[int | 
     """Devices e for "one device"; None for all."""
     if of == "makespan":
         return [None]
-    step = max(1, placement.devices // MOST_DEVICES)
     busiest = max(range(placement.devices), key=work.__getitem__)
-    return sorted({placement.first_device, placement.last_device, busiest, *range(0, placement.devices, step)})
+    return sorted({placement.first_device, placement.last_device, busiest, *_some(placement)})
+
+
+def _some(placement: Placement) -> range:
+    """Devices evenly apart, all where they are few."""
+    return range(0, placement.devices, max(1, placement.devices // MOST_DEVICES))
 
 
 def _one_device(
@@ -183,7 +188,7 @@ def _rounds(
 ) -> Iterator[Bound]:
     ends = {device: _ways(graph, device) for device in {placement.first_device, placement.last_device}}
     whole = _ways(graph, None)
-    for device in range(placement.devices):
+    for device in _some(placement):
         stage = placement.stages_of(device)[0]  # the first one: its activations live longest
         forward, release = graph.forward[stage], graph.release[stage]
         before, behind = graph.before([forward]), graph.behind([release])
@@ -201,11 +206,11 @@ def _rounds(
 
 
 def _area(placement: Placement, microbatches: int, graph: Microbatch, limits: tuple[float, ...]) -> Iterator[Bound]:
-    lifespans = [0.0] * placement.devices
-    for stage, device in enumerate(placement.stage_device):
-        release = graph.release[stage]
-        lifespans[device] += graph.before([graph.forward[stage]])[release] + graph.takes[release]
-    for device, lifespan in enumerate(lifespans):
+    for device in _some(placement):
+        lifespan = 0.0
+        for stage in placement.stages_of(device):
+            release = graph.release[stage]
+            lifespan += graph.before([graph.forward[stage]])[release] + graph.takes[release]
         yield Bound(
             lifespan * microbatches / limits[device],
             "area",

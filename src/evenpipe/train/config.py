@@ -16,8 +16,12 @@ from evenpipe.train.section import Section, show
 
 PYTHON_STANDARD_LIBRARY = "python-standard-library"
 DEFAULT_TOKENIZER_ENTRIES = 32768
+MOST_TOKENIZER_ENTRIES = 10_000_000
+"""The trainer takes memory for all of them at once, and ends the process where there is not enough."""
 DEFAULT_END_OF_TEXT = "<|endoftext|>"
 BYTE_VALUES = 256
+LONGEST_TIMEOUT = 1e9
+"""Seconds, some thirty years: clocks of the system take no more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +118,8 @@ class TokenizerConfig(Section):
     def check(self) -> None:
         smallest = BYTE_VALUES + 1
         self.at_least(smallest, "vocabulary_size")
+        fits = (self.vocabulary_size or 0) <= MOST_TOKENIZER_ENTRIES
+        self.require("vocabulary_size", fits, f"at most {MOST_TOKENIZER_ENTRIES}")
         if self.source is not None:
             self.require("vocabulary_size", self.vocabulary_size is None, "left out when tokenizer.source is given")
         self.require("end_of_text", self.end_of_text != "", "a token or none")
@@ -176,6 +182,7 @@ class PipelineConfig(Section):
     def check(self) -> None:
         self.at_least(1, "processes", "replicas", "stages_per_device", "group_size", "microbatches", "microbatch_size")
         self.positive("timeout_seconds")
+        self.require("timeout_seconds", self.timeout_seconds <= LONGEST_TIMEOUT, f"at most {LONGEST_TIMEOUT:g}")
         self.require("replicas", self.processes % self.replicas == 0, f"a divisor of the {self.processes} processes")
         if self.layers_per_stage is not None:
             accepted = "numbers of at least 0, one per stage, and not all 0"
@@ -499,6 +506,20 @@ class Config:
     def export_folder(self) -> Path:
         """Folder of the exported model."""
         return self.run_folder / "model" if self.output.export_folder is None else Path(self.output.export_folder)
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """Folders that the run writes into, by the field that says where."""
+        found = {
+            "output.folder": self.run_folder,
+            "data.cache_folder": self.cache_folder,
+            "checkpoint.folder": self.checkpoint_folder,
+        }
+        if self.output.trace_steps:
+            found["output.trace_folder"] = self.trace_folder
+        if self.output.export:
+            found["output.export_folder"] = self.export_folder.parent
+        return found
 
     @property
     def trained_tokenizer_entries(self) -> int | None:

@@ -6,11 +6,11 @@ An unknown section or key is an error that names the nearest one.
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_origin
 
+from evenpipe import given
 from evenpipe.errors import InputError
 from evenpipe.train.config import Config
 from evenpipe.train.section import Section, field_types, nearest, show, takes_text
@@ -31,15 +31,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The tables of a TOML file."""
-    path = Path(path)
-    try:
-        return tomllib.loads(path.read_bytes().decode("utf-8"))
-    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        raise InputError(f"the configuration {show(str(path))} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"the configuration {show(str(path))} is not UTF-8 at byte {error.start}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"the configuration {show(str(path))} is not TOML: {error}") from None
+    return given.read_toml(path, f"the configuration {show(str(path))}")
 
 
 def apply_overrides(tables: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -77,7 +69,7 @@ def config_from_dict(tables: Mapping[str, Any]) -> Config:
     built: dict[str, Any] = {}
     for name, table in tables.items():
         if name not in known:
-            raise InputError(f"[{name}] is no section of the configuration{nearest(name, known)}; {_list(known)}")
+            raise InputError(_no_section(name))
         if not isinstance(table, Mapping):
             raise InputError(f"[{name}] must be a table, not {show(table)}")
         for key in table:
@@ -104,17 +96,24 @@ def _known_key(section: str, key: str) -> Any:
     """The type of a field; an unknown section or key is an error."""
     known = sections()
     if section not in known:
-        raise InputError(f"[{section}] is no section of the configuration{nearest(section, known)}; {_list(known)}")
+        raise InputError(_no_section(section))
     keys = field_types(known[section])
     if key not in keys:
-        raise InputError(f"{section}.{key} is no field of the configuration{nearest(key, keys)}; {_list(keys)}")
+        name = given.shortened(given.plain(f"{section}.{key}"))
+        raise InputError(f"{name} is no field of the configuration{nearest(key, keys)}; {_list(keys)}")
     return keys[key]
+
+
+def _no_section(name: str) -> str:
+    known = sections()
+    title = given.shortened(given.plain(f"[{name}]"))
+    return f"{title} is no section of the configuration{nearest(name, known)}; {_list(known)}"
 
 
 def _toml_value(text: str) -> Any:
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        parsed = given.parse_toml(f"value = {text}", "an override")
+    except InputError:
         return text
     return parsed["value"] if set(parsed) == {"value"} else text
 

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError, RunError
+from evenpipe.given import plain
 from evenpipe.train import tokenizer as tokenizers_
 from evenpipe.train.config import DEFAULT_END_OF_TEXT, Config
-from evenpipe.train.files import disk_errors, locked, write_json
+from evenpipe.train.files import check_folders, disk_errors, locked, write_json
 from evenpipe.train.packing import TOKEN, Batches, open_rows, split_rows, write_tokens
 from evenpipe.train.sources import Documents, find_documents
 
@@ -69,6 +70,7 @@ def prepare(config: Config, say: Callable[[str], None] | None = None) -> Prepare
     (default: standard error). Raises `InputError` for what is wrong with the data, `RunError` when the disk is full.
     """
     say = say or _print
+    check_folders(config.folders)
     with disk_errors(config.cache_folder, "preparing data"):
         config.run_folder.mkdir(parents=True, exist_ok=True)
         config.cache_folder.mkdir(parents=True, exist_ok=True)
@@ -207,4 +209,4 @@ def _check_amount(config: Config, data: PreparedData) -> None:
 
 
 def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(plain(text), file=sys.stderr, flush=True)

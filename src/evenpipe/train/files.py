@@ -6,11 +6,14 @@ import contextlib
 import errno
 import fcntl
 import json
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError, RunError
+from evenpipe.given import FULL, plain
+from evenpipe.train.section import show
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -18,6 +21,32 @@ def write_json(path: Path, value: Any) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     temporary.replace(path)
+
+
+def check_folders(folders: Mapping[str, Path]) -> None:
+    """Raise InputError for the first folder that cannot be made, or not be written, RunError where the disk is full.
+
+    `folders`: by the names of the fields that say where they are. Nothing is left behind.
+    """
+    for field, folder in folders.items():
+        made: list[Path] = []
+        try:
+            missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+            for one in reversed(missing):
+                one.mkdir()
+                made.append(one)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            if error.errno in FULL:
+                raise RunError(f"the disk is full: nothing can be written in {plain(folder)}") from None
+            raise InputError(
+                f"{field} is {show(str(folder))}, but must be a folder that can be written: {error.strerror}"
+            ) from None
+        finally:
+            for one in reversed(made):
+                with contextlib.suppress(OSError):
+                    one.rmdir()
 
 
 @contextlib.contextmanager
@@ -34,7 +63,7 @@ def disk_errors(folder: Path, doing: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in FULL:
             raise RunError(f"the disk is full: {doing} in {folder} failed ({error.strerror})") from error
         if error.errno in (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise InputError(f"the folder {folder} cannot be written: {error.strerror}") from error

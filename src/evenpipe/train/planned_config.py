@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenpipe.errors import InputError
+from evenpipe.given import plain, write_text
 from evenpipe.model import Description
 from evenpipe.plan.configurations import Configuration, Problem
 from evenpipe.plan.evaluation import Evaluation
@@ -113,7 +114,7 @@ def _kept(pipeline: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_tables(tables: Mapping[str, Any], path: str | Path, notes: str) -> None:
     """As TOML, with `notes` as comments on top. Raises InputError where it cannot be written."""
-    lines = [f"# {line}".rstrip() for line in notes.splitlines()]
+    lines = [f"# {plain(line)}".rstrip() for line in notes.split("\n")]
     for name, table in tables.items():
         inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
         lines += ["", f"[{name}]"]
@@ -121,10 +122,7 @@ def write_tables(tables: Mapping[str, Any], path: str | Path, notes: str) -> Non
         for key, values in inner.items():
             lines += ["", f"[{name}.{key}]"]
             lines += [f"{_key(one)} = {_value(value)}" for one, value in values.items() if value is not None]
-    try:
-        Path(path).write_text("\n".join(lines).lstrip("\n") + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+    write_text(path, "\n".join(lines).lstrip("\n") + "\n")
 
 
 def _value(value: Any) -> str:
@@ -132,7 +130,7 @@ def _value(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(f"\\u{ord(one):04x}" if ord(one) < 32 else one for one in escaped) + '"'
+        return '"' + "".join(f"\\u{ord(one):04x}" if ord(one) < 32 or ord(one) == 127 else one for one in escaped) + '"'
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, Mapping):

@@ -16,6 +16,10 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin
 
 from evenpipe.errors import InputError
+from evenpipe.given import is_text, plain, shortened, shown
+
+LARGEST = 1e100
+"""Numbers of a configuration are smaller: their sums and products stay far from the ends of floating point."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +69,7 @@ def field_types(section: type) -> dict[str, Any]:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean "..."?` with the most similar known name, or nothing when none is similar."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(shortened(name), list(known), n=1, cutoff=0.5)
     return f'; did you mean "{close[0]}"?' if close else ""
 
 
@@ -76,16 +80,18 @@ def unknown(where: str, value: str, known: Iterable[str]) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as TOML writes it."""
+    """A value as TOML writes it, without controls; a long one is cut short."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return f'"{value}"'
+        return f'"{shortened(plain(value))}"'
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(show(item) for item in value) + "]"
+        return shortened("[" + ", ".join(show(item) for item in value) + "]")
     if value is None:
         return "none"
-    return str(value)
+    if isinstance(value, (int, dict)):
+        return shown(value)
+    return shortened(plain(value))
 
 
 def optional(annotation: Any) -> tuple[Any, bool]:
@@ -136,10 +142,12 @@ def convert(where: str, value: Any, annotation: Any) -> Any:
     if origin is dict and isinstance(value, dict):
         return dict(value)
     if annotation is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(value) if abs(value) < LARGEST else math.inf
     if type(value) is annotation:
-        if annotation is float and not math.isfinite(value):
-            raise InputError(f"{where} is {value}, but must be a finite number")
+        if annotation in (int, float) and not abs(value) < LARGEST:
+            raise InputError(f"{where} is {show(value)}, but must be a finite number below {LARGEST:g}")
+        if annotation is str and not is_text(value):
+            raise InputError(f"{where} is {show(value)}, but must be text, without NUL and halves of surrogate pairs")
         return value
     raise InputError(f"{where} is {show(value)}, but must be {_article(type_words(annotation))}")
 

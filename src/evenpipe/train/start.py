@@ -6,6 +6,7 @@ import os
 import sys
 
 from evenpipe.errors import InputError
+from evenpipe.given import plain, plain_lines
 from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_to_dict
 from evenpipe.train.data import PreparedData, prepare
@@ -53,7 +54,7 @@ def show_result(config: Config) -> None:
     from evenpipe.train.export import export_checkpoint
 
     folder = export_checkpoint(config.checkpoint_folder, config.export_folder)
-    print(f"the model is in {folder}", file=sys.stderr, flush=True)
+    print(f"the model is in {plain(folder)}", file=sys.stderr, flush=True)
     if not config.sample.prompts:
         return
     from evenpipe.train.generation import Generator
@@ -67,7 +68,7 @@ def show_result(config: Config) -> None:
             top_k=config.sample.top_k,
             seed=config.training.seed + number,
         )
-        print(f"\n--- {prompt!r}\n{text}", flush=True)
+        print(plain_lines(f"\n--- {prompt!r}\n{text}"), flush=True)
 
 
 def _run_in_place(config: Config) -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,19 @@ from evenpipe.train.section import show
 TRAINING_CHARACTERS = 500_000_000  # more does not change the merges, but takes memory
 UNLIMITED = 10**9  # tokenizers without a limit say 1e30
 
+LONGEST_RUN = 1000
+"""Letters and digits, spaces or other characters in a row that are learned from as one word. The time that a merge
+takes grows with the square of a word's length: three million letters in a row would take hours."""
+_SHORT_RUNS = re.compile(
+    "(?:" + "|".join(f"{run}{{1,{LONGEST_RUN}}}+(?!{run})" for run in (r"\s", r"[^\W_]", r"(?:[^\w\s]|_)")) + ")*+"
+)
+
 
 def train_tokenizer(texts: Iterable[str], entries: int, end_of_text: str) -> Any:
     """A byte-level BPE tokenizer of at most `entries` tokens, as a transformers fast tokenizer.
 
-    The same texts give the same tokenizer. It reads no more than the first 500 million characters.
+    The same texts give the same tokenizer. It reads no more than the first 500 million characters, and learns no token
+    across the places where runs of more than `LONGEST_RUN` characters are cut.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -36,7 +46,8 @@ def train_tokenizer(texts: Iterable[str], entries: int, end_of_text: str) -> Any
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_first(texts, TRAINING_CHARACTERS), trainer)
+    pieces = (piece for text in _first(texts, TRAINING_CHARACTERS) for piece in _pieces(text))
+    _interruptible(lambda: tokenizer.train_from_iterator(pieces, trainer))
     fast: Any = PreTrainedTokenizerFast
     return fast(tokenizer_object=tokenizer, eos_token=end_of_text, clean_up_tokenization_spaces=False)
 
@@ -103,3 +114,31 @@ def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
             return
         yield text[:characters]
         characters -= len(text)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text, cut within runs that are longer than `LONGEST_RUN`."""
+    start = 0
+    while start < len(text):
+        short = _SHORT_RUNS.match(text, start)
+        assert short is not None, "it matches nothing, too"
+        yield text[start : short.end() + LONGEST_RUN]
+        start = short.end() + LONGEST_RUN
+
+
+def _interruptible(work: Callable[[], object]) -> None:
+    """Do `work`, which stays outside Python for long: in a thread of its own, so that this one can take signals, whose
+    handlers run in Python only. A process that ends does not wait for that thread."""
+    failed: list[BaseException] = []
+
+    def do() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=do, name="evenpipe-tokenizer", daemon=True)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]

@@ -1,0 +1,19 @@
+"""What commands print on standard output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from evenpipe.given import plain_lines
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print for people. Names from files and arguments, and what models write, do not reach a terminal as controls."""
+    print(plain_lines(text), end=end, flush=True)
+
+
+def say_json(values: Mapping[str, Any]) -> None:
+    """Print one JSON object, for programs."""
+    print(json.dumps(values), flush=True)

@@ -1,0 +1,85 @@
+"""Names of schedules and traces come from others: pictures show them, and nothing in them becomes markup or control."""
+
+from __future__ import annotations
+
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from evenpipe.cli.main import main
+from evenpipe.draw import Bars, bars_svg, page, svg, terminal, trace
+from evenpipe.schedule import EQUAL_COSTS, Timeline, generate, time_order
+
+FOREIGN = [
+    "<script>alert(1)</script>",
+    "</script><script>alert(1)//",
+    '"><img src=x onerror=alert(1)>',
+    "--><!--",
+    "@@SCRIPT@@",
+    "]]>",
+    "\x1b[31m\x07\0",
+    "a & b < c",
+]
+
+
+@pytest.fixture(scope="module")
+def timeline() -> Timeline:
+    return time_order(generate("1f1b", 2, 2), EQUAL_COSTS)
+
+
+@pytest.mark.parametrize("name", FOREIGN, ids=ascii)
+def test_a_page_has_one_script_and_no_markup_of_others(name, timeline):
+    text = page({name: timeline, "other": timeline}, title=name)
+    plain = page({"name": timeline, "other": timeline}, title="name")
+    assert [tag.lower() for tag in re.findall(r"</?\w+|<!--", text)] == [
+        tag.lower() for tag in re.findall(r"</?\w+|<!--", plain)
+    ]
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text)
+    data = re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', text, re.DOTALL)
+    assert data is not None
+    assert "<" not in data[1]
+    shown = json.loads(data[1])["panels"][0]["name"]
+    assert shown == name or not name.isprintable()
+
+
+@pytest.mark.parametrize("name", FOREIGN, ids=ascii)
+def test_an_svg_is_sound_xml(name, timeline):
+    for text in (svg({name: timeline}, title=name), bars_svg([Bars(name, ({name: 1.0},))], title=name)):
+        tags = {element.tag.rpartition("}")[2] for element in ElementTree.fromstring(text).iter()}
+        assert tags <= {"svg", "title", "desc", "rect", "path", "text", "g"}
+
+
+@pytest.mark.parametrize("name", FOREIGN, ids=ascii)
+def test_the_terminal_and_perfetto(name, timeline, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", terminal({name: timeline}))
+    json.loads(trace({name: timeline}))
+
+
+def test_what_a_trace_says_of_itself_is_text(tmp_path, capsys):
+    about = {"schedule": "</script><script>alert(1)</script>", "vocabulary": "\x1b[31m", "step": ["\n"]}
+    row = {
+        "row": "0F0,0B0",
+        "start": 0,
+        "end": 2,
+        "clock": {"offset": 0, "drift": 0, "uncertainty": 0},
+        "passes": [["0F0", 0, 1, 0], ["0B0", 1, 2, 0]],
+        "waits": [],
+        "transfers": [],
+    }
+    values = {"format": "evenpipe trace", "version": 1, "about": about, "placement": [0], "microbatches": 1}
+    values |= {"barriers": 0, "forward_only": False, "costs": None, "devices": [row]}
+    file, drawn, costs = (str(tmp_path / name) for name in ("t.json", "t.html", "costs.toml"))
+    (tmp_path / "t.json").write_text(json.dumps(values))
+    assert main(["draw", file, "-o", drawn]) == 0
+    text = (tmp_path / "t.html").read_text()
+    assert "<script>alert" not in text
+    assert "&lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt; + \\x1b[31m" in text
+    assert main(["profile", "--from", file, "-o", costs]) == 0
+    assert main(["simulate", "--schedule", "1f1b", "--devices", "1", "--microbatches", "1", "--costs", costs]) == 0
+    assert main(["profile", "--from", file]) == 0
+    shown = capsys.readouterr()
+    assert "\x1b" not in shown.out
+    assert "vocabulary \\x1b[31m" in shown.out

@@ -1,0 +1,97 @@
+"""Texts of others in our messages: no controls, no endless values; and files of others, read or refused."""
+
+from __future__ import annotations
+
+import errno
+import re
+from pathlib import Path
+
+import pytest
+
+from evenpipe.errors import InputError, RunError
+from evenpipe.given import LONGEST, plain, plain_lines, read_json, read_toml, shortened, shown, write_text
+
+PLAIN = [
+    # text, in one line, in lines
+    ("schön — 日本語 🎉", "schön — 日本語 🎉", "schön — 日本語 🎉"),
+    ("two\n\tlines", "two\\n\\tlines", "two\n\tlines"),
+    ("\x1b[31mred\x1b[0m", "\\x1b[31mred\\x1b[0m", "\\x1b[31mred\\x1b[0m"),
+    ("\x1b]0;title\x07\x08\r", "\\x1b]0;title\\x07\\x08\\r", "\\x1b]0;title\\x07\\x08\\r"),
+    ("\x9b31m\x7f", "\\x9b31m\\x7f", "\\x9b31m\\x7f"),
+    ("abc\u202edcba\u2066", "abc\\u202edcba\\u2066", "abc\\u202edcba\\u2066"),
+    ("\u2028\udcff\0", "\\u2028\\udcff\\x00", "\\u2028\\udcff\\x00"),
+]
+
+
+@pytest.mark.parametrize(("text", "in_one_line", "in_lines"), PLAIN, ids=ascii)
+def test_controls_are_escapes(text, in_one_line, in_lines):
+    assert plain(text) == in_one_line
+    assert plain_lines(text) == in_lines
+
+
+def nested(depth: int) -> list:
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+SHOWN = [
+    (3, "3"),
+    ("a'b", '"a\'b"'),
+    ("\x1b\u202e", "'\\x1b\\u202e'"),
+    (16**5000, "a int that is too large to show"),
+    (nested(100_000), "a list that is too large to show"),
+]
+
+
+@pytest.mark.parametrize(("value", "text"), SHOWN, ids=lambda value: type(value).__name__)
+def test_values_are_shown_in_a_line(value, text):
+    assert shown(value) == text
+
+
+@pytest.mark.parametrize("value", ["x" * 10**6, list(range(10**5)), 10**4000, {"a": "b" * 1000}], ids=lambda v: type(v))
+def test_long_values_are_cut_short(value):
+    text = shown(value)
+    assert LONGEST - 10 < len(text) <= LONGEST
+    assert text.startswith(repr(value)[:50])
+    assert " ... " in text
+    assert shortened("x" * LONGEST) == "x" * LONGEST
+
+
+REFUSED = [
+    # content, words about TOML, words about JSON
+    ("a = 1\na = 2", '{"a": 1, "a": 2}', "overwrite a value|'a' stands twice"),
+    (f"a = {'9' * 5000}", f'{{"a": {"9" * 5000}}}', "whole number of thousands of digits"),
+    (f"a = {2**63}", f'{{"a": [{2**63}]}}', "whole number beyond 64 bits: 9223372036854775808"),
+    (f"a = {'[' * 101}{']' * 101}", f'{{"a": {"[" * 101}{"]" * 101}}}', "more than 100 tables or lists"),
+    (f"a = {'[' * 90_000}", "[" * 90_000, "more than 100 tables or lists"),
+    ('a = "\\u0000"', '{"a": "\\u0000"}', "a character that no text has"),
+    ('"\\u0000" = 1', '{"\\u0000": 1}', "a character that no text has"),
+]
+
+
+@pytest.mark.parametrize(("toml", "json", "words"), REFUSED, ids=lambda value: value[:20])
+def test_what_parsers_take_and_nobody_can_use(toml, json, words, tmp_path):
+    for read, name, content in ((read_toml, "f.toml", toml), (read_json, "f.json", json)):
+        path = tmp_path / name
+        path.write_text(content)
+        with pytest.raises(InputError, match=f"{re.escape(name)} .*({words})"):
+            read(path)
+
+
+def test_values_at_the_limits_are_taken(tmp_path):
+    path = tmp_path / "f.toml"
+    path.write_text(f"a = {2**63 - 1}\nb = {-(2**63)}\nc = {'[' * 98}{']' * 98}\n")
+    assert read_toml(path)["a"] == 2**63 - 1
+
+
+def test_a_full_disk_is_no_wrong_input(tmp_path, monkeypatch):
+    def full(self, *arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(InputError, match="cannot be written: Is a directory"):
+        write_text(tmp_path, "")
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(RunError, match="cannot be written: No space left"):
+        write_text(tmp_path / "x", "")

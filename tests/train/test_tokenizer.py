@@ -1,0 +1,79 @@
+"""What a tokenizer learns from: long runs are cut, ordinary text is not; and its training can be ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from evenpipe.train.tokenizer import LONGEST_RUN, _interruptible, _pieces, train_tokenizer
+
+LONG = LONGEST_RUN + 1
+
+ONE_PIECE = [
+    # texts that are learned from as they stand
+    "def f(x):\n    return x  # ünïcode, 123\n" * 1000,
+    "a" * LONGEST_RUN,
+    " ".join(["a" * LONGEST_RUN] * 3),
+    "0123456789abcdef+/" * 1000,  # in which nothing is longer than 16
+    "日本語、" * 1000,
+    "_" * LONGEST_RUN + "a" + "\n" * LONGEST_RUN,
+]
+
+
+@pytest.mark.parametrize("text", ONE_PIECE, ids=lambda text: text[:10])
+def test_ordinary_text_is_not_cut(text):
+    assert list(_pieces(text)) == [text]
+
+
+CUT = [
+    # text, lengths of its pieces
+    ("", []),
+    ("a" * LONG, [LONGEST_RUN, 1]),
+    (" " * LONG, [LONGEST_RUN, 1]),
+    ("!" * LONG, [LONGEST_RUN, 1]),
+    ("語" * (2 * LONGEST_RUN), [LONGEST_RUN, LONGEST_RUN]),
+    ("short " + "a" * LONG + " short", [6 + LONGEST_RUN, 7]),
+]
+
+
+@pytest.mark.parametrize(("text", "lengths"), CUT, ids=lambda value: str(value)[:10])
+def test_a_long_run_is_cut(text, lengths):
+    pieces = list(_pieces(text))
+    assert "".join(pieces) == text
+    assert [len(piece) for piece in pieces] == lengths
+
+
+def test_millions_of_one_letter_are_a_tokenizer():
+    tokenizer = train_tokenizer(["a" * 3_000_000], 300, "<|end|>")
+    assert tokenizer.decode(tokenizer("aaa aaaa")["input_ids"]) == "aaa aaaa"
+
+
+def test_a_signal_ends_the_wait_for_work_outside_python():
+    working = threading.Event()
+
+    def work():
+        os.kill(os.getpid(), signal.SIGTERM)
+        working.wait()
+
+    def ended(number, frame):
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, ended)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            _interruptible(work)
+        assert caught.value.code == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        working.set()
+
+
+def test_what_fails_there_is_raised_here():
+    def work():
+        raise ValueError("no text")
+
+    with pytest.raises(ValueError, match="no text"):
+        _interruptible(work)
