@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 import pytest
 
-from evenpipe.runtime.signs import LAUNCHER, TEXT_LENGTH, Beat, Cause, Waiting, printable, siblings
+from evenpipe.runtime.signs import LAUNCHER, TEXT_LENGTH, Beat, Cause, Waiting, siblings
 
 BEAT = Beat(3, "a machine", 77, "123", Waiting("1RECV_F0", "1F0", "F:0>1", (0,)))
 CAUSE = Cause("dead", 1, "process 1 (pid 7) has died")
@@ -54,7 +54,7 @@ def test_a_cause_comes_back_as_the_words_of_its_writer() -> None:
         ("process 1 (pid 7) has died", "process 1 (pid 7) has died"),
         ("pay at evil.example", "process 2 said: pay at evil.example"),
         ("\x1b]0;title\x07line\x9b", "process 2 said: \\x1b]0;title\\x07line\\x9b"),
-        ("x" * 5000, f"process 2 said: {'x' * TEXT_LENGTH} ..."),
+        ("x" * 5000, f"process 2 said: {'x' * (TEXT_LENGTH // 2 - 3)} ... {'x' * (TEXT_LENGTH // 2 - 3)}"),
     ],
 )
 def test_free_words_are_shown_as_those_of_a_process(text: str, shown: str) -> None:
@@ -67,10 +67,6 @@ def test_free_words_are_shown_as_those_of_a_process(text: str, shown: str) -> No
 def test_a_cause_that_no_process_has_written_says_so(changed: dict[str, object]) -> None:
     cause = Cause.load(json.dumps(asdict(CAUSE) | {"witness": 2} | changed), 4)
     assert cause == Cause("dead", LAUNCHER, "the store of the run holds a cause that no process of it has written")
-
-
-def test_lines_stay_and_controls_do_not() -> None:
-    assert printable("one\ntwo\tthree\r\x00\u202e", 100) == "one\ntwo\tthree\\r\\x00\\u202e"
 
 
 def test_siblings_are_children_of_the_same_agent_and_of_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:

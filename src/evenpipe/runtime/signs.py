@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError, RunError
+from evenpipe.given import plain_lines, shortened
 
 KINDS = ("input", "exception", "dead", "silent", "left", "stuck")
 
@@ -60,7 +61,7 @@ class Cause:
             return Cause(
                 _one_of(fields["kind"], KINDS),
                 _number(fields["origin"], LAUNCHER, world_size - 1),
-                printable(_text(fields["text"], None), TEXT_LENGTH),
+                words(_text(fields["text"], None)),
                 _number(fields["witness"], 0, world_size - 1),
             )
         except ValueError:
@@ -180,6 +181,11 @@ class Board:
         return self._memory[rank * self.WIDTH : (rank + 1) * self.WIDTH].partition(b"\0")[0].decode(errors="replace")
 
 
+def words(text: str) -> str:
+    """What another process said, for a terminal."""
+    return shortened(plain_lines(text), TEXT_LENGTH)
+
+
 def cause_of(error: BaseException, rank: int) -> Cause:
     """The cause that an exception of process `rank` is to the others."""
     if isinstance(error, InputError):
@@ -193,12 +199,6 @@ def processes(ranks: Sequence[int]) -> str:
     """As "process 2" or "processes 0, 1, 3"; at most eight by number."""
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"process{'' if len(ranks) == 1 else 'es'} {', '.join(map(str, ranks[:8]))}{more}"
-
-
-def printable(text: str, length: int) -> str:
-    """A text of another process for the terminal: without control characters, and cut off where it is too long."""
-    shown = "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text[:length])
-    return shown if len(text) <= length else f"{shown} ..."
 
 
 def machine() -> str:

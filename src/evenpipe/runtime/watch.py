@@ -37,6 +37,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from evenpipe.errors import RunError
+from evenpipe.given import plain_lines
 from evenpipe.runtime.bell import Bell
 from evenpipe.runtime.peers import Peers
 from evenpipe.runtime.proof import strangers
@@ -288,7 +289,7 @@ class Watch:
                 self._settle(cause_of(error, self.rank), self._store)
         assert self.cause is not None
         if self._on_cause is None and self.cause.origin != self.rank and self.cause.text not in str(error):
-            print(f"evenpipe: {self._error()}", file=sys.stderr, flush=True)
+            print(plain_lines(f"evenpipe: {self._error()}"), file=sys.stderr, flush=True)
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -387,7 +388,7 @@ class Watch:
         if self._stop.wait(GRACE_SECONDS) or (self._main_knows and self._stop.wait(5 * GRACE_SECONDS)):
             return
         if self._on_cause is None:
-            print(f"evenpipe: {self._error()}", file=sys.stderr, flush=True)
+            print(plain_lines(f"evenpipe: {self._error()}"), file=sys.stderr, flush=True)
         os._exit(EXIT_CODE)
 
     # -- causes ------------------------------------------------------------------------------------

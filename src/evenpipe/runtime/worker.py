@@ -31,7 +31,7 @@ from torch.distributed.rendezvous import rendezvous
 from evenpipe.errors import InputError, RunError
 from evenpipe.runtime.communication import bound_device
 from evenpipe.runtime.peers import Peers
-from evenpipe.runtime.signs import TEXT_LENGTH, Beat, Board, machine, printable, processes, started
+from evenpipe.runtime.signs import Beat, Board, machine, processes, started, words
 from evenpipe.runtime.store import FolderStore, NetworkStore, Store, StoreError, StoreSilentError
 from evenpipe.runtime.watch import Watch
 
@@ -258,7 +258,7 @@ def meet(store: Store, rank: int, world_size: int, limit_seconds: float) -> None
                         what = "had not started when SIGTERM came" if terminated else in_time
                         fault = f"{processes(missing)} of {world_size} {what}"
                 if fault is not None or store.has(["no start"]):  # the first finding holds: others follow from it
-                    raise RunError(printable(store.settle("no start", fault or ""), TEXT_LENGTH))
+                    raise RunError(words(store.settle("no start", fault or "")))
                 time.sleep(pause)
                 pause = min(2 * pause, 0.5)
     except StoreError as error:
