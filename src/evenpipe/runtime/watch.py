@@ -123,6 +123,8 @@ class Watch:
         self._on_cause = on_cause
         self._board = board
         self._beat = Beat(0, machine(), os.getpid(), started(os.getpid()) or "")
+        self._silent: StoreSilentError | None = None
+        """Set while the store does not answer the watch's thread."""
         self._cause_known = threading.Event()
         self._learning = threading.Lock()
         self._main_knows = False
@@ -155,7 +157,9 @@ class Watch:
         self._stop.set()
         assert self._bell is not None
         self._bell.ring()
-        self._thread.join()
+        self._thread.join(None if self._silent is None else BEAT_SECONDS)
+        if self._thread.is_alive():  # it waits for an answer of the store, and so would this one
+            return
         self._bell.close()
         self._thread = None
         if self.cause is None:
@@ -317,6 +321,7 @@ class Watch:
                     break
                 self._beat = replace(self._beat, count=self._beat.count + 1, waiting=self.waiting)
                 store.write(f"beat/{self.rank}", self._beat.dump())
+                self._silent = None
                 if (text := store.read("cause")) is not None:
                     self._learn(Cause.load(text, self.world_size))
                     break
@@ -344,6 +349,7 @@ class Watch:
                 # The store went with its host, or its host cannot be reached. A process that computes may well come to
                 # its end; one that waits will not, and neither should one whose launcher is no more.
                 if isinstance(error, StoreSilentError):
+                    self._silent = error
                     elapsed, last_time = elapsed + error.seconds, time.monotonic()
                     waited_seconds += error.seconds
                 lost_seconds = lost_seconds + elapsed if self.waiting is not None else 0.0
@@ -407,6 +413,8 @@ class Watch:
     def _settle_stuck(self, peers: Peers, waiting: Waiting | None, store: Store | None) -> None:
         """A wait lasted too long. Where the store does not answer either, no more is to be found out."""
         try:
+            if self._silent is not None:
+                raise self._silent
             self._settle(peers.stuck(waiting), store)
         except StoreError as error:
             peer = waiting.peers[0] if waiting is not None and waiting.peers else self.rank
