@@ -80,8 +80,16 @@ def started(monkeypatch, exported):
 def test_train_prepares_and_then_launches(started, capsys):
     assert main(["train", "config.toml", "training.steps=7", "pipeline.timeout_seconds=30"]) == 0
     config = load_config("config.toml", ["training.steps=7", "pipeline.timeout_seconds=30"])
-    assert started == [("train", (config,), {"processes": 2, "timeout_seconds": 30.0})]
-    assert sorted(path.name for path in Path("run").iterdir()) == ["config.json", "data", "data.json", "tokenizer"]
+    ((function, (launched, claims), options),) = started
+    assert (function, launched, options) == ("train", config, {"processes": 2, "timeout_seconds": 30.0})
+    assert [Path(claim.folder) for claim in claims] == [Path("run").resolve(), Path("run/checkpoints").resolve()]
+    assert sorted(path.name for path in Path("run").glob("[!.]*")) == [
+        "checkpoints",
+        "config.json",
+        "data",
+        "data.json",
+        "tokenizer",
+    ]
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.splitlines()[0] == "reading 1 files"

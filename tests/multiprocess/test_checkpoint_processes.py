@@ -15,8 +15,11 @@ import torch
 import torch.distributed as dist
 from harness import GROUP_TIMEOUT, run_outcomes, run_processes
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 from evenpipe.errors import InputError, RunError
+from evenpipe.runtime.messages import gather_values
+from evenpipe.train.agreement import Team
 from evenpipe.train.checkpoint import find_latest, load, open_checkpoint, prepare_folder, save
 from evenpipe.train.manifest import MANIFEST, read_manifest
 
@@ -184,6 +187,36 @@ def test_rows_that_torch_would_save_at_wrong_offsets_are_noticed(tmp_path: Path)
         run_processes(save_from_wrong_rows, 3, tmp_path)
 
 
+# ---- no pickle travels
+
+
+def refuse_objects() -> None:
+    """From now on no Python object can be sent as a pickle; what Team gathers goes as JSON."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("a pickle was about to travel")
+
+    distributed_c10d._object_to_tensor = distributed_c10d._tensor_to_object = refuse
+    Team.gather = lambda team, value: gather_values(value, team.group)
+
+
+def go_through_layouts_without_objects(folder: Path) -> None:
+    refuse_objects()
+    with pytest.raises(AssertionError, match="a pickle"):
+        dist.all_gather_object([None] * 4, "hello")
+    go_through_layouts(folder, 9, False, torch.float32)
+    if dist.get_rank() == 1:
+        path = folder / f"step-{len(LAYOUTS):08d}" / "__1_0.distcp"
+        path.write_bytes(bytes(path.stat().st_size))
+    dist.barrier()
+    found = find_latest(folder)
+    assert (found.checkpoint.step, found.rejected[0].path.name) == (len(LAYOUTS) - 1, "step-00000008")
+
+
+def test_saving_and_loading_send_no_pickles(tmp_path: Path) -> None:
+    run_processes(go_through_layouts_without_objects, 4, tmp_path)
+
+
 # ---- all or none
 
 
@@ -340,7 +373,7 @@ def survive_being_killed(folder: Path, step: int, keep: int) -> int:
         point += 1
         for after in (False, True):
             here = folder / f"{point} {after}"
-            shutil.copytree(before, here)
+            shutil.copytree(before, here, ignore=shutil.ignore_patterns(".evenpipe-lock-*"))
             status = in_a_child(
                 lambda: (kill_at(point, after), save(here, step, run.shards, run.optimizer, {}, keep=keep))
             )
@@ -355,7 +388,7 @@ def survive_being_killed(folder: Path, step: int, keep: int) -> int:
             assert all(torch.equal(value, wanted[key]) for key, value in back.tensors().items())
             prepare_folder(here)
             save(here, 5, run.shards, run.optimizer, {}, keep=1)
-            assert [path.name for path in here.iterdir()] == ["step-00000005"]
+            assert sorted(path.name for path in here.glob("[!.]*")) == ["step-00000005"]
             if status == 0:
                 assert was_saved
                 return point

@@ -12,6 +12,7 @@ import torch
 from checkpoint_run import METADATA, Run, Shard, assert_same, flip, save_three, saved_steps, truncate
 from torch import nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.runtime.host_optimizer import MOMENTS, HostAdamW
@@ -209,12 +210,17 @@ def test_the_folder_holds_what_its_manifest_says_and_nothing_else(three: Path) -
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_reads_it_without_us(three: Path) -> None:
+def test_torch_reads_it_without_us(three: Path, tmp_path: Path) -> None:
     tensors = {"parameters.model.norm.weight": torch.zeros(4)}
     dcp.load(tensors, checkpoint_id=three / "step-00000003", no_dist=True)
     run = Run()
     load(open_checkpoint(three / "step-00000003"), run.shards)
     assert torch.equal(tensors["parameters.model.norm.weight"], run.shards["model.norm.weight"].parameter)
+    dcp_to_torch_save(three / "step-00000003", tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt")
+    assert whole.keys() == open_checkpoint(three / "step-00000003").manifest.tensors.keys()
+    for name, shard in run.shards.items():
+        assert torch.equal(whole[f"parameters.{name}"], shard.parameter)
 
 
 def test_the_latest_is_found(three: Path) -> None:

@@ -9,17 +9,23 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpoint_run import Run, assert_same, flip, save_three, saved_steps, truncate
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, StorageMeta
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.train import checkpoint as module
+from evenpipe.train.agreement import Team
 from evenpipe.train.checkpoint import find_latest, load, open_checkpoint
+from evenpipe.train.checkpoint_folder import discard
+from evenpipe.train.checkpoint_state import tensors_to_save
+from evenpipe.train.checkpoint_storage import tensor_entries
 from evenpipe.train.manifest import MANIFEST, Manifest, hash_file, read_manifest
 
 
@@ -99,6 +105,95 @@ def test_what_is_no_checkpoint_says_so(tmp_path: Path) -> None:
             open_checkpoint(path)
 
 
+# ---- files of two saves in one folder
+
+
+def vouch_for(path: Path, **changes: object) -> None:
+    """The manifest anew, for the files as they are: what came of two saves into one folder, once."""
+    manifest = read_manifest(path)
+    files = {name: hash_file(path / name) for name in manifest.files}
+    (path / MANIFEST).write_bytes(replace(manifest, files=files, **changes).to_bytes())
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "run.json"])
+def test_a_file_of_another_save_is_noticed_though_its_hash_is_right(three: Path, file: str) -> None:
+    newest = three / "step-00000003"
+    vouch_for(newest)
+    assert find_latest(three).checkpoint.step == 3, "the forger of this test cannot forge"
+    shutil.copy(three / "step-00000002" / file, newest / file)
+    vouch_for(newest)
+    says = f"{file} does not carry the id of the save that manifest.json names"
+    found = find_latest(three)
+    assert (found.checkpoint.step, [each.reason for each in found.rejected]) == (2, [says])
+    with pytest.raises(InputError, match=says.replace(".", r"\.")):
+        open_checkpoint(newest)
+
+
+def test_a_manifest_of_another_save_is_noticed(three: Path) -> None:
+    vouch_for(three / "step-00000003", id=read_manifest(three / "step-00000002").id)
+    assert "does not carry the id" in find_latest(three).rejected[0].reason
+
+
+@pytest.mark.parametrize("content", [b"[]", b"3", b"{}", b'{"id": 3}', b"no JSON"])
+def test_metadata_that_are_none_are_noticed(three: Path, content: bytes) -> None:
+    (three / "step-00000003" / "run.json").write_bytes(content)
+    vouch_for(three / "step-00000003")
+    assert find_latest(three).rejected[0].reason.startswith("run.json does not ")
+
+
+class WriterOfVersion1(dcp.FileSystemWriter):
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(save_id=self.save_id)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_from_before_saves_had_ids_is_loaded(tmp_path: Path) -> None:
+    """Written as evenpipe did it then: torch's files as torch writes them, and a manifest of version 1."""
+    run, other = Run(), Run(seed=5)
+    run.take_step(1)
+    path = tmp_path / "step-00000001"
+    tensors = tensors_to_save(run.shards, run.optimizer, Team())
+    index = dcp.save(tensors, storage_writer=WriterOfVersion1(path), no_dist=True)
+    (path / "run.json").write_text('{"step": 1}')
+    files = {file.name: hash_file(file) for file in path.iterdir()}
+    (path / MANIFEST).write_bytes(Manifest(1, files, tensor_entries(index)).to_bytes())
+    found = find_latest(tmp_path)
+    assert load(found.checkpoint, other.shards, other.optimizer) == {"step": 1}
+    assert_same(run.tensors(), other.tensors())
+    other.save(tmp_path, 2)
+    assert [read_manifest(folder).id is None for folder in sorted(tmp_path.glob("step-*"))] == [True, False]
+
+
+def test_a_save_that_does_not_stand_there_is_an_error(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one has come in between, whatever the locks said."""
+
+    def replaced(temporary: Path, published: Path) -> None:
+        shutil.copytree(three / "step-00000003", published)
+
+    monkeypatch.setattr(module, "_put_in_place", replaced)
+    with pytest.raises(RunError, match=r"step 4 was not saved: '.*step-00000004' has been replaced by another run"):
+        Run().save(three, 4)
+    monkeypatch.setattr(module, "_put_in_place", lambda temporary, published: None)
+    with pytest.raises(RunError, match="step 5 was not saved"):
+        Run().save(three, 5)
+
+
+def test_one_that_cannot_be_put_in_place_leaves_the_former(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run has moved what was to be published."""
+    run = Run()
+    wait_for_disk = module.sync_folder
+
+    def take_away(folder: Path) -> None:
+        wait_for_disk(folder)
+        discard(folder)
+
+    monkeypatch.setattr(module, "sync_folder", take_away)
+    with pytest.raises(RunError, match=r"step 3 was not saved: process 0: No such file or directory"):
+        run.save(three, 3)
+    assert saved_steps(three) == ["step-00000001", "step-00000002", "step-00000003"]
+    assert find_latest(three).checkpoint.metadata["step"] == 3
+
+
 # ---- an index that would run code
 
 
@@ -121,9 +216,8 @@ def replace_index(path: Path, content: bytes) -> None:
 def assert_refused(path: Path, says: str) -> None:
     run = Run(seed=5)
     before = run.tensors()
-    checkpoint = open_checkpoint(path)
     with pytest.raises(InputError, match=says):
-        load(checkpoint, run.shards, run.optimizer)
+        load(open_checkpoint(path), run.shards, run.optimizer)
     assert_same(before, run.tensors())
 
 

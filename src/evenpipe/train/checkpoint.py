@@ -5,17 +5,21 @@ A checkpoint is a folder `step-00000020`:
     __0_0.distcp, __1_0.distcp, ...   tensors, one file per process, in torch's distributed checkpoint format
     .metadata                         torch's index of them
     run.json                          all that is not a tensor: data position, scheduler, config, model config
-    manifest.json                     size and SHA-256 of all the others, and every tensor's shape and dtype
+    manifest.json                     size and SHA-256 of all the others, every tensor's shape and dtype, and the id of
+                                      the save, which all the others carry too
 
 Tensors stand under the names of Hugging Face, whole: `parameters.model.embed_tokens.weight`,
 `optimizer.exp_avg.model.embed_tokens.weight`. A process that holds rows of a parameter contributes them as a DTensor
 (Shard(0) on the pipeline axis, on that of the replicas, or on both, made for the moment of saving or loading), so what
 was saved in one layout loads in any other. What every replica holds is saved by the first one and loaded by all.
 
-Saving goes: write all into `step-00000020.tmp` -> every process is done -> manifest, last -> wait for the disk ->
-rename -> wait for the disk -> only then are old checkpoints deleted. A process killed anywhere in between leaves the
-former checkpoint as it was. No state of a random generator is saved: whatever is random in a run draws from a seed and
-the step.
+Saving goes: take or check the folder's lock (folder_lock.py) -> write all into `step-00000020.ID.tmp` -> every process
+is done -> manifest, last -> wait for the disk -> check the lock -> rename -> wait for the disk -> see that this save is
+the one published -> only then are old checkpoints deleted. A process killed anywhere in between leaves the former
+checkpoint as it was. No state of a random generator is saved: whatever is random in a run draws from a seed and the
+step.
+
+All that processes tell each other is JSON.
 
 Every function here with a `process_group` is collective over it: all processes of a pipeline and of its replicas call
 it (None: all processes, or this one alone without torch.distributed), and all return or raise alike.
@@ -24,11 +28,12 @@ The group's timeout has to cover the time that one process may take to write and
 
 from __future__ import annotations
 
-import json
 import os
+import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,30 +42,40 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
-from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.distributed.tensor import DTensor
 
 import evenpipe
 from evenpipe.errors import InputError, RunError
-from evenpipe.train.agreement import Team, describe_lost_process, describe_os_error
+from evenpipe.train.agreement import Team, describe_os_error
 from evenpipe.train.checkpoint_folder import (
-    RUN,
     Checkpoint,
     Found,
     Rejected,
     delete_old,
+    discard,
     find_latest,
     open_checkpoint,
     prepare_folder,
 )
 from evenpipe.train.checkpoint_state import ParameterShard, State, parameter_names, plan_load, tensors_to_save
-from evenpipe.train.checkpoint_storage import INDEX, Reader, Writer, read_index, tensor_entries
+from evenpipe.train.checkpoint_storage import (
+    INDEX,
+    RUN,
+    Reader,
+    Writer,
+    check_marks,
+    read_index,
+    run_json,
+    tensor_entries,
+)
+from evenpipe.train.folder_lock import check, hold
 from evenpipe.train.manifest import (
     MANIFEST,
     DamagedError,
     FileEntry,
     Manifest,
     hash_file,
+    read_manifest,
     sync_folder,
     write_synced,
 )
@@ -105,64 +120,76 @@ def save(  # noqa: PLR0917
             steps (left over when a run was resumed at an earlier one) stay.
 
     Raises:
-        InputError: something in `metadata` is not JSON, or the optimizer has state that is no tensor.
-        RunError: the disk is full, or any other failure of disk or process; what was written is removed, and the
-            checkpoints before it are as they were.
+        InputError: something in `metadata` is not JSON, the optimizer has state that is no tensor, or another run holds
+            the folder.
+        RunError: the disk is full, another run has taken the folder from this one, or any other failure of disk or
+            process; what was written is removed, and the checkpoints before it are as they were.
     """
     if keep is not None and keep < 1:
         raise InputError(f"keep is {keep}, expected at least 1 checkpoint, or None for all")
     folder, team = Path(folder), Team(process_group)
     published = folder / f"step-{step:08d}"
-    temporary = folder / f"{published.name}.tmp"
     state: State = {}
 
-    def collect() -> tuple[int, bytes]:
+    def collect() -> dict[str, Any]:
         state.update(tensors_to_save(shards, optimizer, team))
+        if team.rank == 0:
+            run_json(metadata, "")
         size = sum(
             tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes for tensor in state.values()
         )
-        return size + _BYTES_PER_TENSOR * (len(state) + 1), _json(metadata) if team.rank == 0 else b""
+        return {"bytes": size + _BYTES_PER_TENSOR * (len(state) + 1), "id": secrets.token_hex(16)}
 
     def make_room() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        if temporary.exists():
-            shutil.rmtree(temporary)
+        hold(folder)
         space = os.statvfs(folder)
         free = space.f_bavail * space.f_frsize
         if space.f_blocks and free < needed:
             raise RunError(f"{_in_words(needed)} are needed and the disk of {str(folder)!r} has {_in_words(free)} left")
         temporary.mkdir()
 
-    def own_files() -> dict[str, FileEntry]:
-        paths = list(temporary.glob(f"__{team.rank}_*.distcp")) + ([temporary / INDEX] if team.rank == 0 else [])
-        files = {path.name: hash_file(path) for path in paths}
-        if team.rank == 0:
-            files[RUN] = write_synced(temporary / RUN, run_json)
-        return files
+    def write() -> dict[str, Any]:
+        pieces = writer.write_part(state, team.rank)
+        files = {path.name: asdict(hash_file(path)) for path in temporary.glob(f"__{team.rank}_*.distcp")}
+        return {"pieces": pieces, "files": files}
 
     def publish() -> None:
+        try:
+            index = writer.write_index([part["pieces"] for part in parts])
+        except ValueError as error:
+            raise RunError(f"the processes do not hold the whole of every tensor between them: {error}") from error
+        files = {name: FileEntry(**entry) for part in parts for name, entry in part["files"].items()}
+        files[INDEX] = hash_file(temporary / INDEX)
+        files[RUN] = write_synced(temporary / RUN, run_json(metadata, save_id))
         versions = {"evenpipe": evenpipe.__version__, "torch": torch.__version__}
-        manifest = Manifest(step, files, tensor_entries(index), versions)
+        manifest = Manifest(step, files, tensor_entries(index), versions, save_id)
+        check_marks(temporary, manifest)
         write_synced(temporary / MANIFEST, manifest.to_bytes())
         sync_folder(temporary)
-        if published.exists():
-            replaced = folder / f"{published.name}.replaced"
-            if replaced.exists():
-                shutil.rmtree(replaced)
-            published.rename(replaced)  # find_latest knows this name too, should we be killed before the next line
-        temporary.rename(published)
+        check(folder)
+        _put_in_place(temporary, published)
         sync_folder(folder)
+        try:
+            stands = read_manifest(published).id
+        except DamagedError:
+            stands = None
+        if stands != save_id:
+            raise RunError(f"{str(published)!r} has been replaced by another run")
 
     try:
         collected = team.everywhere(collect)
-        needed, run_json = sum(size for size, _ in collected), collected[0][1]
-        team.first(make_room)
-        index = _write_tensors(temporary, state, team)
-        files = {name: entry for part in team.everywhere(own_files) for name, entry in part.items()}
-        team.first(publish)
+        needed, save_id = sum(each["bytes"] for each in collected), collected[0]["id"]
+        temporary = folder / f"{published.name}.{save_id}.tmp"
+        writer = Writer(temporary, save_id)
+        try:
+            team.first(make_room)
+            parts = team.everywhere(write)
+            team.first(publish)
+        except RunError:
+            if team.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
     except RunError as error:
-        if team.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
         raise RunError(
             f"the checkpoint of step {step} was not saved: {error}; the checkpoints before it are as they were"
         ) from error
@@ -195,7 +222,7 @@ def load(
     """
     team = Team(process_group)
     plan = _value(team, lambda: plan_load(checkpoint.manifest, shards, optimizer, team))
-    known = {name for names in team.gather(set(shards)) for name in names}
+    known = {name for names in team.gather(sorted(shards)) for name in names}
     unknown = sorted(set(parameter_names(checkpoint.manifest)) - known)
     if unknown:
         raise InputError(
@@ -225,32 +252,35 @@ def read_tensors(checkpoint: Checkpoint, index: Metadata, state: State) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load_state_dict(state, storage_reader=Reader(checkpoint.path, index), no_dist=True)
     except CheckpointException as exception:
-        _, text = _first_failure(exception)
-        raise RunError(f"the checkpoint {str(checkpoint.path)!r} cannot be read: {text}") from exception
+        raise RunError(f"the checkpoint {str(checkpoint.path)!r} cannot be read: {_describe(exception)}") from exception
 
 
-def _write_tensors(temporary: Path, state: State, team: Team) -> Metadata:
-    """Each process writes its part, the first one the index, which all get. Collective over the pipeline."""
+def _put_in_place(temporary: Path, published: Path) -> None:
+    """Publishes a folder, also where the step has been saved before.
+
+    A run that takes the lock renames what the run before it has not published, and so fails this one's last rename.
+    """
+    replaced = published.with_name(f"{published.name}.replaced")
+    again = published.exists()
+    if again:
+        if replaced.exists():
+            discard(replaced)
+        published.rename(replaced)  # find_latest knows this name too, should we be killed before the next line
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            index: Metadata = save_state_dict(
-                state, storage_writer=Writer(temporary), process_group=team.group, no_dist=not team.distributed
-            )
-            return index
-    except CheckpointException as exception:  # the same on every process
-        rank, text = _first_failure(exception)
-        raise RunError(f"process {rank}: {text}") from exception
-    except RuntimeError as error:
-        raise RunError(describe_lost_process(error)) from error
+        temporary.rename(published)
+    except OSError:
+        if again:
+            replaced.rename(published)
+        check(published.parent)  # knows better why
+        raise
 
 
-def _first_failure(exception: CheckpointException) -> tuple[int, str]:
-    """Process and text. torch's exception is none that `except Exception` catches, and hides a Ctrl-C among others."""
-    rank, (error, _) = min(exception.failures.items(), key=lambda item: item[0])
+def _describe(exception: CheckpointException) -> str:
+    """torch's exception is none that `except Exception` catches, and hides a Ctrl-C among others."""
+    _, (error, _) = min(exception.failures.items(), key=lambda item: item[0])
     if isinstance(error, KeyboardInterrupt):
         raise error from exception
-    return rank, describe_os_error(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    return describe_os_error(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def _value(team: Team, work: Callable[[], Any]) -> Any:
@@ -258,13 +288,6 @@ def _value(team: Team, work: Callable[[], Any]) -> Any:
     results = []
     team.everywhere(lambda: results.append(work()))
     return results[0]
-
-
-def _json(metadata: Mapping[str, Any]) -> bytes:
-    try:
-        return (json.dumps(dict(metadata), indent=1) + "\n").encode("ascii")
-    except (TypeError, ValueError) as error:
-        raise InputError(f"metadata of a checkpoint: {error}; expected what JSON can hold") from error
 
 
 def _in_words(size: int) -> str:

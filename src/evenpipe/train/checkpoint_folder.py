@@ -1,17 +1,17 @@
 """Which checkpoints a folder holds, which of them are sound, and which have had their time.
 
 Nothing of a checkpoint is opened before every file in it has been held against the manifest (manifest.py). Functions
-with a `process_group` are collective over it, as in checkpoint.py.
+with a `process_group` are collective over it, as in checkpoint.py. Who only reads needs no lock.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from evenpipe.errors import InputError
 from evenpipe.train.agreement import Team, describe_os_error
-from evenpipe.train.checkpoint_storage import INDEX
+from evenpipe.train.checkpoint_storage import INDEX, RUN, check_marks, read_index, read_run
+from evenpipe.train.folder_lock import claim
 from evenpipe.train.manifest import (
     MANIFEST,
     DamagedError,
@@ -31,16 +32,14 @@ from evenpipe.train.manifest import (
     read_manifest,
 )
 
-RUN = "run.json"
-"""All that is not a tensor."""
-
 _FOLDER_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that has been verified: every file has the size and the hash that its manifest gives."""
+    """A checkpoint that has been verified: every file has the size and the hash that its manifest gives, and the id of
+    the same save."""
 
     path: Path
     step: int
@@ -70,24 +69,29 @@ def is_checkpoint(path: Path) -> bool:
     return _FOLDER_NAME.fullmatch(path.name) is not None or (path / MANIFEST).exists()
 
 
-def prepare_folder(folder: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None) -> None:
-    """Makes the folder for checkpoints and removes what a killed run left half written. Call once, before training.
+def prepare_folder(
+    folder: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None, *, force: bool = False
+) -> None:
+    """Makes the folder for checkpoints, takes its lock for this run (folder_lock.py), and removes what a killed run
+    left half written. Call once, before training, with the group that will save.
+
+    force: takes the lock also from a run that is still there, whose next save then fails.
 
     Raises:
-        InputError: the folder cannot be made or written to.
+        InputError: another run writes there, or the folder cannot be made or written to.
     """
     path, team = Path(folder), Team(process_group)
 
     def prepare() -> None:
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            for stale in path.glob("step-*.tmp"):
-                shutil.rmtree(stale)
-            probe = path / "writable.tmp"
+            claim(path, force=force)
+            probe = path / f"writable-{secrets.token_hex(8)}.tmp"
             probe.touch()
             probe.unlink()
         except OSError as error:
             raise InputError(f"the folder for checkpoints cannot be written to: {describe_os_error(error)}") from error
+        for stale in path.glob("step-*.tmp"):
+            discard(stale)
 
     team.first(prepare)
 
@@ -102,7 +106,8 @@ def find_latest(
     """
     folder, team = Path(folder), Team(process_group, alone=alone)
     rejected: list[Rejected] = []
-    for _, path in team.first(lambda: _candidates(folder)):
+    for name in team.first(lambda: [path.name for _, path in _candidates(folder)]):
+        path = folder / name
         try:
             return Found(_verify(path, team, named_step=_step_of(path)), tuple(rejected))
         except DamagedError as error:
@@ -127,36 +132,49 @@ def open_checkpoint(
 def _verify(path: Path, team: Team, named_step: int | None) -> Checkpoint:
     """Raises DamagedError on every process unless the folder agrees with its manifest, and that with itself."""
 
-    def check_cheaply() -> tuple[Manifest, dict[str, Any]] | str:
-        try:
-            manifest = read_manifest(path)
-            if named_step not in (None, manifest.step):
-                raise DamagedError(f"{MANIFEST} says step {manifest.step}")
-            for name in (INDEX, RUN):
-                if name not in manifest.files:
-                    raise DamagedError(f"{MANIFEST} does not name {name}")
-            check_sizes(path, manifest)
-            check_hash(path, RUN, manifest.files[RUN])
-            return manifest, json.loads((path / RUN).read_bytes())
-        except DamagedError as error:
-            return str(error)
+    def check_cheaply() -> dict[str, Any]:
+        manifest = read_manifest(path)
+        if named_step not in (None, manifest.step):
+            raise DamagedError(f"{MANIFEST} says step {manifest.step}")
+        for name in (INDEX, RUN):
+            if name not in manifest.files:
+                raise DamagedError(f"{MANIFEST} does not name {name}")
+        check_sizes(path, manifest)
+        return {"manifest": manifest.to_bytes().decode("ascii")}
 
-    def check_share() -> str | None:
-        try:
-            for name in _share(manifest.files, team):
-                check_hash(path, name, manifest.files[name])
-        except DamagedError as error:
-            return str(error)
-        return None
+    def check_share() -> dict[str, Any]:
+        for name in _share(manifest.files, team):
+            check_hash(path, name, manifest.files[name])
+        return {}
 
-    answer = team.first(check_cheaply)
-    if isinstance(answer, str):
-        raise DamagedError(answer)
-    manifest, metadata = answer
-    for reason in team.everywhere(check_share):
-        if reason is not None:
-            raise DamagedError(reason)
-    return Checkpoint(path, manifest.step, manifest, metadata)
+    def check_contents() -> dict[str, Any]:
+        check_marks(path, manifest)
+        read_index(path, manifest)
+        return {"metadata": read_run(path, manifest)}
+
+    manifest = Manifest.from_bytes(_sound(team, check_cheaply, alone=True)["manifest"].encode("ascii"))
+    _sound(team, check_share)
+    return Checkpoint(path, manifest.step, manifest, _sound(team, check_contents, alone=True)["metadata"])
+
+
+def _sound(team: Team, work: Callable[[], dict[str, Any]], *, alone: bool = False) -> dict[str, Any]:
+    """What the first process found, JSON; `alone`: it alone does the work. DamagedError of one is raised by all."""
+
+    def outcome() -> dict[str, Any]:
+        if alone and team.rank > 0:
+            return {}
+        try:
+            return work()
+        except DamagedError as error:
+            return {"damage": str(error)}
+        except OSError as error:
+            return {"damage": f"it cannot be read: {describe_os_error(error)}"}
+
+    outcomes = team.everywhere(outcome)
+    for found in outcomes:
+        if "damage" in found:
+            raise DamagedError(found["damage"])
+    return outcomes[0]
 
 
 def _share(files: Mapping[str, FileEntry], team: Team) -> list[str]:
@@ -188,7 +206,7 @@ def _step_of(path: Path) -> int:
 def delete_old(folder: Path, step: int, keep: int | None) -> None:
     """Keeps the newest `keep` checkpoints up to `step` that look whole (by manifest and sizes) and deletes older ones.
 
-    A damaged one does not count among those kept. What cannot be deleted is only worth a warning: nothing is lost.
+    A damaged one does not count among those kept.
     """
     kept = 0
     for older, path in _candidates(folder):
@@ -197,11 +215,20 @@ def delete_old(folder: Path, step: int, keep: int | None) -> None:
         if not path.name.endswith(".replaced") and (keep is None or kept < keep):
             kept += _looks_whole(path)
             continue
-        try:
-            path.rename(doomed := folder / f"{path.name}.tmp")  # half deleted it must not look like a checkpoint
-            shutil.rmtree(doomed)
-        except OSError as error:
-            _log.warning("the old checkpoint %s cannot be deleted: %s", path, describe_os_error(error))
+        discard(path)
+
+
+def discard(path: Path) -> None:
+    """Deletes a folder. What cannot be deleted is only worth a warning.
+
+    It first gets another name: half deleted, it must not look like a checkpoint, nor be published by the run that wrote
+    it, should that have lost its lock only now.
+    """
+    try:
+        path.rename(doomed := path.with_name(f"{path.name.partition('.')[0]}.{secrets.token_hex(16)}.tmp"))
+        shutil.rmtree(doomed)
+    except OSError as error:
+        _log.warning("%s cannot be deleted: %s", path, describe_os_error(error))
 
 
 def _looks_whole(path: Path) -> bool:

@@ -1,4 +1,8 @@
-"""What torch's distributed checkpoint lacks, between it and the disk: an index that cannot run code, and plain errors.
+"""What torch's distributed checkpoint lacks, between it and the disk: an index that cannot run code, plain errors, and
+files that say which save they belong to.
+
+torch agrees on a save by sending pickles around. Here each process writes its own part and describes it in JSON, from
+which the first one makes torch's index; that is all that has to travel.
 
 The index `.metadata` is a pickle, which torch reads with `pickle.load`. A manifest only shows that a folder is as its
 maker left it, and the maker may be anyone; so the index is read with an unpickler that knows ten names of torch and its
@@ -8,20 +12,39 @@ dtypes and nothing else, and is then held against the manifest. Tensors are read
 from __future__ import annotations
 
 import io
+import json
 import math
+import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
-from evenpipe.train.manifest import DamagedError, Manifest, TensorEntry
+from evenpipe.errors import InputError
+from evenpipe.train.manifest import MANIFEST, DamagedError, Manifest, TensorEntry
 
 INDEX = ".metadata"
+RUN = "run.json"
+"""All that is not a tensor."""
+
+_MARK_BYTES = 64
+"""Length of the first line of a file of tensors, which names the save. torch reads from offsets behind it."""
 
 _CLASSES = {
     ("torch", "Size"),
@@ -40,22 +63,106 @@ _CLASSES = {
 class Writer(FileSystemWriter):
     """Writes this process's tensors to one file, `__<rank>_0.distcp`, and on the first process the index.
 
-    The folder must be new: nothing is ever written over. A failure of the disk comes out as the OSError that it was.
+    The folder must be there and be new: nothing is ever written over. A failure of the disk comes out as the OSError
+    that it was.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, save_id: str) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=False)
+        self.save_id = save_id
+        self.fs = _MarkedFiles(save_id)
 
-    def write_data(self, plan: Any, planner: Any) -> Any:
+    def write_part(self, state: Mapping[str, torch.Tensor], rank: int) -> list[dict[str, Any]]:
+        """Writes the tensors of this process; gives a description of what went where, as JSON, for `write_index`."""
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(dict(state))
+        plan = planner.create_local_plan()
+        plan = self.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]  # names the file by its place in the list
         with _disk_errors(self.path):
-            return super().write_data(plan, planner)
+            results = {result.index: result for result in self.write_data(planner.finish_plan(plan), planner).wait()}
+        return [_piece_to_json(item, results[item.index]) for item in plan.items]
 
-    def finish(self, metadata: Metadata, results: Any) -> None:
+    def write_index(self, parts: Sequence[list[dict[str, Any]]]) -> Metadata:
+        """Writes the index, from the descriptions of all processes by rank. What several wrote is read from the first.
+
+        Raises ValueError when pieces overlap, or do not make up whole tensors.
+        """
+        places: dict[MetadataIndex, WriteResult] = {}
+        plans = []
+        for part in parts:
+            pieces = [_piece_from_json(piece) for piece in part]
+            for item, result in pieces:
+                places.setdefault(item.index, result)
+            plans.append(
+                SavePlan(
+                    [item for item, _ in pieces], planner_data={item.index.fqn: (item.index.fqn,) for item, _ in pieces}
+                )
+            )
+        plans, index = DefaultSavePlanner(dedup_save_to_lowest_rank=True).create_global_plan(plans)
         with _disk_errors(self.path):
-            super().finish(metadata, results)
+            self.finish(
+                index, [[replace(places[item.index], index=item.index) for item in plan.items] for plan in plans]
+            )
+        return index
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id)  # torch would add the path, as a class that differs between Pythons
+
+
+class _MarkedFiles(FileSystem):
+    """Begins every file of tensors with the id of the save."""
+
+    def __init__(self, save_id: str) -> None:
+        self._mark = _mark(save_id)
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as stream:
+            if mode == "wb" and Path(path).suffix == ".distcp":
+                stream.write(self._mark)  # type: ignore[attr-defined]  # IOBase, says torch
+            yield stream
+
+
+def check_marks(folder: Path, manifest: Manifest) -> None:
+    """Holds the id in every file of tensors against that of the manifest, if it names one.
+
+    Raises:
+        DamagedError: a file comes from another save, or does not say which.
+        OSError: it cannot be read.
+    """
+    if manifest.id is None:
+        return
+    for name in manifest.files.keys() - {INDEX, RUN}:
+        with (folder / name).open("rb") as file:
+            if file.read(_MARK_BYTES) != _mark(manifest.id):
+                raise _of_another_save(name)
+
+
+def run_json(metadata: Mapping[str, Any], save_id: str) -> bytes:
+    """The text of run.json. Raises InputError for metadata that is not JSON."""
+    try:
+        return (json.dumps({"id": save_id, "metadata": dict(metadata)}, indent=1) + "\n").encode("ascii")
+    except (TypeError, ValueError) as error:
+        raise InputError(f"metadata of a checkpoint: {error}; expected what JSON can hold") from error
+
+
+def read_run(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """The metadata in run.json.
+
+    Raises:
+        DamagedError: it comes from another save, or is no JSON.
+        OSError: it cannot be read.
+    """
+    try:
+        content = json.loads((folder / RUN).read_bytes())
+        metadata = content if manifest.id is None else content["metadata"]
+        if not isinstance(metadata, dict):
+            raise TypeError("metadata that are no object")
+    except (ValueError, TypeError, KeyError) as error:
+        raise DamagedError(f"{RUN} does not hold the metadata of a checkpoint") from error
+    if manifest.id is not None and content.get("id") != manifest.id:
+        raise _of_another_save(RUN)
+    return metadata
 
 
 class Reader(FileSystemReader):
@@ -102,6 +209,48 @@ def tensor_entries(index: Metadata) -> dict[str, TensorEntry]:
     }
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of that name, `dtype_name`'s. Raises ValueError."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch")
+    return dtype
+
+
+def _of_another_save(name: str) -> DamagedError:
+    return DamagedError(f"{name} does not carry the id of the save that {MANIFEST} names")
+
+
+def _mark(save_id: str) -> bytes:
+    return f"evenpipe save {save_id}".ljust(_MARK_BYTES - 1).encode("ascii") + b"\n"
+
+
+def _piece_to_json(item: WriteItem, result: WriteResult) -> dict[str, Any]:
+    """A tensor, or the rows of one that a process holds, and where in which file it is."""
+    data, place = item.tensor_data, result.storage_data
+    assert data is not None, item.index
+    return {
+        "key": item.index.fqn,
+        "type": item.type.name,
+        "offsets": list(data.chunk.offsets),
+        "sizes": list(data.chunk.sizes),
+        "shape": list(data.size),
+        "dtype": dtype_name(data.properties.dtype),
+        "file": place.relative_path,
+        "start": place.offset,
+        "bytes": place.length,
+    }
+
+
+def _piece_from_json(piece: dict[str, Any]) -> tuple[WriteItem, WriteResult]:
+    offsets, sizes = torch.Size(piece["offsets"]), torch.Size(piece["sizes"])
+    data = TensorWriteData(
+        ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype_of(piece["dtype"])), torch.Size(piece["shape"])
+    )
+    item = WriteItem(MetadataIndex(piece["key"], offsets), WriteItemType[piece["type"]], tensor_data=data)
+    return item, WriteResult(item.index, piece["bytes"], _StorageInfo(piece["file"], piece["start"], piece["bytes"]))
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
@@ -113,6 +262,8 @@ def _check_index(index: Any, manifest: Manifest) -> None:
     """Everything that reading will trust: tensors only, whole, in files that the manifest vouches for."""
     if not all(isinstance(entry, TensorStorageMetadata) for entry in index.state_dict_metadata.values()):
         raise DamagedError(f"{INDEX} holds something that is not a tensor")
+    if manifest.id is not None and index.storage_meta.save_id != manifest.id:
+        raise _of_another_save(INDEX)
     if tensor_entries(index) != manifest.tensors:
         raise DamagedError(f"{INDEX} and the manifest do not name the same tensors")
     for key, entry in index.state_dict_metadata.items():

@@ -6,6 +6,9 @@ that it names has the size and the hash it gives. What fails that is a DamagedEr
 
 The manifest protects itself: it holds the hash of its own content, and its bytes must be exactly those that writing the
 content again would give (sorted keys, one form of white space), so no flipped byte can go unnoticed.
+
+Hashes alone would vouch for files of two saves as well, if both had written into one folder. So every save has an id,
+which the manifest names and every file carries in its content (version 1 knew none).
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ from evenpipe.errors import InputError
 
 MANIFEST = "manifest.json"
 FORMAT = "evenpipe checkpoint"
-VERSION = 1
+VERSIONS = (1, 2)
+"""Without an id of the save, and with one."""
 
+_ID = re.compile(r"[0-9a-f]{32}")
 _FILE_NAME = re.compile(r"\.?[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -58,16 +63,19 @@ class Manifest:
     """Every tensor, by its key: `parameters.<name>` or `optimizer.<state>.<name>`."""
     versions: dict[str, str] = field(default_factory=dict)
     """Of the packages that wrote it; for people."""
+    id: str | None = None
+    """Of the save, in the content of every file; None in checkpoints of version 1."""
 
     def to_bytes(self) -> bytes:
         """The text of the manifest, its own hash included."""
         content = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSIONS[self.id is not None],
             "step": self.step,
             "files": {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in self.files.items()},
             "tensors": {key: {"shape": list(entry.shape), "dtype": entry.dtype} for key, entry in self.tensors.items()},
             "versions": self.versions,
+            **({} if self.id is None else {"id": self.id}),
         }
         return _canonical({**content, "sha256": hashlib.sha256(_canonical(content)).hexdigest()})
 
@@ -89,15 +97,20 @@ class Manifest:
             or content.pop("sha256", None) != hashlib.sha256(_canonical(content)).hexdigest()
         ):
             raise DamagedError(f"{MANIFEST} does not agree with its own hash")
-        if content.get("version") != VERSION:
-            raise DamagedError(f"{MANIFEST} is of version {content.get('version')}, and this evenpipe reads {VERSION}")
+        version, identity = content.get("version"), content.get("id")
+        if version not in VERSIONS:
+            raise DamagedError(
+                f"{MANIFEST} is of version {version}, and this evenpipe reads {VERSIONS[0]} and {VERSIONS[1]}"
+            )
         try:  # only a manifest that someone else has made fails from here on
             files = {name: FileEntry(entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
             tensors = {
                 key: TensorEntry(tuple(entry["shape"]), entry["dtype"]) for key, entry in content["tensors"].items()
             }
-            manifest = cls(content["step"], files, tensors, content["versions"])
-        except (KeyError, TypeError, AttributeError) as error:
+            manifest = cls(content["step"], files, tensors, content["versions"], identity)
+            if (version == VERSIONS[0]) != (identity is None) or not _ID.fullmatch(identity or "0" * 32):
+                raise ValueError("no id of a save")
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise DamagedError(f"{MANIFEST} does not have the fields of a manifest") from error
         for name in files:
             if not _FILE_NAME.fullmatch(name) or name == MANIFEST:

@@ -9,42 +9,60 @@ from evenpipe.errors import InputError
 from evenpipe.given import plain, plain_lines
 from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_to_dict
-from evenpipe.train.data import PreparedData, prepare
-from evenpipe.train.files import write_json
+from evenpipe.train.data import prepare
+from evenpipe.train.files import disk_errors, write_json
+from evenpipe.train.folder_lock import Claim, claim, release
 from evenpipe.train.model_source import check_schedule, check_shape, model_config, pipeline_model
 
 SET_UP = "set up"  # the mark of the first process: it has done its part
 
 
-def start(config: Config) -> None:
+def start(config: Config, *, force: bool = False) -> None:
     """Run `config` to its end: in local processes that are started here, or in place when torchrun started this one.
+
+    `force`: also in folders that another run writes to; its next checkpoint then fails.
 
     Raises `InputError` for wrong input, before any process starts where that is possible, and `RunError` when the run
     fails.
     """
     if "RANK" in os.environ:
-        _run_in_place(config)
+        _run_in_place(config, force)
         return
     from evenpipe.runtime.launcher import launch, prepare_launch
 
     prepare_launch("evenpipe.train.trainer", "evenpipe.runtime.pipeline")  # imports in the background, once for all
-    set_up(config)
+    claims = set_up(config, force)
 
     from evenpipe.train.trainer import train
 
-    launch(train, config, processes=config.pipeline.processes, timeout_seconds=config.pipeline.timeout_seconds)
-    show_result(config)
+    try:
+        launch(
+            train, config, claims, processes=config.pipeline.processes, timeout_seconds=config.pipeline.timeout_seconds
+        )
+        show_result(config)
+    finally:
+        release(claims)
 
 
-def set_up(config: Config) -> PreparedData:
-    """Everything that one process does before the others begin. What is quickly refused comes before the data."""
+def set_up(config: Config, force: bool) -> list[Claim]:
+    """Everything that one process does before the others begin. What is quickly refused comes before the data.
+
+    Gives the locks of the folders that the run writes to, which this process holds from now on.
+    """
     model = model_config(config.model)
     check_shape(config, model)
     check_schedule(config, model)
+    claims = []
+    for field, folder in (("output.folder", config.run_folder), ("checkpoint.folder", config.checkpoint_folder)):
+        with disk_errors(folder, "taking its lock"):
+            claims.append(claim(folder, force=force, field=field, by_force="--force"))
+        if claims[-1].taken_from is not None:
+            text = f"{field} {folder} is taken from {claims[-1].taken_from}, whose next checkpoint will fail"
+            print(text, file=sys.stderr, flush=True)
     data = prepare(config)
     pipeline_model(config, data.tokenizer_size, data.end_of_text_id)
     write_json(config.run_folder / "config.json", config_to_dict(config))
-    return data
+    return claims
 
 
 def show_result(config: Config) -> None:
@@ -71,7 +89,7 @@ def show_result(config: Config) -> None:
         print(plain_lines(f"\n--- {prompt!r}\n{text}"), flush=True)
 
 
-def _run_in_place(config: Config) -> None:
+def _run_in_place(config: Config, force: bool) -> None:
     """This process is one of those that torchrun started. However long the first one prepares data, the others wait."""
     from evenpipe.runtime.worker import finish_worker, initialise_worker
     from evenpipe.train.trainer import train
@@ -84,7 +102,7 @@ def _run_in_place(config: Config) -> None:
                 "processes that torchrun starts"
             )
         if worker.rank == 0:
-            set_up(config)
+            set_up(config, force)
             worker.mark(SET_UP)
         worker.wait_for_mark(SET_UP, "the data", "training")
         train(config)

@@ -13,6 +13,7 @@ import hashlib
 import os
 import resource
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_to_dict
 from evenpipe.train.data import PreparedData, data_identity, open_batches, open_data
 from evenpipe.train.files import disk_errors
+from evenpipe.train.folder_lock import Claim, join
 from evenpipe.train.metrics import Metrics, RunningMean, StepMetrics
 from evenpipe.train.model_source import generation_config
 from evenpipe.train.optimization import adamw, learning_rate
@@ -55,14 +57,17 @@ class _Progress:
     mean: RunningMean = field(default_factory=RunningMean)
 
 
-def train(config: Config) -> None:
+def train(config: Config, claims: Sequence[Claim] = ()) -> None:
     """Trains from the newest checkpoint, or from the beginning, to the end. Called on every process of the run.
+
+    claims: locks of the run's folders that the process which started this one holds.
 
     Raises:
         InputError: something in the configuration does not go together.
         RunError: the loss is no longer finite, or a disk, a process or a connection failed.
     """
     worker = initialise_worker(timeout_seconds=config.pipeline.timeout_seconds)
+    join(claims)
     run = _Run(config, worker.torch_device)
     run.resume()
     gc.collect()
