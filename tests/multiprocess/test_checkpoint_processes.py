@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime.messages import gather_values
-from evenpipe.train.agreement import Team
 from evenpipe.train.checkpoint import find_latest, load, open_checkpoint, prepare_folder, save
 from evenpipe.train.manifest import MANIFEST, read_manifest
 
@@ -191,13 +189,12 @@ def test_rows_that_torch_would_save_at_wrong_offsets_are_noticed(tmp_path: Path)
 
 
 def refuse_objects() -> None:
-    """From now on no Python object can be sent as a pickle; what Team gathers goes as JSON."""
+    """From now on no Python object can be sent as a pickle."""
 
     def refuse(*arguments: object, **options: object) -> None:
         raise AssertionError("a pickle was about to travel")
 
     distributed_c10d._object_to_tensor = distributed_c10d._tensor_to_object = refuse
-    Team.gather = lambda team, value: gather_values(value, team.group)
 
 
 def go_through_layouts_without_objects(folder: Path) -> None:

@@ -1,20 +1,20 @@
 """All processes of a group learn how a piece of work ended on each of them, so that they go on or fail together.
 
 A process that raised alone would leave the others waiting in their next collective until its timeout. Meant for rare,
-slow work on files; the values that travel are small Python objects of our own processes.
+slow work on files; the values that travel are what JSON can hold.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from evenpipe.errors import InputError, RunError
+from evenpipe.runtime.messages import gather_values
 from evenpipe.runtime.worker import current_watch
-
-T = TypeVar("T")
 
 
 class Team:
@@ -29,55 +29,59 @@ class Team:
         self.rank = dist.get_rank(self.group) if self.distributed else 0
         self.size = dist.get_world_size(self.group) if self.distributed else 1
 
-    def gather(self, value: T) -> list[T]:
-        """The value of every process, by rank. Raises RunError when a process died or does not answer."""
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every process, by rank, as it comes back from JSON: tuples as lists.
+
+        Raises:
+            RunError: a process died or does not answer.
+        """
         if not self.distributed:
-            return [value]
-        values: list[Any] = [None] * self.size
+            return [json.loads(json.dumps(value))]
         watch = current_watch()
         if watch is not None:
             ranks = dist.get_process_group_ranks(self.group)
             others = tuple(rank for rank in ranks if rank != watch.rank)
             watch.awaiting("the work of all processes on files", "", "files", others)
         try:
-            dist.all_gather_object(values, value, group=self.group)
+            values = gather_values(value, self.group)
         except RuntimeError as error:
             raise (RunError(describe_lost_process(error)) if watch is None else watch.explain(error)) from error
         if watch is not None:
             watch.arrived()
         return values
 
-    def everywhere(self, work: Callable[[], T]) -> list[T]:
-        """Does the work on every process and gives all results, by rank.
+    def everywhere(self, work: Callable[[], Any]) -> list[Any]:
+        """Does the work on every process and gives all results, by rank, as `gather` does.
 
         Raises:
             InputError, RunError: on every process alike, when the work raised on one of them; OSError becomes RunError.
                 Any other exception, a mistake of ours, is raised as it is where it happened and as RunError elsewhere.
         """
-        value: T | None = None
-        failure: tuple[type[InputError | RunError], str] | None = None
+        value: Any = None
+        failure: tuple[str, str] | None = None
         unexpected: Exception | None = None
         try:
             value = work()
         except InputError as error:
-            failure = (InputError, str(error))
+            failure = ("input", str(error))
         except RunError as error:
-            failure = (RunError, str(error))
+            failure = ("run", str(error))
         except OSError as error:
-            failure = (RunError, f"process {self.rank}: {describe_os_error(error)}")
+            failure = ("run", f"process {self.rank}: {describe_os_error(error)}")
         except Exception as error:
-            failure, unexpected = (RunError, f"process {self.rank}: {type(error).__name__}: {error}"), error
+            failure, unexpected = ("run", f"process {self.rank}: {type(error).__name__}: {error}"), error
         outcomes = self.gather((failure, value))
         if unexpected is not None:
             raise unexpected
         for failed, _ in outcomes:
             if failed is not None:
-                raise failed[0](failed[1])
-        return [result for _, result in outcomes]  # type: ignore[misc]
+                kind, text = failed
+                raise (InputError if kind == "input" else RunError)(text)
+        return [result for _, result in outcomes]
 
-    def first(self, work: Callable[[], T]) -> T:
+    def first(self, work: Callable[[], Any]) -> Any:
         """Does the work on the first process only and gives its result to all. Raises as `everywhere`."""
-        return self.everywhere(work if self.rank == 0 else lambda: None)[0]  # type: ignore[return-value]
+        return self.everywhere(work if self.rank == 0 else lambda: None)[0]
 
 
 def describe_lost_process(error: RuntimeError) -> str:
