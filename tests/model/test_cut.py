@@ -98,6 +98,14 @@ def test_parameters_have_the_names_of_the_whole_and_each_exists_once() -> None:
     assert {name.split(".")[2] for name, _ in stages[1].named_parameters()} == {"1", "2"}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_all_parameters_have_the_dtype_that_was_asked_for(dtype) -> None:
+    """Ernie's routers, too, which transformers makes in fp32 whatever the dtype of the model."""
+    description = describe(tiny_config("ernie4_5_moe"))
+    stage = build_stage(description, 0, 4, is_first=True, is_last=True, dtype=dtype)
+    assert {parameter.dtype for parameter in stage.parameters()} == {dtype}
+
+
 def test_a_stage_holds_only_its_own_memory() -> None:
     description = describe(tiny_config("llama", num_hidden_layers=8))
     stage = build_stage(description, 3, 5, is_first=False, is_last=False)

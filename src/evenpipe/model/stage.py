@@ -80,7 +80,7 @@ class Stage(nn.Module):
         whole = build_skeleton(description.config, dtype, type(description.skeleton))
         receive = _take_head_input(self._relay)
         hollow(whole, structure, range(first, last), receive, dtype=compute_dtype, torch_device=torch_device)
-        _materialise(whole, description, self, compute_dtype, torch_device)
+        _materialise(whole, description, self, dtype=dtype, compute_dtype=compute_dtype, torch_device=torch_device)
         _place_hooks(layers_of(whole, structure.layers_name), description, self, self._relay)
         if description.router_loss is not None:
             for module, index in router_modules(whole, structure.layers_name, range(first, last)):
@@ -213,10 +213,15 @@ def _materialise(
     whole: PreTrainedModel,
     description: Description,
     stage: Stage,
+    *,
+    dtype: torch.dtype,
     compute_dtype: torch.dtype,
     torch_device: str | torch.device,
 ) -> None:
-    """Gives storage to what the stage owns, and stand-ins that take none to what acts on thrown-away results."""
+    """Gives storage to what the stage owns, and stand-ins that take none to what acts on thrown-away results.
+
+    All of it in the dtypes that are given: some families make their routers in fp32 whatever the dtype of the model.
+    """
     structure = description.structure
     owned = {
         *(structure.first_parameters if stage.is_first else ()),
@@ -226,7 +231,7 @@ def _materialise(
     for owner, attribute, name in outer_parameters(whole):
         meta = owner.get_parameter(attribute)
         if name in owned or name.startswith(prefixes):
-            value = torch.full(meta.shape, float("nan"), dtype=meta.dtype, device=torch_device)
+            value = torch.full(meta.shape, float("nan"), dtype=dtype, device=torch_device)
             owner._parameters[attribute] = nn.Parameter(value, requires_grad=meta.requires_grad)
         else:
             del owner._parameters[attribute]
