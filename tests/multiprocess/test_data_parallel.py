@@ -167,6 +167,12 @@ def test_two_replicas_train_as_one_process_on_both_batches(kind: str) -> None:
     assert not faults[0], "\n".join(faults[0])
 
 
+def test_tied_matrices_in_shards_meet_row_by_row_whatever_the_ranks_of_the_mesh() -> None:
+    """In the last of the meshes the replicas are in another order on the first device than on the last one."""
+    faults = run_processes(run_case, 4, Case("shard", mode="first-last", tied=True), 3, timeout_seconds=300)
+    assert not faults[0], "\n".join(faults[0])
+
+
 # --- batches that differ ---------------------------------------------------------------------------------
 
 

@@ -53,18 +53,19 @@ class Groups:
         self.everyone: Communicator | None = None
         """All processes; None for a single one."""
         self.tied: Communicator | None = None
-        """First and last device of a pipeline, on those two, where they hold a matrix twice."""
+        """A first and a last device that hold the same rows, on those two, where a matrix is held twice."""
         if len(grid.ranks) == 1:
             return
         listed: list[tuple[str, Sequence[int]]] = []
         if grid.devices > 1:
             placement = layout.program.placement
             devices = [*sorted(layout.communicators.items()), ("control", tuple(range(grid.devices)))]
-            if tied_twice:
-                devices.append(("tied", (placement.first_device, placement.last_device)))
             listed += [
                 (name, [pipeline[device] for device in held]) for name, held in devices for pipeline in grid.pipelines
             ]
+            if tied_twice:  # not of one pipeline: in shards over replicas, those of one position hold the same rows
+                columns = grid.column(placement.first_device), grid.column(placement.last_device)
+                listed += [("tied", pair) for pair in zip(*columns, strict=True)]
         if grid.replicas > 1:
             listed += [("replicas", grid.column(device)) for device in range(grid.devices)]
         if grid.replicas > 1 and (grid.devices > 1 or grid.ranks != grid.column(0)):
