@@ -10,11 +10,12 @@ export TOKENIZERS_PARALLELISM ?= false
 
 ALONE := $(patsubst %,tests/multiprocess/test_%.py,watch launch failures) tests/faults tests/gpu
 
-# Of make fault-test.
+# Of make fault-test and make fuzz, which MINUTES=60 lets run for that long.
 RUNS ?= 100
 SEED ?= 0
+MINUTES ?=
 
-.PHONY: help install train test fault-test gpu-test lint format bench clean
+.PHONY: help install train test fault-test fuzz gpu-test lint format bench clean
 
 help:
 	@echo "make train       train the quickstart model on 4 local processes and print text that it writes"
@@ -23,6 +24,7 @@ help:
 	@echo "make bench       measure vocabulary modes against each other and against torch's own schedule"
 	@echo "make fault-test  processes fail in random places of 100 random runs (RUNS=1 SEED=123 repeats one); then"
 	@echo "                 machines lose each other and strangers attack, in network namespaces, where root may make them"
+	@echo "make fuzz        100 random pipelines against the same models in one process; MINUTES=60, RUNS, SEED"
 	@echo "make gpu-test    everything that needs an NVIDIA GPU, where there is one"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -43,6 +45,9 @@ test: $(STAMP)
 fault-test: $(STAMP)
 	$(BIN)/python tests/faults/run_faults.py --runs $(RUNS) --seed $(SEED)
 	$(BIN)/python tests/faults/run_network.py
+
+fuzz: $(STAMP)
+	$(BIN)/python tests/fuzz/run_fuzz.py --seed $(SEED) $(if $(MINUTES),--minutes $(MINUTES),--runs $(RUNS))
 
 gpu-test: $(STAMP)
 	$(BIN)/python tests/gpu/run_gpu.py

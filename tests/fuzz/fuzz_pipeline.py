@@ -1,0 +1,159 @@
+"""The pipeline of a case, from all that `Pipeline` takes; and what the processes that play it share."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fuzz_case import MODULES, TORCH_CLASSES, Case, base_order, torch_class
+from fuzz_model import FP64, PlainModel, config_of, live_model, seed_of
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from evenpipe import LossOptions, OffloadOptions, Pipeline
+from evenpipe.model import describe
+from evenpipe.schedule import Costs, Order, add_recompute, plan_order, plan_program
+
+TIMEOUT_SECONDS = 300.0
+COMPILATION_SECONDS = 1200.0
+"""Limits of a wait, of most cases and of those that wait for one who compiles."""
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def gathered(own: Any) -> list[Any]:
+    """What every process has, by rank."""
+    if not dist.is_initialized():
+        return [own]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+def is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    """One for all processes."""
+    with contextlib.ExitStack() as stack:
+        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="evenpipe-fuzz-")) if is_first() else None
+        yield Path(next(filter(None, gathered(name))))
+        gathered(None)  # the others are done with it
+
+
+# --- its options ------------------------------------------------------------------------------------------------------
+
+
+def open_pipeline(case: Case, folder: Path) -> Pipeline:
+    costs = None if case.costs is None else Costs(**case.costs)
+    mesh = mesh_of(case)
+    named = case.schedule.given_as == "name"
+    options: dict[str, Any] = {
+        "schedule": schedule_of(case, costs, folder),
+        "schedule_options": case.schedule.options if named and case.schedule.options else None,
+        "vocabulary": case.vocabulary,
+        "microbatches": case.microbatches,
+        "mesh": mesh,
+        "replicas": case.replicas if mesh is None else None,
+        "data_parallel": case.data_parallel,
+        "loss": LossOptions(**case.loss),
+        "parameter_dtype": FP64,
+        "seed": seed_of(case),
+        "layers_per_stage": case.layers_per_stage,
+        "checkpointing": case.checkpointing,
+        "compile_layers": case.compile_layers,
+        "costs": costs,
+        "sequence_length": case.sequence_length,
+        "communicators": case.communicators,
+        "offload": offload_of(case, folder),
+        "self_check": case.self_check,
+        "timeout_seconds": COMPILATION_SECONDS if case.compile_layers else TIMEOUT_SECONDS,
+    }
+    if case.model.family == MODULES:
+        plain = own_model(case)
+        assert isinstance(plain, PlainModel)
+        return Pipeline.from_modules(
+            plain.embedding, list(plain.layers), plain.norm if case.model.norm else None, plain.head, **options
+        )
+    source: Any
+    match case.model.given_as:
+        case "live":
+            source = own_model(case)
+        case "description":
+            source = describe(live_model(case))
+        case "config":
+            source = config_of(case)
+        case "folder":
+            source = folder / "given"
+            if is_first():
+                live_model(case).save_pretrained(source)  # type: ignore[operator]
+            gathered(None)
+    return Pipeline(source, **options)
+
+
+def schedule_of(case: Case, costs: Costs | None, folder: Path) -> Any:
+    """What `Pipeline` is given as its schedule."""
+    given, devices, microbatches = case.schedule, case.devices, case.microbatches
+    if given.name in TORCH_CLASSES:
+        return torch_class(given.name)
+    if given.given_as == "name":
+        return given.name
+
+    def order_of(devices: int, microbatches: int) -> Order:
+        order = base_order(given, devices, microbatches)
+        if given.recomputed:
+            order = add_recompute(order, given.recomputed)
+        return with_empty_slots(order, case) if given.idle else order
+
+    if given.given_as == "function":
+        return order_of
+    found: Any = order_of(devices, microbatches)
+    if given.given_as == "planned":
+        found = plan_order(found, devices, microbatches, case.vocabulary, costs)
+    if given.given_as.startswith("program"):
+        found = plan_program(found, devices, microbatches, given.other_mode or case.vocabulary, costs)[1]
+    if given.given_as.endswith("file"):
+        file = folder / f"schedule-{dist.get_rank() if dist.is_initialized() else 0}.csv"
+        file.write_text(found.to_csv())
+        return file
+    return found
+
+
+def with_empty_slots(order: Order, case: Case) -> Order:
+    dice, rows = case.random("idle"), []
+    for row in order.rows:
+        rows.append(tuple(slot for item in row for slot in ((None, item) if dice.random() < 0.2 else (item,))))
+    return Order(order.placement, order.microbatches, tuple(rows))
+
+
+def mesh_of(case: Case) -> DeviceMesh | None:
+    if case.mesh == "none" or case.processes == 1:
+        return None
+    table = torch.tensor(case.pipelines)
+    if case.mesh == "pp dp":
+        return DeviceMesh("cpu", table.T, mesh_dim_names=("pp", "dp"))
+    return DeviceMesh("cpu", table, mesh_dim_names=("dp", "pp"))
+
+
+def offload_of(case: Case, folder: Path) -> OffloadOptions | None:
+    if case.offload is None:
+        return None
+    return OffloadOptions(**case.offload | ({"directory": folder} if "directory" in case.offload else {}))
+
+
+def own_model(case: Case) -> nn.Module:
+    """The live model, with weights of this replica's own where replicas differ."""
+    model = live_model(case)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if case.model.differs and rank not in case.pipelines[0]:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0 + rank)
+    return model

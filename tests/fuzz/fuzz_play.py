@@ -1,0 +1,164 @@
+"""A case is played twice, by a pipeline and by one process, and what they observe is compared."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from fuzz_case import EXPERTS, MODES, MODULES, Case
+from fuzz_model import FP64, Data, data_of
+from fuzz_pipeline import gathered, open_pipeline, shared_folder
+from fuzz_sides import InProcesses, Observed, OneProcess, judge_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from evenpipe import Pipeline
+
+NORMS_IN_FP32 = {"gemma2", "gemma3_text", "cohere2"}
+"""These compute their norms in fp32 whatever their dtype, and the gradients of their weights with them."""
+
+LIMITS = {False: (1e-10, 1e-8), True: (1e-6, 1e-5)}
+"""Relative errors, of one step and of weights after several; by whether norms are in fp32."""
+
+VANISHING = 1e-4
+"""Of the norm of all tensors: the norm of one tensor below which its error is measured against this. The gradients of
+queries and keys of a sequence of one token are nothing but rounding, for one."""
+
+
+class Side(Protocol):
+    def freeze(self, what: str, number: int) -> None: ...
+    def step(self, data: list[Data], recorded: bool) -> Observed: ...
+    def evaluate(self, data: list[Data]) -> Observed: ...
+    def clip(self, max_norm: float) -> float: ...
+    def update(self) -> None: ...
+    def clear(self) -> None: ...
+    def gradients(self) -> dict[str, Tensor]: ...
+    def weights(self) -> dict[str, Tensor]: ...
+
+
+def play(case: Case, side: Side) -> Observed:
+    """All that is seen on the way."""
+    seen: Observed = []
+    changed = False  # since the start: then errors are those of training
+    for number, step in enumerate(case.steps):
+        late = "late " if changed else ""
+        batches = [
+            [data_of(case, batch, number, place, replica) for replica, batch in enumerate(replicas)]
+            for place, replicas in enumerate(step.batches)
+        ]
+        if step.frozen is not None:
+            side.freeze(step.frozen, number)
+        if step.evaluates:
+            seen += _named(f"{late}evaluated", side.evaluate(batches[-1]))
+        for data in batches:
+            seen += _named(f"{late}step", side.step(data, step.recorded))
+        seen.append((f"{late}gradients of step {number}", side.gradients()))
+        if step.clips_to is not None:
+            seen.append((f"{late}norm", side.clip(step.clips_to)))
+            if step.clips_to != float("inf"):
+                seen.append((f"{late}clipped gradients", side.gradients()))
+        if step.updates:
+            side.update()
+            changed = True
+        if step.clears:
+            side.clear()
+    seen.append(("late weights", side.weights()))
+    return seen
+
+
+def _named(where: str, observed: Observed) -> Observed:
+    return [(f"{where}: {what}", value) for what, value in observed]
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def complaints_of(case: Case) -> list[str]:
+    """Plays a case; what is wrong, on every process. Raises what the pipeline raises."""
+    with shared_folder() as folder, contextlib.closing(open_pipeline(case, folder)) as pipeline:
+        fresh = pipeline.full_state_dict() if case.model.given_as == "config" else {}
+        found = play(case, InProcesses(case, pipeline))
+        scalars = [(what, value) for what, value in found if isinstance(value, (int, float))]
+        complaints = _differences_between_processes(gathered(scalars))
+        own = _saved(case, pipeline, folder / "saved") if case.saves and case.model.family != MODULES else []
+        if has_whole_tensors(pipeline):
+            own += compare(case, found, play(case, OneProcess(case, judge_model(case, fresh))))
+        return complaints + [text for one in gathered(own) for text in one]
+
+
+def has_whole_tensors(pipeline: Pipeline) -> bool:
+    """The first process of the first replica, whatever its rank."""
+    return pipeline.device == pipeline.replica == 0
+
+
+def _differences_between_processes(seen: list[Observed]) -> list[str]:
+    return [
+        f"{what} is {value!r} on process 0 and {other!r} on process {rank}"
+        for rank, theirs in enumerate(seen)
+        for (what, value), (_, other) in zip(seen[0], theirs, strict=True)
+        if repr(value) != repr(other)
+    ]
+
+
+def compare(case: Case, found: Observed, wanted: Observed) -> list[str]:
+    """What differs by more than it may, in a line each."""
+    one_step, several = LIMITS[case.model.family in NORMS_IN_FP32]
+    complaints = []
+    for (what, value), (expected_what, expected) in zip(found, wanted, strict=True):
+        assert what == expected_what
+        limit = several if what.startswith("late") else one_step
+        if isinstance(expected, dict):
+            complaints += [f"{what}: {text}" for text in _tensors_differ(value, expected, limit)]
+        else:
+            error = abs(value - expected) / max(abs(expected), VANISHING)
+            if not error <= limit:
+                complaints.append(f"{what}: {value!r}, expected {expected!r} (off by {error:.1e})")
+    return complaints
+
+
+def _tensors_differ(found: dict[str, Tensor], wanted: dict[str, Tensor], limit: float) -> list[str]:
+    complaints = [f"there is no {name}" for name in wanted.keys() - found.keys()]
+    complaints += [f"there should be no {name}" for name in found.keys() - wanted.keys()]
+    norm = sum(float(one.double().square().sum()) for one in wanted.values()) ** 0.5
+    for name in wanted.keys() & found.keys():
+        if found[name].shape != wanted[name].shape:
+            complaints.append(f"{name} is {list(found[name].shape)}, expected {list(wanted[name].shape)}")
+            continue
+        difference = float(torch.linalg.vector_norm((found[name] - wanted[name]).double()))
+        own = float(torch.linalg.vector_norm(wanted[name].double()))
+        error = difference / (max(own, VANISHING * norm) or 1.0)
+        if not error <= limit:
+            complaints.append(f"{name} is off by {error:.1e} (its norm {own:.1e} of {norm:.1e})")
+    return sorted(complaints)
+
+
+def _saved(case: Case, pipeline: Pipeline, folder: Path) -> list[str]:
+    """The folder that a pipeline writes holds its bits, for transformers and for another pipeline."""
+    held = pipeline.full_state_dict()
+    pipeline.save_pretrained(folder)
+    gathered(None)
+    read: dict[str, Tensor] = {}
+    if case.model.family not in EXPERTS:  # whose folder does not say how products of experts are computed in fp64
+        with contextlib.closing(
+            Pipeline(
+                folder,
+                vocabulary=case.random("read").choice(MODES),
+                layers_per_stage=[0] * (case.processes - 1) + [case.model.layers],
+                parameter_dtype=FP64,
+                self_check=False,
+            )
+        ) as again:
+            read = again.full_state_dict()
+    if not held and not read:
+        return []
+    bits = AutoModelForCausalLM.from_pretrained(folder, dtype=FP64).state_dict()
+    return _other_bits("saved", held, bits) + _other_bits("read again", read, bits)
+
+
+def _other_bits(where: str, found: dict[str, Tensor], bits: dict[str, Tensor]) -> list[str]:
+    """`bits` are those that transformers loads, which has some routers in fp32 only."""
+    complaints = [f"{where}: there is no {name}" for name in found.keys() - bits.keys()]
+    same = {name: torch.equal(bits[name], found[name].to(bits[name].dtype)) for name in found.keys() & bits.keys()}
+    return complaints + [f"{where}: {name} has other bits" for name in same if not same[name]]

@@ -1,0 +1,198 @@
+"""The two that play a case: a pipeline, and transformers (or plain modules) in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import reference
+import torch
+from fuzz_case import Case
+from fuzz_model import FP64, IGNORE, Data, PlainModel, freeze, live_model
+from fuzz_pipeline import gathered
+from torch import Tensor, nn
+
+from evenpipe import HostAdamW, LossOptions, Pipeline
+
+Observed = list[tuple[str, Any]]
+"""What was seen, in turn: (what, a number, or tensors by name)."""
+
+
+class OneProcess:
+    """transformers, or plain modules, on the batches of all replicas."""
+
+    def __init__(self, case: Case, model: nn.Module) -> None:
+        """model: from here on, this one's."""
+        self._case, self._model = case, model.train()
+        self._options = LossOptions(**case.loss)
+        self._optimizer = reference.adamw(model.parameters())
+
+    def freeze(self, what: str, number: int) -> None:
+        freeze(self._model.named_parameters(), self._case, what, number)
+
+    def step(self, data: list[Data], recorded: bool) -> Observed:
+        loss, seen = self._loss(data)
+        if loss.requires_grad:
+            loss.backward()
+        return seen
+
+    def evaluate(self, data: list[Data]) -> Observed:
+        with torch.no_grad():
+            logits = [self._logits(one)[0] for one in data]
+            seen = self._loss(data)[1]
+        log_probabilities = [
+            torch.log_softmax(found, -1).gather(-1, one.targets.clamp(min=0)[..., None])[..., 0]
+            * (one.targets != IGNORE)
+            for found, one in zip(logits, data, strict=True)
+        ]
+        return [*seen, ("log probabilities", dict(zip(map(str, range(len(data))), log_probabilities, strict=True)))]
+
+    def clip(self, max_norm: float) -> float:
+        found = [one.grad for one in self._model.parameters() if one.grad is not None]
+        norm = torch.nn.utils.get_total_norm(found) if found else torch.zeros(())
+        if max_norm != float("inf"):
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
+        return float(norm)
+
+    def update(self) -> None:
+        self._optimizer.step()
+
+    def clear(self) -> None:
+        self._model.zero_grad()
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: one.grad.clone() for name, one in self._model.named_parameters() if one.grad is not None}
+
+    def weights(self) -> dict[str, Tensor]:
+        saved = self._model.state_dict()
+        return {
+            name: one.detach().clone()
+            for name, one in (*self._model.named_parameters(), *self._model.named_buffers())
+            if name in saved
+        }
+
+    def _loss(self, data: list[Data]) -> tuple[Tensor, Observed]:
+        total = sum(float(one.weights.sum()) for one in data)
+        loss = entropy = router = torch.zeros((), dtype=FP64)
+        for one in data:
+            logits, router_loss = self._logits(one)
+            weights = one.weights / total if total else torch.zeros_like(one.weights)
+            losses, entropies = losses_of(logits, one.targets, self._options)
+            loss = loss + (losses * weights).sum()
+            entropy = entropy + (entropies * weights).sum()
+            router = router + router_loss / len(data)
+        seen: Observed = [
+            ("loss", float(loss + router)),
+            ("router loss", float(router)),
+            ("tokens", sum(int((one.targets != IGNORE).sum()) for one in data)),
+        ]
+        if self._options.entropy:
+            seen.append(("entropy", float(entropy)))
+        return loss + router, seen
+
+    def _logits(self, data: Data) -> tuple[Tensor, Tensor]:
+        """Of the whole batch, and what routers add: the mean over microbatches, each of which has its own.
+
+        One microbatch after the other: transformers computes parts of its models in fp32 whatever their dtype, and
+        the last bit of an fp64 number that depends on the shape of a product may decide how it is rounded there.
+        """
+        nothing = torch.zeros((), dtype=FP64)
+        if isinstance(self._model, PlainModel):
+            logits = self._model(data.input_ids) * self._options.logit_scale
+            cap = self._options.soft_cap
+            return logits if cap is None else cap * torch.tanh(logits / cap), nothing
+        given = {name: getattr(data, name) for name in ("input_ids", "position_ids", "attention_mask")}
+        coefficient = self._case.model.router_loss
+        parts = [
+            self._model(
+                **{
+                    name: None if one is None else one.chunk(self._case.microbatches)[index]
+                    for name, one in given.items()
+                },
+                use_cache=False,
+                return_dict=True,
+            )
+            for index in range(self._case.microbatches)
+        ]
+        router = [coefficient * one.aux_loss.double() for one in parts] if coefficient else [nothing]
+        return torch.cat([one.logits for one in parts]), sum(router, nothing) / len(router)
+
+
+def losses_of(logits: Tensor, targets: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
+    """Loss and entropy of every position, as `LossOptions` writes them."""
+    total = torch.logsumexp(logits, -1)
+    own = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    smooth = (total[..., None] - logits).mean(-1)
+    losses = (1 - options.label_smoothing) * (total - own) + options.label_smoothing * smooth
+    return losses + options.z_loss * total.square(), torch.special.entr(logits.detach().softmax(-1)).sum(-1)
+
+
+def judge_model(case: Case, weights: dict[str, Tensor]) -> nn.Module:
+    """The model of one process; fresh weights are the pipeline's own."""
+    model = live_model(case)
+    if case.model.given_as == "config":
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name])
+            for name, buffer in model.named_buffers():
+                if name in weights:
+                    buffer.copy_(weights[name])
+    return model
+
+
+class InProcesses:
+    """A pipeline. Collective: every process plays the same case."""
+
+    def __init__(self, case: Case, pipeline: Pipeline) -> None:
+        self._case, self.pipeline = case, pipeline
+        held = list(pipeline.parameters())
+        self._optimizer: Any = None  # a device may hold nothing
+        if held and case.optimizer == "HostAdamW":
+            options: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "foreach": False, "fused": case.fused}
+            self._optimizer = HostAdamW(held, share=case.share_on_host, bucket_bytes=4096, **options)
+        elif held:
+            self._optimizer = reference.adamw(held)
+
+    def freeze(self, what: str, number: int) -> None:
+        freeze(self.pipeline.named_parameters(), self._case, what, number)
+
+    def step(self, data: list[Data], recorded: bool) -> Observed:
+        ids, named = self._given(data)
+        result = self.pipeline.step(ids, **named, record_passes=recorded)
+        if recorded:
+            self.pipeline.trace(result)
+        return self._seen(result)
+
+    def evaluate(self, data: list[Data]) -> Observed:
+        ids, named = self._given(data)
+        result = self.pipeline.evaluate(ids, **named)
+        own = {str(self.pipeline.replica): result.log_probabilities}
+        return [*self._seen(result), ("log probabilities", {k: v for one in gathered(own) for k, v in one.items()})]
+
+    def clip(self, max_norm: float) -> float:
+        return self.pipeline.clip_gradients(max_norm)
+
+    def update(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.step()
+
+    def clear(self) -> None:
+        self.pipeline.zero_grad()
+
+    def gradients(self) -> dict[str, Tensor]:
+        return self.pipeline.full_gradients()
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.pipeline.full_state_dict()
+
+    def _given(self, data: list[Data]) -> tuple[Any, dict[str, Any]]:
+        own = data[self.pipeline.replica]
+        if self.pipeline.device == 0 or self._case.others_give == "the same":
+            return own.input_ids, own.named
+        nonsense = self._case.others_give == "nonsense"
+        return (torch.full((7,), -1), {"labels": torch.zeros(3)}) if nonsense else (None, {})
+
+    def _seen(self, result: Any) -> Observed:
+        seen: Observed = [("loss", result.loss), ("router loss", result.router_loss), ("tokens", result.tokens)]
+        if self._case.loss.get("entropy"):
+            seen.append(("entropy", result.entropy))
+        return seen

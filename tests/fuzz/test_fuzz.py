@@ -1,0 +1,74 @@
+"""A dozen of the random pipelines of `make fuzz`, always the same; that a wrong one is found; how cases are drawn."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing.forkserver
+from collections.abc import Iterator
+
+import pytest
+from families import EXPERTS, FAMILIES
+from fuzz_case import MODULES, Case, draw
+from fuzz_run import run, shape
+from run_fuzz import SIDES, figures_of, table
+
+from evenpipe.schedule.planning import MODES
+from evenpipe.schedule.registry import SCHEDULES
+
+SEED = 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_fork_server() -> Iterator[None]:
+    """One that was started before has not imported what these cases need."""
+    multiprocessing.forkserver._forkserver._stop()
+    yield
+    multiprocessing.forkserver._forkserver._stop()
+
+
+def test_a_dozen_random_pipelines_are_right_or_refused() -> None:
+    verdicts = list(run(SEED, range(12)))
+    assert "12 pipelines tried" in table(verdicts, 1.0)
+    assert json.loads(json.dumps(figures_of(verdicts, SEED, 1.0)))["tried"] == 12
+    assert sorted(verdict.case.number for verdict in verdicts) == list(range(12))
+    wrong = [f"{verdict.case}: {verdict.complaints}" for verdict in verdicts if verdict.complaints]
+    assert not wrong, "\n".join(wrong)
+    assert sum(verdict.word == "right" for verdict in verdicts) >= 9
+
+
+def test_a_gradient_that_is_off_by_a_millionth_is_found() -> None:
+    (number,) = [number for number in range(1000) if fits(draw(SEED, number))][:1]
+    (right,), (wrong,) = list(run(SEED, [number])), list(run(SEED, [number], damage="a gradient"))
+    assert right.word == "right", right
+    assert wrong.word == "wrong"
+    assert any("gradients of step 0" in complaint for complaint in wrong.complaints)
+
+
+def fits(case: Case) -> bool:
+    """Quick, and with gradients to 1e-10 on a first process that holds some."""
+    plain = case.model.family == MODULES and case.model.frozen == "nothing" and case.vocabulary == "first-last"
+    return plain and case.processes == 2 and case.steps[0].batches[0][0].tokens > 2 and not case.compile_layers
+
+
+def test_a_process_that_fails_is_a_wrong_case_and_the_others_go_on() -> None:
+    numbers = [number for number in range(100) if draw(SEED, number).processes == 1][:3]
+    verdicts = list(run(SEED, numbers, damage=f"case {numbers[1]}"))
+    assert [verdict.case.number for verdict in verdicts] == numbers
+    assert [verdict.word == "wrong" for verdict in verdicts] == [False, True, False]
+    assert "damaged" in verdicts[1].complaints[0]
+
+
+def test_a_case_is_drawn_from_its_seed_and_number_alone() -> None:
+    cases = [draw(SEED, number) for number in range(400)]
+    assert cases[7:9] == [draw(SEED, 7), draw(SEED, 8)]
+    assert cases[:9] != [draw(SEED + 1, number) for number in range(9)]
+    assert {case.model.family for case in cases} == {MODULES, *FAMILIES, *EXPERTS}
+    assert all(sorted({str(value_of(case)) for case in cases}) for value_of in SIDES.values())
+    assert {case.vocabulary for case in cases} == set(MODES)
+    assert {case.schedule.name for case in cases} > {"random", *SCHEDULES}
+    assert {(case.processes, case.replicas) for case in cases} >= {(1, 1), (2, 2), (3, 1), (4, 2), (4, 4)}
+
+
+def test_sentences_of_one_shape_are_counted_together() -> None:
+    sentences = ["schedule 'zbv' has 2 stages, not 3", "schedule 'v-min' has 2 stages, not 1"]
+    assert {shape(sentence) for sentence in sentences} == {"schedule '..' has N stages, not N"}
