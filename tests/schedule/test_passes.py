@@ -64,7 +64,7 @@ NOT_WORDS = [
 def test_what_is_not_exactly_a_word_is_refused(text: str) -> None:
     with pytest.raises(InputError) as error:
         parse_item(text)
-    shown = text if len(text) < 60 else text[:57] + "..."
+    shown = text.replace("\n", "\\n") if len(text) < 60 else text[:57] + "..."
     assert str(error.value).startswith(f"'{shown}' is not a pass")
 
 
