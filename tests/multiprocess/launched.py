@@ -70,6 +70,22 @@ def wait_for_ever(folder: str) -> None:
     dist.recv(torch.zeros(1), 1 - rank)
 
 
+def go_on_until_told(folder: str) -> None:
+    """Steps of all together, until there is a file `go`."""
+    rank = dist.get_rank()
+    (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
+    told = torch.zeros(1)
+    while not told:
+        told[0] = rank == 0 and (Path(folder) / "go").exists()
+        dist.broadcast(told, 0)
+    (Path(folder) / f"done-{rank}").touch()
+
+
+def told(folder: str) -> None:
+    """The program whose launcher is stopped for longer than any process may be silent."""
+    launch(go_on_until_told, folder, processes=2, silence_seconds=1.0)
+
+
 def interrupted(folder: str) -> None:
     """The program: says how each launch ended. The test sends the signals."""
     for name in ("early", "first", "second", "third"):
@@ -81,4 +97,4 @@ def interrupted(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    interrupted(sys.argv[1])
+    {"interrupted": interrupted, "told": told}[sys.argv[1]](sys.argv[2])

@@ -123,17 +123,37 @@ def test_a_mistake_found_by_all_is_told_once():
         launch(launched.everyone_fails, processes=3, torch_device="cpu")
 
 
-def test_signals_to_the_program_end_all_processes(tmp_path):
-    """Ctrl-C and SIGTERM become exceptions once all are gone; after SIGKILL the kernel ends the processes."""
+def start_program(name: str, folder: Path) -> subprocess.Popen[str]:
     here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here), *filter(None, sys.path)])}
-    program = subprocess.Popen(
-        [sys.executable, str(here / "launched.py"), str(tmp_path)],
-        env=environment,
+    return subprocess.Popen(
+        [sys.executable, str(here / "launched.py"), name, str(folder)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(here), *filter(None, sys.path)])},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def test_processes_do_their_work_while_their_launcher_is_stopped(tmp_path):
+    program = start_program("told", tmp_path)
+    try:
+        pids = pids_in(tmp_path, processes=2)
+        program.send_signal(signal.SIGSTOP)
+        time.sleep(2.0)  # longer than a silence
+        assert all(alive(pid) for pid in pids)
+        (tmp_path / "go").touch()
+        assert gone_within(pids, 20.0)
+        assert all((tmp_path / f"done-{rank}").exists() for rank in range(2))
+        program.send_signal(signal.SIGCONT)
+        assert program.communicate(timeout=30) == ("", "")
+        assert program.returncode == 0
+    finally:
+        program.kill()
+
+
+def test_signals_to_the_program_end_all_processes(tmp_path):
+    """Ctrl-C and SIGTERM become exceptions once all are gone; after SIGKILL the kernel ends the processes."""
+    program = start_program("interrupted", tmp_path)
     try:
         while not (tmp_path / "early").exists():
             time.sleep(0.02)
