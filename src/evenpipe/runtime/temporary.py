@@ -1,7 +1,8 @@
 """Temporary folders. Those of a program that was killed are removed by the next one.
 
-A folder belongs to who holds the lock on the file in it. The kernel drops the lock with the program, however that ends,
-and knows it across containers that share a temporary folder but not their pids.
+A folder belongs to whoever holds the lock on it (flock). The kernel drops the lock with the program, however that ends,
+knows it across containers that share a temporary folder but not their pids, and keeps systemd-tmpfiles away, which
+deletes what looks old.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from pathlib import Path
 
 from evenpipe.errors import InputError
 
-LOCK = "lock"
+MARK = "locked"
+"""In a folder whose maker has locked it."""
 
 UNLOCKED_SECONDS = 3600.0
-"""Age from which a folder without a lock is a leftover: its maker was killed before it could lock it."""
+"""Age from which a folder without the mark is a leftover: its maker was killed before it could lock it."""
 
 
 @contextlib.contextmanager
@@ -34,13 +36,14 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
     try:
         remove_leftovers(prefix)
         folder = Path(tempfile.mkdtemp(prefix=prefix))
-        descriptor = os.open(folder / f"{LOCK}.part", os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         where = error.filename or "the folder for temporary files"
         raise InputError(f"{where}: {error.strerror}; expected a folder that can be written to (TMPDIR)") from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        (folder / f"{LOCK}.part").rename(folder / LOCK)  # it appears locked
+        with contextlib.suppress(OSError):  # some network file systems lock no folders: then nobody removes leftovers
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            (folder / MARK).touch()
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -57,15 +60,11 @@ def remove_leftovers(prefix: str) -> None:
 
 
 def _is_leftover(folder: Path, modified: float) -> bool:
-    try:
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return time.time() - modified > UNLOCKED_SECONDS
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return (folder / MARK).exists() or time.time() - modified > UNLOCKED_SECONDS
     except BlockingIOError:
         return False
-    else:
-        return True
     finally:
         os.close(descriptor)
