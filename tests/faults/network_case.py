@@ -234,7 +234,7 @@ def _judge(scenario: Scenario, folder: Path, pids: dict[int, int], at: float, re
         if said is None:
             last = (text.strip().splitlines() or ["nothing"])[-1]
             report.complaints.append(f"process {rank} does not say {scenario.says[rank]!r} but {last!r}")
-        elif not re.search(f"{AWAITED}|timed out awaiting .* from process", said[0]):
+        elif not re.search(f"{NO_SIGN}|{AWAITED}|timed out awaiting .* from process", said[0]):
             report.complaints.append(f"process {rank} names no peer: {said[0]!r}")
 
 

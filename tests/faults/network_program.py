@@ -43,8 +43,9 @@ def train(folder: Path, silence_seconds: float, timeout_seconds: float) -> None:
     os.dup2(printed, 1)
     os.dup2(printed, 2)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
-    initialise_worker(silence_seconds=silence_seconds, timeout_seconds=timeout_seconds, torch_device="cpu")
+    worker = initialise_worker(silence_seconds=silence_seconds, timeout_seconds=timeout_seconds, torch_device="cpu")
     pipeline, ids = pipeline_and_batch(timeout_seconds)
+    others = tuple(other for other in range(worker.world_size) if other != rank)
     ends = torch.zeros(1)
     step = 0
     while not ends:
@@ -54,7 +55,8 @@ def train(folder: Path, silence_seconds: float, timeout_seconds: float) -> None:
         (folder / f"step-{rank}").write_text(str(step))
         time.sleep(0.02)
         ends[0] = rank == 0 and (folder / "end").exists()
-        dist.broadcast(ends, 0)
+        with worker.watch.during("word to go on", "default", others):
+            dist.broadcast(ends, 0)
     (folder / f"done-{rank}").write_text(repr(loss))
 
 

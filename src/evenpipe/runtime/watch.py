@@ -58,7 +58,10 @@ from evenpipe.runtime.store import Store, StoreError, StoreSilentError
 
 BEAT_SECONDS = 0.25
 GRACE_SECONDS = 1.0
-"""How long the main thread has to notice a cause; once it has, five times as long to end in its own way."""
+"""How long the main thread has to notice a cause."""
+OWN_WAY_SECONDS = 3.0
+"""How long it then has to end in its own way. With `LATE_SECONDS` a process has ended five seconds after the limit of
+its wait, whatever hangs."""
 
 FAREWELL_SECONDS = 1.5
 """How long after SIGTERM a process looks for the cause before it calls that signal the cause."""
@@ -391,7 +394,7 @@ class Watch:
 
     def _end(self) -> None:
         """Ends the process from this thread if the main thread does not."""
-        if self._stop.wait(GRACE_SECONDS) or (self._main_knows and self._stop.wait(5 * GRACE_SECONDS)):
+        if self._stop.wait(GRACE_SECONDS) or (self._main_knows and self._stop.wait(OWN_WAY_SECONDS)):
             return
         if self._on_cause is None:
             print(plain_lines(f"evenpipe: {self._error()}"), file=sys.stderr, flush=True)
