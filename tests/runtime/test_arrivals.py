@@ -174,7 +174,7 @@ class Watched:
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    def awaiting(self, what: str, needed_by: str, communicator: str, peers: tuple[int, ...]) -> None:
+    def awaiting(self, what: str, *_: object) -> None:
         self.told.append(f"awaiting {what}")
 
     def arrived(self) -> None:

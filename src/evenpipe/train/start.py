@@ -10,7 +10,7 @@ from evenpipe.given import plain, plain_lines
 from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_to_dict
 from evenpipe.train.data import prepare
-from evenpipe.train.files import disk_errors, write_json
+from evenpipe.train.files import check_folders, disk_errors, write_json
 from evenpipe.train.folder_lock import Claim, claim, release
 from evenpipe.train.model_source import check_schedule, check_shape, model_config, pipeline_model
 
@@ -52,6 +52,7 @@ def set_up(config: Config, force: bool) -> list[Claim]:
     model = model_config(config.model)
     check_shape(config, model)
     check_schedule(config, model)
+    check_folders(config.folders)  # before a lock is left in one of them
     claims = []
     for field, folder in (("output.folder", config.run_folder), ("checkpoint.folder", config.checkpoint_folder)):
         with disk_errors(folder, "taking its lock"):
