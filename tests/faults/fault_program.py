@@ -35,6 +35,7 @@ HANG_SECONDS = 6.0
 FOLDER, CASE = "EVENPIPE_FAULT_FOLDER", "EVENPIPE_FAULT_CASE"
 
 ISSUING = {"isend", "irecv", "broadcast", "reduce", "all_gather", "all_reduce", "batch_isend_irecv"}
+ISSUING |= {"all_gather_single", "all_gather_into_tensor"}  # one function by its names before and since torch 2.13
 
 
 def timeout_seconds(case: Case) -> float:
