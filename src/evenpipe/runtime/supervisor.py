@@ -26,7 +26,7 @@ LOOK_SECONDS = 0.25
 FAREWELL_SECONDS = 1.0
 """From the first failure to SIGTERM."""
 TERMINATION_SECONDS = 7.0
-"""From SIGTERM to SIGKILL: a process with a handler of its own, deaf in a wait, is ended by its watch within five."""
+"""From SIGTERM to SIGKILL: a process with a handler of its own, deaf in a wait, is ended by its watch within four."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,8 @@ from evenpipe.runtime.store import Store, StoreError, StoreSilentError
 BEAT_SECONDS = 0.25
 GRACE_SECONDS = 1.0
 """How long the main thread has to notice a cause."""
-OWN_WAY_SECONDS = 3.0
-"""How long it then has to end in its own way. With `LATE_SECONDS` a process has ended five seconds after the limit of
+OWN_WAY_SECONDS = 2.0
+"""How long it then has to end in its own way. With `LATE_SECONDS` a process has ended four seconds after the limit of
 its wait, whatever hangs."""
 
 FAREWELL_SECONDS = 1.5
