@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import reference
 import torch
 from fuzz_case import Case
 from fuzz_model import FP64, IGNORE, Data, PlainModel, freeze, live_model
@@ -16,6 +15,10 @@ from evenpipe import HostAdamW, LossOptions, Pipeline
 Observed = list[tuple[str, Any]]
 """What was seen, in turn: (what, a number, or tensors by name)."""
 
+ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-5, "foreach": False}
+"""With torch's own eps, 1e-8, gradients that are nothing but rounding move weights by as much as 1e-8 of a step, and in
+one process alone, too, the gradients of later steps differ by that much from one rounding to another."""
+
 
 class OneProcess:
     """transformers, or plain modules, on the batches of all replicas."""
@@ -24,7 +27,7 @@ class OneProcess:
         """model: from here on, this one's."""
         self._case, self._model = case, model.train()
         self._options = LossOptions(**case.loss)
-        self._optimizer = reference.adamw(model.parameters())
+        self._optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, fused=False)
 
     def freeze(self, what: str, number: int) -> None:
         freeze(self._model.named_parameters(), self._case, what, number)
@@ -147,10 +150,10 @@ class InProcesses:
         held = list(pipeline.parameters())
         self._optimizer: Any = None  # a device may hold nothing
         if held and case.optimizer == "HostAdamW":
-            options: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "foreach": False, "fused": case.fused}
-            self._optimizer = HostAdamW(held, share=case.share_on_host, bucket_bytes=4096, **options)
+            share = case.share_on_host
+            self._optimizer = HostAdamW(held, share=share, bucket_bytes=4096, **ADAMW, fused=case.fused)
         elif held:
-            self._optimizer = reference.adamw(held)
+            self._optimizer = torch.optim.AdamW(held, **ADAMW, fused=False)
 
     def freeze(self, what: str, number: int) -> None:
         freeze(self.pipeline.named_parameters(), self._case, what, number)
