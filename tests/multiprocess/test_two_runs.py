@@ -269,8 +269,9 @@ def save_in_turns(folder: Path, saves: int, how: str) -> list[Attempt]:
         checkpoint.hold = lambda folder: Path(folder).mkdir(parents=True, exist_ok=True)
         checkpoint.check = lambda folder: None
     attempts = []
-    dist.barrier()
     for number in range(saves // 2):
+        if number % 4 == 0:  # a refusal is quick: a run that is refused would use up its attempts before the other
+            dist.barrier()
         attempt = Attempt(run, number, number // 3)
         fill(state, run, number)
         try:
@@ -308,5 +309,4 @@ def test_no_checkpoint_is_of_two_runs_and_no_success_is_without_one(tmp_path: Pa
     failures = [attempt.failure for attempt in attempts if attempt.failure is not None]
     print(f"{how}: {len(attempts)} saves, {len(succeeded)} succeeded, {len(failures)} refused, {len(steps)} folders")
     assert len(succeeded) > len(attempts) // 10
-    if FULL or how == "without locks":  # of forty saves by force one run may have lost all of its own
-        assert {attempt.run for attempt in succeeded} == {0, 1}
+    assert {attempt.run for attempt in succeeded} == {0, 1}
