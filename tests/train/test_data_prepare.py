@@ -19,6 +19,7 @@ from evenpipe.train import data as data_module
 from evenpipe.train.config_file import config_from_dict
 from evenpipe.train.data import data_identity, open_batches, open_data, prepare
 from evenpipe.train.files import locked
+from evenpipe.train.start import set_up
 from evenpipe.train.tokenizer import copy_tokenizer, tokenizer_size, train_tokenizer
 
 LINES = [f"def f{number}(x):\n\treturn x + {number}  # ü\n" for number in range(60)]
@@ -224,7 +225,7 @@ def test_a_full_disk_is_a_failed_run_and_leaves_nothing_behind(config, corpus):
 def test_a_run_folder_that_is_a_file_is_refused(config, tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(InputError, match=r"output\.folder is .*run\", but must be a folder that can be written"):
-        prepare(config(), quiet)
+        set_up(config(), force=False)
 
 
 TOO_LITTLE = [

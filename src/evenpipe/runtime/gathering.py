@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from evenpipe.runtime.communication import Communicator
-from evenpipe.runtime.messages import gather_values
+from evenpipe.runtime.messages import dtype_name, dtype_of, gather_values
 
 Entry = tuple[int | None, tuple[int, ...], tuple[int, ...], torch.dtype]
 """First row held (None: all), shape held, whole shape, dtype."""
@@ -70,12 +70,12 @@ def _agree(own: dict[str, Entry], communicator: Communicator) -> list[dict[str, 
 
 def _to_json(entry: Entry) -> list[Any]:
     start, shape, whole, dtype = entry
-    return [start, shape, whole, str(dtype).removeprefix("torch.")]
+    return [start, shape, whole, dtype_name(dtype)]
 
 
 def _from_json(fields: list[Any]) -> Entry:
     start, shape, whole, dtype = fields
-    return start, tuple(shape), tuple(whole), getattr(torch, dtype)
+    return start, tuple(shape), tuple(whole), dtype_of(dtype)
 
 
 def _collect(

@@ -60,6 +60,19 @@ def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None) ->
     return _decode(content.cpu())
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of that name, `dtype_name`'s. Raises ValueError."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch")
+    return dtype
+
+
 def _device(group: dist.ProcessGroup | None) -> torch.device:
     """Where tensors have to be for this group: on the CPU wherever it has gloo."""
     gloo = "gloo" in dist.get_backend_config(group)

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from evenpipe.errors import InputError
 from evenpipe.runtime.host_optimizer import HostAdamW
+from evenpipe.runtime.messages import dtype_name
 from evenpipe.train.agreement import Team
-from evenpipe.train.checkpoint_storage import dtype_name
 from evenpipe.train.manifest import Manifest, TensorEntry
 
 PARAMETERS = "parameters."

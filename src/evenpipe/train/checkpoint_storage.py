@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from evenpipe.errors import InputError
+from evenpipe.runtime.messages import dtype_name, dtype_of
 from evenpipe.train.manifest import MANIFEST, DamagedError, Manifest, TensorEntry
 
 INDEX = ".metadata"
@@ -195,11 +196,6 @@ def read_index(folder: Path, manifest: Manifest) -> Metadata:
     return index
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """ "float32"."""
-    return str(dtype).removeprefix("torch.")
-
-
 def tensor_entries(index: Metadata) -> dict[str, TensorEntry]:
     """Shape and dtype of every tensor of an index, for the manifest."""
     return {
@@ -207,14 +203,6 @@ def tensor_entries(index: Metadata) -> dict[str, TensorEntry]:
         for key, entry in index.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """The dtype of that name, `dtype_name`'s. Raises ValueError."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype of torch")
-    return dtype
 
 
 def _of_another_save(name: str) -> DamagedError:

@@ -22,7 +22,7 @@ from evenpipe.errors import InputError, RunError
 from evenpipe.given import plain
 from evenpipe.train import tokenizer as tokenizers_
 from evenpipe.train.config import DEFAULT_END_OF_TEXT, Config
-from evenpipe.train.files import check_folders, disk_errors, locked, write_json
+from evenpipe.train.files import disk_errors, locked, write_json
 from evenpipe.train.packing import TOKEN, Batches, open_rows, split_rows, write_tokens
 from evenpipe.train.sources import Documents, find_documents
 
@@ -70,7 +70,6 @@ def prepare(config: Config, say: Callable[[str], None] | None = None) -> Prepare
     (default: standard error). Raises `InputError` for what is wrong with the data, `RunError` when the disk is full.
     """
     say = say or _print
-    check_folders(config.folders)
     with disk_errors(config.cache_folder, "preparing data"):
         config.run_folder.mkdir(parents=True, exist_ok=True)
         config.cache_folder.mkdir(parents=True, exist_ok=True)

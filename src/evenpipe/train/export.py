@@ -27,11 +27,12 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import Description, describe, disk_tensors, persistent_buffers, save_tensors, write_folder_metadata
+from evenpipe.runtime.messages import dtype_name
 from evenpipe.train.agreement import describe_os_error
 from evenpipe.train.checkpoint import read_tensors
 from evenpipe.train.checkpoint_folder import RUN, Checkpoint, find_latest, is_checkpoint, open_checkpoint
 from evenpipe.train.checkpoint_state import PARAMETERS, parameter_names
-from evenpipe.train.checkpoint_storage import dtype_name, read_index
+from evenpipe.train.checkpoint_storage import read_index
 from evenpipe.train.manifest import sync_folder
 
 MAXIMUM_SHARD_BYTES = 4 * 2**30
