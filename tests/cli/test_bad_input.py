@@ -8,30 +8,10 @@ import types
 from pathlib import Path
 
 import pytest
+from small_run import TOML
 
 from evenpipe.cli.main import MOST, main
 from evenpipe.costs.hardware import KNOWN, hardware_to_toml
-
-CONFIG = """
-[model]
-architecture = "llama"
-[model.config]
-hidden_size = 16
-intermediate_size = 32
-num_hidden_layers = 4
-num_attention_heads = 2
-max_position_embeddings = 64
-[data]
-files = "text.txt"
-sequence_length = 16
-[tokenizer]
-vocabulary_size = 300
-[pipeline]
-processes = 2
-microbatches = 2
-[output]
-folder = "run"
-"""
 
 MODEL = {
     "model_type": "llama",
@@ -83,7 +63,7 @@ def device(**changes: object) -> str:
 
 FILES: dict[str, str | bytes] = {
     "text.txt": "def f(x):\n    return x\n" * 100,
-    "config.toml": CONFIG,
+    "config.toml": TOML,
     "model.json": json.dumps(MODEL),
     "costs.toml": COSTS,
     "order.csv": "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n",
@@ -140,12 +120,12 @@ FILES: dict[str, str | bytes] = {
     "h-large.toml": HARDWARE.replace("units = 132", "units = 1e300"),
     "h-zero.toml": HARDWARE.replace("units = 132", "units = 0"),
     "h-peak.toml": HARDWARE.replace("[peak_flops]", "[peaks]"),
-    "c-digits.toml": CONFIG.replace("= 300", f"= {MANY}"),
-    "c-hex.toml": CONFIG.replace("= 300", f"= {HEX}"),
-    "c-list.toml": CONFIG.replace('architecture = "llama"', "architecture = [1]"),
-    "c-nested.toml": CONFIG + f"log_every_steps = {DEEP}\n",
-    "c-nul.toml": CONFIG.replace('"run"', '"r\\u0000n"'),
-    "c-key.toml": CONFIG + '"a\\u001b[31m\\nb" = 1\n',
+    "c-digits.toml": TOML.replace("= 300", f"= {MANY}"),
+    "c-hex.toml": TOML.replace("= 300", f"= {HEX}"),
+    "c-list.toml": TOML.replace('architecture = "llama"', "architecture = [1]"),
+    "c-nested.toml": TOML + f"log_every_steps = {DEEP}\n",
+    "c-nul.toml": TOML.replace('"run"', '"r\\u0000n"'),
+    "c-key.toml": TOML + '"a\\u001b[31m\\nb" = 1\n',
     "c-table.toml": "model = 3\n",
 }
 

@@ -7,6 +7,7 @@ import types
 from pathlib import Path
 
 import pytest
+from small_run import TOML
 
 from evenpipe.cli.main import main
 from evenpipe.errors import RunError
@@ -15,27 +16,6 @@ from evenpipe.train import start as start_module
 from evenpipe.train.config_file import load_config
 
 ROOT = Path(__file__).parents[2]
-
-TOML = """
-[model]
-architecture = "llama"
-[model.config]
-hidden_size = 16
-intermediate_size = 32
-num_hidden_layers = 4
-num_attention_heads = 2
-max_position_embeddings = 64
-[data]
-files = "text.txt"
-sequence_length = 16
-[tokenizer]
-vocabulary_size = 300
-[pipeline]
-processes = 2
-microbatches = 2
-[output]
-folder = "run"
-"""
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from attacker import SENTENCE, WORDS
-from network_case import ADDRESSES, HERE, START_SECONDS, Cable, _alive, _until, _written_pids
+from network_case import ADDRESSES, HERE, START_SECONDS, Cable, alive, environment, until, written_pids
 
 PROCESSES = 2
 SECONDS = 6.0
@@ -90,7 +90,7 @@ def play(attack: Attack, loss: float) -> Result:
             stranger = _start_stranger(begin, START_SECONDS, ports)
         run = _start_run(cable, folder, attack.torchrun)
         try:
-            _until(lambda: _steps(folder) >= 3 or run.poll() is not None, time.monotonic() + START_SECONDS)
+            until(lambda: _steps(folder) >= 3 or run.poll() is not None, time.monotonic() + START_SECONDS)
             if not attack.torchrun:
                 _check_ports(cable, run.poll() is None, result)
             _check_folders(result)
@@ -98,18 +98,18 @@ def play(attack: Attack, loss: float) -> Result:
                 if attack.machine and not attack.torchrun:
                     ports = [port for _, port in _listening(cable)]
                 stranger = _start_stranger(begin, SECONDS, ports)
-            _until(lambda: run.poll() is not None, time.monotonic() + SECONDS)
+            until(lambda: run.poll() is not None, time.monotonic() + SECONDS)
             stranger.kill()
             printed = stranger.communicate()[0].splitlines()
             result.reached = [line for line in printed if line in WORDS]
             result.complaints += [f"the stranger gave up: {line}" for line in printed if line.startswith("Traceback")]
             (folder / "end").touch()
-            _until(lambda: run.poll() is not None, time.monotonic() + 60)
+            until(lambda: run.poll() is not None, time.monotonic() + 60)
             _judge(attack, folder, run, loss, result)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(run.pid, signal.SIGKILL)
-            for pid in _written_pids(folder).values():
+            for pid in written_pids(folder).values():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             if stranger is not None:
@@ -117,7 +117,7 @@ def play(attack: Attack, loss: float) -> Result:
                 stranger.wait()
         if marker.exists():
             result.complaints.append("the stranger's code has run")
-        if not _alive(unrelated.pid):
+        if not alive(unrelated.pid):
             result.complaints.append("an unrelated process was killed")
     return result
 
@@ -135,10 +135,10 @@ def _unrelated() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _start_stranger(begin: list[str], seconds: float, ports: list[int]) -> subprocess.Popen[str]:
-    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "HOME": "/", "GLOO_SOCKET_IFNAME": "lo"}
+    own = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "HOME": "/", "GLOO_SOCKET_IFNAME": "lo"}
     stranger = subprocess.Popen(
         [*begin, str(seconds), *map(str, ports)],
-        env=environment,
+        env=own,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -149,8 +149,6 @@ def _start_stranger(begin: list[str], seconds: float, ports: list[int]) -> subpr
 
 
 def _start_run(cable: Cable, folder: Path, torchrun: bool) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "cable0"}
     command = [sys.executable]
     if torchrun:
         command += ["-m", "torch.distributed.run", "--nnodes=1", "--node-rank=0", f"--nproc-per-node={PROCESSES}"]
@@ -159,7 +157,7 @@ def _start_run(cable: Cable, folder: Path, torchrun: bool) -> subprocess.Popen[b
     command += [str(HERE / "network_program.py"), str(folder), "4", "20"]
     with (folder / "launcher").open("wb") as printed:
         return subprocess.Popen(
-            [*cable.command(0), *command], env=environment, stdout=printed, stderr=printed, start_new_session=True
+            [*cable.command(0), *command], env=environment(0), stdout=printed, stderr=printed, start_new_session=True
         )
 
 

@@ -166,22 +166,27 @@ def play(scenario: Scenario) -> Report:
     return report
 
 
+def environment(machine: int) -> dict[str, str]:
+    """Of what is started on that machine."""
+    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": f"cable{machine}"}
+    return os.environ | own | {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])}
+
+
 @contextlib.contextmanager
 def _launchers(cable: Cable, folder: Path, scenario: Scenario) -> Iterator[list[subprocess.Popen[bytes]]]:
     """torchrun on both machines. At the end all that they started is killed."""
     limits = [str(scenario.silence_seconds), str(scenario.timeout_seconds)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     started = []
     try:
         for machine in range(2):
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={machine}"]
             torchrun += [f"--nproc-per-node={PROCESSES // 2}", f"--master-addr={ADDRESSES[0]}", "--master-port=29511"]
-            own = environment | {"GLOO_SOCKET_IFNAME": f"cable{machine}"}
             with (folder / f"launcher-{machine}").open("wb") as printed:
                 command = [*cable.command(machine), *torchrun, str(HERE / "network_program.py"), str(folder), *limits]
                 started.append(
-                    subprocess.Popen(command, env=own, stdout=printed, stderr=printed, start_new_session=True)
+                    subprocess.Popen(
+                        command, env=environment(machine), stdout=printed, stderr=printed, start_new_session=True
+                    )
                 )
         yield started
     finally:
@@ -189,7 +194,7 @@ def _launchers(cable: Cable, folder: Path, scenario: Scenario) -> Iterator[list[
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(launcher.pid, signal.SIGKILL)
             launcher.wait()
-        for pid in _written_pids(folder).values():
+        for pid in written_pids(folder).values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -202,13 +207,13 @@ def _pids_of_all_that_train(
     while time.monotonic() < deadline and all(launcher.poll() is None for launcher in launchers):
         steps = [folder / f"step-{rank}" for rank in range(PROCESSES)]
         if all(step.exists() and int(step.read_text() or 0) >= 3 for step in steps):
-            return _written_pids(folder)
+            return written_pids(folder)
         time.sleep(0.05)
     report.complaints.append(f"the run did not start: {(folder / 'launcher-0').read_text()[-500:]}")
     return None
 
 
-def _written_pids(folder: Path) -> dict[int, int]:
+def written_pids(folder: Path) -> dict[int, int]:
     return {int(file.name[4:]): int(file.read_text() or 0) for file in folder.glob("pid-*")}
 
 
@@ -216,11 +221,11 @@ def _judge(scenario: Scenario, folder: Path, pids: dict[int, int], at: float, re
     limit = scenario.timeout_seconds + LATE_SECONDS
     if not scenario.says:
         before = int((folder / "step-0").read_text())
-        _until(lambda: int((folder / "step-0").read_text() or 0) > before + 20, at + limit)
+        until(lambda: int((folder / "step-0").read_text() or 0) > before + 20, at + limit)
         (folder / "end").touch()
-    _until(lambda: not any(_alive(pid) for pid in pids.values()), at + limit)
+    until(lambda: not any(alive(pid) for pid in pids.values()), at + limit)
     report.seconds = time.monotonic() - at
-    late = [rank for rank, pid in pids.items() if _alive(pid)]
+    late = [rank for rank, pid in pids.items() if alive(pid)]
     if late:
         report.complaints.append(f"processes {late} still run {limit:g} s after the fault")
     for rank in range(PROCESSES):
@@ -238,13 +243,13 @@ def _judge(scenario: Scenario, folder: Path, pids: dict[int, int], at: float, re
             report.complaints.append(f"process {rank} names no peer: {said[0]!r}")
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
 
 
-def _until(holds: Callable[[], bool], deadline: float) -> None:
+def until(holds: Callable[[], bool], deadline: float) -> None:
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.05)
