@@ -7,12 +7,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import Outcome, describe, run_outcomes, run_processes
 
+import evenpipe.runtime.worker as worker_module
 from evenpipe.errors import InputError, RunError
 from evenpipe.runtime.communication import Communicators, _wait_for_all
 from evenpipe.runtime.signs import Beat, Board, Waiting, cause_of, processes
@@ -506,6 +510,40 @@ def one_is_missing() -> None:
 
 def test_a_missing_process_is_named():
     run_processes(one_is_missing, 3, group=False)
+
+
+class Slow:
+    """A store of torch's whose machine is busy."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def clone(self) -> "Slow":
+        return Slow(self._store.clone())
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def answer(*arguments: Any) -> Any:
+            time.sleep(0.6)
+            return getattr(self._store, name)(*arguments)
+
+        return answer
+
+
+def start_with_a_slow_store() -> None:
+    meeting_place = worker_module._meeting_place
+
+    def slow(start_seconds: float) -> tuple[NetworkStore, Any, int, int]:
+        store, groups, rank, world_size = meeting_place(start_seconds)
+        assert isinstance(store, NetworkStore)
+        return NetworkStore(Slow(store._store), limit_seconds=0.3), groups, rank, world_size
+
+    with mock.patch.object(worker_module, "_meeting_place", slow):
+        worker = initialise_worker(timeout_seconds=20.0, silence_seconds=10.0, torch_device="cpu")
+    assert worker.watch.cause is None
+
+
+def test_processes_meet_though_the_store_is_slow_when_all_ask_it():
+    run_processes(start_with_a_slow_store, 3, group=False)
 
 
 def one_dies_before_all_are_here(how: str) -> None:

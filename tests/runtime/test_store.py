@@ -96,8 +96,8 @@ def test_a_store_that_does_not_answer_and_one_that_is_gone(holder: tuple[subproc
             ask()
         assert 0.5 <= caught.value.seconds < 1.5
     os.kill(process.pid, signal.SIGCONT)
-    store.limit_seconds = 30.0
-    assert store.read("x") == "1"  # and no answer of before is taken for that of this question
+    with store.patient(30.0):
+        assert store.read("x") == "1"  # and no answer of before is taken for that of this question
     store.write("x", "3")
     process.kill()
     process.wait()

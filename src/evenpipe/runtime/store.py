@@ -78,6 +78,10 @@ class Store(Protocol):
     def another(self) -> Store:
         """A client of the same store for another thread: each serves one question at a time."""
 
+    def patient(self, limit_seconds: float) -> contextlib.AbstractContextManager[None]:
+        """Questions asked within may take this long: for moments in which every process asks the store something."""
+        ...
+
 
 class FolderStore:
     """A file for each name, in a folder of this machine. A file appears with its whole text or not at all."""
@@ -124,6 +128,9 @@ class FolderStore:
 
     def another(self) -> FolderStore:
         return self
+
+    def patient(self, limit_seconds: float) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # no question waits
 
     def _file(self, name: str) -> Path:
         return self._folder / quote(name, safe="")
@@ -186,6 +193,14 @@ class NetworkStore:
 
     def another(self) -> NetworkStore:
         return NetworkStore(self._store, self.limit_seconds)
+
+    @contextlib.contextmanager
+    def patient(self, limit_seconds: float) -> Iterator[None]:
+        before, self.limit_seconds = self.limit_seconds, max(limit_seconds, self.limit_seconds)
+        try:
+            yield
+        finally:
+            self.limit_seconds = before
 
     def _ask(self, question: Callable[[Any], T]) -> T:
         found: list[T] = []

@@ -143,13 +143,15 @@ class Watch:
         if self._store is None or self.world_size == 1:
             return
         assert self._store_of_thread is not None
-        self._store.write(f"beat/{self.rank}", self._beat.dump())
-        self._peers = Peers(self._store, self._beat, self.rank, self.world_size)
+        store = self._store_of_thread
+        # All processes of all machines ask the store at this moment.
+        with self._store.patient(self.silence_seconds), store.patient(self.silence_seconds):
+            self._store.write(f"beat/{self.rank}", self._beat.dump())
+            self._peers = Peers(self._store, self._beat, self.rank, self.world_size)
+            peers = Peers(store, self._beat, self.rank, self.world_size)
         self._bell = Bell()
         if hear_sigterm:
             self._bell.hear_sigterm()
-        store = self._store_of_thread
-        peers = Peers(store, self._beat, self.rank, self.world_size)
         self._thread = threading.Thread(target=self._run, args=(store, peers), name="evenpipe-watch", daemon=True)
         self._thread.start()
 

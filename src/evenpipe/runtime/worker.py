@@ -74,7 +74,8 @@ class Worker:
     def mark(self, name: str) -> None:
         """Leaves a mark for `wait_for_mark` of the others. Raises StoreError where the store is gone."""
         if self.store is not None:
-            self.store.write(name, "")
+            with self.store.patient(self.watch.silence_seconds):
+                self.store.write(name, "")
 
     def wait_for_mark(self, name: str, what: str, needed_by: str) -> None:
         """Returns once the first process has left the mark, however long its work takes.
@@ -195,7 +196,8 @@ def start_worker(
         device, identity = _own_device(torch_device)
     except Exception as error:
         fault = error  # for the others too, once they are here
-    meet(store, rank, world_size, start_seconds)
+    with store.patient(silence_seconds):
+        meet(store, rank, world_size, start_seconds)
     watch.start(hear_sigterm=under_torchrun)
     try:
         if fault is not None:
