@@ -161,7 +161,7 @@ def test_the_default_group_has_chosen_already(wanted, monkeypatch) -> None:
 )
 def test_the_device_of_a_pipeline(own, bound, wanted, expected, monkeypatch) -> None:
     done = gpus(monkeypatch, 4, bound=bound, LOCAL_RANK=3)
-    this = worker.Worker(0, 1, torch.device(own), 1.0, Watch(None))
+    this = worker.Worker(0, 1, torch.device(own), 1.0, Watch(None), None)
     given = None if wanted is None else torch.device(wanted)
     if expected is None:
         with pytest.raises(InputError) as error:
