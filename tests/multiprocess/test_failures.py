@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 
 import pytest
 import torch
@@ -53,7 +54,9 @@ EXPECTED = {
 
 @pytest.mark.parametrize("how", EXPECTED)
 def test_all_others_end_and_name_the_pass_and_the_process(how: str) -> None:
+    started = time.monotonic()
     outcomes = run_outcomes(fail_in_the_middle, 3, how, timeout_seconds=40)
+    assert time.monotonic() - started < 30
     waiting = []
     for outcome in outcomes:
         if outcome.rank == VICTIM:

@@ -80,7 +80,6 @@ class Store(Protocol):
 
     def patient(self, limit_seconds: float) -> contextlib.AbstractContextManager[None]:
         """Questions asked within may take this long: for moments in which every process asks the store something."""
-        ...
 
 
 class FolderStore:
