@@ -148,19 +148,20 @@ def _describe(
     architecture, model_class = type(skeleton).__name__, type(skeleton)
     if type(skeleton.config) is not type(config):  # the language model of a config that holds several models
         config = config.get_text_config()
-    try:
-        embedding, head = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
-    except NotImplementedError:
-        raise uncuttable(architecture, "it does not say which modules embed its tokens and give its logits") from None
-    check_ends(architecture, embedding, head)
-    assert isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)
+    embedding, head = _ends(skeleton)
     layers_name = find_layers(skeleton)
     layers = len(layers_of(skeleton, layers_name))
     embedding_module, head_module = module_name(skeleton, embedding), module_name(skeleton, head)
 
-    _check_sharing(architecture, skeleton, {id(embedding.weight), id(head.weight)})
+    check_sharing(architecture, skeleton, embedding, head)
     if live is not None:
         _check_parameters(architecture, live, skeleton)
+        live_embedding, live_head = live.get_submodule(embedding_module), live.get_submodule(head_module)
+        check_sharing(architecture, live, live_embedding, live_head)
+        tied = live_embedding.weight is live_head.weight
+        if tied != (embedding.weight is head.weight):
+            skeleton = _tied_otherwise(architecture, config, model_class, tied)
+            embedding, head = _ends(skeleton)
 
     quiet = copy.deepcopy(config)
     without_router_loss(quiet)
@@ -210,13 +211,55 @@ def _describe(
     )
 
 
-def _check_sharing(architecture: str, skeleton: nn.Module, vocabulary: set[int]) -> None:
-    """Only the two vocabulary matrices may be one tensor under two names: others might end up on two stages."""
-    names: dict[int, str] = {}
-    for name, parameter in skeleton.named_parameters(remove_duplicate=False):
-        other = names.setdefault(id(parameter), name)
-        if other != name and id(parameter) not in vocabulary:
-            raise uncuttable(architecture, f"its parameters {other} and {name} are one tensor")
+def _ends(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
+    architecture = type(model).__name__
+    try:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    except NotImplementedError:
+        raise uncuttable(architecture, "it does not say which modules embed its tokens and give its logits") from None
+    check_ends(architecture, embedding, head)
+    assert isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)
+    return embedding, head
+
+
+def check_sharing(architecture: str, model: nn.Module, embedding: nn.Module, head: nn.Module) -> None:
+    """Only the two vocabulary matrices may be one tensor: the names of others might end up on two stages.
+
+    Two parameters in the same memory are refused even there: an optimizer would step twice on the same numbers.
+    """
+    ends = [(module_name(model, end), end) for end in (embedding, head)]
+    others = [
+        (prefix, module)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if module is not embedding and module is not head
+    ]
+    first: dict[int, tuple[str, nn.Parameter]] = {}
+    for prefix, module in (*ends, *others):
+        for attribute, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{prefix}.{attribute}"
+            other, held = first.setdefault(parameter.data_ptr() or id(parameter), (name, parameter))
+            if other != name and not (module is head and parameter is held is embedding.weight):
+                raise uncuttable(architecture, f"its parameters {other} and {name} are one tensor")
+
+
+def _tied_otherwise(architecture: str, config: PreTrainedConfig, model_class: Any, tied: bool) -> PreTrainedModel:
+    """The skeleton of a live model whose vocabulary matrices are one tensor, or two, against what its config says.
+
+    `config` is changed to say what is.
+    """
+    for one in (config, config.get_text_config()):
+        one.tie_word_embeddings = tied
+    skeleton = build_skeleton(config, torch.float32, model_class)
+    embedding, head = _ends(skeleton)
+    if (embedding.weight is head.weight) != tied:
+        held, built = ("one tensor", "two") if tied else ("two tensors", "one")
+        raise InputError(
+            f"model: its embedding and its output layer are {held}, and {built} in a {architecture} built from its"
+            " config, whatever tie_word_embeddings says."
+        )
+    return skeleton
 
 
 def _check_parameters(architecture: str, live: nn.Module, skeleton: nn.Module) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from evenpipe.errors import InputError
-from evenpipe.model.description import Description, check_ends
+from evenpipe.model.description import Description, check_ends, check_sharing
 from evenpipe.model.interface import check_returned
 from evenpipe.model.structure import Structure, embed_rows, uncuttable
 
@@ -43,6 +43,7 @@ def describe_modules(
     if not layers:
         raise InputError("layers = [] holds no layer: at least one is needed.")
     whole = _Whole(embedding, layers, norm, head)
+    check_sharing("the model", whole, embedding, head)
     return Description(
         config=None,
         architecture="the model",
