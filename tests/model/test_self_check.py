@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import transformers
-from families import EXPERTS, FAMILIES, tiny_config
+from families import COMMON, EXPERTS, FAMILIES, tiny_config
 from torch import nn
 
 import evenpipe.model.stage as stage_file
@@ -173,6 +173,35 @@ def test_state_that_passes_between_layers_unseen_is_refused() -> None:
         InputError, match=r"Crossing cannot be trained in stages: .* differs from the whole in the loss"
     ):
         self_check(describe(Crossing(tiny_config("llama"))))
+
+
+BAMBA = {"num_key_value_heads": 2, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 1e-5, 0.1])
+def test_a_loss_that_the_model_adds_to_its_cross_entropy_is_refused(coefficient) -> None:
+    config = transformers.BambaConfig(
+        **(COMMON | BAMBA), intermediate_size=96, attn_layer_indices=[1], z_loss_coefficient=coefficient
+    )
+    description = describe(config)
+    if not coefficient:
+        self_check(description)
+        return
+    said = rf"own loss is more than .* small copy\); set z_loss_coefficient \(now {coefficient}\) to 0\.0 in the model"
+    with pytest.raises(InputError, match=said):
+        self_check(description)
+
+
+class LabelsAsTheyAre(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **arguments):
+        if labels is not None:
+            arguments["shift_labels"] = labels
+        return super().forward(input_ids=input_ids, labels=labels, **arguments)
+
+
+def test_labels_may_be_meant_for_their_own_positions() -> None:
+    """As decoders of BART's kind have it: a pipeline is given the same labels either way."""
+    self_check(describe(LabelsAsTheyAre(tiny_config("llama"))))
 
 
 class NeedsItsWidth(transformers.LlamaForCausalLM):

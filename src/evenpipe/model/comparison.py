@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description, describe
+from evenpipe.model.interface import takes
 from evenpipe.model.loading import copy_parameters
 from evenpipe.model.router_loss import RouterLoss
 from evenpipe.model.rules import undisturbed
@@ -26,6 +27,7 @@ from evenpipe.model.structure import first_line
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 PARTLY_FP32 = 1e-6  # in fp64, for families that round to fp32 on the way whatever their dtype
+OWN_LOSS = 1e-6  # transformers computes it in fp32 whatever the dtype
 SMALL_ENOUGH = 60_000_000  # parameters of a copy whose widths cannot be made small
 NOISE = 0.05
 BATCH, SEQUENCE, PADDED = 2, 12, 3
@@ -152,13 +154,38 @@ def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def _whole(model: PreTrainedModel, router: RouterLoss | None, tokens, labels, mask) -> tuple[bool, float, Gradients]:
     model.zero_grad()
-    output = model(input_ids=tokens, attention_mask=mask, use_cache=False, return_dict=True)
+    given = {"labels": labels} if takes(type(model), "labels") else {}
+    output = model(input_ids=tokens, attention_mask=mask, use_cache=False, return_dict=True, **given)
     loss = _loss(output.logits, labels)
-    if router is not None:
-        loss = loss + router.coefficient * output.aux_loss
+    added = 0.0 if router is None else router.coefficient * output.aux_loss
+    if given:
+        with torch.no_grad():
+            logits = output.logits.float()
+            known = _loss(logits[:, :-1], labels[:, 1:]), _loss(logits, labels)
+            _check_own_loss(model, float(output.loss), [float(one + added) for one in known])
+    loss = loss + added
     rounds = _rounds(loss)
     loss.backward()
     return rounds, loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def _check_own_loss(model: PreTrainedModel, own: float, known: list[float]) -> None:
+    """What the model makes of labels itself must be what a pipeline computes of its logits, and nothing more.
+
+    Args:
+        known: the loss of labels that the model shifts, as nearly all do, and of labels that were shifted before.
+    """
+    if any(math.isclose(own, ours, rel_tol=OWN_LOSS) for ours in known):
+        return
+    settings = vars(model.config.get_text_config()).items()
+    options = [
+        f"{name} (now {value})" for name, value in settings if "loss" in name and isinstance(value, float) and value
+    ]
+    raise InputError(
+        f"{type(model).__name__} cannot be trained in stages: its own loss is more than the cross-entropy of its logits"
+        f" ({own:.6g} against {known[0]:.6g} on a small copy)"
+        + (f"; set {', '.join(options)} to 0.0 in the model's config." if options else ".")
+    )
 
 
 def _in_pieces(small: Description, dtype: torch.dtype, tokens, labels, mask) -> tuple[float, Gradients]:
