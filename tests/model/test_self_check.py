@@ -14,6 +14,7 @@ import evenpipe.model.stage as stage_file
 from evenpipe.errors import InputError
 from evenpipe.model import build_stage, describe, self_check
 from evenpipe.model.shrink import STEPS, kept_layers, small_copy
+from evenpipe.runtime.experts import split_once
 
 # Full-size configs, as users have them: the check has to make them small by itself.
 FULL_SIZE = {
@@ -173,6 +174,25 @@ def test_state_that_passes_between_layers_unseen_is_refused() -> None:
         InputError, match=r"Crossing cannot be trained in stages: .* differs from the whole in the loss"
     ):
         self_check(describe(Crossing(tiny_config("llama"))))
+
+
+def forget_half_of_W(module: nn.Module):
+    compute = split_once(module)
+
+    def half() -> None:
+        compute()
+        for parameter in module.parameters():
+            parameter.grad /= 2
+
+    return half
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
+def test_a_backward_that_is_split_is_compared_too(name) -> None:
+    description = describe(tiny_config(name))
+    self_check(description, split_once)
+    with pytest.raises(InputError, match=r"cut in three, its backward split, differs from the whole in the gradient"):
+        self_check(description, forget_half_of_W)
 
 
 BAMBA = {"num_key_value_heads": 2, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}

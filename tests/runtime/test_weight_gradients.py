@@ -16,6 +16,7 @@ from split_module import FAMILIES, Fused, Split, Storages, data, difference, tru
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
+from transformers.pytorch_utils import Conv1D
 
 from evenpipe.runtime import weight_gradients
 from evenpipe.runtime.weight_gradients import Entry, WeightGradients, accumulate, split_layers
@@ -255,6 +256,23 @@ def test_layouts_of_the_input(layout: str, dtype: torch.dtype) -> None:
     for batches in ([(hidden, gradient)], [(hidden, torch.randn(6).to(dtype).expand(gradient.shape))]):
         for passes in ("F0 I0 W0", "F0 B0"):
             assert difference(lambda: nn.Linear(8, 6, dtype=dtype), batches, passes) == []
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(32, 32), lambda: Conv1D(32, 32)])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_an_output_may_be_changed_in_place(layer, batch: int) -> None:
+    class Clamping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = layer()
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            output = self.inner(hidden).clamp_(-0.5, 0.5)
+            output[..., 0] += hidden[..., 0]
+            return output
+
+    batches = data(2, batch, dtype=torch.float32)
+    assert difference(Clamping, batches, "F0 F1 I0 I1 W0 W1") == difference(Clamping, batches, "F0 B0 F1 B1") == []
 
 
 def test_without_gradients_for_the_input_or_for_anything_nothing_is_queued() -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -35,11 +36,18 @@ BATCH, SEQUENCE, PADDED = 2, 12, 3
 Gradients = dict[str, torch.Tensor | None]
 
 
-def self_check(description: Description) -> None:
+Split = Callable[[nn.Module], Callable[[], None]]
+"""Splits the next backward of a module; what it returns computes the weight gradients, when the backward is over."""
+
+
+def self_check(description: Description, split: Split | None = None) -> None:
     """Compares a small copy of the model, cut in three, with transformers in one piece. Takes about a second on a CPU.
 
     A model of plain modules has nothing to be compared with: its layers are called as they are.
     The user's config, the random state and torch's default dtype stay as they are.
+
+    Args:
+        split: also compare with backwards that are split by it.
 
     Raises:
         InputError: they differ, or no small copy could be made; one sentence names the architecture and what differs.
@@ -53,17 +61,17 @@ def self_check(description: Description) -> None:
         for padded in (False, True) if small.takes_attention_mask else (False,):
             batch = _batch(small, generator, padded)
             rounds, *expected = _whole(whole, small.router_loss, *batch)
-            try:
-                found = _in_pieces(small, dtype, *batch)
-            except Exception as error:  # whatever a family raises when its parts do not fit
-                raise InputError(
-                    f"{description.architecture} cannot be trained in stages: a small copy of it, cut in three, "
-                    f"does not run ({type(error).__name__}: {first_line(error)})."
-                ) from error
             tolerance = TOLERANCE[dtype]
             if rounds:
                 tolerance = max(tolerance, PARTLY_FP32)
-            _compare(description.architecture, tolerance, found, expected)
+            for way in (None,) if split is None else (None, split):
+                cut = f"a small copy of it, cut in three{', its backward split,' if way else ','}"
+                refuse = f"{description.architecture} cannot be trained in stages: {cut}"
+                try:
+                    found = _in_pieces(small, dtype, batch, way)
+                except Exception as error:  # whatever a family raises when its parts do not fit
+                    raise InputError(f"{refuse} does not run ({type(error).__name__}: {first_line(error)}).") from error
+                _compare(refuse, tolerance, found, expected)
 
 
 def gradient_errors(found: Gradients, expected: Gradients) -> dict[str, float]:
@@ -188,9 +196,10 @@ def _check_own_loss(model: PreTrainedModel, own: float, known: list[float]) -> N
     )
 
 
-def _in_pieces(small: Description, dtype: torch.dtype, tokens, labels, mask) -> tuple[float, Gradients]:
+def _in_pieces(small: Description, dtype: torch.dtype, batch: tuple, split: Split | None) -> tuple[float, Gradients]:
     """What the pipeline computes, in one process: three stages, detached at the cuts, the vocabulary by hand."""
     assert small.model is not None
+    tokens, labels, mask = batch
     router = small.router_loss
     totals = torch.empty(0) if router is None else router.start()
     routed: list[torch.Tensor] = []
@@ -203,10 +212,13 @@ def _in_pieces(small: Description, dtype: torch.dtype, tokens, labels, mask) -> 
     stages: list[Stage | ModuleStage] = []
     inputs: list[torch.Tensor] = []
     outputs: list[torch.Tensor] = []
+    behind: list[Callable[[], None]] = []
     hidden = functional.embedding(tokens, embedding, padding_idx=small.padding_index)
     for first, last in itertools.pairwise(bounds):
         stage = build_stage(small, first, last, is_first=first == 0, is_last=last == small.layers, dtype=dtype)
         copy_parameters(stage, small)
+        if split is not None:
+            behind.append(split(stage))
         inputs.append(hidden if not stages else hidden.detach().requires_grad_())
         recorded: dict[str, list] = {} if router is None else {"router_logits": []}
         hidden = stage(inputs[-1], attention_mask=mask, **recorded)
@@ -227,6 +239,8 @@ def _in_pieces(small: Description, dtype: torch.dtype, tokens, labels, mask) -> 
             roots.append(routed[index])
             given.append(router.gradient(totals, 1.0))
         torch.autograd.backward(roots, given)
+    for weight_gradients in behind:
+        weight_gradients()
     if router is not None:
         loss = loss.detach() + router.coefficient * router.value(totals)
     gradients: Gradients = {name: weight.grad for name, weight in weights.items()}
@@ -249,8 +263,8 @@ def _rounds(loss: torch.Tensor) -> bool:
     return False
 
 
-def _compare(architecture: str, tolerance: float, found: Sequence, expected: Sequence) -> None:
-    refuse = f"{architecture} cannot be trained in stages: a small copy of it, cut in three, differs from the whole in"
+def _compare(refuse: str, tolerance: float, found: Sequence, expected: Sequence) -> None:
+    refuse = f"{refuse} differs from the whole in"
     (loss, gradients), (expected_loss, expected_gradients) = found, expected
     if gradients.keys() != expected_gradients.keys():
         names = ", ".join(sorted(gradients.keys() ^ expected_gradients.keys())[:4])

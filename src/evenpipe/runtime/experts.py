@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from evenpipe.runtime.weight_gradients import Entry, WeightGradients
+from evenpipe.runtime.weight_gradients import Entry, WeightGradients, split_layers
 
 try:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -48,6 +48,21 @@ def split_experts(module: nn.Module, queue: WeightGradients) -> list[str]:
         for name, parameter in part.named_parameters(recurse=False)
         if parameter.dim() > 1
     ]
+
+
+def split_once(module: nn.Module) -> Callable[[], None]:
+    """Splits the next backward of a module, for the self-check: what is returned does its W, behind it."""
+    queue = WeightGradients()
+    split_experts(module, queue)
+    split_layers(module, queue)
+    key = (0, 0)
+    queue.begin(key)
+
+    def weight_gradients() -> None:
+        queue.under_way = None
+        queue.compute(key)
+
+    return weight_gradients
 
 
 def _is_dispatched(module: nn.Module) -> bool:

@@ -44,6 +44,7 @@ from evenpipe.runtime.batch import Batch, Inputs, cut, distribute
 from evenpipe.runtime.checkpointing import checkpointing_of_layers
 from evenpipe.runtime.clock import Conversion, read_clocks
 from evenpipe.runtime.device import build
+from evenpipe.runtime.experts import split_once
 from evenpipe.runtime.gathering import Held, stream_whole
 from evenpipe.runtime.given_schedule import read_schedule
 from evenpipe.runtime.groups import Groups
@@ -59,7 +60,7 @@ from evenpipe.runtime.trace import gather_trace
 from evenpipe.runtime.trained import Trained
 from evenpipe.runtime.walker import Walker
 from evenpipe.runtime.worker import device_of_pipeline, initialise_worker
-from evenpipe.schedule import Costs, Kind, Order, Program, Schedule, Timeline, time_order, vocabulary_mode
+from evenpipe.schedule import Costs, Kind, Order, Program, Schedule, Timeline, parts_of, time_order, vocabulary_mode
 from evenpipe.schedule.trace import Trace
 from evenpipe.vocabulary import LossOptions
 
@@ -336,8 +337,10 @@ class Pipeline:
         """The first process checks; all raise what it found."""
         fault: str | None = None
         if self._is_very_first:
+            passes = (part for row in self.layout.program.order.rows for item in row if item for part in parts_of(item))
+            splits = any(part.kind is Kind.I for part in passes)
             try:
-                self_check(self.description)
+                self_check(self.description, split_once if splits else None)
             except InputError as error:
                 fault = str(error)
         fault = self._groups.from_the_first(fault, "the self-check")

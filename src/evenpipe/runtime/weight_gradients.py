@@ -237,7 +237,9 @@ class _Linear(torch.autograd.Function):
         ctx.of = layer, transposed, transposed or bias is None or _in_rows(hidden)
         if only_saves():  # the forward runs again for what it saves, and this is the last of it
             return hidden.new_empty((*hidden.shape[:-1], weight.shape[1 if transposed else 0]))
-        return functional.linear(hidden, weight.t() if transposed else weight, bias)
+        output = functional.linear(hidden, weight.t() if transposed else weight, bias)
+        # Some models change it in place, and autograd lets nobody do that to a view which a function returns.
+        return output.new_empty(0).set_(output) if output._is_view() else output  # type: ignore[call-overload]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

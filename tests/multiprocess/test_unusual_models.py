@@ -1,0 +1,64 @@
+"""Configurations in which families do something of their own: loss and gradients are those of one process."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+import transformers
+from families import whole_model
+from harness import run_processes
+from torch.nn import functional
+
+from evenpipe.runtime import Pipeline
+
+GROUPED = {
+    "vocab_size": 251,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+
+# model type, settings beside the common ones
+CLIPPED = [  # the outputs of its biased linear layers are clamped in place
+    ("olmo", {"clip_qkv": 0.2, "attention_bias": True}),
+    ("olmoe", {"clip_qkv": 0.2, "attention_bias": True, **EXPERTS}),
+]
+
+
+def as_in_one_process(model_type: str, settings: dict, schedules: list[str]) -> None:
+    config = transformers.AutoConfig.for_model(model_type, **(GROUPED | settings))
+    config._experts_implementation = "eager"  # the grouped product of experts takes no fp64
+    model = whole_model(config)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, config.vocab_size, (2, 10), generator=generator)
+    losses = []
+    for one in ids.split(1):  # the loss of routers is one of every microbatch
+        output = model(input_ids=one, use_cache=False)
+        loss = functional.cross_entropy(output.logits[0, :-1], one[0, 1:])
+        if settings.get("output_router_logits"):
+            loss = loss + config.router_aux_loss_coef * output.aux_loss
+        losses.append(loss)
+    expected = torch.stack(losses).mean()
+    expected.backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for schedule in schedules:
+        pipeline = Pipeline(
+            model, schedule=schedule, vocabulary="vocab-2", microbatches=2, parameter_dtype=torch.float64
+        )
+        loss = pipeline.step(ids).loss
+        assert loss == pytest.approx(expected.item(), rel=1e-10)
+        gradients = pipeline.full_gradients()
+        if pipeline.device == 0:
+            error, parameter = reference.worst(gradients, wanted)
+            assert error <= 1e-10, f"{schedule}: {parameter} {error:.1e}"
+        pipeline.close()
+
+
+@pytest.mark.parametrize(("model_type", "settings"), CLIPPED)
+def test_outputs_changed_in_place(model_type, settings) -> None:
+    run_processes(as_in_one_process, 2, model_type, settings, ["zbv"])
