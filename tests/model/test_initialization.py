@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -29,6 +31,32 @@ def test_every_layout_starts_from_the_same_weights(name) -> None:
     for other in others:
         assert other.keys() == whole.keys()
         assert all(torch.equal(other[key], whole[key]) for key in whole)
+
+
+def test_what_the_model_around_the_layers_has_of_its_own_is_drawn_too() -> None:
+    config = transformers.AutoConfig.for_model("zaya", **GROUPED, num_experts=4, moe_intermediate_size=40)
+    description = describe(config)
+    assert description.structure.first_parameters[0] == "model.input_hidden_states_scale"
+    torch.manual_seed(0)
+    expected = transformers.AutoModelForCausalLM.from_config(config)
+    for cuts in LAYOUTS:
+        found = fresh(description, cuts)
+        assert all(value.isfinite().all() for value in found.values())
+        for name in description.structure.first_parameters:
+            assert torch.equal(found[name], expected.get_parameter(name))
+
+
+class WithoutARule(transformers.LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.gain = nn.Parameter(torch.ones(config.hidden_size))
+        self.model.layers[0].register_forward_pre_hook(lambda module, args: (args[0] * self.model.gain, *args[1:]))
+
+
+def test_a_parameter_of_the_model_around_the_layers_without_a_rule_is_refused() -> None:
+    description = replace(describe(WithoutARule(tiny_config("llama"))), model=None)
+    with pytest.raises(InputError, match=r"transformers gives no fresh value to model\.gain, so WithoutARule"):
+        fresh(description, (2,))
 
 
 def test_a_layer_does_not_depend_on_how_many_there_are() -> None:

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 import transformers
-from families import EXPERTS, PROMISED_EXPERTS, build_stages, tiny_config, tokens_and_labels, whole_model
+from families import EXPERTS, GROUPED, PROMISED_EXPERTS, build_stages, tiny_config, tokens_and_labels, whole_model
 from torch.nn import functional
 from transformers.models.mixtral import modeling_mixtral
 
@@ -48,6 +48,13 @@ def test_other_losses_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", squared)
     with pytest.raises(InputError, match="cannot be trained with: its loss of the routers is another than Mixtral's"):
         describe(with_loss("mixtral"))
+
+
+def test_a_loss_with_other_arguments_is_refused() -> None:
+    """Doge's routers choose among products of two sets of keys."""
+    config = transformers.DogeConfig(**GROUPED, is_moe=True, num_experts=16, output_router_logits=True)
+    with pytest.raises(InputError, match="DogeForCausalLM cannot be trained with: its loss of the routers is another"):
+        describe(config)
 
 
 class AndSomethingElse(transformers.MixtralForCausalLM):

@@ -78,11 +78,9 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float,
 
 def rounded(model: PreTrainedModel) -> PreTrainedModel:
     """A copy in bf16, as transformers loads one: `.to()` by itself rounds the rotary frequencies too."""
-    narrow = copy.deepcopy(model).to(torch.bfloat16)
-    for name, buffer in model.named_buffers():
-        module, _, leaf = name.rpartition(".")
-        narrow.get_submodule(module)._buffers[leaf] = buffer.clone()
-    return narrow
+    narrow = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.bfloat16)
+    narrow.load_state_dict(model.state_dict())
+    return narrow.train(model.training)
 
 
 class Bf16Errors:

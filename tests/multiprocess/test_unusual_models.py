@@ -62,3 +62,27 @@ def as_in_one_process(model_type: str, settings: dict, schedules: list[str]) -> 
 @pytest.mark.parametrize(("model_type", "settings"), CLIPPED)
 def test_outputs_changed_in_place(model_type, settings) -> None:
     run_processes(as_in_one_process, 2, model_type, settings, ["zbv"])
+
+
+FOLLOWING = [  # their buffers (decays of linear attention, a mask that scores are multiplied by) have the model's dtype
+    ("minimax", {"num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8}),
+    ("openai-gpt", {"n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+]
+
+
+def in_bf16(model_type: str, settings: dict) -> None:
+    config = transformers.AutoConfig.for_model(model_type, **(GROUPED | settings))
+    errors = reference.Bf16Errors(whole_model(config, torch.float32))
+    pipeline = Pipeline(whole_model(config, torch.float32), microbatches=1, compute_dtype=torch.bfloat16)
+    for ids, _ in reference.batches(config.vocab_size, 4, 12, 3):
+        pipeline.zero_grad()
+        loss = pipeline.step(ids).loss
+        gradients = pipeline.full_gradients()
+        if pipeline.device == 0:
+            errors.add(gradients, loss, ids)
+    errors.check(model_type)
+
+
+@pytest.mark.parametrize(("model_type", "settings"), FOLLOWING)
+def test_buffers_that_follow_the_dtype_of_the_model(model_type, settings) -> None:
+    run_processes(in_bf16, 2, model_type, settings)

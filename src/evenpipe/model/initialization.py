@@ -14,7 +14,16 @@ from transformers import PreTrainedModel
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
-from evenpipe.model.rules import marked, module_and_owner, seed_of, undisturbed, units, untouched
+from evenpipe.model.rules import (
+    Unit,
+    children_first,
+    marked,
+    module_and_owner,
+    seed_of,
+    undisturbed,
+    units,
+    untouched,
+)
 from evenpipe.model.stage import Stage
 from evenpipe.model.structure import embedding_of, meta_matrix
 
@@ -54,6 +63,34 @@ def initialize(stage: Stage, description: Description, seed: int) -> None:
             finally:
                 for module, key, parameter in held:
                     module._parameters[key] = parameter
+        for name, module, owner in children_first(stage.whole, "", stage.whole):
+            if structure.layers_name.startswith(f"{name}."):
+                _initialize_around(stage.whole, name, module, owner, seed)
+
+
+def _initialize_around(model: PreTrainedModel, name: str, module: nn.Module, owner: PreTrainedModel, seed: int) -> None:
+    """Draws what a model that holds the list of layers has of its own, beside its modules."""
+    held = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
+    if not held:
+        return
+    # What another stage owns stands here as a plain tensor of zeros without memory, which no rule can write to.
+    elsewhere = {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
+    try:
+        for key, parameter in held.items():
+            module._parameters[key] = _blank(parameter.shape)
+        for key, value in elsewhere.items():
+            setattr(module, key, torch.empty(value.shape))
+        torch.default_generator.manual_seed(seed_of(seed, name))
+        owner._init_weights(module)
+        for key, parameter in held.items():
+            drawn = module.get_parameter(key)
+            if untouched(drawn):
+                Unit(name, module, owner, model, None).refuse("", key)
+            parameter.copy_(drawn)
+    finally:
+        module._parameters.update(held)
+        for key, value in elsewhere.items():
+            setattr(module, key, value)
 
 
 def initial_rows(description: Description, name: str, start: int, stop: int, seed: int) -> torch.Tensor:

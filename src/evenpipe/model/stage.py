@@ -236,9 +236,21 @@ def _materialise(
         else:
             del owner._parameters[attribute]
             setattr(owner, attribute, stand_in(meta.shape, compute_dtype, torch_device))
-    for module in whole.modules():
+    dtypes = _buffer_dtypes(description, compute_dtype) if compute_dtype != dtype else {}
+    for prefix, module in whole.named_modules():
         for key, buffer in module._buffers.items():
-            module._buffers[key] = None if buffer is None else buffer.to(torch_device)
+            if buffer is not None:
+                name = f"{prefix}.{key}" if prefix else key
+                module._buffers[key] = buffer.to(torch_device, dtypes.get(name, buffer.dtype))
+
+
+def _buffer_dtypes(description: Description, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Dtypes of the buffers of a model in `dtype`: some follow it (decays, masks that scores are multiplied by), others
+    stay as they are (rotary tables). Those that transformers keeps in fp32 when it loads weights are left out."""
+    model = build_skeleton(description.config, dtype, type(description.skeleton))
+    kept = tuple(f".{part}." for part in model._keep_in_fp32_modules_strict or ())
+    buffers = model.named_buffers()
+    return {name: buffer.dtype for name, buffer in buffers if not any(part in f".{name}." for part in kept)}
 
 
 def _place_hooks(layers: nn.ModuleList, description: Description, stage: Stage, relay: Relay) -> None:
