@@ -105,7 +105,7 @@ def test_a_terminal_without_a_character_shows_a_question_mark():
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "makespan 3 ?s" in result.stdout
+    assert "step 3 ?s" in result.stdout
 
 
 def test_version_and_help(capsys):

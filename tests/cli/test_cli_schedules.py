@@ -14,7 +14,9 @@ from evenpipe.schedule.registry import describe
 
 ROOT = Path(__file__).parents[2]
 COSTS = ROOT / "examples" / "costs.toml"
+COPIES = ROOT / "examples" / "copies.toml"
 SIZE = ["--devices", "4", "--microbatches", "8"]
+TABLE = ["--devices", "8", "--microbatches", "32"]
 
 
 @pytest.fixture(autouse=True)
@@ -102,8 +104,11 @@ def test_simulate_with_costs_and_bytes(capsys):
     assert "peak bytes" in text
     text = printed(capsys, "simulate", "--schedule", "1f1b", *SIZE)
     assert "equal (F = I = W = 1" in text
-    assert "span       33" in text
-    assert "bubble     9, 27.3 % of the span" in text
+    step, busy, span, bubble = text.splitlines()[2:6]
+    assert step.startswith("step       33  (no order is shorter: the step needs 3 before, 24 during and 6 after ")
+    assert busy == "busy       72.7 % of the step, on average over devices"
+    assert span.startswith("span       33")
+    assert bubble == "bubble     9, 27.3 % of the span of the slowest device"
     assert "critical path" in text
 
 
@@ -149,8 +154,10 @@ def test_compared_schedules_do_the_same_work_per_device(capsys):
 
 def test_compare_prints_a_table(capsys):
     text = printed(capsys, "simulate", "--compare", "1f1b,v-half,order.csv", "--devices", "2", "--microbatches", "2")
-    *_, head, first, second, third = text.splitlines()
-    assert head.split()[0] == "schedule"
+    *_, above, head, first, second, third = text.splitlines()
+    assert above.split() == ["stages", "per", "bubble", "%", "of", "the", "stages", "microbatches"]
+    assert head.split()[:6] == ["schedule", "device", "step", "bound", "busy", "%"]
+    assert head.split()[6:] == ["span", "slowest", "device", "in", "flight", "in", "flight"]
     assert (first.split()[:2], second.split()[:2], third.split()[:2]) == (
         ["1f1b", "1"],
         ["v-half", "2"],
@@ -161,6 +168,46 @@ def test_compare_prints_a_table(capsys):
     text = printed(capsys, "simulate", "--compare", "all", *SIZE)
     everything = list(SCHEDULES)
     assert [line.split()[0] for line in text.splitlines()[-len(everything) :]] == everything
+
+
+def test_tables_show_which_step_is_shorter_though_its_slowest_device_idles_more(capsys):
+    text = printed(capsys, "simulate", "--schedule", "zbv", "--vocabulary", "first-last,vocab-2", *TABLE)
+    whole, sharded = (line.split() for line in text.splitlines()[-2:])
+    assert whole == ["zbv", "first-last", "2", "396.8", "396.8", "54.8", "396.8", "0.0", "16", "8"]
+    assert sharded == ["zbv", "vocab-2", "2", "224.6", "224.6", "96.9", "224.6", "3.1", "18", "9", "<-", "shortest"]
+    _, found = as_json(capsys, "simulate", "--schedule", "zbv", "--vocabulary", "first-last,vocab-2", *TABLE)[
+        "schedules"
+    ]
+    assert found["mean_busy"] == pytest.approx(sum(found["busy"]) / (8 * found["makespan"]))
+
+
+def test_all_of_the_shortest_steps_are_marked(capsys):
+    text = printed(capsys, "simulate", "--compare", "1f1b,zbv,v-budget", *TABLE)
+    assert [line.split()[0] for line in text.splitlines() if line.endswith("  <- shortest")] == ["zbv", "v-budget"]
+
+
+SORTED = {
+    # the rows of 1f1b, zbv, v-half with copies.toml, whose steps are 117, 99.5 and 104.5
+    "step": ["zbv", "v-half", "1f1b"],
+    "busy": ["zbv", "v-half", "1f1b"],
+    "span": ["zbv", "v-half", "1f1b"],
+    "bubble": ["zbv", "v-half", "1f1b"],
+    "in-flight": ["v-half", "1f1b", "zbv"],  # 5, 8 and 8 microbatches
+    "bytes": ["v-half", "1f1b", "zbv"],
+}
+
+
+@pytest.mark.parametrize("by", SORTED)
+def test_rows_are_sorted_the_best_first(by, capsys):
+    arguments = ["simulate", "--compare", "1f1b,zbv,v-half", *TABLE, "--costs", str(COPIES), "--sort", by]
+    assert [line.split()[0] for line in printed(capsys, *arguments).splitlines()[-3:]] == SORTED[by]
+    assert [one["schedule"] for one in as_json(capsys, *arguments)["schedules"]] == SORTED[by]
+    assert main([*arguments[:-2], "--sort", "name"]) == 2
+
+
+def test_one_schedule_has_no_rows_to_sort(capsys):
+    assert main(["simulate", "--schedule", "zbv", *SIZE, "--sort", "step"]) == 2
+    assert "--sort is given, but one schedule has no rows to sort" in capsys.readouterr().err
 
 
 def test_modes_side_by_side(capsys):
@@ -270,8 +317,9 @@ def test_search_writes_what_check_accepts(capsys):
     assert as_json(capsys, "check", "best.csv")["sound"]
     assert as_json(capsys, "simulate", "--schedule", "best.csv")["span"] == found["span"] == found["value"]
     text = printed(capsys, *arguments)
-    assert "no order is shorter" in text
+    assert text.splitlines()[:2] == ["step 10, devices busy 90.0 % of it on average", "span 9: no order is shorter"]
     assert "zb-h1" in text
+    assert "bubble 0, 0.0 % of the span of the slowest device" in text
 
 
 @pytest.mark.parametrize("mode", ["first-last", "vocab-1", "vocab-2"])

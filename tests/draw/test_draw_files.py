@@ -77,7 +77,11 @@ def test_the_same_timeline_gives_the_same_page() -> None:
 def test_figures_are_there_without_scripts() -> None:
     text = page({"first": two_devices(), "second": timeline("0F0 0 1, 0B0 4 6")})
     tables = re.sub(r"<[^>]+>", " ", text[text.index("<section") : text.index('<script type="application/json"')])
-    for words in ("makespan 12 6 From the first start", "bubble 58.3 % 50.0 %", "1 41.7 % 2 KiB 16.7 % 25.0 %"):
+    for words in (
+        "step 12 6 From the first start",
+        "bubble of the slowest device 58.3 % 50.0 %",
+        "1 41.7 % 2 KiB 16.7 % 25.0 %",
+    ):
         assert words in " ".join(tables.split())
 
 

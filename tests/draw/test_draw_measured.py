@@ -111,7 +111,7 @@ def test_the_terminal_has_measured_above_predicted_in_seconds(file: Path, capsys
     lines = capsys.readouterr().out.splitlines()
     first, second = lines.index("measured"), lines.index("predicted")
     assert first < second
-    figures = [re.search(r"makespan ([0-9.]+ ms)", lines[line + 1]) for line in (first, second)]
+    figures = [re.search(r"step ([0-9.]+ ms)", lines[line + 1]) for line in (first, second)]
     assert figures[0] is not None and figures[1] is not None and figures[0][1] == figures[1][1]
     assert sum(line.startswith("device 0 waited for") for line in lines) == 2
 

@@ -130,11 +130,10 @@ def test_figures_of_a_step() -> None:
     panel = Panel("", timeline("0F0 0 1, 0B0 4 6", "1F0 1 2, 1B0 2 4"))
     shown = {figure.name: figure.text for figure in figures(panel, Scale())}
     assert shown == {
-        "makespan": "6",
-        "span": "6",
-        "skew": "0",
-        "bubble": "50.0 %",
+        "step": "6",
         "busy": "50.0 %",
+        "span": "6",
+        "bubble of the slowest device": "50.0 %",
         "peak": "1 in flight",
     }
 
@@ -142,7 +141,7 @@ def test_figures_of_a_step() -> None:
 @pytest.mark.parametrize("name", EMPTY)
 def test_empty_timelines_have_figures(name: str) -> None:
     shown = {figure.name: figure.text for figure in figures(Panel("", EMPTY[name]), Scale())}
-    assert shown.get("makespan", "0") == "0"
+    assert shown.get("step", "0") == "0"
 
 
 def test_marks_of_the_axis_are_round() -> None:

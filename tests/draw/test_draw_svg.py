@@ -50,7 +50,7 @@ def test_panels_share_one_axis_of_time() -> None:
 def test_figures_stand_beside_the_name() -> None:
     text = svg({"one": timeline("0F0 0 1, 0B0 4 6")}, title="A step", unit_seconds=1e-3)
     assert "A step" in words(text)
-    assert any("makespan 6 ms" in line and "bubble 50.0 %" in line for line in words(text))
+    assert any("step 6 ms" in line and "bubble of the slowest device 50.0 %" in line for line in words(text))
 
 
 def test_names_are_escaped() -> None:

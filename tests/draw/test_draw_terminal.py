@@ -25,8 +25,8 @@ WIDTH = 9 + 36 + 6  # names, a column per unit of time, percentages
 def test_letters_say_kind_and_microbatch() -> None:
     assert terminal({"first": timeline(*ROWS)}, width=WIDTH, colour="none") == (
         "first\n"
-        "makespan 36, span 36, skew 0, bubble 33.3 %\n"
-        "busy 66.7 %, peak 2 in flight\n"
+        "step 36, busy 66.7 %, peak 2 in flight, span 36\n"
+        "bubble of the slowest device 33.3 %\n"
         "device 0 F0--F1--........B0------....B1------  67 %\n"
         "device 1 ....F0--B0------F1--B1------........  67 %\n"
         "         0                   20\n"

@@ -56,7 +56,7 @@ def test_schedules_that_no_other_can_beat(schedule: str, of: str, value: float, 
         # In each round of 3 the other two follow within 3 each: 12 + 12 + 6.
         (Placement.linear(4), 6, {"memory_limit": 3}, 30, "rounds", ""),
         # As many as the pipeline is long: only the ramp counts.
-        (Placement.linear(4), 6, {"memory_limit": 4}, 27, "one device", "3 before, 18 in and 6 behind"),
+        (Placement.linear(4), 6, {"memory_limit": 4}, 27, "one device", "3 before, 18 during and 6 after"),
         (Placement.linear(4), 6, {"memory_limit": [4, 1, 1, 1]}, 54 + 4 - 1, "rounds", "device 1"),
         # Device 0 holds stage 0 for 4 p + 1 and the last for 3: 36 in all, with 6 activations at most.
         (Placement.v_shape(8), 100, {"split": True, "memory_limit": 5}, 720, "area", "each microbatch's for 36"),

@@ -45,7 +45,7 @@ def report(**changes):
 def test_the_report_in_words():
     assert report_text(report()).splitlines() == [
         "300 steps, 307,200 tokens in 200.0 s (1,536 tokens/s); loss 5.123, on held-back text 5.200",
-        "schedule zbv: 4 stages on 2 devices (2 each), 8 microbatches, 6 communicators; predicted bubble 12.5 %",
+        "schedule zbv: 4 stages on 2 devices (2 each), 8 microbatches, 6 communicators; predicted busy 80.0 %",
         "device    busy  peak memory  stages  layers  in flight  vocabulary rows",
         "     0  91.2 %    700.0 MiB     0 3       4          5            4,096",
         "     1  90.0 %      1.5 GiB     1 2       4          4            4,095",

@@ -6,11 +6,19 @@ import argparse
 
 from evenpipe.cli.printing import say, say_json
 from evenpipe.cli.schedule_arguments import COSTS, add_cases, add_json, cases, schedules_help
+from evenpipe.errors import InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to simulate."""
+    from evenpipe.plan.case_report import SORTED_BY
+
     add_cases(parser)
+    parser.add_argument(
+        "--sort",
+        choices=tuple(SORTED_BY),
+        help="order of the table's rows, the best first; default: as they are given",
+    )
     add_json(parser)
     parser.epilog = f"{schedules_help()}\n{COSTS}"
 
@@ -22,10 +30,14 @@ def run(arguments: argparse.Namespace) -> int:
     from evenpipe.plan import case_report
 
     several = arguments.compare is not None or len(planned) > 1
+    if arguments.sort is not None and not several:
+        raise InputError(
+            "--sort is given, but one schedule has no rows to sort; --compare or several modes of --vocabulary have"
+        )
     if arguments.json:
-        say_json(case_report.to_dict(planned, arguments.costs, several=several))
+        say_json(case_report.to_dict(planned, arguments.costs, several=several, sort=arguments.sort))
     elif several:
-        say(case_report.table(planned, arguments.costs))
+        say(case_report.table(planned, arguments.costs, sort=arguments.sort))
     else:
         say(case_report.summary(planned[0], arguments.costs))
     return 0

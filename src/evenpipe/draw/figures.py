@@ -42,19 +42,12 @@ def figures(panel: Panel, scale: Scale) -> list[Figure]:
     if not panel.devices:
         return [Figure("devices", "0", "Rows of the timeline")]
     return [
-        Figure("makespan", scale.text(timeline.makespan), "From the first start to the last end, over all devices"),
-        Figure("span", scale.text(timeline.span), "Longest time from first to last pass of one device"),
-        Figure("skew", scale.text(timeline.skew), "What devices' different starts and ends add to the span"),
-        Figure("bubble", share_text(timeline.bubble_rate), "Idle part of the longest span of one device"),
-        Figure("busy", share_text(mean_busy(panel)), "Part of the makespan that devices compute, on average"),
+        Figure("step", scale.text(timeline.makespan), "From the first start to the last end, over all devices"),
+        Figure("busy", share_text(timeline.mean_busy), "Part of the step that devices compute, on average over all"),
         Figure("peak", peak_text(panel), "Most that any device holds at once"),
+        Figure("span", scale.text(timeline.span), "Longest time from first to last pass of one device"),
+        Figure("bubble of the slowest device", share_text(timeline.bubble_rate), "Idle part of that span"),
     ]
-
-
-def mean_busy(panel: Panel) -> float:
-    """Compute over makespan, on average over devices."""
-    whole = panel.devices * panel.timeline.makespan
-    return sum(panel.timeline.busy) / whole if whole else 0.0
 
 
 def busy_share(panel: Panel, device: int) -> float:

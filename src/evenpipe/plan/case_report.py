@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from evenpipe.schedule.words import count
@@ -19,10 +20,10 @@ def summary(case: Case, costs: str | None) -> str:
     lines = [
         f"{labels([case])[0]}: {_size(case)}, {count(schedule.placement.stages, 'stage')}",
         f"costs      {EQUAL if costs is None else costs}",
+        f"step       {_number(simulation.makespan)}{_bound(case, 'makespan')}",
+        f"busy       {100 * timeline.mean_busy:.1f} % of the step, on average over devices",
         f"span       {_number(simulation.span)}{_bound(case, 'span')}",
-        f"makespan   {_number(simulation.makespan)}{_bound(case, 'makespan')}",
-        f"skew       {_number(timeline.skew)}",
-        f"bubble     {_number(timeline.bubble)}, {100 * simulation.bubble_rate:.1f} % of the span",
+        f"bubble     {_number(timeline.bubble)}, {100 * timeline.bubble_rate:.1f} % of the span of the slowest device",
         "",
         *_table(
             ["device", "busy", "% of the step", "in flight", *(["peak bytes"] if timeline.peak_bytes else [])],
@@ -43,26 +44,47 @@ def summary(case: Case, costs: str | None) -> str:
     return "\n".join(lines)
 
 
-def table(cases: Sequence[Case], costs: str | None) -> str:
-    """One row per case. `costs` as in `summary`."""
+SORTED_BY: dict[str, Callable[[Case], float]] = {
+    "step": lambda case: case.simulation.makespan,
+    "busy": lambda case: -case.simulation.timeline.mean_busy,
+    "span": lambda case: case.simulation.span,
+    "bubble": lambda case: case.simulation.bubble_rate,
+    "in-flight": lambda case: _microbatches(case, max(case.simulation.timeline.peak_in_flight)),
+    "bytes": lambda case: max(case.simulation.timeline.peak_bytes or (math.inf,)),
+}
+"""What the rows of `table` can be sorted by, the best first: least, or busiest."""
+
+_EQUALLY_SHORT = 1e-9
+"""Steps that differ by no more than this, relatively, are equally short."""
+
+
+def sorted_cases(cases: Sequence[Case], by: str | None) -> list[Case]:
+    """`cases` by a name of `SORTED_BY`, or as they stand. Equal ones stay in their order."""
+    return list(cases) if by is None else sorted(cases, key=SORTED_BY[by])
+
+
+def table(cases: Sequence[Case], costs: str | None, *, sort: str | None = None) -> str:
+    """One row per case, the shortest step marked. `costs` as in `summary`; sort: a name of `SORTED_BY`."""
     modes = any(case.mode not in (None, *WHOLE) for case in cases)
     with_bytes = any(case.simulation.timeline.peak_bytes for case in cases)
     first = cases[0]
-    head = ["schedule", *(["vocabulary"] if modes else []), "stages per device", "span", "bound", "makespan"]
-    head += ["bubble %", "in flight", "microbatches", *(["peak bytes"] if with_bytes else [])]
+    head = ["schedule", *(["vocabulary"] if modes else []), "stages per\ndevice", "step", "bound", "busy %", "span"]
+    head += ["bubble % of the\nslowest device", "stages\nin flight", "microbatches\nin flight"]
+    head += [*(["peak\nbytes"] if with_bytes else []), ""]
+    shortest = min(case.simulation.makespan for case in cases)
     rows = []
-    for case in cases:
+    for case in sorted_cases(cases, sort):
         timeline = case.simulation.timeline
-        bound = case.simulation.bounds["span"]
         count = case.stages_per_device
         peak = max(timeline.peak_in_flight)
         row = [case.name, *([case.mode or "as it stands"] if modes else [])]
-        row += ["-" if count is None else str(count), _number(timeline.span)]
-        row += [_number(bound.value), _number(timeline.makespan)]
-        row += [f"{100 * timeline.bubble_rate:.1f}", str(peak)]
-        row += [_number(peak * first.schedule.devices / case.schedule.placement.stages)]
+        row += ["-" if count is None else str(count), _number(timeline.makespan)]
+        row += [_number(case.simulation.bounds["makespan"].value), f"{100 * timeline.mean_busy:.1f}"]
+        row += [_number(timeline.span), f"{100 * timeline.bubble_rate:.1f}"]
+        row += [str(peak), _number(_microbatches(case, peak))]
         if with_bytes:
             row.append(_number(max(timeline.peak_bytes)) if timeline.peak_bytes else "-")
+        row.append("<- shortest" if timeline.makespan <= shortest * (1 + _EQUALLY_SHORT) and len(cases) > 1 else "")
         rows.append(row)
     notes = []
     if len({case.schedule.placement.stages for case in cases}) > 1:
@@ -74,18 +96,25 @@ def table(cases: Sequence[Case], costs: str | None) -> str:
             _size(first),
             f"costs: {EQUAL if costs is None else costs}",
             *notes,
-            "in flight: most stage activations on a device; microbatches: the same, in layers of a whole device",
+            "step: from the first start to the last end; bound: no order of these passes has a shorter step",
+            "busy: share of the step that devices compute, on average over all of them",
+            "in flight: most activations of one device, by stage, and as microbatches through all layers of the device",
             "",
             *_table(head, rows, left=2 if modes else 1),
         ]
     )
 
 
-def to_dict(cases: Sequence[Case], costs: str | None, *, several: bool) -> dict[str, Any]:
-    """For JSON: a case, or with `several` a list of them under "schedules"."""
+def _microbatches(case: Case, stages: float) -> float:
+    """So many stage activations as microbatches through all layers of a device."""
+    return stages * case.schedule.devices / case.schedule.placement.stages
+
+
+def to_dict(cases: Sequence[Case], costs: str | None, *, several: bool, sort: str | None = None) -> dict[str, Any]:
+    """For JSON: a case, or with `several` a list of them under "schedules", sorted as in `table`."""
     source = {"costs": costs or "equal"}
     if several:
-        return {**source, "schedules": [case.to_dict() for case in cases]}
+        return {**source, "schedules": [case.to_dict() for case in sorted_cases(cases, sort)]}
     return {**source, **cases[0].to_dict()}
 
 
@@ -122,14 +151,17 @@ def _critical_path(case: Case) -> list[str]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Aligned columns; the first `left` to the left, figures to the right."""
-    widths = [max(len(line[column]) for line in (head, *rows)) for column in range(len(head))]
+    """Aligned columns; the first `left` and one without a heading to the left, figures to the right. Headings may have
+    two lines."""
+    above = [name.rpartition("\n")[0] for name in head]
+    lines = [*([above] if any(above) else []), [name.rpartition("\n")[2] for name in head], *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return [
         "  ".join(
-            word.ljust(width) if column < left else word.rjust(width)
+            word.ljust(width) if column < left or not head[column] else word.rjust(width)
             for column, (word, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
-        for line in (head, *rows)
+        for line in lines
     ]
 
 

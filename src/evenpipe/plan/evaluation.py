@@ -78,8 +78,16 @@ class Evaluation:
     @property
     def bubble_rate(self) -> float:
         """Idle share of the passes' time on the busiest device."""
-        microbatches = self.configuration.layout.microbatches
-        return 1 - max(self.busy) * microbatches / self.pipeline_seconds if self.pipeline_seconds else 0.0
+        return 1 - self._share(max(self.busy)) if self.pipeline_seconds else 0.0
+
+    @property
+    def mean_busy(self) -> float:
+        """Share of the passes' time that devices compute, on average over all of them."""
+        return self._share(sum(self.busy) / len(self.busy)) if self.pipeline_seconds else 0.0
+
+    def _share(self, busy: float) -> float:
+        """Of the passes' time, `busy` seconds per microbatch."""
+        return busy * self.configuration.layout.microbatches / self.pipeline_seconds
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON and for the cache."""
@@ -103,6 +111,7 @@ class Evaluation:
             "seconds": None if math.isinf(self.seconds) else self.seconds,
             "pipeline_seconds": self.pipeline_seconds,
             "end_seconds": self.end_seconds,
+            "mean_busy": self.mean_busy if self.busy else None,
             "bubble_rate": self.bubble_rate if self.busy else None,
             "busy": list(self.busy),
             "again": list(self.again),

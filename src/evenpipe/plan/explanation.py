@@ -43,7 +43,7 @@ the search has them all."""
 DRAWN = 2
 """Microbatches per device in the picture: enough for warm-up, a steady part, and the end."""
 
-HEADER = ("schedule", "vocabulary", "step", "speed", "bubble", "busiest/mean", "fullest", "emptiest", "again", "")
+HEADER = ("schedule", "vocabulary", "step", "speed", "busy", "busiest/mean", "fullest", "emptiest", "again", "")
 
 BAR = 24
 """Characters of the longest bar."""
@@ -193,7 +193,7 @@ class Explanation:
         return (
             _step(one.seconds),
             speed,
-            f"{100 * one.bubble_rate:.0f} %",
+            f"{100 * one.mean_busy:.0f} %",
             f"{uneven:.2f}",
             *memory,
             again,

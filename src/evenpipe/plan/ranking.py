@@ -63,7 +63,7 @@ def binding(problem: Problem, plan: Evaluation) -> str:
     if work[busiest] > 1.03 * mean:
         parts.append(f"device {busiest} works {100 * (work[busiest] / mean - 1):.0f} % more than the mean")
     if plan.bubble_rate > 0.03:
-        parts.append(f"bubble {100 * plan.bubble_rate:.0f} %")
+        parts.append(f"bubble of the busiest device {100 * plan.bubble_rate:.0f} %")
     if max(plan.again) > 0:
         again = sum(plan.again) / sum(work)
         parts.append(f"{100 * again:.0f} % of the work is done again")

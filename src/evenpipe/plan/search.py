@@ -72,6 +72,8 @@ class SearchResult:
     def text(self) -> str:
         """For people."""
         what = self.problem.objective
+        timeline = self.timeline
+        step = f"step {timeline.makespan:g}, devices busy {100 * timeline.mean_busy:.1f} % of it on average"
         if self.proved:
             verdict = f"{what} {self.value:g}: no order is shorter"
         else:
@@ -79,16 +81,16 @@ class SearchResult:
                 f"{what} {self.value:g}: no order is below {self.bound:g}, so at most {100 * self.gap:.1f} % is left"
             )
         who = "found by search" if self.source == "search" else f"'{self.source}' as it is; nothing shorter was found"
-        lines = [verdict, f"order: {who}"]
+        lines = [step, verdict, f"order: {who}"]
         if self.named:
             ranks = [f"{one.name} {one.value:g} (+{100 * above(one.value, self.value):.1f} %)" for one in self.named]
             lines.append("named schedules with these passes: " + ", ".join(ranks))
         else:
             lines.append("no named schedule has these passes in this placement and memory")
-        lines.append(f"bubble {self.timeline.bubble:g}, {100 * self.timeline.bubble_rate:.1f} % of the span")
         lines.append(
-            f"most stage activations in flight, per device: {' '.join(map(str, self.timeline.peak_in_flight))}"
+            f"bubble {timeline.bubble:g}, {100 * timeline.bubble_rate:.1f} % of the span of the slowest device"
         )
+        lines.append(f"most stage activations in flight, per device: {' '.join(map(str, timeline.peak_in_flight))}")
         return "\n".join(lines)
 
 

@@ -95,6 +95,12 @@ class Timeline:
         return tuple(result)
 
     @property
+    def mean_busy(self) -> float:
+        """Share of the makespan that devices compute, on average over all of them; 0 when nothing takes time."""
+        whole = self.devices * self.makespan
+        return sum(self.busy) / whole if whole else 0.0
+
+    @property
     def bubble(self) -> float:
         """Idle time of the device with the longest span, within that span."""
         device = max(range(self.devices), key=self.spans.__getitem__)
@@ -111,6 +117,7 @@ class Timeline:
             "devices": self.devices,
             "span": self.span,
             "makespan": self.makespan,
+            "mean_busy": self.mean_busy,
             "skew": self.skew,
             "bubble": self.bubble,
             "bubble_rate": self.bubble_rate,

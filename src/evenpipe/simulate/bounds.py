@@ -135,7 +135,7 @@ def _free(placement: Placement, microbatches: int, graph: Microbatch, of: str) -
                 Bound(
                     value,
                     "one device",
-                    f"{whose} lasts {head:g} before, {time:g} in and {tail:g} behind passes of device {device}",
+                    f"{whose} needs {head:g} before, {time:g} during and {tail:g} after passes of device {device}",
                 )
                 for device in range(placement.devices)
                 for value, head, time, tail in [_one_device(graph, device, microbatches, before, behind)]

@@ -68,7 +68,7 @@ def _curve(device: int, changes: list[Change]) -> Curve:
             curve.append((time, held))
     if abs(held) > peak * ROUNDING or -low > peak * ROUNDING:
         what = f"{held:g} bytes are left on" if abs(held) > peak * ROUNDING else f"{low:g} bytes are held by"
-        raise InputError(f"costs: memory: {what} device {device}; what the passes of a microbatch add must make up 0")
+        raise InputError(f"costs: memory: {what} device {device}; what the passes of a microbatch add must sum to zero")
     if curve:
         curve[-1] = (curve[-1][0], 0.0)
     return tuple(curve)

@@ -59,6 +59,11 @@ class Prediction:
     """Idle share (0 to 1) of the span of the device with the longest one."""
 
     @property
+    def mean_busy(self) -> float:
+        """Share (0 to 1) of the makespan that devices compute, on average over all of them."""
+        return sum(self.busy) / (len(self.busy) * self.makespan)
+
+    @property
     def imbalance(self) -> float:
         """Busiest device over the mean: 1 when all do the same."""
         return max(self.busy) * len(self.busy) / sum(self.busy)
@@ -150,7 +155,7 @@ def _schedule_line(report: RunReport) -> str:
     replicas = "" if schedule.replicas == 1 else f", {schedule.replicas} replicas"
     return (
         f"schedule {schedule.name}: {stages}{replicas}, {count(schedule.microbatches, 'microbatch')}, "
-        f"{count(schedule.communicators, 'communicator')}; predicted bubble {100 * report.prediction.bubble_rate:.1f} %"
+        f"{count(schedule.communicators, 'communicator')}; predicted busy {100 * report.prediction.mean_busy:.1f} %"
     )
 
 
