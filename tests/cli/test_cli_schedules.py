@@ -237,6 +237,41 @@ def test_help_lists_every_schedule_in_a_line(capsys):
         assert 10 < len(describe(name)) < 130
 
 
+# --- activations on the host, without a cost file ------------------------------------------------------------
+
+
+def test_simulate_shows_what_copies_to_the_host_leave_on_a_device(capsys):
+    arguments = ["simulate", "--schedule", "1f1b", *SIZE, "--offload"]
+    found = as_json(capsys, *arguments, "free")
+    assert (found["peak_in_flight"], found["peak_on_device"]) == ([4, 3, 2, 1], [2, 2, 2, 1])
+    assert found["peak_bytes"] == [2, 2, 2, 1]  # a forward stores 1
+    assert found["makespan"] == 33
+    text = printed(capsys, *arguments, "free")
+    assert "bytes: a forward of a stage stores 1" in text
+    head, first = (line.split() for line in text.splitlines()[8:10])
+    assert head[-6:] == ["flight", "on", "the", "device", "peak", "bytes"]
+    assert first == ["0", "24", "72.7", "4", "2", "2"]
+    assert as_json(capsys, *arguments, "2")["peak_bytes"] == [2, 2, 2, 1]  # a limit of two activations
+    found = as_json(capsys, *arguments, "none")
+    assert (found["peak_on_device"], found["peak_bytes"]) == (found["peak_in_flight"], None)
+
+
+def test_tables_have_what_is_on_the_device_beside_what_is_in_flight(capsys):
+    text = printed(capsys, "simulate", "--compare", "1f1b,po-h", *TABLE, "--sort", "on-device")
+    po_h, base = (line.split() for line in text.splitlines()[-2:])
+    assert (po_h[0], po_h[7:11]) == ("po-h", ["13", "5", "6.5", "2.5"])
+    assert (base[0], base[7:]) == ("1f1b", ["8", "8", "8", "8"])
+
+
+def test_draw_shows_what_is_on_the_device(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    arguments = ["draw", "--schedule", "1f1b", *SIZE, "--memory"]
+    assert "peak 4 in flight" in printed(capsys, *arguments)
+    text = printed(capsys, *arguments, "--offload", "free")
+    assert "peak 2 on the device of 4 in flight" in text
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith(" ")][:4] == ["2", "2", "2", "1"]
+
+
 # --- draw ----------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,7 +76,10 @@ def _simulated(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], s
     from evenpipe.plan.case_report import labels
 
     planned = cases(arguments)
-    timelines = dict(zip(labels(planned), (case.simulation.timeline for case in planned), strict=True))
+    found = [case.simulation.timeline for case in planned]
+    if arguments.costs is None:  # their bytes are activations, which are drawn as such
+        found = [replace(timeline, memory=None) for timeline in found]
+    timelines = dict(zip(labels(planned), found, strict=True))
     size = planned[0].schedule
     return timelines, f"{size.devices} devices, {size.microbatches} microbatches"
 

@@ -78,6 +78,7 @@ def encode(panel: Panel, looks: Looks, scale: Scale) -> dict[str, Any]:
         "texts": texts,
         "unknown": unknown,
         "bytes": panel.knows_bytes,
+        "held": panel.held,
         "curves": curves,
         "peak": peak,
         "figures": [(figure.name, figure.text) for figure in figures(panel, scale)],

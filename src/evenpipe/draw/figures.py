@@ -56,13 +56,16 @@ def busy_share(panel: Panel, device: int) -> float:
 
 
 def peak_text(panel: Panel) -> str:
-    """The highest of the panel's `peaks`, with its unit."""
-    return amount_text(panel, max(panel.peaks, default=0.0))
+    """The highest of the panel's `peaks`, with its unit; beside what is on a device what is in flight."""
+    text = amount_text(panel, max(panel.peaks, default=0.0))
+    if panel.knows_bytes or panel.timeline.on_device is None:
+        return text
+    return f"{text} of {max(panel.timeline.peak_in_flight, default=0)} in flight"
 
 
 def amount_text(panel: Panel, amount: float) -> str:
-    """An amount of memory in the unit of `panel`: bytes, or stage activations in flight."""
-    return bytes_text(amount) if panel.knows_bytes else f"{number_text(amount)} in flight"
+    """An amount of memory in the unit of `panel`: bytes, or stage activations."""
+    return bytes_text(amount) if panel.knows_bytes else f"{number_text(amount)} {panel.held}"
 
 
 def number_text(value: float) -> str:

@@ -127,18 +127,23 @@ class Panel:
 
     @cached_property
     def peaks(self) -> tuple[float, ...]:
-        """Per device, the most bytes where they are known, else the most stage activations in flight."""
+        """Per device, the most bytes where they are known, else the most stage activations on it."""
         if self.knows_bytes:
             return tuple(max((value for _, value in self.curve(device)), default=0.0) for device in range(self.devices))
-        return tuple(float(peak) for peak in self.timeline.peak_in_flight)
+        return tuple(float(peak) for peak in self.timeline.peak_on_device)
+
+    @property
+    def held(self) -> str:
+        """Which stage activations `curve` counts where bytes are not known."""
+        return "in flight" if self.timeline.on_device is None else "on the device"
 
     def curve(self, device: int) -> Curve:
-        """Memory of a device over time: bytes where they are known, else stage activations in flight.
+        """Memory of a device over time: bytes where they are known, else stage activations on the device.
 
         An activation counts from the start of its forward to the end of the backward, or of the weight gradient, that
-        releases it.
+        releases it, but for the time that it is on the host.
         """
-        memory = self.timeline.memory
+        memory = self.timeline.on_device if self.timeline.memory is None else self.timeline.memory
         if memory is not None:
             return [(time, value) for time, value in memory[device]] if device < len(memory) else []
         steps: Curve = []

@@ -78,7 +78,7 @@ class _Writer:
             for wait in self.panel.waits(device):
                 yield self._slice(Event(device, wait.item, wait.start, wait.end), _WAITS, "waits")
         for device in range(self.panel.devices):
-            name, field = ("memory", "bytes") if self.panel.knows_bytes else ("in flight", "stage activations")
+            name, field = ("memory", "bytes") if self.panel.knows_bytes else (self.panel.held, "stage activations")
             for time, value in self.panel.curve(device):
                 yield {
                     "ph": "C",

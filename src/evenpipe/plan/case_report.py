@@ -11,6 +11,7 @@ from evenpipe.schedule.words import count
 from .cases import WHOLE, Case
 
 EQUAL = "equal (F = I = W = 1 per stage, B = 2; S = T = 0.4 per device; no transfer takes time)"
+EQUAL_COPIES = "copies to the host and back: 0.75 each; bytes: a forward of a stage stores 1"
 
 
 def summary(case: Case, costs: str | None) -> str:
@@ -20,19 +21,25 @@ def summary(case: Case, costs: str | None) -> str:
     lines = [
         f"{labels([case])[0]}: {_size(case)}, {count(schedule.placement.stages, 'stage')}",
         f"costs      {EQUAL if costs is None else costs}",
+        *([f"           {EQUAL_COPIES}"] if costs is None and timeline.on_device else []),
         f"step       {_number(simulation.makespan)}{_bound(case, 'makespan')}",
         f"busy       {100 * timeline.mean_busy:.1f} % of the step, on average over devices",
         f"span       {_number(simulation.span)}{_bound(case, 'span')}",
         f"bubble     {_number(timeline.bubble)}, {100 * timeline.bubble_rate:.1f} % of the span of the slowest device",
         "",
         *_table(
-            ["device", "busy", "% of the step", "in flight", *(["peak bytes"] if timeline.peak_bytes else [])],
+            [
+                *("device", "busy", "% of the step", "in flight"),
+                *_if(timeline.on_device, "on the device"),
+                *_if(timeline.peak_bytes, "peak bytes"),
+            ],
             [
                 [
                     str(device),
                     _number(timeline.busy[device]),
                     f"{_share(timeline.busy[device], simulation.makespan):.1f}",
                     str(timeline.peak_in_flight[device]),
+                    *_if(timeline.on_device, str(timeline.peak_on_device[device])),
                     *([_number(timeline.peak_bytes[device])] if timeline.peak_bytes else []),
                 ]
                 for device in range(schedule.devices)
@@ -50,6 +57,7 @@ SORTED_BY: dict[str, Callable[[Case], float]] = {
     "span": lambda case: case.simulation.span,
     "bubble": lambda case: case.simulation.bubble_rate,
     "in-flight": lambda case: _microbatches(case, max(case.simulation.timeline.peak_in_flight)),
+    "on-device": lambda case: _microbatches(case, max(case.simulation.timeline.peak_on_device)),
     "bytes": lambda case: max(case.simulation.timeline.peak_bytes or (math.inf,)),
 }
 """What the rows of `table` can be sorted by, the best first: least, or busiest."""
@@ -67,26 +75,28 @@ def table(cases: Sequence[Case], costs: str | None, *, sort: str | None = None) 
     """One row per case, the shortest step marked. `costs` as in `summary`; sort: a name of `SORTED_BY`."""
     modes = any(case.mode not in (None, *WHOLE) for case in cases)
     with_bytes = any(case.simulation.timeline.peak_bytes for case in cases)
+    copied = any(case.simulation.timeline.on_device for case in cases)
     first = cases[0]
-    head = ["schedule", *(["vocabulary"] if modes else []), "stages per\ndevice", "step", "bound", "busy %", "span"]
-    head += ["bubble % of the\nslowest device", "stages\nin flight", "microbatches\nin flight"]
-    head += [*(["peak\nbytes"] if with_bytes else []), ""]
+    head = ["schedule", *_if(modes, "vocabulary"), "stages per\ndevice", "step", "bound", "busy %", "span"]
+    head += ["bubble % of the\nslowest device", "stages\nin flight", *_if(copied, "on the\ndevice")]
+    head += ["microbatches\nin flight", *_if(copied, "on the\ndevice"), *_if(with_bytes, "peak\nbytes"), ""]
     shortest = min(case.simulation.makespan for case in cases)
     rows = []
     for case in sorted_cases(cases, sort):
         timeline = case.simulation.timeline
         count = case.stages_per_device
-        peak = max(timeline.peak_in_flight)
-        row = [case.name, *([case.mode or "as it stands"] if modes else [])]
+        peak, here = max(timeline.peak_in_flight), max(timeline.peak_on_device)
+        row = [case.name, *_if(modes, case.mode or "as it stands")]
         row += ["-" if count is None else str(count), _number(timeline.makespan)]
         row += [_number(case.simulation.bounds["makespan"].value), f"{100 * timeline.mean_busy:.1f}"]
         row += [_number(timeline.span), f"{100 * timeline.bubble_rate:.1f}"]
-        row += [str(peak), _number(_microbatches(case, peak))]
+        row += [str(peak), *_if(copied, str(here))]
+        row += [_number(_microbatches(case, peak)), *_if(copied, _number(_microbatches(case, here)))]
         if with_bytes:
             row.append(_number(max(timeline.peak_bytes)) if timeline.peak_bytes else "-")
         row.append("<- shortest" if timeline.makespan <= shortest * (1 + _EQUALLY_SHORT) and len(cases) > 1 else "")
         rows.append(row)
-    notes = []
+    notes = [EQUAL_COPIES] if costs is None and copied else []
     if len({case.schedule.placement.stages for case in cases}) > 1:
         notes.append(f"a stage of {first.name} has these costs; in the others a device does the same work")
     if modes and any(case.mode in WHOLE for case in cases):
@@ -103,6 +113,11 @@ def table(cases: Sequence[Case], costs: str | None, *, sort: str | None = None) 
             *_table(head, rows, left=2 if modes else 1),
         ]
     )
+
+
+def _if(condition: object, column: str) -> list[str]:
+    """A column that only some tables have."""
+    return [column] if condition else []
 
 
 def _microbatches(case: Case, stages: float) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.schedule.check import check_order, check_program
-from evenpipe.schedule.costs import EQUAL_COSTS, Costs
+from evenpipe.schedule.costs import EQUAL_COSTS, HOST_COSTS, Costs
 from evenpipe.schedule.files import read_schedule
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.planning import BARRIERS, MODES, plan_order, vocabulary_mode, with_offload
@@ -74,7 +74,8 @@ def plan_cases(
     """Every schedule of `names` (names, or CSV files, whose names end in .csv) in every mode of `vocabularies`.
 
     devices, microbatches: those of the first file where not given. vocabularies: none takes named schedules without
-    vocabulary passes, and files as they stand. costs: equal ones by default. options: of the generators; with several
+    vocabulary passes, and files as they stand. costs: equal ones by default, where `offload` asks for
+    copies with bytes in which one forward of a stage stores 1. options: of the generators; with several
     schedules each takes those that it has. offload: as for `plan_order`; programs stay as they are.
 
     Raises InputError for names, sizes, options and files that are wrong, with every fault of a file that is not sound.
@@ -88,7 +89,8 @@ def plan_cases(
         raise InputError(f"{missing}: not given, expected a whole number of at least 1")
     modes = list(dict.fromkeys(vocabulary_mode(name) for name in vocabularies))
     mixed = any(mode in WHOLE for mode in modes) and any(mode not in WHOLE for mode in modes)
-    costs = EQUAL_COSTS if costs is None else costs
+    if costs is None:
+        costs = EQUAL_COSTS if offload in ("scheduled", "none") else HOST_COSTS
     given = dict(options or {})
     taken = {name: _options(name, given, alone=len(names) == 1) for name in names}
     _refuse_unused(given, taken.values(), names)

@@ -14,7 +14,7 @@ from .links import LINKS, CopyEngine, Link, links_from_dict
 from .passes import STAGE_KINDS, VOCABULARY_KINDS, Kind, Pass, TransferKind
 from .placement import Placement
 
-__all__ = ["COLLECTIVES", "EQUAL_COSTS", "CopyEngine", "Cost", "Costs", "Link", "PassTimes"]
+__all__ = ["COLLECTIVES", "EQUAL_COSTS", "HOST_COSTS", "CopyEngine", "Cost", "Costs", "Link", "PassTimes"]
 
 COLLECTIVES = LINKS[1:]
 """Names of the durations in `Costs.collectives`."""
@@ -321,3 +321,6 @@ EQUAL_COSTS = Costs(F=1, I=1, W=1, S=0.4, T=0.4, E=0, G=0, O=3 * ASSUMED_COPY, L
 """Equal stages, a backward twice its forward, vocabulary passes that weigh something, copies to the host and back that
 take half as long as forward and backward: what is taken when no costs are given. Orders depend on little more than the
 ratio of forward to backward."""
+
+HOST_COSTS = replace(EQUAL_COSTS, bytes=1.0)
+"""The same where activations go to the host: their unit of bytes is what one forward stores."""

@@ -42,12 +42,14 @@ class Timeline:
     stage_bytes: what one forward of each stage stores until its backward, where known; for `peak_bytes`.
     beside: per device, what ran beside its compute, by start: transfers, and copies to and from the host.
     memory: per device, the bytes held as a step function, (time, bytes from then on); None where bytes are not known.
+    on_device: likewise the stage activations that are on the device, where some are on the host for a while; else None.
     """
 
     events: tuple[tuple[Event, ...], ...]
     stage_bytes: tuple[float, ...] | None = None
     beside: tuple[tuple[Event, ...], ...] = ()
     memory: tuple[tuple[tuple[float, float], ...], ...] | None = None
+    on_device: tuple[tuple[tuple[float, float], ...], ...] | None = None
 
     @property
     def devices(self) -> int:
@@ -123,12 +125,20 @@ class Timeline:
             "bubble_rate": self.bubble_rate,
             "busy": list(self.busy),
             "peak_in_flight": list(self.peak_in_flight),
+            "peak_on_device": list(self.peak_on_device),
         }
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
         """Per device, the most stage activations that were forwarded and not yet released."""
         return tuple(int(peak) for peak in self._peaks(None))
+
+    @cached_property
+    def peak_on_device(self) -> tuple[int, ...]:
+        """Per device, the most stage activations in flight that were not on the host."""
+        if self.on_device is None:
+            return self.peak_in_flight
+        return tuple(int(_highest(curve)) for curve in self.on_device)
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...] | None:
@@ -138,7 +148,7 @@ class Timeline:
         W.
         """
         if self.memory is not None:
-            return tuple(max((held for _, held in curve), default=0.0) for curve in self.memory)
+            return tuple(_highest(curve) for curve in self.memory)
         return None if self.stage_bytes is None else self._peaks(self.stage_bytes)
 
     def _peaks(self, weights: tuple[float, ...] | None) -> tuple[float, ...]:
@@ -146,6 +156,10 @@ class Timeline:
             peak_activations((event.item for event in row if isinstance(event.item, Pass)), weights)
             for row in self.events
         )
+
+
+def _highest(curve: tuple[tuple[float, float], ...]) -> float:
+    return max((held for _, held in curve), default=0.0)
 
 
 def peak_activations(row: Iterable[Pass], weights: tuple[float, ...] | None = None) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -93,7 +93,9 @@ def _simulate(program: Program, costs: Costs) -> Simulation:
         check_program(program).raise_if_faulty()
         raise AssertionError("a sound program does not complete")
     memory = memory_curves(program, costs, work, loop)
-    timeline = timeline_of(program, work, loop, costs.stage_bytes(program.placement), memory)
+    on_device = memory_curves(program, replace(costs, bytes=1.0, memory=None), work, loop) if work.copy_feeds else None
+    stage_bytes = costs.stage_bytes(program.placement)
+    timeline = timeline_of(program, work, loop, stage_bytes=stage_bytes, memory=memory, on_device=on_device)
     waiting, slowed = _idle(work, loop, timeline.makespan)
     return Simulation(program, costs, timeline, critical_path(work, loop), waiting, slowed)
 

@@ -7,6 +7,7 @@ from operator import attrgetter
 from evenpipe.schedule import Cause, Event, Program, Timeline, Transfer
 
 from .loop import DEVICE, START, Loop
+from .memory import Curve
 from .work import Work
 
 NOTHING = Cause(START)
@@ -16,8 +17,10 @@ def timeline_of(
     program: Program,
     work: Work,
     loop: Loop,
+    *,
     stage_bytes: tuple[float, ...] | None,
-    memory: tuple[tuple[tuple[float, float], ...], ...] | None,
+    memory: tuple[Curve, ...] | None,
+    on_device: tuple[Curve, ...] | None,
 ) -> Timeline:
     """Passes of each device as they ran, and beside them its transfers and copies by their start."""
     events, beside = [], []
@@ -45,7 +48,7 @@ def timeline_of(
         others.sort(key=attrgetter("start"))
         events.append(tuple(computed))
         beside.append(tuple(others))
-    return Timeline(tuple(events), stage_bytes, tuple(beside), memory)
+    return Timeline(tuple(events), stage_bytes, tuple(beside), memory, on_device)
 
 
 def event_of(work: Work, loop: Loop, issued: dict[int, Transfer], n: int, device: int) -> Event:

@@ -44,7 +44,7 @@ function bytesText(value) {
 }
 
 function amountText(panel, value) {
-  return panel.bytes ? bytesText(value) : `${fourDigits(value)} in flight`;
+  return panel.bytes ? bytesText(value) : `${fourDigits(value)} ${panel.held}`;
 }
 
 // Beside the curve of a device, where there is little room.
