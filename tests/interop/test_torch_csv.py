@@ -89,11 +89,14 @@ def test_a_file_as_the_csv_module_writes_it() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0B0x", "row 1, column 2: '0B0x' is not a pass"),
-        ("0F0,0B0\n1F0,1ALLREDUCE0", "row 2, column 2: '1ALLREDUCE0' is not a pass"),
+        ("0F0,0B0x", "row 1, column 2 (device 0, position 1): '0B0x' is not a pass"),
+        ("0F0,0B0\n1F0,1ALLREDUCE0", "row 2, column 2 (device 1, position 1): '1ALLREDUCE0' is not a pass"),
         ("0F0,0B0\n\n1F0,1B0", "row 2 is blank"),
-        ("0F0,0BW0", "row 1, column 2: '0BW0' is of an older torch, which wrote BW for what is B now"),
-        ('0F0,"0B0\n1F0,1B0', "row 1, column 2: a quoted cell goes over the end of its line"),
+        (
+            "0F0,0BW0",
+            "row 1, column 2 (device 0, position 1): '0BW0' is of an older torch",
+        ),
+        ('0F0,"0B0\n1F0,1B0', "row 1, column 2 (device 0, position 1): a quoted cell goes over the end of its line"),
         ("", "the file is empty"),
         (f'"{"0" * 200_000}"', "the file is not CSV: field larger than field limit"),
     ],

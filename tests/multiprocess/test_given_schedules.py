@@ -179,7 +179,7 @@ def run_ours(folder: Path) -> None:
     assert trained(uneven, "vocab-2").order.barriers == 1  # here its passes count
 
     for mode, schedule, words in (
-        ("vocab-1", program, "the order has 1 barriers, but vocabulary mode vocab-1 has 2"),
+        ("vocab-1", program, "the order has 1 barrier, but vocabulary mode vocab-1 has 2"),
         ("first-last", damaged(uneven), "1RECV_F0"),
         ("vocab-2", 7, "schedule: int, expected a name"),
         ("vocab-2", lambda devices, microbatches: "0F0", "returned str, expected an Order"),

@@ -21,7 +21,7 @@ def test_even(layers: int, devices: int, split: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "devices", "message"), [(3, 4, "layers = 3 do not give"), (3, 0, "devices must be")]
+    ("layers", "devices", "message"), [(3, 4, "layers is 3, too few for 4 devices"), (3, 0, "devices must be")]
 )
 def test_impossible_even_splits(layers: int, devices: int, message: str) -> None:
     with pytest.raises(InputError, match=message):

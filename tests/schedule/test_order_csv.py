@@ -72,21 +72,22 @@ def test_barriers_and_direction_follow_from_the_kinds(text: str, barriers: int, 
     ("text", "message"),
     [
         ("", "the file is empty"),
-        ("\n", "row 1 is blank"),
+        ("\n", "the file is empty; a schedule has one line per device"),
+        (" , ,\n\n", "the file is empty"),
         ("0F0,0B0\n\n1F0,1B0\n", "row 2 is blank"),
         ("0F0,0B0\n , ,\n", "row 2 is blank"),
-        ("0F0,0B0x", "row 1, column 2: '0B0x' is not a pass"),
-        ("0F0,0B0\n1F0,1B0 1F1", "row 2, column 2: '1B0 1F1' is not a pass"),
+        ("0F0,0B0x", "row 1, column 2 (device 0, position 1): '0B0x' is not a pass"),
+        ("0F0,0B0\n1F0,1B0 1F1", "row 2, column 2 (device 1, position 1): '1B0 1F1' is not a pass"),
         ('0F0,0B0\n1F0,,"1B0"', "row 2, column 3"),
         ("0F0,0B0;", "row 1, column 2"),
-        ("0F0,0SEND_F0", "row 1, column 2: '0SEND_F0' is a transfer"),
+        ("0F0,0SEND_F0", "row 1, column 2 (device 0, position 1): '0SEND_F0' is a transfer"),
         ("S0,T0", "no pass of a stage"),
         ("0UNSHARD", "no pass of a microbatch"),
         ("0F0,2F0", "stage 1 appears in no row, though stage 2 does"),
         ("0F0,0F999999999", "microbatch 999999999 appears, but 2 passes"),
         ("999999999F0", "stage 0 appears in no row"),
         ("0F0,1F0\nS0,S1", "device 1 holds no stage"),
-        ("0F0,0B0\n0F0,0B0", "row 2 runs only stages of other rows, such as stage 0, which belongs to row 1"),
+        ("0F0,0B0\n0F0,0B0", "device 1 runs only stages of other devices, such as stage 0, which belongs to device 0"),
     ],
 )
 def test_errors_name_row_and_column(text: str, message: str) -> None:
@@ -107,7 +108,9 @@ def test_a_program_file_says_who_takes_part() -> None:
         "B:1>0": (1, 0),
         "B:2>1": (2, 1),
     }
-    with pytest.raises(InputError, match="row 1, column 2: 'SEND0' is not a pass or transfer"):
+    with pytest.raises(
+        InputError, match=r"row 1, column 2 \(device 0, position 1\): 'SEND0' is not a pass or transfer"
+    ):
         Program.from_csv("0F0,SEND0")
 
 

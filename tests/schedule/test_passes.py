@@ -77,10 +77,15 @@ def test_any_text_is_a_word_or_refused(text: str) -> None:
 
 
 def test_the_message_shows_how_the_kind_is_written() -> None:
-    with pytest.raises(InputError, match="UNSHARD is written as in 2UNSHARD"):
-        parse_item("2UNSHARD0")
-    with pytest.raises(InputError, match="S is written as in S0"):
-        parse_item("2S0")
+    for text, words in {
+        "2UNSHARD0": "UNSHARD has a stage and no microbatch, as in 2UNSHARD",
+        "2S0": "S has no stage and a microbatch, as in S0",
+        "0X1": "X has no stage and a microbatch, as in X1",
+        "F3": "F has a stage and a microbatch, as in 0F3",
+        "3F": "F has a stage and a microbatch, as in 3F0",
+    }.items():
+        with pytest.raises(InputError, match=f"'{text}' is not a pass or transfer; {words}"):
+            parse_item(text)
 
 
 def test_a_pass_is_not_a_transfer() -> None:

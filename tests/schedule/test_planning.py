@@ -102,7 +102,7 @@ def wrong_size() -> Order:
         ((lambda devices, microbatches: wrong_size(), 3, 1), "3 devices and 2 microbatches, not 3 and 1"),
         ((lambda devices, microbatches: None, 3, 1), "returned NoneType, expected an Order"),
         ((lambda: None, 2, 2), "schedule: <lambda>(devices, microbatches) cannot be called: too many positional"),
-        ((add_vocabulary(wrong_size(), 1), 3, 2, "vocab-1"), "the order has 1 barriers, but vocabulary mode vocab-1"),
+        ((add_vocabulary(wrong_size(), 1), 3, 2, "vocab-1"), "the order has 1 barrier, but vocabulary mode vocab-1"),
         ((add_vocabulary(wrong_size(), 1), 3, 2, "first-last"), "vocabulary mode first-last has 0"),
         ((Order.from_csv("0F0,0B0,0F1\n1F0,1B0,1F1"), 2, 2, "vocab-2"), "the schedule has 2 faults"),
         ((Order.from_csv("0F0\n1F0"), 2, 1), "the order only evaluates"),

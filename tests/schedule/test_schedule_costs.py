@@ -127,8 +127,8 @@ def test_bad_files(values: object, message: str) -> None:
     ("values", "message"),
     [
         ({"F": [1, 1, 1], "B": 2}, "F has 3 numbers for 2 stages; give one number, or 2"),
-        ({"F": 1, "B": [2]}, "B has 1 numbers for 2 stages"),
-        ({"F": 1, "B": 2, "S": [1], "T": 1, "E": 0, "G": 0}, "S has 1 numbers for 2 devices"),
+        ({"F": 1, "B": [2]}, "B has 1 number for 2 stages"),
+        ({"F": 1, "B": 2, "S": [1], "T": 1, "E": 0, "G": 0}, "S has 1 number for 2 devices"),
         ({"F": 1, "B": 2, "T": 1, "E": 0, "G": 0}, "S is missing, but the order has S0"),
         ({"F": 1, "B": 2, "S": 1, "E": 0, "G": 0}, "T is missing, but the order has T0"),
     ],

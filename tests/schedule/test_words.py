@@ -9,7 +9,13 @@ from evenpipe.schedule.words import count, join, quoted
 
 @pytest.mark.parametrize(
     ("number", "noun", "text"),
-    [(1, "device", "1 device"), (2, "device", "2 devices"), (0, "fault", "0 faults"), (3, "batch", "3 batches")],
+    [
+        (1, "device", "1 device"),
+        (2, "device", "2 devices"),
+        (0, "fault", "0 faults"),
+        (3, "batch", "3 batches"),
+        (2, "pass", "2 passes"),
+    ],
 )
 def test_count(number: int, noun: str, text: str) -> None:
     assert count(number, noun) == text

@@ -74,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _simulated(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], str]:
     from evenpipe.plan.case_report import labels
+    from evenpipe.schedule.words import count
 
     planned = cases(arguments)
     found = [case.simulation.timeline for case in planned]
@@ -81,7 +82,7 @@ def _simulated(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], s
         found = [replace(timeline, memory=None) for timeline in found]
     timelines = dict(zip(labels(planned), found, strict=True))
     size = planned[0].schedule
-    return timelines, f"{size.devices} devices, {size.microbatches} microbatches"
+    return timelines, f"{count(size.devices, 'device')}, {count(size.microbatches, 'microbatch')}"
 
 
 def _measured(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], str, str]:

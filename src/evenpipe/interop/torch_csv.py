@@ -27,6 +27,7 @@ from evenpipe.schedule import (
     parts_of,
 )
 from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, SHARDING_KINDS
+from evenpipe.schedule.text import cell_name
 
 COMPUTE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B})
 
@@ -77,11 +78,11 @@ def from_torch(text: str) -> Order | Program:
         for column, cell in enumerate(row, start=1):
             if _OLD_FULL_BACKWARD.fullmatch(cell):
                 raise InputError(
-                    f"row {number}, column {column}: '{cell}' is of an older torch, which wrote BW for what is B now, "
+                    f"{cell_name(number, column)}: '{cell}' is of an older torch, which wrote BW for what is B now, "
                     "and B for what is I; write the file in the new letters"
                 )
             if "\n" in cell or "\r" in cell:
-                raise InputError(f"row {number}, column {column}: a quoted cell goes over the end of its line")
+                raise InputError(f"{cell_name(number, column)}: a quoted cell goes over the end of its line")
     plain = "\n".join(",".join(row) for row in rows)
     program = Program.from_csv(plain)
     lowered = any(isinstance(item, Transfer) or (item and item.kind in SHARDING_KINDS) for item in _cells(program))

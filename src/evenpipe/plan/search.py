@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from evenpipe.errors import InputError
+from evenpipe.schedule import words
 from evenpipe.schedule.check import check_order
 from evenpipe.schedule.check_limit import limits_per_device
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
@@ -231,5 +232,6 @@ def placement_of(text: str, devices: int, stages_per_device: int | None) -> Plac
             f"placement is '{text}', expected linear, looped, v, or the device of each stage such as 0,1,1,0"
         ) from None
     if count is not None and len(stage_device) != count * devices:
-        raise InputError(f"placement '{text}' has {len(stage_device)} stages, not {count} on each of {devices} devices")
+        has = words.count(len(stage_device), "stage")
+        raise InputError(f"placement '{text}' has {has}, not {count} on each of {words.count(devices, 'device')}")
     return Placement(devices, stage_device)

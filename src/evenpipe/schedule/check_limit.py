@@ -15,6 +15,7 @@ from .faults import Fault
 from .order import Order
 from .passes import Kind, Pass, parts_of
 from .program import Program
+from .words import count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,8 @@ def limits_per_device(
     as many as devices."""
     limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * devices
     if len(limits) != devices:
-        raise InputError(f"memory_limit has {len(limits)} numbers for {devices} devices; give one number, or {devices}")
+        has = f"{count(len(limits), 'number')} for {count(devices, 'device')}"
+        raise InputError(f"memory_limit has {has}; give one number{f', or {devices}' if devices > 1 else ''}")
     wanted = f"a finite number of at least {least:g}" if least else "a finite number above 0"
     for value in limits:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)

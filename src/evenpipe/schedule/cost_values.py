@@ -10,6 +10,8 @@ from typing import Any
 from evenpipe.errors import InputError
 from evenpipe.given import shown
 
+from . import words
+
 SMALLEST, LARGEST = 1e-100, 1e100
 """Between these, sums, products and quotients of costs stay far from the ends of floating point."""
 
@@ -18,12 +20,13 @@ Cost = float | tuple[float, ...]
 
 
 def refuse_unknown(values: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    """Raise InputError for a key that is not among `known`; it names the nearest one."""
+    """Raise InputError for a key that is not among `known`; it names the nearest one, if any is near."""
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(shown(key), known, n=1, cutoff=0)[0]
-            accepted = ", ".join(known)
-            raise InputError(f"costs: {where}unknown key {shown(key)}, did you mean {near}? Accepted: {accepted}")
+            same = {name.lower(): name for name in known}
+            near = difflib.get_close_matches(str(key).lower(), same, n=1)
+            meant = f", did you mean {same[near[0]]}?" if near else "."
+            raise InputError(f"costs: {where}unknown key {shown(key)}{meant} Accepted: {', '.join(known)}")
 
 
 def table(name: str, value: Any, known: Sequence[str]) -> Mapping[str, Any]:
@@ -64,5 +67,6 @@ def spread(name: str, value: Cost | None, count: int, what: str) -> tuple[float,
     if not isinstance(value, tuple):
         return (value,) * count
     if len(value) != count:
-        raise InputError(f"costs: {name} has {len(value)} numbers for {count} {what}s; give one number, or {count}")
+        has = f"{words.count(len(value), 'number')} for {words.count(count, what)}"
+        raise InputError(f"costs: {name} has {has}; give one number{f', or {count}' if count > 1 else ''}")
     return value

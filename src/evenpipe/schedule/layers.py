@@ -9,6 +9,8 @@ from math import inf
 
 from evenpipe.errors import InputError
 
+from .words import count
+
 
 def even_split(layers: int, devices: int) -> tuple[int, ...]:
     """Layers per device, as equal as whole numbers are; the first devices get what is left over.
@@ -18,7 +20,9 @@ def even_split(layers: int, devices: int) -> tuple[int, ...]:
     if devices < 1:
         raise InputError(f"devices must be at least 1, not {devices}")
     if layers < devices:
-        raise InputError(f"layers = {layers} do not give each of {devices} devices one; use at most {layers} devices")
+        raise InputError(
+            f"layers is {layers}, too few for {count(devices, 'device')}; use at most {count(layers, 'device')}"
+        )
     share, rest = divmod(layers, devices)
     return tuple(share + (device < rest) for device in range(devices))
 

@@ -62,7 +62,7 @@ def links_from_dict(values: Any) -> dict[str, Link]:
     if not isinstance(values, Mapping):
         accepted = ", ".join(LINKS)
         raise InputError(f"costs: links must be a table of {accepted}, or hops such as F:0>1, not {shown(values)}")
-    table("links", {key: None for key in values if not _HOP.fullmatch(str(key))}, LINKS)
+    table("links", {key: None for key in values if not _HOP.fullmatch(str(key))}, (*LINKS, "F:0>1"))
     links = {key: Link.from_dict(f"links.{key}", value) for key, value in values.items()}
     for key, link in links.items():
         whole = link if key in LINKS else link.over(links.get("p2p"))

@@ -9,7 +9,8 @@ from evenpipe.errors import InputError
 
 from .passes import Pass, Transfer
 from .placement import Placement
-from .text import Shape, infer, rows_from_csv, rows_to_csv
+from .text import Shape, cell_name, infer, rows_from_csv, rows_to_csv
+from .words import count
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +64,17 @@ class Order:
             passes: list[Pass | None] = []
             for column, item in enumerate(row, start=1):
                 if isinstance(item, Transfer):
-                    raise InputError(f"row {number}, column {column}: '{item}' is a transfer; an order has passes only")
+                    raise InputError(f"{cell_name(number, column)}: '{item}' is a transfer; an order has passes only")
                 passes.append(item)
             rows.append(tuple(passes))
-        placed, count, waited, evaluates = infer(rows, Shape(placement, microbatches, barriers, forward_only))
-        return cls(placed, count, tuple(rows), waited, evaluates)
+        placed, units, waited, evaluates = infer(rows, Shape(placement, microbatches, barriers, forward_only))
+        return cls(placed, units, tuple(rows), waited, evaluates)
 
 
 def validate_shape(placement: Placement, microbatches: int, rows: int, barriers: int) -> None:
     """Raise InputError unless these numbers can describe an order."""
     if rows != placement.devices:
-        raise InputError(f"there are {rows} rows for {placement.devices} devices; each device has one")
+        raise InputError(f"there are {rows} rows for {count(placement.devices, 'device')}; each device has one")
     if not isinstance(microbatches, int):
         raise InputError(f"microbatches must be a whole number, not {microbatches!r}")
     if microbatches < 1:

@@ -186,8 +186,10 @@ def parse_item(text: str) -> Item:
     slice_ = int(slice_text) if slice_text else 0
     has_stage, has_microbatch = stage is not None, microbatch is not None
     if (has_stage, has_microbatch) != _SHAPES[name]:
-        wanted = _text(name, 2 if _SHAPES[name][0] else None, 0 if _SHAPES[name][1] else None, 0)
-        raise InputError(f"{quoted(text)} is not a pass or transfer; {name} is written as in {wanted}")
+        in_stage, of_microbatch = _SHAPES[name]
+        wanted = _text(name, stage or 0 if in_stage else None, microbatch or 0 if of_microbatch else None, slice_)
+        belongs = f"{'a' if in_stage else 'no'} stage and {'a' if of_microbatch else 'no'} microbatch"
+        raise InputError(f"{quoted(text)} is not a pass or transfer; {name} has {belongs}, as in {wanted}")
     if name in _TRANSFERS:
         assert microbatch is not None
         return Transfer(_TRANSFERS[name], stage, microbatch, slice_)

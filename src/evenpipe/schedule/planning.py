@@ -135,7 +135,9 @@ def plan_order(
     moved = offloaded(order)
     scheduled, order = order, without_offload(order)
     if order.barriers and order.barriers != BARRIERS[mode]:
-        raise InputError(f"the order has {order.barriers} barriers, but vocabulary mode {mode} has {BARRIERS[mode]}")
+        raise InputError(
+            f"the order has {count(order.barriers, 'barrier')}, but vocabulary mode {mode} has {BARRIERS[mode]}"
+        )
     if not order.barriers and mode == "interlaced":
         order = interlace(order, costs)
     elif not order.barriers and BARRIERS[mode]:

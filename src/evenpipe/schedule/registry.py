@@ -90,7 +90,7 @@ def generate(name: str, devices: int, microbatches: int, *, costs: Costs | None 
             options["costs"] = costs
         order = generator(devices, microbatches, **options)
     if stages_per_device is not None and order.placement.stages != stages_per_device * devices:
-        has = f"{order.placement.stages} stages on {devices} devices"
+        has = f"{count(order.placement.stages, 'stage')} on {count(devices, 'device')}"
         if order.placement.stages % devices == 0:
             has = f"{count(order.placement.stages // devices, 'stage')} per device"
         raise InputError(f"schedule '{name}' has {has}, not {stages_per_device}")

@@ -14,6 +14,7 @@ from evenpipe.errors import InputError
 
 from .passes import BACKWARD_KINDS, VOCABULARY_KINDS, Item, Kind, Pass, parse_item, parts_of
 from .placement import Placement
+from .words import count
 
 
 def rows_to_csv(rows: Iterable[Sequence[Item | None]]) -> str:
@@ -24,13 +25,22 @@ def rows_to_csv(rows: Iterable[Sequence[Item | None]]) -> str:
 def rows_from_csv(text: str) -> tuple[tuple[Item | None, ...], ...]:
     """The cells of a file; raises InputError naming row and column (both from 1) of a cell that is not a word."""
     lines = text.removeprefix("\ufeff").splitlines()
-    if not lines:
+    if not any(map(_has_cells, lines)):
         raise InputError("the file is empty; a schedule has one line per device, such as 0F0,0B0")
     return tuple(tuple(_cells(line, row)) for row, line in enumerate(lines, start=1))
 
 
+def cell_name(row: int, column: int) -> str:
+    """A cell, both numbers from 1, as editors count them and as the checker, which counts devices and passes from 0."""
+    return f"row {row}, column {column} (device {row - 1}, position {column - 1})"
+
+
+def _has_cells(line: str) -> bool:
+    return bool(line.strip(", \t"))
+
+
 def _cells(line: str, row: int) -> Iterator[Item | None]:
-    if not line.strip(", \t"):
+    if not _has_cells(line):
         raise InputError(
             f"row {row} is blank; delete it: each line is a device, and every device runs at least one pass"
         )
@@ -39,7 +49,7 @@ def _cells(line: str, row: int) -> Iterator[Item | None]:
         try:
             yield parse_item(word) if word else None
         except InputError as error:
-            raise InputError(f"row {row}, column {column}: {error}") from None
+            raise InputError(f"{cell_name(row, column)}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +101,8 @@ def _placement(parts: list[tuple[int, Pass]], devices: int) -> Placement:
     for stage, counts in sorted(runs.items()):
         for device in counts.keys() - holders:
             raise InputError(
-                f"row {device + 1} runs only stages of other rows, such as stage {stage}, which belongs to row "
-                f"{stage_device[stage] + 1}; every device has stages of its own"
+                f"device {device} runs only stages of other devices, such as stage {stage}, which belongs to device "
+                f"{stage_device[stage]}; every device has stages of its own"
             )
     return Placement(devices, stage_device)
 
@@ -102,5 +112,6 @@ def _microbatches(parts: list[tuple[int, Pass]]) -> int:
     if highest < 0:
         raise InputError("the rows hold no pass of a microbatch, such as 0F0")
     if highest >= len(parts):
-        raise InputError(f"microbatch {highest} appears, but {len(parts)} passes leave no room for all before it")
+        passes = f"{count(len(parts), 'pass')} {'leaves' if len(parts) == 1 else 'leave'}"
+        raise InputError(f"microbatch {highest} appears, but {passes} no room for all before it")
     return highest + 1

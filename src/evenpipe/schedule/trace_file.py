@@ -44,6 +44,7 @@ from .placement import Placement
 from .program import Program
 from .text import rows_to_csv
 from .trace import Allocations, Clock, CopyTime, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
+from .words import count
 
 FORMAT, VERSION = "evenpipe trace", 1
 _DIGITS = 9
@@ -129,7 +130,7 @@ def trace_from_dict(values: Any) -> Trace:
     most = sum(text.count(",") + 1 for text in texts)
     if len(stage_device) > most:
         raise InputError(
-            f"placement has {len(stage_device)} stages, but the rows have only {most} passes and transfers"
+            f"placement has {count(len(stage_device), 'stage')}, but the rows have only {most} passes and transfers"
         )
     program = Program.from_csv(
         "".join(text + "\n" for text in texts),
@@ -213,9 +214,9 @@ def _device(values: Mapping[str, Any], program: Program, number: int) -> DeviceT
 def _allocations(value: Any, where: str) -> Allocations:
     table = _table(value, where)
     counts = {entry.name: _field(table, entry.name, int, f"{where}.") for entry in fields(Allocations)}
-    for name, count in counts.items():
-        if count < 0:
-            raise InputError(f"{where}.{name} is {count}, expected at least 0")
+    for name, number in counts.items():
+        if number < 0:
+            raise InputError(f"{where}.{name} is {number}, expected at least 0")
     return Allocations(**counts)
 
 

@@ -12,7 +12,7 @@ QUOTED = 60
 
 def count(number: int, noun: str) -> str:
     """How many of a thing: "1 device", "2 devices", "3 microbatches"."""
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    ending = "" if number == 1 else "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{number} {noun}{ending}"
 
 
