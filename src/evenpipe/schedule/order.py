@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from evenpipe.errors import InputError
 
@@ -11,6 +12,9 @@ from .passes import Pass, Transfer
 from .placement import Placement
 from .text import Shape, cell_name, infer, rows_from_csv, rows_to_csv
 from .words import count
+
+if TYPE_CHECKING:
+    from .program import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,15 @@ class Order:
 
     def __post_init__(self) -> None:
         validate_shape(self.placement, self.microbatches, len(self.rows), self.barriers)
+
+    def __repr__(self) -> str:
+        return f"<Order: {size(self)}, {count(sum(item is not None for row in self.rows for item in row), 'pass')}>"
+
+    def _repr_html_(self) -> str:
+        """The picture of a step, for notebooks."""
+        from .picture import html_of_order
+
+        return html_of_order(self, repr(self))
 
     @property
     def devices(self) -> int:
@@ -69,6 +82,12 @@ class Order:
             rows.append(tuple(passes))
         placed, units, waited, evaluates = infer(rows, Shape(placement, microbatches, barriers, forward_only))
         return cls(placed, units, tuple(rows), waited, evaluates)
+
+
+def size(schedule: Order | Program) -> str:
+    """How large an order or program is, in words."""
+    numbers = (schedule.devices, "device"), (schedule.placement.stages, "stage"), (schedule.microbatches, "microbatch")
+    return ", ".join(count(number, noun) for number, noun in numbers)
 
 
 def validate_shape(placement: Placement, microbatches: int, rows: int, barriers: int) -> None:

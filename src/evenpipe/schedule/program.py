@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 from .dependencies import Dependencies
 from .flows import PER_PAIR
-from .order import Order, validate_shape
+from .order import Order, size, validate_shape
 from .passes import Item, Pass, Transfer
 from .placement import Placement
 from .text import Shape, infer, rows_from_csv, rows_to_csv
+from .words import count
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,17 @@ class Program:
 
     def __post_init__(self) -> None:
         validate_shape(self.placement, self.microbatches, len(self.rows), self.barriers)
+
+    def __repr__(self) -> str:
+        items = [item for row in self.rows for item in row if item is not None]
+        transfers = sum(isinstance(item, Transfer) for item in items)
+        return f"<Program: {size(self)}, {count(len(items) - transfers, 'pass')}, {count(transfers, 'transfer')}>"
+
+    def _repr_html_(self) -> str:
+        """The picture of a step, for notebooks."""
+        from .picture import html_of_order
+
+        return html_of_order(self.order, repr(self))
 
     @property
     def devices(self) -> int:
@@ -90,7 +102,7 @@ class Program:
         InputError that names row and column of a cell that is neither a pass nor a transfer.
         """
         rows = rows_from_csv(text)
-        placed, count, waited, evaluates = infer(rows, Shape(placement, microbatches, barriers, forward_only))
+        placed, units, waited, evaluates = infer(rows, Shape(placement, microbatches, barriers, forward_only))
         dependencies = Dependencies(placed, waited, evaluates)
 
         def addressed(item: Item | None, device: int) -> Item | None:
@@ -100,4 +112,4 @@ class Program:
             return item if route is None else route.transfer(device, item.microbatch, item.slice)
 
         filled = tuple(tuple(addressed(item, device) for item in row) for device, row in enumerate(rows))
-        return cls(placed, count, filled, waited, evaluates)
+        return cls(placed, units, filled, waited, evaluates)

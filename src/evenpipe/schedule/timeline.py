@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from .passes import Item, Kind, Pass, parts_of
+from .words import count
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,17 @@ class Timeline:
     beside: tuple[tuple[Event, ...], ...] = ()
     memory: tuple[tuple[tuple[float, float], ...], ...] | None = None
     on_device: tuple[tuple[tuple[float, float], ...], ...] | None = None
+
+    def __repr__(self) -> str:
+        if not any(self.events):
+            return f"<Timeline: {count(self.devices, 'device')}, no events>"
+        return f"<Timeline: {count(self.devices, 'device')}, step {self.makespan:g}, busy {100 * self.mean_busy:.1f} %>"
+
+    def _repr_html_(self) -> str:
+        """The picture, for notebooks."""
+        from .picture import html_of_timeline
+
+        return html_of_timeline(self, repr(self))
 
     @property
     def devices(self) -> int:
