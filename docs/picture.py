@@ -49,7 +49,8 @@ def vocab_2() -> Timeline:
 
 def draw() -> str:
     """The SVG text."""
-    return svg({"first-last": first_last(), "vocab-2": vocab_2()}, width=960)
+    steps = {"first-last": first_last(), "vocab-2": vocab_2()}
+    return svg(steps, width=960, unit="forwards of one layer", speedup=True)
 
 
 if __name__ == "__main__":

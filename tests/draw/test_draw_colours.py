@@ -45,6 +45,19 @@ def test_kinds_in_one_row_stay_apart(vision: str) -> None:
     assert {pair: round(distance, 3) for pair, distance in distances.items() if distance < 0.06} == {}
 
 
+@pytest.mark.parametrize("vision", VISION)
+@pytest.mark.parametrize("other", [Kind.S, Kind.F, Kind.I])
+def test_a_weight_gradient_is_told_at_a_glance_from_what_stands_beside_it(other: Kind, vision: str) -> None:
+    assert math.dist(seen(LOOKS[Kind.W].colour, vision), seen(LOOKS[other].colour, vision)) > 0.15
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_a_weight_gradient_stays_apart_on_dark_pages(vision: str) -> None:
+    looks = {kind: seen(for_dark(LOOKS[kind].colour), vision) for kind in IN_ONE_ROW}
+    own = looks.pop(Kind.W)
+    assert min(math.dist(own, other) for other in looks.values()) >= 0.06
+
+
 def contrast(a: str, b: str) -> float:
     """WCAG 2.2: 4.5 and more is readable for small text."""
     lighter, darker = sorted((luminance(a), luminance(b)), reverse=True)

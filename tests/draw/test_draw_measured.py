@@ -135,8 +135,8 @@ def test_costs_from_a_file_predict_in_their_unit(file: Path, capsys: pytest.Capt
     Path("costs.toml").write_text("F = 2000\nB = 2750\np2p = 500\n")  # milliseconds
     assert main(["draw", "hand.json", "--costs", "costs.toml", "--unit-seconds", "0.001"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "makespan 12 s" in lines[lines.index("measured") + 1]
-    assert "makespan 10.5 s" in lines[lines.index("predicted") + 1]  # 2 + 0.5 + 2 + 2.75 + 0.5 + 2.75
+    assert "step 12 s" in lines[lines.index("measured") + 1]
+    assert "step 10.5 s" in lines[lines.index("predicted") + 1]  # 2 + 0.5 + 2 + 2.75 + 0.5 + 2.75
     comparison = compare(traced())
     assert comparison.title == "1f1b + first-last, 2 devices, 1 microbatch, step 3"
     assert comparison.to_dict()["measured_waiting"] == [7.0, 7.0]
@@ -151,7 +151,7 @@ def test_costs_from_a_file_predict_in_their_unit(file: Path, capsys: pytest.Capt
         (["draw", "hand.json", "--schedule", "1f1b"], "--schedule is given, but the trace hand.json says what ran"),
         (["draw", "hand.json", "--stages-per-device", "2"], "--stages-per-device is given"),
         (["draw", "step.json", "--costs", "costs.toml"], "costs: E is missing, but the order has E0"),
-        (["draw", "hand.json", "-o", "picture.png"], "must end in .html, .json or .svg"),
+        (["draw", "hand.json", "-o", "picture.png"], "must end in .html (a page)"),
         (["profile"], "profile needs either CONFIG.toml or --from TRACE.json, but neither is given"),
         (["profile", "config.toml", "--from", "hand.json"], "but both are given"),
         (["profile", "--from", "nowhere.json"], "nowhere.json cannot be read"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ET
 
 import pytest
 from drawn_timelines import EMPTY, timeline, two_devices
 
 from evenpipe.draw import svg
-from evenpipe.draw.kinds import IDLE, LOOKS
+from evenpipe.draw.kinds import IDLE, LOOKS, luminance
 from evenpipe.schedule import EQUAL_COSTS, Costs, Kind, plan_order, time_order
 from evenpipe.simulate import simulate
 
@@ -51,6 +52,42 @@ def test_figures_stand_beside_the_name() -> None:
     text = svg({"one": timeline("0F0 0 1, 0B0 4 6")}, title="A step", unit_seconds=1e-3)
     assert "A step" in words(text)
     assert any("step 6 ms" in line and "bubble of the slowest device 50.0 %" in line for line in words(text))
+
+
+def test_the_axis_has_a_unit() -> None:
+    steps = timeline("0F0 0 1, 0B0 4 6")
+    assert "time, in the unit of the costs" in words(svg(steps))
+    assert "time, in forwards" in words(svg(steps, unit="forwards"))
+    assert {"0 s", "6 s"} <= set(words(svg(steps, unit_seconds=1.0)))
+    assert not any(word.startswith("time, in") for word in words(svg(steps, unit_seconds=1.0)))
+
+
+SPEEDUPS = {
+    # the end of the second step, beside 10 of the first one: what stands to its right
+    "shorter": (5.5, ["1.8x", "as fast"]),
+    "alike": (9.9, []),
+    "longer": (20, []),
+    "no room": (9, []),
+}
+
+
+@pytest.mark.parametrize("name", SPEEDUPS)
+def test_a_shorter_step_says_how_many_times_as_fast_it_is(name: str) -> None:
+    end, expected = SPEEDUPS[name]
+    both = {"slow": timeline("0F0 0 2, 0B0 2 10"), "fast": timeline(f"0F0 0 2, 0B0 2 {end}")}
+    assert [word for word in words(svg(both, speedup=True)) if "x" in word or word == "as fast"] == expected
+    assert "as fast" not in words(svg(both))
+
+
+def test_readers_who_prefer_it_see_a_dark_picture() -> None:
+    (style,) = ET.fromstring(svg(timeline("0F0 0 1, 0I0 1 2, 0W0 2 3"))).iter(f"{SPACE}style")
+    query, _, rules = (style.text or "").partition("{")
+    assert query == "@media (prefers-color-scheme: dark) "
+    found = dict(re.findall(r'rect\[fill="(#\w+)"\] \{ fill: (#\w+) \}', rules))
+    assert set(found) == {"#ffffff", IDLE, LOOKS[Kind.W].colour}  # those that would not show, or blind
+    assert luminance(found["#ffffff"]) < luminance(found[IDLE]) < luminance(found[LOOKS[Kind.W].colour])
+    for colour, raised in re.findall(r'text\[fill="(#\w+)"\] \{ fill: (#\w+) \}', rules):
+        assert luminance(colour) < 0.2 < luminance(raised)
 
 
 def test_names_are_escaped() -> None:
@@ -123,4 +160,5 @@ def test_copies_have_a_lane_of_their_own() -> None:
     assert "offload to host" in drawn
     assert "load from host" in drawn
     copies = sum(item is not None and item.kind in (Kind.O, Kind.L) for row in moved.rows for item in row)
-    assert drawn.count(f'fill="{LOOKS[Kind.O].colour}"') + drawn.count(f'fill="{LOOKS[Kind.L].colour}"') == copies + 2
+    boxes_of_copies = [box for kind in (Kind.O, Kind.L) for box in boxes(drawn, LOOKS[kind].colour)]
+    assert len(boxes_of_copies) == copies

@@ -34,6 +34,36 @@ def test_letters_say_kind_and_microbatch() -> None:
     )
 
 
+def test_time_goes_on_below_where_passes_would_have_no_room_for_their_microbatch() -> None:
+    row = "0F8 0 2, 0F9 2 4, 0B8 10 12, 0B9 12 14, 0F10 20 22, 0B10 36 40"
+    lines = terminal(timeline(row), width=9 + 31 + 6, colour="none").splitlines()
+    assert lines[2:-1] == [
+        "device 0 F8-F9-.........B8--B9-.........  35 %",
+        "         0               10             20",
+        "device 0 F10......................B10---  35 %",
+        "         20             30              40",
+    ]
+    (line,) = [
+        line
+        for line in terminal(timeline(row), width=9 + 31 + 6, colour="none", overview=True).splitlines()
+        if line.startswith("device 0")
+    ]
+    assert re.findall(r"[FB]\d*", line[9:]) == ["F8", "F", "B", "B9", "F", "B10"]
+
+
+BANDS = {8: 2, 24: 4, 100: 12, 200: 1}
+"""Microbatches of eight devices in lines of 100 characters, and how many bands they take; 200 would take too many."""
+
+
+@pytest.mark.parametrize("microbatches", BANDS)
+def test_every_microbatch_can_be_read_and_no_number_is_cut(microbatches: int) -> None:
+    text = terminal(step(8, microbatches), width=100, colour="none")
+    rows = [line[9:-6] for line in text.splitlines() if line.startswith("device")]
+    assert len(rows) == 8 * BANDS[microbatches]
+    numbers = {int(number) for row in rows for number in re.findall(r"F(\d+)", row)}
+    assert numbers == set(range(microbatches)) if BANDS[microbatches] > 1 else numbers == set()
+
+
 def test_memory_has_a_line_per_device() -> None:
     lines = terminal(timeline(*ROWS), width=WIDTH, colour="none", memory=True).splitlines()
     assert lines[3].split() == ["=" * 4 + "#" * 20 + "=" * 12, "2"]
@@ -46,8 +76,9 @@ def test_memory_has_a_line_per_device() -> None:
 @pytest.mark.parametrize(("devices", "microbatches"), [(1, 1), (4, 8), (32, 64)])
 def test_no_line_is_longer_than_the_terminal(devices: int, microbatches: int, width: int, colour: str) -> None:
     timelines = {"a": step(devices, microbatches), "b": step(devices, microbatches, "vocab-2")}
-    text = terminal(timelines, width=width, colour=colour, memory=True)
+    text = terminal(timelines, width=width, colour=colour, memory=True, overview=True)
     assert text.endswith("\n")
+    assert max(map(len, terminal(timelines, width=width, colour="none", memory=True).splitlines())) <= max(width, 40)
     lines = SEQUENCE.sub("", text).splitlines()
     assert max(map(len, lines)) <= max(width, 40)
     assert sum(line.startswith("device ") for line in lines) == 2 * devices

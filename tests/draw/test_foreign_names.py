@@ -48,7 +48,7 @@ def test_a_page_has_one_script_and_no_markup_of_others(name, timeline):
 def test_an_svg_is_sound_xml(name, timeline):
     for text in (svg({name: timeline}, title=name), bars_svg([Bars(name, ({name: 1.0},))], title=name)):
         tags = {element.tag.rpartition("}")[2] for element in ElementTree.fromstring(text).iter()}
-        assert tags <= {"svg", "title", "desc", "rect", "path", "text", "g"}
+        assert tags <= {"svg", "title", "desc", "style", "rect", "path", "text", "g"}
 
 
 @pytest.mark.parametrize("name", FOREIGN, ids=ascii)

@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     say(f"{found.text()}\n")
     if arguments.output is None:
-        print(terminal(found.timelines(), unit_seconds=1.0))
+        print(terminal(found.timelines(), unit_seconds=1.0, overview=True))
     else:
         say(f"wrote {arguments.output}\n")
     say("\n".join(["Go on with", *(f"  {command}" for command in found.commands())]))

@@ -46,7 +46,8 @@ def check_file(file: str | Path) -> Path:
     path = Path(file)
     if path.suffix.lower() not in EXTENSIONS:
         raise InputError(
-            f"'{plain(file)}' cannot be drawn: its name must end in {', '.join(EXTENSIONS[:-1])} or {EXTENSIONS[-1]}"
+            f"'{plain(file)}' cannot be drawn: its name must end in .html (a page), .svg (a picture, which browsers can"
+            " print as PDF and other programs turn into PNG) or .json (a trace for Perfetto)"
         )
     if not path.absolute().parent.is_dir():
         raise InputError(f"'{plain(file)}' cannot be written: there is no folder '{plain(path.parent)}'")

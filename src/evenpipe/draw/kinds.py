@@ -26,7 +26,7 @@ LOOKS: dict[Kind | TransferKind, Look] = {
     Kind.F: Look("forward", "#3e70d4"),
     Kind.B: Look("backward", "#54ad8b"),
     Kind.I: Look("input gradient", "#98dfc3"),
-    Kind.W: Look("weight gradient", "#a3980c"),
+    Kind.W: Look("weight gradient", "#30505c"),
     Kind.OVERLAP_F_B: Look("forward and backward as one", "#4c92b4"),
     Kind.E: Look("embedding", "#d99be6"),
     Kind.S: Look("output layer, first half", "#f8bb2d"),

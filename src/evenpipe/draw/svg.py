@@ -1,6 +1,6 @@
 """Timelines as SVG, for documents: boxes with microbatch numbers, grey where a device waits, one axis of time.
 
-Only shapes with plain attributes are used, no style sheet and no script, so every viewer and converter shows the same.
+Only shapes with plain attributes are used, no script, so every viewer and converter shows the same.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from .panel import Panel, Timelines, kinds_in, lanes, panels_of
 
 _MEMORY = "#8d97a5"
 _RIGHT, _HEADING, _AXIS, _LEGEND = 14, 34, 30, 22
+_SPEEDUP = 40
+"""Size of its figure."""
 _WAIT = 0.3
 """Height of the bar of a wait, in a row's."""
 _COPY = 0.4
@@ -32,15 +34,18 @@ def svg(
     memory: bool = False,
     waits: bool = False,
     unit_seconds: float | None = None,
+    unit: str = "the unit of the costs",
+    speedup: bool = False,
 ) -> str:
     """Timelines as an SVG document, above each other on one axis of time.
 
     width: in pixels, at least 300. memory: a curve per device under its row. waits: a bar in each idle time, in the
-    colour of the transfer that ended it. unit_seconds: what one unit of time lasts, where known. The same timelines
-    always give the same text.
+    colour of the transfer that ended it. unit_seconds: what one unit of time lasts, where known; unit: else its name.
+    speedup: to the right of each step that is shorter than the first one, how many times as fast it is. The same
+    timelines always give the same text.
     """
-    scale = Scale(unit_seconds)
-    return _Page(panels_of(timelines), title, max(300, width), scale, memory=memory, waits=waits).draw()
+    page = _Page(panels_of(timelines), title, max(300, width), Scale(unit_seconds), memory=memory, waits=waits)
+    return page.draw("" if unit_seconds is not None else unit, speedup=speedup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +95,17 @@ class _Page:
         self.pixels_per_unit = (width - self.left - self.right) / self.length if self.length else 0.0
         self.canvas = Canvas()
 
-    def draw(self) -> str:
+    def draw(self, unit: str, *, speedup: bool) -> str:
         top = 34.0 if self.title else 4.0
         if self.title:
             self.canvas.text(12, 22, self.title, 17, weight="bold")
         body = top
         for panel in self.panels:
-            top = self._panel(panel, top)
-        top = self._legend(self._axis(body, top))
+            bottom = self._panel(panel, top)
+            if speedup:
+                self._speedup(panel, bottom)
+            top = bottom
+        top = self._legend(self._axis(body, top, unit))
         name = self.title or " and ".join(panel.name for panel in self.panels if panel.name) or "Timeline"
         summary = "; ".join(self._summary(panel) for panel in self.panels)
         return self.canvas.document(self.width, top, name=name, summary=summary)
@@ -230,14 +238,26 @@ class _Page:
         amount = panel.peaks[device]
         return amount_text(panel, amount) if panel.knows_bytes else number_text(amount)
 
-    def _axis(self, top: float, bottom: float) -> float:
+    def _speedup(self, panel: Panel, bottom: float) -> None:
+        """How many times as fast as the first panel, in the middle of what is free to the right of the rows."""
+        first, own = self.panels[0].timeline.makespan, panel.timeline.makespan
+        text = f"{first / own:.1f}x" if own else ""
+        left, right = self.left + own * self.pixels_per_unit, self.width - self.right
+        if text not in ("", "1.0x") and right - left > 1.5 * text_width(text, _SPEEDUP):
+            middle = bottom - panel.devices * self.rows.pitch / 2
+            self.canvas.text((left + right) / 2, middle, text, _SPEEDUP, anchor="middle", weight="bold")
+            self.canvas.text((left + right) / 2, middle + 18, "as fast", 12, fill=FAINT, anchor="middle")
+
+    def _axis(self, top: float, bottom: float, unit: str) -> float:
         bottom += 2
         for time, text in ticks(self.length, self.scale, (self.width - self.left - self.right) / 90):
             x = self.left + time * self.pixels_per_unit
             self.canvas.text(x, bottom + 18, text, 11, fill=FAINT, anchor="middle" if time else "start")
             self.canvas.path(f"M{n(x)} {n(bottom)}v5", FAINT)
         self.canvas.path(f"M{n(self.left)} {n(bottom)}H{n(self.width - self.right)}", FAINT)
-        return bottom + _AXIS
+        if unit:
+            self.canvas.text(self.width - self.right, bottom + 34, f"time, in {unit}", 11, fill=FAINT, anchor="end")
+        return bottom + _AXIS + (14 if unit else 0)
 
     def _legend(self, top: float) -> float:
         entries = [(LOOKS[kind].colour, f"{kind.value}  {LOOKS[kind].words}") for kind in kinds_in(self.panels)]

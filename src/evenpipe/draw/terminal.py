@@ -2,7 +2,8 @@
 
 In colour a pass is a block with its microbatch in it; eighths of a character place its edges. Passes narrower than a
 character show as their mean colour. Without colour a pass starts with the letter of its kind, followed by its
-microbatch where there is room and by dashes to its end; a dot is idle.
+microbatch where there is room and by dashes to its end; a dot is idle. Where most would have no room, time goes on
+below, in as many bands as it takes, up to `MOST_LINES`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from itertools import groupby
+from statistics import median
 
 from evenpipe.errors import InputError
-from evenpipe.schedule import Kind, TransferKind
+from evenpipe.schedule import Event, Kind, TransferKind
 
 from .ansi import DEPTHS, Painter
 from .axis import ticks
@@ -22,12 +25,16 @@ from .kinds import LOOKS, ink_on, mix
 from .panel import Panel, Timelines, kinds_in, panels_of
 
 SMALLEST_WIDTH = 40
+MOST_LINES = 128
+"""Rows of devices that a picture without colour has at most where one device takes several."""
 _LETTER: dict[Kind | TransferKind, str] = {
     Kind.OVERLAP_F_B: "&",
     Kind.UNSHARD: "u",
     Kind.RESHARD: "r",
     Kind.REDUCE_GRAD: "g",
 }
+_COUNTED = (Kind.F, Kind.B, Kind.I, Kind.W)
+"""Kinds that a picture in letters has room for; those of vocabulary layers are often much shorter."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _HEIGHTS = " ▁▂▃▄▅▆▇█"
 _IDLE = "#8a9099"
@@ -41,20 +48,23 @@ def terminal(
     memory: bool = False,
     waits: bool = False,
     unit_seconds: float | None = None,
+    overview: bool = False,
 ) -> str:
     """Timelines as text that ends with a newline, several above each other on one axis of time.
 
     width: characters per line, that of the terminal by default, at least 40. colour: "none", "256" or "truecolor"; by
     default what the standard output can show. memory: a second line per device with its memory over time. waits: a
     line per device that says how long it waited for what, and in colour dots in the colour of what is waited for.
-    unit_seconds: what one unit of time lasts, where known. Raises InputError for an unknown `colour`.
+    unit_seconds: what one unit of time lasts, where known. overview: one line per device without colour too, however
+    narrow the passes are. Raises InputError for an unknown `colour`.
     """
     panels = panels_of(timelines)
     colour = depth_of_output() if colour is None else colour
     if colour not in DEPTHS:
         raise InputError(f"colour must be one of {', '.join(DEPTHS)}, not {colour!r}")
     width = max(SMALLEST_WIDTH, shutil.get_terminal_size().columns if width is None else width)
-    return "\n".join(_Page(panels, Painter(colour), width, Scale(unit_seconds), waits).lines(memory)) + "\n"
+    page = _Page(panels, Painter(colour), width, Scale(unit_seconds), waits=waits, overview=overview)
+    return "\n".join(page.lines(memory)) + "\n"
 
 
 def depth_of_output() -> str:
@@ -69,7 +79,9 @@ def depth_of_output() -> str:
 class _Page:
     """All panels in one width: a column for names, one for the timeline, one for how busy each device is."""
 
-    def __init__(self, panels: tuple[Panel, ...], painter: Painter, width: int, scale: Scale, waits: bool) -> None:
+    def __init__(
+        self, panels: tuple[Panel, ...], painter: Painter, width: int, scale: Scale, *, waits: bool, overview: bool
+    ) -> None:
         self.panels, self.painter, self.width, self.scale, self.waits = panels, painter, width, scale, waits
         most = max(panel.devices for panel in panels)
         self.left = len(f"device {max(most - 1, 0)}") + 1
@@ -78,29 +90,55 @@ class _Page:
         )
         self.columns = width - self.left - self.right
         self.length = max(panel.length for panel in panels)
+        self.bands = 1 if overview or painter.colourful else self._bands_wanted()
 
     def lines(self, memory: bool) -> list[str]:
         lines: list[str] = []
         for panel in self.panels:
             lines += self._heading(panel)
             highest = max(panel.peaks, default=0.0)
-            for device in range(panel.devices):
-                cells = cut(panel.rows[device], panel.origin, self._step, self.columns)
-                dots = self._dots(panel, device) if self.waits else {}
-                body = self._coloured(panel, cells, dots) if self.painter.colourful else _lettered(cells, self._step)
-                busy = f"{100 * busy_share(panel, device):.0f} %".rjust(self.right)
-                name = f"device {device}".ljust(self.left)
-                lines.append((self.painter.faint(name) + body + self.painter.faint(busy)).rstrip())
-                if memory:
-                    lines.append(self._memory(panel, device, highest))
+            rows = [self._device(panel, device, highest if memory else None) for device in range(panel.devices)]
+            for band in range(self.bands):
+                lines += [row[band] for device in rows for row in device]
+                lines += self._axis(band) if self.bands > 1 else []
             if self.waits:
                 lines += self._waited(panel)
             lines.append("")
-        return [*lines[:-1], *self._axis(), *self._legend()]
+        return [*lines[:-1], *(self._axis(0) if self.bands == 1 else []), *self._legend()]
 
     @property
     def _step(self) -> float:
-        return self.length / self.columns
+        return self.length / (self.columns * self.bands)
+
+    def _bands_wanted(self) -> int:
+        """As many as let a pass of the shortest kind of a stage have its letter and microbatch; 1 where that is too
+        much."""
+        lasting: dict[Kind | TransferKind, list[float]] = {}
+        longest = 0
+        for event in (event for panel in self.panels for row in panel.rows for event in row):
+            kind = event.item.kind
+            if kind in _COUNTED and event.end > event.start:
+                lasting.setdefault(kind, []).append(event.end - event.start)
+                longest = max(longest, len(f"{kind.value}{event.item.microbatch}"))
+        if not lasting:
+            return 1
+        bands = -(-self.length * longest // (min(map(median, lasting.values())) * self.columns))
+        return int(bands) if bands * sum(panel.devices for panel in self.panels) <= MOST_LINES else 1
+
+    def _device(self, panel: Panel, device: int, highest: float | None) -> list[list[str]]:
+        """The line of a device, and that of its memory where the `highest` of all is given: each as its bands."""
+        cells = cut(panel.rows[device], panel.origin, self._step, self.columns * self.bands)
+        busy = f"{100 * busy_share(panel, device):.0f} %".rjust(self.right)
+        name = self.painter.faint(f"device {device}".ljust(self.left))
+        if self.painter.colourful:
+            bodies = [self._coloured(panel, cells, self._dots(panel, device) if self.waits else {})]
+        else:
+            bodies = self._in_bands(_lettered(cells))
+        lines = [[(name + body + self.painter.faint(busy)).rstrip() for body in bodies]]
+        return lines if highest is None else [*lines, self._memory(panel, device, highest)]
+
+    def _in_bands(self, text: str) -> list[str]:
+        return [text[band * self.columns :][: self.columns] for band in range(self.bands)]
 
     def _heading(self, panel: Panel) -> list[str]:
         words = [f"{figure.name} {figure.text}" for figure in figures(panel, self.scale)]
@@ -156,22 +194,26 @@ class _Page:
         left, right = (mean_colour(panel, pieces, None, low, low + 0.5) for low in (0.0, 0.5))
         return paint("▌" if left or right else "·", left if left or right else dot, right)
 
-    def _memory(self, panel: Panel, device: int, highest: float) -> str:
-        values = _highest_per_column(panel, device, self._step, self.columns)
+    def _memory(self, panel: Panel, device: int, highest: float) -> list[str]:
+        values = _highest_per_column(panel, device, self._step, self.columns * self.bands)
         heights = _HEIGHTS if self.painter.colourful else " .:-=+*%#"
         text = "".join(heights[round(8 * value / highest) if highest else 0] for value in values)
         peak = self._peak(panel, device).rjust(self.right)
-        return (" " * self.left + self.painter.faint(text + peak)).rstrip()
+        return [(" " * self.left + self.painter.faint(band + peak)).rstrip() for band in self._in_bands(text)]
 
     def _peak(self, panel: Panel, device: int) -> str:
         amount = panel.peaks[device]
         return amount_text(panel, amount) if panel.knows_bytes else number_text(amount)
 
-    def _axis(self) -> list[str]:
+    def _axis(self, band: int) -> list[str]:
         marks = [" "] * self.width
-        for time, text in ticks(self.length, self.scale, self.columns / 12):
-            column = self.left + (round(time / self._step) if time else 0)
-            if column + len(text) <= self.width and all(mark == " " for mark in marks[max(0, column - 1) : column]):
+        for time, text in ticks(self.length, self.scale, self.columns * self.bands / 12):
+            column = self.left + (round(time / self._step) if time else 0) - band * self.columns
+            if (
+                column >= self.left
+                and column + len(text) <= self.width
+                and all(mark == " " for mark in marks[max(0, column - 1) : column])
+            ):
                 marks[column : column + len(text)] = text
         return [self.painter.faint("".join(marks).rstrip())]
 
@@ -228,27 +270,25 @@ def _eighth(place: float) -> str:
     return _EIGHTHS[min(8, max(0, round(8 * place)))]
 
 
-def _lettered(cells: list[list[Piece]], step: float) -> str:
+def _lettered(cells: list[list[Piece]]) -> str:
     """One character per column: the event with the largest part, or a dot where most of the column is idle."""
     text = []
-    previous, run = None, ""
-    for pieces in cells:
-        piece = max(pieces, key=lambda piece: piece.end - piece.start, default=None)
-        if piece is None or sum(piece.end - piece.start for piece in pieces) < 0.5:
-            previous = None
-            text.append(".")
+    for event, columns in groupby(map(_largest, cells)):
+        room = len(list(columns))
+        if event is None:
+            text.append("." * room)
             continue
-        if piece.event is not previous:
-            previous = piece.event
-            kind = previous.item.kind
-            run = _LETTER.get(kind, kind.value)
-            microbatch = previous.item.microbatch
-            room = round((previous.end - previous.start) / step)
-            if microbatch is not None and len(f"{run}{microbatch}") <= room:
-                run += str(microbatch)
-        text.append(run[0] if run else "-")
-        run = run[1:]
+        kind, microbatch = event.item.kind, event.item.microbatch
+        letter = _LETTER.get(kind, kind.value)
+        word = letter if microbatch is None else f"{letter}{microbatch}"
+        text.append((word if len(word) <= room else letter[:room]).ljust(room, "-"))
     return "".join(text)
+
+
+def _largest(pieces: list[Piece]) -> Event | None:
+    if sum(piece.end - piece.start for piece in pieces) < 0.5:
+        return None
+    return max(pieces, key=lambda piece: piece.end - piece.start).event
 
 
 def _highest_per_column(panel: Panel, device: int, step: float, columns: int) -> list[float]:
