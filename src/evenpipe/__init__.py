@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         StepResult,
         initialise_worker,
         launch,
+        newest_checkpoint,
     )
     from evenpipe.vocabulary import LossOptions
     from evenpipe.vocabulary.head import linear_cross_entropy
@@ -32,6 +33,7 @@ _PUBLIC = {
     "initialise_worker": "evenpipe.runtime",
     "launch": "evenpipe.runtime",
     "linear_cross_entropy": "evenpipe.vocabulary.head",
+    "newest_checkpoint": "evenpipe.runtime",
 }
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "initialise_worker",
     "launch",
     "linear_cross_entropy",
+    "newest_checkpoint",
 ]
 
 

@@ -23,9 +23,9 @@ from transformers import LlamaConfig
 
 from evenpipe.errors import InputError
 from evenpipe.runtime import Pipeline, initialise_worker
+from evenpipe.runtime.checkpoints.checkpoint import prepare_folder, save
 from evenpipe.runtime.communication import Handle
 from evenpipe.runtime.worker import finish_worker
-from evenpipe.train.checkpoint import prepare_folder, save
 
 SILENCE_SECONDS = 2.0
 START_SECONDS = 30.0

@@ -33,7 +33,7 @@ HARD_LIMIT_SECONDS = 150.0
 HERE = Path(__file__).resolve().parent
 
 PRELOAD = (
-    "evenpipe.train.checkpoint",
+    "evenpipe.runtime.checkpoints.checkpoint",
     "evenpipe.runtime.pipeline",
     "transformers.models.llama.modeling_llama",
     "fault_start",

@@ -11,7 +11,7 @@ from harness import run_processes
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from evenpipe.runtime import Pipeline
-from evenpipe.train.checkpoint import find_latest, load, prepare_folder, save
+from evenpipe.runtime.checkpoints.checkpoint import find_latest, load, prepare_folder, save
 from evenpipe.train.export import export_checkpoint
 
 VOCABULARY = 103

@@ -29,9 +29,9 @@ from torch.nn import functional
 
 from evenpipe import Pipeline
 from evenpipe.errors import InputError
-from evenpipe.train.agreement import Team
-from evenpipe.train.checkpoint import find_latest, load, prepare_folder, save
-from evenpipe.train.checkpoint_state import tensors_to_save
+from evenpipe.runtime.checkpoints.agreement import Team
+from evenpipe.runtime.checkpoints.checkpoint import find_latest, load, prepare_folder, save
+from evenpipe.runtime.checkpoints.checkpoint_state import tensors_to_save
 
 FP64 = torch.float64
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half")

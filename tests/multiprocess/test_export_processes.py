@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from evenpipe.errors import RunError
-from evenpipe.train.checkpoint import save
+from evenpipe.runtime.checkpoints.checkpoint import save
 from evenpipe.train.export import export_checkpoint
 
 IDS = torch.arange(24).reshape(2, 12) * 5 % 9

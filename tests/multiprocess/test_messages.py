@@ -18,7 +18,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "evenpipe"
 
 MAY_PICKLE = {
     "runtime/launcher.py": "the function, its arguments and its results, between a launcher and its own children",
-    "train/checkpoint_storage.py": "torch's index of a checkpoint, by an unpickler that knows ten names",
+    "runtime/checkpoints/checkpoint_storage.py": "torch's index of a checkpoint, by an unpickler that knows ten names",
 }
 
 

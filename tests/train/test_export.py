@@ -19,8 +19,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Pr
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import persistent_buffers
+from evenpipe.runtime.checkpoints.checkpoint import save
 from evenpipe.train import export as module
-from evenpipe.train.checkpoint import save
 from evenpipe.train.export import export_checkpoint
 
 FAMILIES = (
@@ -208,7 +208,7 @@ def test_a_runs_folder_stands_for_its_newest_sound_checkpoint(tmp_path: Path) ->
     with pytest.raises(InputError, match=r"step-00000004' cannot be used: __0_0\.distcp"):
         export_checkpoint(newest, tmp_path / "model")
     flip(tmp_path / "checkpoints" / "step-00000003" / "run.json", random.Random(0))
-    with pytest.raises(InputError, match=r"holds no sound checkpoint: step-00000004: __0_0\.distcp"):
+    with pytest.raises(InputError, match=r"holds no sound checkpoint \(step-00000004: __0_0\.distcp"):
         export_checkpoint(tmp_path, tmp_path / "model")
     assert_same_model(tmp_path / "model", old)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from evenpipe.runtime.checkpoints import newest_checkpoint
     from evenpipe.runtime.host_optimizer import HostAdamW
     from evenpipe.runtime.launcher import launch
     from evenpipe.runtime.nccl import NcclOptions
@@ -24,9 +25,19 @@ _PUBLIC = {
     "StepResult": "evenpipe.runtime.result",
     "initialise_worker": "evenpipe.runtime.worker",
     "launch": "evenpipe.runtime.launcher",
+    "newest_checkpoint": "evenpipe.runtime.checkpoints",
 }
 
-__all__ = ["HostAdamW", "NcclOptions", "OffloadOptions", "Pipeline", "StepResult", "initialise_worker", "launch"]
+__all__ = [
+    "HostAdamW",
+    "NcclOptions",
+    "OffloadOptions",
+    "Pipeline",
+    "StepResult",
+    "initialise_worker",
+    "launch",
+    "newest_checkpoint",
+]
 
 
 def __getattr__(name: str) -> Any:

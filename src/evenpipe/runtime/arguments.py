@@ -57,6 +57,9 @@ def _whole_numbers(value: Any) -> bool:
 
 _KINDS: Mapping[str, tuple[str, Any]] = {
     "vocabulary": ("the name of a vocabulary mode", lambda value: isinstance(value, str)),
+    "step": ("a whole number of steps, 0 or more", lambda value: _whole(value) and value >= 0),
+    "optimizer": ("an optimizer as in torch.optim, or None", _or_none(torch.optim.Optimizer)),
+    "extra": ("a table of what JSON can hold, or None", _or_none(Mapping)),
     "schedule_options": ("a dictionary of options by name, or None", _or_none(Mapping)),
     "mesh": ("a torch.distributed DeviceMesh, or None", _or_none(DeviceMesh)),
     "loss": ("LossOptions, or None", _or_none(LossOptions)),

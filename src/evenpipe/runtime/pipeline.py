@@ -42,6 +42,8 @@ from evenpipe.runtime.arguments import (
 )
 from evenpipe.runtime.batch import Batch, Inputs, cut, distribute
 from evenpipe.runtime.checkpointing import checkpointing_of_layers
+from evenpipe.runtime.checkpoints import Checkpoint, load, open_checkpoint, save
+from evenpipe.runtime.checkpoints.resumed_model import check_same_model
 from evenpipe.runtime.clock import Conversion, read_clocks
 from evenpipe.runtime.device import build
 from evenpipe.runtime.experts import split_once
@@ -678,6 +680,78 @@ class Pipeline:
         Collective.
         """
         return dict(self.stream_state())
+
+    def save_checkpoint(
+        self,
+        folder: str | Path,
+        step: int,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        keep: int | None = 2,
+    ) -> Path:
+        """Saves all that a loop needs to go on as if it had not stopped, and gives the checkpoint's folder,
+        `folder/step-NNNNNNNN`. Any number of processes, any schedule and any vocabulary mode can load it.
+
+        A checkpoint is whole or not picked up (`evenpipe.newest_checkpoint`), whenever a process or the disk fails. The
+        first save takes the folder for this run, until its first process ends; another run's is then refused. Random
+        generators are not saved: seed them by the step where they matter, as in `torch.manual_seed(step)` for dropout.
+        Collective.
+
+        Args:
+            folder: of all checkpoints of the run, which all processes see.
+            step: optimizer steps taken. A checkpoint of the same step is replaced.
+            optimizer: over parameters of this pipeline: its state, and the options of its groups, learning rates among
+                them. None for a process without a parameter to train.
+            scheduler: of that optimizer, as in `torch.optim.lr_scheduler`; the optimizer then has as many groups on
+                every process.
+            extra: what else the loop needs, such as where it stands in its data: what JSON can hold. The first
+                process's counts.
+            keep: how many checkpoints remain, this one and the newest before it; None: all.
+
+        Raises:
+            InputError: another run holds the folder, or something cannot be saved; the sentence names it.
+            RunError: a disk or a process failed; the checkpoints before it are as they were.
+        """
+        check_kinds(step=step, optimizer=optimizer, extra=extra)
+        config = self.description.config
+        metadata = {
+            **({} if config is None else {"model_config": config.to_dict()}),
+            "tied": self.description.tied,
+            "extra": dict(extra or {}),
+        }
+        shards = self.parameter_shards()
+        return save(folder, step, shards, optimizer, metadata, self.process_group, scheduler=scheduler, keep=keep)
+
+    def load_checkpoint(
+        self,
+        checkpoint: Checkpoint | str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+    ) -> dict[str, Any]:
+        """Goes on from a checkpoint: fills parameters, optimizer and scheduler; gives the `extra` that was saved.
+
+        When anything fails all of them are as before. The options of a parameter's group become those that it was saved
+        with; to go on with others, set them afterwards. Collective.
+
+        Args:
+            checkpoint: from `evenpipe.newest_checkpoint`, or the folder of one.
+            optimizer: of the kind that was saved; None leaves its state unread.
+            scheduler: of the kind that was saved.
+
+        Raises:
+            InputError: it is damaged, or does not fit the model, the optimizer or the scheduler.
+            RunError: a disk or a process failed.
+        """
+        check_kinds(optimizer=optimizer)
+        if not isinstance(checkpoint, Checkpoint):
+            checkpoint = open_checkpoint(checkpoint, self.process_group)
+        for change in check_same_model(checkpoint, self.description):
+            if self._is_very_first:
+                logger.warning(change)
+        load(checkpoint, self.parameter_shards(), optimizer, self.process_group, scheduler=scheduler)
+        return checkpoint.extra
 
     def save_pretrained(self, path: str | Path) -> None:
         """Writes a Hugging Face folder that `from_pretrained` loads: safetensors, config and generation config.

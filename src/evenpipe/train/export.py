@@ -4,12 +4,12 @@ The checkpoint is verified first. Then tensor after tensor is read whole, whatev
 under its name on disk to safetensors files; memory holds one of these files (`max_shard_size`) at most. Beside them
 stand config.json, generation_config.json and the tokenizer. A tied head is left out: the embedding stands for both.
 
-What run.json has to say for that, as the trainer gives it to `save`:
+What run.json has to say for that, as `Pipeline.save_checkpoint` writes it:
 
-    model_config        the transformers config, as its `to_dict` gives it
-    tied                whether embedding and head are one matrix; compared with what the config says
-    tokenizer           optional: its folder, relative to the checkpoint's
-    generation_config   optional: as its `to_dict` gives it; without it, what the model's config implies
+    model_config              the transformers config, as its `to_dict` gives it
+    tied                      whether embedding and head are one matrix; compared with what the config says
+    extra.tokenizer           optional: its folder, relative to the checkpoint's
+    extra.generation_config   optional: as its `to_dict` gives it; without it, what the model's config implies
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import Description, describe, disk_tensors, persistent_buffers, save_tensors, write_folder_metadata
+from evenpipe.runtime.checkpoints.agreement import describe_os_error
+from evenpipe.runtime.checkpoints.checkpoint import read_tensors
+from evenpipe.runtime.checkpoints.checkpoint_folder import RUN, Checkpoint, find_latest, is_checkpoint, open_checkpoint
+from evenpipe.runtime.checkpoints.checkpoint_state import PARAMETERS, parameter_names
+from evenpipe.runtime.checkpoints.checkpoint_storage import read_index
+from evenpipe.runtime.checkpoints.manifest import sync_folder
 from evenpipe.runtime.messages import dtype_name
-from evenpipe.train.agreement import describe_os_error
-from evenpipe.train.checkpoint import read_tensors
-from evenpipe.train.checkpoint_folder import RUN, Checkpoint, find_latest, is_checkpoint, open_checkpoint
-from evenpipe.train.checkpoint_state import PARAMETERS, parameter_names
-from evenpipe.train.checkpoint_storage import read_index
-from evenpipe.train.manifest import sync_folder
 
 MAXIMUM_SHARD_BYTES = 4 * 2**30
 
@@ -90,8 +90,8 @@ def export_checkpoint(
         temporary.mkdir(parents=True)
         save_tensors(temporary, _tensors(source, description, wanted), max_shard_size)
         write_folder_metadata(description, temporary, kept)
-        if "generation_config" in source.metadata:
-            text = json.dumps(source.metadata["generation_config"], indent=2)
+        if "generation_config" in source.extra:
+            text = json.dumps(source.extra["generation_config"], indent=2)
             (temporary / "generation_config.json").write_text(text + "\n", encoding="utf-8")
         _copy_tokenizer(source, temporary)
         _sync(temporary)
@@ -114,13 +114,11 @@ def _open(path: Path) -> Checkpoint:
         return open_checkpoint(path, alone=True)
     for folder in (path / "checkpoints", path):
         found = find_latest(folder, alone=True)
-        if found.checkpoint is not None:
+        checkpoint = found.sound()
+        if checkpoint is not None:
             for rejected in found.rejected:
                 warnings.warn(f"passed over {rejected.path}: {rejected.reason}", stacklevel=3)
-            return found.checkpoint
-        if found.rejected:
-            newest = found.rejected[0]
-            raise InputError(f"{str(folder)!r} holds no sound checkpoint: {newest.path.name}: {newest.reason}")
+            return checkpoint
     raise InputError(f"{str(path)!r} holds no checkpoint; expected a checkpoint's folder, or that of a run")
 
 
@@ -179,8 +177,8 @@ def _tensors(
 
 
 def _copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
-    named = checkpoint.metadata.get("tokenizer")
-    if named is None:
+    named = checkpoint.extra.get("tokenizer")
+    if not isinstance(named, str):
         return
     source = checkpoint.path / named
     files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]

@@ -7,11 +7,11 @@ import sys
 
 from evenpipe.errors import InputError
 from evenpipe.given import plain, plain_lines
+from evenpipe.runtime.checkpoints.folder_lock import Claim, claim, release
 from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_to_dict
 from evenpipe.train.data import prepare
 from evenpipe.train.files import check_folders, disk_errors, write_json
-from evenpipe.train.folder_lock import Claim, claim, release
 from evenpipe.train.model_source import check_schedule, check_shape, model_config, pipeline_model
 
 SET_UP = "set up"  # the mark of the first process: it has done its part

@@ -22,22 +22,20 @@ import torch
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.runtime import StepResult, initialise_worker
+from evenpipe.runtime.checkpoints import Checkpoint, find_latest, prepare_folder
+from evenpipe.runtime.checkpoints.folder_lock import Claim, join
 from evenpipe.schedule import Timeline
 from evenpipe.schedule.trace_file import write_trace
 from evenpipe.train.build import build_pipeline
-from evenpipe.train.checkpoint import load, save
-from evenpipe.train.checkpoint_folder import find_latest, prepare_folder
 from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_to_dict
 from evenpipe.train.data import PreparedData, data_identity, open_batches, open_data
 from evenpipe.train.files import disk_errors
-from evenpipe.train.folder_lock import Claim, join
 from evenpipe.train.metrics import Metrics, RunningMean, StepMetrics
 from evenpipe.train.model_source import generation_config
 from evenpipe.train.optimization import adamw, learning_rate
 from evenpipe.train.packing import Batches
 from evenpipe.train.report import DeviceReport, Prediction, RunReport, ScheduleReport, report_text, write_report
-from evenpipe.train.resumed_model import check_same_model
 
 BASELINE = "first-last"
 
@@ -112,21 +110,15 @@ class _Run:
         config, group = self.config, self.pipeline.process_group
         prepare_folder(config.checkpoint_folder, group)
         found = find_latest(config.checkpoint_folder, group)
-        if found.checkpoint is None and found.rejected:
-            newest = found.rejected[0]
-            raise InputError(
-                f"{config.checkpoint_folder} holds no sound checkpoint ({newest.path.name}: {newest.reason}); expected"
-                " one that is whole, or an empty folder to begin anew"
-            )
-        if found.checkpoint is not None:
-            state = found.checkpoint.metadata
-            self._check_data(found.checkpoint.path, state["data"])  # before shapes that differ are complained of
-            model_changes = check_same_model(found.checkpoint, self.pipeline.description)
-            load(found.checkpoint, self.pipeline.parameter_shards(), self.optimizer, group)
+        checkpoint = found.sound()
+        if checkpoint is not None:
+            state = checkpoint.extra
+            self._check_data(checkpoint.path, state["data"])  # before shapes that differ are complained of
+            self._load(checkpoint)
             decided = state["decided_steps"]
             if decided is not None and decided["for"] == self._time_box:
                 self.progress.steps, self.box_open = decided["steps"], False
-            self.progress.step = found.checkpoint.step
+            self.progress.step = checkpoint.step
             self.progress.tokens = state["tokens"]
             self.progress.mean = RunningMean(**state["running_mean"])
         self.started_step = self.progress.step
@@ -140,15 +132,21 @@ class _Run:
         )
         for rejected in found.rejected:
             self.metrics.say(f"passed over checkpoint {rejected.path.name}: {rejected.reason}")
-        if found.checkpoint is not None:
-            self.metrics.say(f"going on from {found.checkpoint.path}")
-            for change in model_changes:
-                self.metrics.say(change)
+        if checkpoint is not None:
+            self.metrics.say(f"going on from {checkpoint.path}")
             for name, value in data_identity(config, self.data).items():
                 if state["data"].get(name) != value:
                     self.metrics.say(
                         f"{name} is now {value}, was {state['data'].get(name)}: the order of the data changes"
                     )
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        """What the optimizer's groups are told (weight decay and the like) stays as the configuration has it."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        configured = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        self.pipeline.load_checkpoint(checkpoint, self.optimizer)
+        for group, options in zip(groups, configured, strict=True):
+            group.update(options)
 
     def _check_data(self, checkpoint: Path, saved: dict[str, Any]) -> None:
         """Other text, or another tokenizer: then token ids do not mean what the checkpoint has learned."""
@@ -168,27 +166,23 @@ class _Run:
         if self.metrics is not None:
             self.metrics.sync()
         progress = self.progress
-        metadata: dict[str, Any] = {
+        extra: dict[str, Any] = {
             "decided_steps": None if self.box_open else {"for": self._time_box, "steps": progress.steps},
             "tokens": progress.tokens,
             "running_mean": progress.mean.state(),
             "data": data_identity(self.config, self.data),
             "config": config_to_dict(self.config),
-            "model_config": self.pipeline.description.config.to_dict(),
-            "tied": self.pipeline.description.tied,
             "tokenizer": os.path.relpath(
                 self.config.run_folder / "tokenizer", self.config.checkpoint_folder / "step-00000000"
             ),
         }
         if self._generation_config is not None:
-            metadata["generation_config"] = self._generation_config
-        save(
+            extra["generation_config"] = self._generation_config
+        self.pipeline.save_checkpoint(
             self.config.checkpoint_folder,
             progress.step,
-            self.pipeline.parameter_shards(),
             self.optimizer,
-            metadata,
-            self.pipeline.process_group,
+            extra=extra,
             keep=self.config.checkpoint.keep,
         )
 

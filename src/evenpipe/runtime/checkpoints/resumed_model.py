@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from evenpipe.errors import InputError
 from evenpipe.model import Description
 from evenpipe.model.config_changes import config_changes
-from evenpipe.train.checkpoint_folder import RUN, Checkpoint
+from evenpipe.runtime.checkpoints.checkpoint_folder import RUN, Checkpoint
 
 
 def check_same_model(checkpoint: Checkpoint, description: Description) -> list[str]:

@@ -37,8 +37,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from evenpipe.errors import InputError
+from evenpipe.runtime.checkpoints.manifest import MANIFEST, DamagedError, Manifest, TensorEntry
 from evenpipe.runtime.messages import dtype_name, dtype_of
-from evenpipe.train.manifest import MANIFEST, DamagedError, Manifest, TensorEntry
 
 INDEX = ".metadata"
 RUN = "run.json"
@@ -139,16 +139,17 @@ def check_marks(folder: Path, manifest: Manifest) -> None:
                 raise _of_another_save(name)
 
 
-def run_json(metadata: Mapping[str, Any], save_id: str) -> bytes:
+def run_json(metadata: Mapping[str, Any], settings: Mapping[str, Any], save_id: str) -> bytes:
     """The text of run.json. Raises InputError for metadata that is not JSON."""
     try:
-        return (json.dumps({"id": save_id, "metadata": dict(metadata)}, indent=1) + "\n").encode("ascii")
+        content = {"id": save_id, "metadata": dict(metadata), "settings": settings}
+        return (json.dumps(content, indent=1) + "\n").encode("ascii")
     except (TypeError, ValueError) as error:
         raise InputError(f"metadata of a checkpoint: {error}; expected what JSON can hold") from error
 
 
-def read_run(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """The metadata in run.json.
+def read_run(folder: Path, manifest: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The metadata in run.json, and the settings, of which older checkpoints have none.
 
     Raises:
         DamagedError: it comes from another save, or is no JSON.
@@ -157,13 +158,14 @@ def read_run(folder: Path, manifest: Manifest) -> dict[str, Any]:
     try:
         content = json.loads((folder / RUN).read_bytes())
         metadata = content if manifest.id is None else content["metadata"]
-        if not isinstance(metadata, dict):
+        settings = {} if manifest.id is None else content.get("settings", {})
+        if not (isinstance(metadata, dict) and isinstance(settings, dict)):
             raise TypeError("metadata that are no object")
     except (ValueError, TypeError, KeyError) as error:
         raise DamagedError(f"{RUN} does not hold the metadata of a checkpoint") from error
     if manifest.id is not None and content.get("id") != manifest.id:
         raise _of_another_save(RUN)
-    return metadata
+    return metadata, settings
 
 
 class Reader(FileSystemReader):

@@ -15,11 +15,11 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from evenpipe.errors import InputError, RunError
+from evenpipe.runtime.checkpoints.agreement import Team
+from evenpipe.runtime.checkpoints.checkpoint import find_latest, load, open_checkpoint, prepare_folder, save
+from evenpipe.runtime.checkpoints.checkpoint_state import plan_load
+from evenpipe.runtime.checkpoints.manifest import MANIFEST, read_manifest
 from evenpipe.runtime.host_optimizer import MOMENTS, HostAdamW
-from evenpipe.train.agreement import Team
-from evenpipe.train.checkpoint import find_latest, load, open_checkpoint, prepare_folder, save
-from evenpipe.train.checkpoint_state import plan_load
-from evenpipe.train.manifest import MANIFEST, read_manifest
 
 
 @pytest.fixture

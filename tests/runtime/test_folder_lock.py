@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from evenpipe.errors import InputError, RunError
+from evenpipe.runtime.checkpoints import folder_lock as module
+from evenpipe.runtime.checkpoints.folder_lock import BEAT_SECONDS, SILENCE_SECONDS, check, claim, hold, join, release
 from evenpipe.runtime.signs import machine, started
-from evenpipe.train import folder_lock as module
-from evenpipe.train.folder_lock import BEAT_SECONDS, SILENCE_SECONDS, check, claim, hold, join, release
 
 LOCK = ".evenpipe-lock-1"
 
@@ -142,7 +142,7 @@ def test_a_lock_holds_as_long_as_its_holder_runs(  # noqa: PLR0917
         check(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == [".evenpipe-lock-2"]
     else:
-        says = rf"^folder is '.*', which {refused_by}.* writes to; expected another folder, .* prepare_folder\(.*force"
+        says = rf"^folder is '.*', which {refused_by}.* writes to; expected another folder, .*prepare_folder\(.*force"
         with pytest.raises(InputError, match=says):
             claim(tmp_path)
     assert abs(clock.seconds - seconds) <= module.POLL_SECONDS
@@ -170,7 +170,8 @@ def test_the_message_names_the_setting(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^output\.folder is '.*; --force takes the folder from it, and"):
         claim(tmp_path, field="output.folder", by_force="--force")
     with pytest.raises(
-        InputError, match=r"^folder is '.*; prepare_folder\(\.\.\., force=True\) takes the folder from it"
+        InputError,
+        match=r"^folder is '.*; evenpipe\.runtime\.checkpoints\.prepare_folder\(\.\.\., force=True\) takes the folder",
     ):
         hold(tmp_path)
 

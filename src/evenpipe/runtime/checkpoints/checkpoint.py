@@ -4,7 +4,8 @@ A checkpoint is a folder `step-00000020`:
 
     __0_0.distcp, __1_0.distcp, ...   tensors, one file per process, in torch's distributed checkpoint format
     .metadata                         torch's index of them
-    run.json                          all that is not a tensor: data position, scheduler, config, model config
+    run.json                          all that is not a tensor: learning rates and other settings of the optimizer and
+                                      the scheduler (settings.py), model config, what the caller adds
     manifest.json                     size and SHA-256 of all the others, every tensor's shape and dtype, and the id of
                                       the save, which all the others carry too
 
@@ -39,6 +40,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
@@ -46,8 +48,8 @@ from torch.distributed.tensor import DTensor
 
 import evenpipe
 from evenpipe.errors import InputError, RunError
-from evenpipe.train.agreement import Team, describe_os_error
-from evenpipe.train.checkpoint_folder import (
+from evenpipe.runtime.checkpoints.agreement import Team, describe_os_error
+from evenpipe.runtime.checkpoints.checkpoint_folder import (
     Checkpoint,
     Found,
     Rejected,
@@ -56,9 +58,17 @@ from evenpipe.train.checkpoint_folder import (
     find_latest,
     open_checkpoint,
     prepare_folder,
+    remove_stale,
 )
-from evenpipe.train.checkpoint_state import ParameterShard, State, parameter_names, plan_load, tensors_to_save
-from evenpipe.train.checkpoint_storage import (
+from evenpipe.runtime.checkpoints.checkpoint_state import (
+    LoadPlan,
+    ParameterShard,
+    State,
+    parameter_names,
+    plan_load,
+    tensors_to_save,
+)
+from evenpipe.runtime.checkpoints.checkpoint_storage import (
     INDEX,
     RUN,
     Reader,
@@ -68,8 +78,8 @@ from evenpipe.train.checkpoint_storage import (
     run_json,
     tensor_entries,
 )
-from evenpipe.train.folder_lock import check, hold
-from evenpipe.train.manifest import (
+from evenpipe.runtime.checkpoints.folder_lock import check, hold
+from evenpipe.runtime.checkpoints.manifest import (
     MANIFEST,
     DamagedError,
     FileEntry,
@@ -79,6 +89,7 @@ from evenpipe.train.manifest import (
     sync_folder,
     write_synced,
 )
+from evenpipe.runtime.checkpoints.settings import SettingsPlan, describe_settings, merge_settings
 
 __all__ = [
     "Checkpoint",
@@ -105,6 +116,7 @@ def save(  # noqa: PLR0917
     metadata: Mapping[str, Any],
     process_group: dist.ProcessGroup | None = None,
     *,
+    scheduler: Any = None,
     keep: int | None = 2,
 ) -> Path:
     """Saves a checkpoint and gives its folder, `folder/step-NNNNNNNN`. Collective.
@@ -114,14 +126,15 @@ def save(  # noqa: PLR0917
         step: optimizer steps taken. A checkpoint of the same step is replaced, once the new one is whole.
         shards: what this process holds, by Hugging Face name (`Pipeline.parameter_shards()`).
         optimizer: its parameters are among those of `shards`. Its state is saved as it is, and nothing where there is
-            none.
+            none. The options of its groups, such as the learning rate, are saved too.
         metadata: all else that resuming needs, as JSON. That of the first process counts.
+        scheduler: of that optimizer, in the manner of `torch.optim.lr_scheduler`; its state is saved.
         keep: how many checkpoints remain, this one and the newest whole ones before it; None keeps all. Those of later
             steps (left over when a run was resumed at an earlier one) stay.
 
     Raises:
-        InputError: something in `metadata` is not JSON, the optimizer has state that is no tensor, or another run holds
-            the folder.
+        InputError: something in `metadata`, or a setting of the optimizer or scheduler, is not JSON, the optimizer has
+            state that is no tensor, or another run holds the folder.
         RunError: the disk is full, another run has taken the folder from this one, or any other failure of disk or
             process; what was written is removed, and the checkpoints before it are as they were.
     """
@@ -133,15 +146,21 @@ def save(  # noqa: PLR0917
 
     def collect() -> dict[str, Any]:
         state.update(tensors_to_save(shards, optimizer, team))
+        own = describe_settings(optimizer, scheduler, _names(shards))
         if team.rank == 0:
-            run_json(metadata, "")
+            run_json(metadata, {}, "")
         size = sum(
             tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes for tensor in state.values()
         )
-        return {"bytes": size + _BYTES_PER_TENSOR * (len(state) + 1), "id": secrets.token_hex(16)}
+        return {
+            "bytes": size + _BYTES_PER_TENSOR * (len(state) + 1),
+            "id": secrets.token_hex(16),
+            "settings": own,
+        }
 
     def make_room() -> None:
-        hold(folder)
+        if hold(folder):
+            remove_stale(folder)
         space = os.statvfs(folder)
         free = space.f_bavail * space.f_frsize
         if space.f_blocks and free < needed:
@@ -160,7 +179,7 @@ def save(  # noqa: PLR0917
             raise RunError(f"the processes do not hold the whole of every tensor between them: {error}") from error
         files = {name: FileEntry(**entry) for part in parts for name, entry in part["files"].items()}
         files[INDEX] = hash_file(temporary / INDEX)
-        files[RUN] = write_synced(temporary / RUN, run_json(metadata, save_id))
+        files[RUN] = write_synced(temporary / RUN, run_json(metadata, settings, save_id))
         versions = {"evenpipe": evenpipe.__version__, "torch": torch.__version__}
         manifest = Manifest(step, files, tensor_entries(index), versions, save_id)
         check_marks(temporary, manifest)
@@ -179,6 +198,7 @@ def save(  # noqa: PLR0917
     try:
         collected = team.everywhere(collect)
         needed, save_id = sum(each["bytes"] for each in collected), collected[0]["id"]
+        settings = merge_settings([each["settings"] for each in collected])
         temporary = folder / f"{published.name}.{save_id}.tmp"
         writer = Writer(temporary, save_id)
         try:
@@ -203,8 +223,10 @@ def load(
     shards: Mapping[str, ParameterShard],
     optimizer: torch.optim.Optimizer | None = None,
     process_group: dist.ProcessGroup | None = None,
+    *,
+    scheduler: Any = None,
 ) -> dict[str, Any]:
-    """Loads parameters and optimizer state into what this process holds; gives the checkpoint's metadata. Collective.
+    """Loads parameters, optimizer and scheduler into this process's own; gives the checkpoint's metadata. Collective.
 
     The number of processes and the way in which the vocabulary is spread over them need not be those of saving. All is
     read into fresh tensors first, moments also into memory of the host that a `HostAdamW` has not used yet: when
@@ -214,30 +236,39 @@ def load(
 
     Args:
         checkpoint: from find_latest or open_checkpoint.
-        shards, optimizer: as for `save`. Without an optimizer its state is left unread.
+        shards, optimizer, scheduler: as for `save`. Without an optimizer its state is left unread. With one the options
+            of its groups become those of the checkpoint, learning rates among them; a parameter keeps its own, whatever
+            the groups of a process were when it was saved.
 
     Raises:
-        InputError: names, shapes or dtypes are not those of the checkpoint.
+        InputError: names, shapes or dtypes are not those of the checkpoint, or the kind of optimizer or scheduler, or
+            their groups.
         RunError: a file cannot be read, or a process died.
     """
     team = Team(process_group)
-    plan = _value(team, lambda: plan_load(checkpoint.manifest, shards, optimizer, team))
+    where = f"the checkpoint {str(checkpoint.path)!r}"
+
+    def prepare() -> tuple[LoadPlan, SettingsPlan]:
+        plan = plan_load(checkpoint.manifest, shards, optimizer, team)
+        return plan, SettingsPlan(checkpoint.settings, optimizer, scheduler, _names(shards), where)
+
+    plan, settings = _value(team, prepare)
     known = {name for names in team.gather(sorted(shards)) for name in names}
     unknown = sorted(set(parameter_names(checkpoint.manifest)) - known)
     if unknown:
         raise InputError(
-            f"the checkpoint {str(checkpoint.path)!r} holds {unknown[0]!r} and {len(unknown) - 1} more parameters that "
-            "the model does not have"
+            f"{where} holds {unknown[0]!r} and {len(unknown) - 1} more parameters that the model does not have"
         )
 
     def read() -> None:
         try:
             read_tensors(checkpoint, read_index(checkpoint.path, checkpoint.manifest), plan.state)
         except DamagedError as error:
-            raise InputError(f"the checkpoint {str(checkpoint.path)!r} cannot be used: {error}") from error
+            raise InputError(f"{where} cannot be used: {error}") from error
 
     team.everywhere(read)
     plan.put_in_place()
+    settings.put_in_place()
     return checkpoint.metadata
 
 
@@ -253,6 +284,10 @@ def read_tensors(checkpoint: Checkpoint, index: Metadata, state: State) -> None:
             load_state_dict(state, storage_reader=Reader(checkpoint.path, index), no_dist=True)
     except CheckpointException as exception:
         raise RunError(f"the checkpoint {str(checkpoint.path)!r} cannot be read: {_describe(exception)}") from exception
+
+
+def _names(shards: Mapping[str, ParameterShard]) -> dict[nn.Parameter, str]:
+    return {shard.parameter: name for name, shard in shards.items()}
 
 
 def _put_in_place(temporary: Path, published: Path) -> None:

@@ -20,13 +20,13 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, StorageMeta
 
 from evenpipe.errors import InputError, RunError
-from evenpipe.train import checkpoint as module
-from evenpipe.train.agreement import Team
-from evenpipe.train.checkpoint import find_latest, load, open_checkpoint
-from evenpipe.train.checkpoint_folder import discard
-from evenpipe.train.checkpoint_state import tensors_to_save
-from evenpipe.train.checkpoint_storage import tensor_entries
-from evenpipe.train.manifest import MANIFEST, Manifest, hash_file, read_manifest
+from evenpipe.runtime.checkpoints import checkpoint as module
+from evenpipe.runtime.checkpoints.agreement import Team
+from evenpipe.runtime.checkpoints.checkpoint import find_latest, load, open_checkpoint
+from evenpipe.runtime.checkpoints.checkpoint_folder import discard
+from evenpipe.runtime.checkpoints.checkpoint_state import tensors_to_save
+from evenpipe.runtime.checkpoints.checkpoint_storage import tensor_entries
+from evenpipe.runtime.checkpoints.manifest import MANIFEST, Manifest, hash_file, read_manifest
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from evenpipe.errors import InputError
+from evenpipe.runtime.checkpoints.agreement import Team
+from evenpipe.runtime.checkpoints.manifest import Manifest, TensorEntry
 from evenpipe.runtime.host_optimizer import HostAdamW
 from evenpipe.runtime.messages import dtype_name
-from evenpipe.train.agreement import Team
-from evenpipe.train.manifest import Manifest, TensorEntry
 
 PARAMETERS = "parameters."
 OPTIMIZER = "optimizer."

@@ -100,7 +100,7 @@ def claim(
     *,
     force: bool = False,
     field: str = "folder",
-    by_force: str = "prepare_folder(..., force=True)",
+    by_force: str = "evenpipe.runtime.checkpoints.prepare_folder(..., force=True)",
 ) -> Claim:
     """Takes the lock of a folder, which is made if there is none. A process that holds it already gets the same again.
 
@@ -139,12 +139,13 @@ def join(claims: Iterable[Claim]) -> None:
     _claims.update({claim.folder: claim for claim in claims})
 
 
-def hold(folder: str | os.PathLike[str]) -> None:
-    """`check` where this process has the lock or has had it, else `claim`."""
+def hold(folder: str | os.PathLike[str]) -> bool:
+    """`check` where this process has the lock or has had it, else `claim`; whether it was taken only now."""
     if os.path.realpath(folder) in _claims:
         check(folder)
-    else:
-        claim(folder)
+        return False
+    claim(folder)
+    return True
 
 
 def check(folder: str | os.PathLike[str]) -> None:

@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 
 from evenpipe.errors import InputError
-from evenpipe.train import manifest as module
-from evenpipe.train.manifest import DamagedError, FileEntry, Manifest, TensorEntry, check_hash, check_sizes, hash_file
+from evenpipe.runtime.checkpoints import manifest as module
+from evenpipe.runtime.checkpoints.manifest import (
+    DamagedError,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    check_hash,
+    check_sizes,
+    hash_file,
+)
 
 MANIFEST = Manifest(
     step=20,

@@ -12,17 +12,17 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from evenpipe.errors import InputError
-from evenpipe.train.agreement import Team, describe_os_error
-from evenpipe.train.checkpoint_storage import INDEX, RUN, check_marks, read_index, read_run
-from evenpipe.train.folder_lock import claim
-from evenpipe.train.manifest import (
+from evenpipe.runtime.checkpoints.agreement import Team, describe_os_error
+from evenpipe.runtime.checkpoints.checkpoint_storage import INDEX, RUN, check_marks, read_index, read_run
+from evenpipe.runtime.checkpoints.folder_lock import claim
+from evenpipe.runtime.checkpoints.manifest import (
     MANIFEST,
     DamagedError,
     FileEntry,
@@ -45,7 +45,15 @@ class Checkpoint:
     step: int
     manifest: Manifest
     metadata: dict[str, Any]
-    """The content of run.json: what the trainer gave to `save`."""
+    """In run.json, what was given to `save`."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """In run.json, of the optimizer and the scheduler (settings.py)."""
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What was given to `Pipeline.save_checkpoint` as `extra`."""
+        extra: dict[str, Any] = self.metadata.get("extra", self.metadata)  # the trainer's own stood there once
+        return extra
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,17 @@ class Found:
 
     checkpoint: Checkpoint | None
     rejected: tuple[Rejected, ...]
+
+    def sound(self) -> Checkpoint | None:
+        """The checkpoint to go on from; None: there has been none. Raises InputError when all there are were rejected:
+        to begin anew would end in their place."""
+        if self.checkpoint is None and self.rejected:
+            newest = self.rejected[0]
+            raise InputError(
+                f"{str(newest.path.parent)!r} holds no sound checkpoint ({newest.path.name}: {newest.reason}); expected"
+                " one that is whole, or an empty folder to begin anew"
+            )
+        return self.checkpoint
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -90,10 +109,39 @@ def prepare_folder(
             probe.unlink()
         except OSError as error:
             raise InputError(f"the folder for checkpoints cannot be written to: {describe_os_error(error)}") from error
-        for stale in path.glob("step-*.tmp"):
-            discard(stale)
+        remove_stale(path)
 
     team.first(prepare)
+
+
+def remove_stale(folder: Path) -> None:
+    """Removes what a killed run left half written. For the holder of the folder's lock, before its first save."""
+    for stale in folder.glob("step-*.tmp"):
+        discard(stale)
+
+
+def newest_checkpoint(
+    folder: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None
+) -> Checkpoint | None:
+    """The newest checkpoint in a folder that is whole to the last bit, None where there has never been one.
+
+    `path` and `step` say which one it is; `Pipeline.load_checkpoint` loads it. Every file is read and hashed. Newer
+    checkpoints that are damaged are passed over, with a warning that says why. Collective over `process_group`, by
+    default all processes: all get the same answer.
+
+    folder: of checkpoints, as given to `Pipeline.save_checkpoint`.
+
+    Raises:
+        InputError: no checkpoint in the folder is sound, or the folder is itself a checkpoint.
+        RunError: a disk or a process failed.
+    """
+    if is_checkpoint(Path(folder)):
+        raise InputError(f"{str(folder)!r} is one checkpoint, expected the folder that holds checkpoints")
+    found = find_latest(folder, process_group)
+    if Team(process_group).rank == 0:
+        for rejected in found.rejected:
+            _log.warning("passed over checkpoint %s: %s", rejected.path, rejected.reason)
+    return found.sound()
 
 
 def find_latest(
@@ -150,11 +198,12 @@ def _verify(path: Path, team: Team, named_step: int | None) -> Checkpoint:
     def check_contents() -> dict[str, Any]:
         check_marks(path, manifest)
         read_index(path, manifest)
-        return {"metadata": read_run(path, manifest)}
+        metadata, settings = read_run(path, manifest)
+        return {"metadata": metadata, "settings": settings}
 
     manifest = Manifest.from_bytes(_sound(team, check_cheaply, alone=True)["manifest"].encode("ascii"))
     _sound(team, check_share)
-    return Checkpoint(path, manifest.step, manifest, _sound(team, check_contents, alone=True)["metadata"])
+    return Checkpoint(path, manifest.step, manifest, **_sound(team, check_contents, alone=True))
 
 
 def _sound(team: Team, work: Callable[[], dict[str, Any]], *, alone: bool = False) -> dict[str, Any]:

@@ -1,0 +1,15 @@
+"""Checkpoints of a pipeline and its optimizer: whole or not picked up, and loaded in any other layout.
+
+`Pipeline.save_checkpoint`, `Pipeline.load_checkpoint` and `newest_checkpoint` are what users hold.
+"""
+
+from evenpipe.runtime.checkpoints.checkpoint import load, save
+from evenpipe.runtime.checkpoints.checkpoint_folder import (
+    Checkpoint,
+    find_latest,
+    newest_checkpoint,
+    open_checkpoint,
+    prepare_folder,
+)
+
+__all__ = ["Checkpoint", "find_latest", "load", "newest_checkpoint", "open_checkpoint", "prepare_folder", "save"]

@@ -1,0 +1,219 @@
+"""What an optimizer and a scheduler know beside tensors, as JSON: learning rates, other options of groups, counters.
+
+An optimizer's groups differ from process to process, since each holds other parameters. So options are saved by the
+names of the parameters that they hold for, and a group gets those of its own parameters back, in any layout. A
+scheduler keeps lists with one entry per group: with one, every process has the same number of groups, empty ones among
+them, and its state is the same everywhere.
+
+    {"optimizer": {"type": "AdamW", "groups": [{"lr": 0.001, ...}, ...], "group_of": {"lm_head.weight": 0, ...}},
+     "scheduler": {"type": "LambdaLR", "groups": 2, "state": {...}}}
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from evenpipe.errors import InputError
+
+_OF_THE_MACHINE = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+"""Entries of a group that are not restored: they say where and how the optimizer computes, not what."""
+
+_log = logging.getLogger(__name__)
+
+
+def describe_settings(optimizer: Optimizer | None, scheduler: Any, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    """The settings of this process, for `merge_settings`.
+
+    Raises:
+        InputError: something that JSON cannot hold.
+    """
+    _check_pair(optimizer, scheduler)
+    own: dict[str, Any] = {}
+    if optimizer is not None:
+        own["type"] = _kind(optimizer)
+        own["groups"] = [
+            {
+                "options": {
+                    name: _to_json(value, f"optimizer: {name!r} of a group")
+                    for name, value in group.items()
+                    if name not in _OF_THE_MACHINE
+                },
+                "parameters": [names[parameter] for parameter in group["params"]],
+            }
+            for group in optimizer.param_groups
+        ]
+    if scheduler is not None:
+        own["scheduler"] = type(scheduler).__name__
+        own["state"] = _to_json(scheduler.state_dict(), "scheduler: its state")
+    return own
+
+
+def merge_settings(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What a checkpoint holds, from what every process says of itself, by rank.
+
+    Raises:
+        InputError: with a scheduler, processes have different numbers of groups.
+    """
+    settings: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    group_of: dict[str, int] = {}
+    for part in parts:
+        for place, group in enumerate(part.get("groups", [])):
+            options = group["options"]
+            if place >= len(groups) or options not in groups:
+                groups.append(options)
+                number = len(groups) - 1
+            else:
+                number = place if groups[place] == options else groups.index(options)
+            group_of |= dict.fromkeys(group["parameters"], number)
+        if "type" in part:
+            settings["optimizer"] = {"type": part["type"], "groups": groups, "group_of": group_of}
+    scheduled = [(rank, part) for rank, part in enumerate(parts) if "scheduler" in part]
+    for rank, part in scheduled:
+        first_rank, first = scheduled[0]
+        if len(part["groups"]) != len(first["groups"]):
+            raise InputError(
+                f"scheduler: the optimizer has {len(first['groups'])} groups on process {first_rank} and "
+                f"{len(part['groups'])} on process {rank}, expected as many on every process, empty ones among them"
+            )
+        settings["scheduler"] = {"type": first["scheduler"], "groups": len(first["groups"]), "state": first["state"]}
+    return settings
+
+
+class SettingsPlan:
+    """The settings of a checkpoint that go into an optimizer and a scheduler, checked; without effect until then.
+
+    where: the checkpoint, in words.
+
+    Raises:
+        InputError: the checkpoint has another optimizer or scheduler, or none, or groups that were cut otherwise.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        optimizer: Optimizer | None,
+        scheduler: Any,
+        names: Mapping[nn.Parameter, str],
+        where: str,
+    ) -> None:
+        _check_pair(optimizer, scheduler)
+        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._scheduler, self._state = scheduler, None
+        saved = settings.get("optimizer")
+        if optimizer is not None and saved is not None:
+            if saved["type"] != _kind(optimizer):
+                raise InputError(f"optimizer: it is {_kind(optimizer)}, and {where} was saved with {saved['type']}")
+            for place, group in enumerate(optimizer.param_groups):
+                options = _options_of_group(saved, place, [names[one] for one in group["params"]], where)
+                if options is not None:
+                    self._groups.append((group, options))
+        saved = settings.get("scheduler")
+        if scheduler is not None:
+            self._state = _state_of_scheduler(saved, optimizer, scheduler, where)
+        elif optimizer is not None and saved is not None:
+            _log.warning(
+                "%s holds the state of a scheduler (%s), and none is given: the learning rate follows no schedule that"
+                " was saved",
+                where,
+                saved["type"],
+            )
+
+    def put_in_place(self) -> None:
+        for group, options in self._groups:
+            for name, value in options.items():
+                held = group.get(name)
+                if isinstance(held, Tensor):  # a learning rate that a compiled step reads
+                    held.fill_(value)
+                else:
+                    group[name] = value
+        if self._state is not None:
+            self._scheduler.load_state_dict(self._state)
+
+
+def _check_pair(optimizer: Optimizer | None, scheduler: Any) -> None:
+    if scheduler is None:
+        return
+    if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
+        raise InputError(f"scheduler: {type(scheduler).__name__}, expected one of torch.optim.lr_scheduler, or None")
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise InputError("scheduler: it schedules another optimizer, expected a scheduler of the optimizer given")
+
+
+def _kind(optimizer: Optimizer) -> str:
+    """The class of torch's that an optimizer is, so that moments on the host are no other kind; else its own class."""
+    for kind in type(optimizer).__mro__:
+        if kind.__module__.startswith("torch.optim") and kind is not Optimizer:
+            return kind.__name__
+    return type(optimizer).__name__
+
+
+def _options_of_group(
+    saved: Mapping[str, Any], place: int, parameters: Sequence[str], where: str
+) -> dict[str, Any] | None:
+    """The options that its parameters had; by its place where it has none; None: nothing of it was saved."""
+    groups = saved["groups"]
+    options = {name: groups[saved["group_of"][name]] for name in parameters if name in saved["group_of"]}
+    if not parameters and place < len(groups):
+        options[""] = groups[place]
+    if not options:
+        return None
+    first = next(iter(options))
+    for name, others in options.items():
+        if others != options[first]:
+            raise InputError(
+                f"optimizer: {first!r} and {name!r} stand in one group, and {where} has other options for each;"
+                " expected the groups that they were saved in"
+            )
+    return {name: _from_json(value) for name, value in options[first].items()}
+
+
+def _state_of_scheduler(
+    saved: Mapping[str, Any] | None, optimizer: Optimizer | None, scheduler: Any, where: str
+) -> dict[str, Any]:
+    kind, groups = type(scheduler).__name__, 0 if optimizer is None else len(optimizer.param_groups)
+    if saved is None:
+        raise InputError(f"scheduler: {kind}, but {where} was saved without one")
+    if saved["type"] != kind:
+        raise InputError(f"scheduler: it is {kind}, and {where} was saved with {saved['type']}")
+    if saved["groups"] != groups:
+        raise InputError(
+            f"scheduler: the optimizer has {groups} groups here and had {saved['groups']} in {where}, expected as many,"
+            " empty ones among them"
+        )
+    state: dict[str, Any] = _from_json(saved["state"])
+    return state
+
+
+def _to_json(value: Any, what: str) -> Any:
+    """JSON that `_from_json` turns back: tables may have keys of any kind, and tuples stay tuples."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_to_json(item, what) for item in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_to_json(item, what) for item in value]}
+    if isinstance(value, Mapping):
+        items = [[_to_json(key, what), _to_json(item, what)] for key, item in value.items()]
+        return {"counts" if isinstance(value, Counter) else "items": items}
+    raise InputError(f"{what} is {type(value).__name__}, expected numbers, texts, and lists and tables of them")
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, items),) = value.items()
+    if kind == "tuple":
+        return tuple(_from_json(item) for item in items)
+    table = {_from_json(key): _from_json(item) for key, item in items}
+    return Counter(table) if kind == "counts" else table
