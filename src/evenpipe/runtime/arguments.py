@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import clip_grad
 
 from evenpipe.errors import InputError
 from evenpipe.model import Description
@@ -41,6 +44,26 @@ def check_no_autocast(torch_device: torch.device) -> None:
             f"torch.autocast is on, with {dtype}, expected steps outside of it: Pipeline(compute_dtype={dtype})"
             " computes in that dtype"
         )
+
+
+_NORMS = {"clip_grad_norm_", "get_total_norm", "_get_total_norm"}
+
+
+def refuse_norm_of_one_process() -> None:
+    """For parameters as they are handed out: torch's norm of one process's part would clip every process differently.
+
+    Raises InputError inside of `torch.nn.utils.clip_grad_norm_` or `get_total_norm`, which may draw them from
+    generators of the caller's.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == clip_grad.__name__ and frame.f_code.co_name in _NORMS:
+            raise InputError(
+                f"torch.nn.utils.{frame.f_code.co_name} sees the gradients of this process alone, and would scale each"
+                " process by another norm; expected pipeline.clip_gradients(max_norm), which scales all by the norm of"
+                " all gradients and returns it"
+            )
+        frame = frame.f_back
 
 
 def _or_none(kind: type) -> Any:

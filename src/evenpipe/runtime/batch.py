@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,8 +38,8 @@ class Microbatch:
     targets: Tensor
     """[n] int64, on the host: the token that each position predicts, IGNORE_INDEX where there is none."""
     weights: Tensor
-    """[n] fp32 or fp64: each position's share of the step's loss; they add up to 1 over the microbatches of
-    all replicas."""
+    """[n] fp32 or fp64: each position's share of the loss of all steps that one update takes; over the microbatches of
+    all replicas they add up to 1 / `accumulate`."""
     position_ids: Tensor | None
     """[sequences, tokens] int64, or None for 0, 1, 2, ..."""
     attention_mask: Tensor | None
@@ -62,13 +63,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a caller gives for one step: all [batch, sequence]; None where the caller gives none."""
+    """What a caller gives for one step: tensors are [batch, sequence]; None where the caller gives none."""
 
     input_ids: Tensor | None
     labels: Tensor | None = None
     position_ids: Tensor | None = None
     attention_mask: Tensor | None = None
     token_weights: Tensor | None = None
+    accumulate: int = 1
+    """Steps whose gradients are added up before one update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class Totals:
     weight: float
     """Sum of the weights of all positions with a label that counts: their number, where none are given."""
     valid_tokens: int
+    accumulate: int = 1
 
 
 def check(inputs: Inputs, *, microbatches: int, model: Description) -> None:
@@ -91,6 +95,8 @@ def check(inputs: Inputs, *, microbatches: int, model: Description) -> None:
     for name, value in zip(INPUT_NAMES, _fields(inputs), strict=True):
         if value is not None and not isinstance(value, Tensor):
             raise InputError(f"{name}: {type(value).__name__}, expected a torch.Tensor")
+    if type(inputs.accumulate) is not int or inputs.accumulate < 1:
+        raise InputError(f"accumulate: {inputs.accumulate!r}, expected a whole number of steps, 1 or more")
     if input_ids is None:
         raise InputError(
             "input_ids: the first process of the pipeline was given None, expected [batch, sequence] int64"
@@ -163,8 +169,8 @@ def distribute(
 ) -> tuple[Inputs, Totals]:
     """Checks the step's inputs on the first process of the pipeline and sends them to all others.
 
-    Collective. Over the data axis: all gather four numbers of each, three of which count from first processes only.
-    Then over the pipeline axis: all gather the first process's header of eight numbers and what the others say of their
+    Collective. Over the data axis: all gather five numbers of each, four of which count from first processes only.
+    Then over the pipeline axis: all gather the first process's header of nine numbers and what the others say of their
     parameters; the first one broadcasts an int64 tensor with everything that is an integer, then the weights where
     there are any.
 
@@ -184,34 +190,41 @@ def distribute(
     """
     fault: InputError | None = None
     is_source = communicator is None or communicator.rank == communicator.members[0]
-    own = [0, 0, 0]
+    own = [0, 0, 0, 0]
     if is_source:
         try:
             check(inputs, microbatches=microbatches, model=model)
         except InputError as error:
             fault = error
         else:
-            inputs = _with_labels(Inputs(*(None if one is None else one.cpu() for one in _fields(inputs))))
+            given = zip(INPUT_NAMES, _fields(inputs), strict=True)
+            on_cpu: dict[str, Any] = {name: tensor.cpu() for name, tensor in given if tensor is not None}
+            inputs = _with_labels(replace(inputs, **on_cpu))
             total = _own_total(*_weights(inputs))
-            own = [1, _as_integer(total.weight), total.valid_tokens]
+            own = [1, _as_integer(total.weight), total.valid_tokens, inputs.accumulate]
     table = _gather(replicas, [*own, trained.fingerprint], "the weight of all batches", torch_device)
     if len({fingerprint for *_, fingerprint in table}) > 1:
         trained.dispute(_gather(replicas, list(map(int, trained.flags)), "which parameters are trained", torch_device))
-    header = [0] * 8
-    if all(given for given, *_ in table):  # as first processes see it
-        totals = Totals(sum(_as_float(weight) for _, weight, *_ in table), sum(valid for *_, valid, _ in table))
-        header = _header(inputs, totals)
+    header = [0] * 9
+    if all(good for good, *_ in table):  # as first processes see it
+        steps = [accumulate for *_, accumulate, _ in table]
+        if len(set(steps)) > 1:
+            fault = InputError(f"accumulate: {steps} by replica, expected the same number of steps in all of them")
+        else:
+            weight = sum(_as_float(weight) for _, weight, *_ in table)
+            header = _header(inputs, Totals(weight, sum(valid for _, _, valid, *_ in table), inputs.accumulate))
     elif fault is None:
         fault = InputError("input_ids: refused by the first process of another pipeline, which says why")
     table = _gather(communicator, [*header, *trained.for_devices()], "the size of the batch", torch_device)
-    sequences, tokens, has_positions, has_mask, has_weights, wide, weight, valid_tokens = table[0][: len(header)]
+    head = table[0][: len(header)]
+    sequences, tokens, has_positions, has_mask, has_weights, wide, total_weight, valid_tokens, accumulate = head
     if not sequences:
         if not is_source:
             fault = InputError("input_ids: refused by the first process of the pipeline, which says why")
         assert fault is not None
         raise fault
     trained.check([numbers[len(header) :] for numbers in table])
-    totals = Totals(_as_float(weight), valid_tokens)
+    totals = Totals(_as_float(total_weight), valid_tokens, accumulate)
     if communicator is None:
         positions, weights = (
             None if one is None else one.to(torch_device) for one in (inputs.position_ids, inputs.token_weights)
@@ -251,11 +264,11 @@ def distribute(
 
 
 def _header(inputs: Inputs, totals: Totals) -> list[int]:
-    """What others have to know before they can receive the inputs: eight numbers, the first one not 0."""
+    """What others have to know before they can receive the inputs: nine numbers, the first one not 0."""
     assert inputs.input_ids is not None
     present = [tensor is not None for tensor in (inputs.position_ids, inputs.attention_mask, inputs.token_weights)]
     wide = inputs.token_weights is not None and inputs.token_weights.dtype == torch.float64
-    return [*inputs.input_ids.shape, *present, wide, _as_integer(totals.weight), totals.valid_tokens]
+    return [*inputs.input_ids.shape, *present, wide, _as_integer(totals.weight), totals.valid_tokens, totals.accumulate]
 
 
 def _gather(
@@ -304,11 +317,13 @@ def cut(
     dtype: torch.dtype,
     torch_device: torch.device | str = "cpu",
 ) -> Batch:
-    """Shifts the labels, turns them into weights that add up to 1 over all replicas, and cuts into microbatches.
+    """Shifts the labels, turns them into weights that add up to 1 / `accumulate` over all replicas, and cuts into
+    microbatches.
 
     Labels are aligned with `input_ids`, as in transformers: position t predicts label t + 1. A position's weight is
     the token weight of the label that it predicts (1 by default) over the step's sum of weights, so that the step's
-    loss is the (weighted) mean over all its valid tokens and not a mean of means. Where no label of the step counts,
+    loss is the (weighted) mean over all its valid tokens and not a mean of means. Of several steps that one update
+    takes each counts as much as the others. Where no label of the step counts,
     all weights are 0: the loss and every gradient are then 0.
 
     A microbatch without padding has no mask, so that no stage has to look into one. With position ids it keeps it: a
@@ -325,7 +340,7 @@ def cut(
     sequences, tokens = input_ids.shape
     targets, weights = _weights(inputs)
     totals = totals or _own_total(targets, weights)
-    weights = torch.zeros_like(weights) if totals.weight == 0 else weights / totals.weight
+    weights = torch.zeros_like(weights) if totals.weight == 0 else weights / (totals.weight * totals.accumulate)
     weights = weights.to(torch_device, dtype)
     size = sequences // microbatches
 

@@ -39,6 +39,7 @@ from evenpipe.runtime.arguments import (
     dtype_of_compute,
     is_sharded,
     loss_of_model,
+    refuse_norm_of_one_process,
 )
 from evenpipe.runtime.batch import Batch, Inputs, cut, distribute
 from evenpipe.runtime.checkpointing import checkpointing_of_layers
@@ -376,6 +377,7 @@ class Pipeline:
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_weights: Tensor | None = None,
+        accumulate: int = 1,
         record_passes: bool = False,
     ) -> StepResult:
         """Forward and backward of one batch; gradients are added to those of the parameters.
@@ -391,6 +393,9 @@ class Pipeline:
             position_ids: the same shape; default 0, 1, 2, ...
             attention_mask: the same shape, 1 for tokens and 0 for padding, which must stand on the right.
             token_weights: the same shape, weight of each label in the mean; default 1.
+            accumulate: how many steps the optimizer waits for. Each adds its gradients divided by that number, so that
+                those of the update are the mean over these steps, as of one step with all their batches where each has
+                as many labels. The result's loss is the step's own. Without it their gradients, each of a mean, add up.
             record_passes: keep the times of every pass, wait and transfer in the result, and on a GPU what its memory
                 allocator did, for `trace`.
 
@@ -398,7 +403,7 @@ class Pipeline:
             InputError: a batch that is not accepted, flags that processes disagree on, or torch's autocast; the
                 sentence says what would be. Nothing has changed then.
         """
-        inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights)
+        inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights, accumulate)
         return self._run(inputs, training=True, record_passes=record_passes)
 
     def evaluate(
@@ -441,6 +446,8 @@ class Pipeline:
         weights_dtype = torch.float64 if self._compute_dtype == torch.float64 else torch.float32
         batch = cut(inputs, totals, microbatches=self.microbatches, dtype=weights_dtype, torch_device=self.torch_device)
         self._held.refresh()
+        if self._router_losses is not None:
+            self._router_losses.accumulate = totals.accumulate
         self._walker.record_passes = record_passes
         before = read_clocks(groups.pipeline, self.torch_device) if record_passes else None
         if training:
@@ -470,6 +477,7 @@ class Pipeline:
             (batch.sequences, batch.sequence_length),
             router_loss,
             entropy,
+            totals.accumulate,
         )
 
     def _log_probabilities(self, batch: Batch, dtype: torch.dtype) -> list[Shared]:
@@ -530,10 +538,19 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(Hugging Face name, parameter) held by this process; vocabulary matrices are its rows of them."""
-        return ((name, shard.parameter) for name, shard in self._held.shards.items())
+        if self.devices > 1 or self._sharded:
+            refuse_norm_of_one_process()
+        for name, shard in self._held.shards.items():
+            yield name, shard.parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters held by this process, for an optimizer."""
+        """Parameters held by this process, for an optimizer.
+
+        Other processes hold the rest of the model: whatever takes a norm or a mean over these sees one process's part,
+        and processes would differ. Clip with `clip_gradients`, which also measures the norm of all gradients.
+        `torch.nn.utils.clip_grad_norm_(pipeline.parameters(), ...)` is refused; of a list that was made before it
+        nothing can be known.
+        """
         return (parameter for _, parameter in self.named_parameters())
 
     def parameter_shards(self) -> dict[str, ParameterShard]:

@@ -45,18 +45,20 @@ class StepResult:
     _shape: tuple[int, int] = (0, 0)
     _router_loss: Shared | None = field(default=None, repr=False)
     _entropy: Shared | None = field(default=None, repr=False)
+    _accumulate: int = field(default=1, repr=False)
+    """All of these count for one of so many steps: they are divided by it."""
 
     @property
     def loss(self) -> float:
         """Mean over the valid tokens of all replicas, with the loss options, and what the routers of a mixture of
-        experts add to it. Reading it waits for it."""
+        experts add to it. Of this step alone, whatever it accumulates with. Reading it waits for it."""
         loss = self._loss.value()
-        return float(loss if self._router_loss is None else loss + self._router_loss.value())
+        return self._accumulate * float(loss if self._router_loss is None else loss + self._router_loss.value())
 
     @property
     def router_loss(self) -> float:
         """What routers add to the loss, coefficient included: the mean over microbatches and replicas; else 0."""
-        return 0.0 if self._router_loss is None else float(self._router_loss.value())
+        return 0.0 if self._router_loss is None else self._accumulate * float(self._router_loss.value())
 
     @property
     def entropy(self) -> float:
@@ -64,7 +66,7 @@ class StepResult:
         `LossOptions(entropy=True)`; InputError without."""
         if self._entropy is None:
             raise InputError("entropy: the pipeline's loss options leave it out, expected LossOptions(entropy=True)")
-        return float(self._entropy.value())
+        return self._accumulate * float(self._entropy.value())
 
     @property
     def log_probabilities(self) -> Tensor:

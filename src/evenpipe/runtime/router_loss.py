@@ -37,10 +37,13 @@ class RouterLosses:
         self._loss = loss
         self._replicas = replicas
         self._torch_device = torch_device
+        self.accumulate = 1
+        """Steps whose gradients are added up before one update: of which this step's loss is one part."""
         self._totals: Tensor | None = None
         self._gradient: Tensor | None = None
         self.value: Tensor | None = None
-        """fp64, on the last stage's device: this step's loss with its coefficient, this replica's share of the mean."""
+        """fp64, on the last stage's device: this step's loss with its coefficient, and its share of the mean over
+        replicas and accumulated steps."""
 
     def begin(self, program: Program, put: Callable[[Key, Tensor], None], take: Callable[[Key], Tensor]) -> None:
         """A step begins.
@@ -49,7 +52,7 @@ class RouterLosses:
             put: keeps what is made here for a later pass or a hop.
             take: takes a value out, made here or received.
         """
-        self._share = 1.0 / (program.microbatches * self._replicas)
+        self._share = 1.0 / (program.microbatches * self._replicas * self.accumulate)
         self._last_stage = program.placement.stages - 1
         self._gradients = not program.forward_only
         self._keep, self._take = put, take
