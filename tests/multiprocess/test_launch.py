@@ -191,3 +191,50 @@ def test_inside_a_launched_process(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(InputError, match=r"^launch: this is already process 3 of a launched group"):
         launch(launched.everyone_fails, processes=2)
+
+
+# ---- programs that processes cannot import, or must not run again
+
+PROGRAM = """
+import evenpipe
+import torch.distributed as dist
+
+OFFSET = 10
+
+class Pair:
+    def __init__(self, left, right):
+        self.left, self.right = left, right
+
+def train(given, change):
+    return Pair(dist.get_rank() + OFFSET, change(given.right))
+
+pairs = evenpipe.launch(train, Pair(1, 2), lambda value: value + OFFSET, processes=2, torch_device="cpu")
+print([(type(pair) is Pair, pair.left, pair.right) for pair in pairs])
+"""
+
+
+def run_program(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], input=text, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(("-c", PROGRAM), None), (("-",), PROGRAM), ((), PROGRAM)],
+    ids=["-c", "-", "standard input"],
+)
+def test_what_a_program_without_a_file_defines_travels_whole(arguments, text):
+    done = run_program(*arguments, text=text)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "[(True, 10, 12), (True, 11, 12)]\n"
+
+
+def test_a_script_that_launches_wherever_it_is_imported_is_told_what_to_do(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import evenpipe\n\ndef train():\n    pass\n\nevenpipe.launch(train, processes=2)\n")
+    done = run_program(str(script))
+    *_, last = done.stderr.splitlines()
+    words = f"{str(script)!r} calls it wherever it is imported, and the processes import it"
+    assert last == f'evenpipe.errors.InputError: launch: {words}; expected the call under `if __name__ == "__main__":`'
+    assert done.stderr.count("Traceback") == 1, "of the script's own call alone"

@@ -11,8 +11,9 @@ Not by torch's elastic launcher, though it would do: after a failure that gives 
 waits for ever for one that is stopped or killed between its result and its end.
 
 What a process returned, or how it failed, goes through a file of its own in that folder. The function, its arguments
-and its results are pickled; nothing else is. When a process fails the launcher ends the others (`supervisor`); which of
-them was at fault is settled among them beforehand, by the watch.
+and its results are pickled; nothing else is. What a notebook or another program without a file has defined cannot be
+imported by the processes, and travels whole (cloudpickle). When a process fails the launcher ends the others
+(`supervisor`); which of them was at fault is settled among them beforehand, by the watch.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import cloudpickle
 import torch
 
 from evenpipe.errors import InputError, RunError
@@ -63,6 +65,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 SHUTDOWN_SECONDS = 5.0
 """After Ctrl-C, from SIGTERM to SIGKILL."""
 
+UNGUARDED = 74
+"""Exit code of a process that came upon a launch while it imported the program."""
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -81,7 +86,9 @@ def launch(
     In each, the default process group is open (see `initialise_worker`), torch uses one thread unless OMP_NUM_THREADS
     says otherwise, and Ctrl-C ends it at once.
 
-    function: importable by name: at the top level of a module. It, its arguments and its results travel by pickle.
+    function: importable by name: at the top level of a module, or anything that a notebook, `python -c` or a program
+        from standard input defines, which travels with the globals it uses. It, its arguments and its results travel by
+        pickle. A script calls launch under `if __name__ == "__main__":`, as the processes import it.
     timeout_seconds: limit of a wait among live processes.
     silence_seconds: a process without a sign of life for this long is given up.
     start_seconds: how long processes may take to arrive.
@@ -93,6 +100,8 @@ def launch(
         RunError: anything else that ended a process: the first cause, with the traceback of the process as a note.
         KeyboardInterrupt: Ctrl-C. SystemExit: SIGTERM, SIGHUP or SIGQUIT. All processes are gone by then.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # imports the program of its launcher
+        os._exit(UNGUARDED)
     if "RANK" in os.environ:
         raise InputError(
             f"launch: this is already process {os.environ['RANK']} of a launched group (environment variable RANK), "
@@ -101,7 +110,7 @@ def launch(
     if processes < 1:
         raise InputError(f"processes: {processes}, expected at least 1")
     try:
-        work = pickle.dumps((function, arguments))
+        work = _dumps((function, arguments))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise InputError(
             f"launch: the function and its arguments cannot be pickled ({error}), expected a function at the top level "
@@ -127,7 +136,7 @@ def launch(
             for environment in environments
         ]
         try:
-            with _threads_of_new_processes():
+            with _threads_of_new_processes(), _main_as_it_is():
                 for child in children:
                     child.start()
             beats = Beats(store, processes)
@@ -171,6 +180,20 @@ def prepare_launch(*modules: str, torch_device: str | None = None) -> None:
             del os.environ["OMP_NUM_THREADS"]
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGINT, before)
+
+
+# -- what travels -----------------------------------------------------------------------------------------------------
+
+
+def _main_can_be_imported() -> bool:
+    """Whether there is a file that another process could import as this one's `__main__`."""
+    main = sys.modules["__main__"]
+    return main.__spec__ is not None or Path(getattr(main, "__file__", None) or "").is_file()
+
+
+def _dumps(value: Any) -> bytes:
+    """By reference, which also tells early what no process could import; by value where `__main__` is no file."""
+    return pickle.dumps(value) if _main_can_be_imported() else cloudpickle.dumps(value)
 
 
 # -- the parent -------------------------------------------------------------------------------------------------------
@@ -270,11 +293,30 @@ def _signal_handlers(handler: Callable[[int, FrameType | None], None]) -> Iterat
             signal.signal(number, previous if previous is not None else signal.SIG_DFL)
 
 
+@contextlib.contextmanager
+def _main_as_it_is() -> Iterator[None]:
+    """New processes import the file that `__main__` names: "<stdin>", for a program from standard input."""
+    main = vars(sys.modules["__main__"])
+    if _main_can_be_imported() or "__file__" not in main:
+        yield
+        return
+    file = main.pop("__file__")
+    try:
+        yield
+    finally:
+        main["__file__"] = file
+
+
 def _first_cause(folder: Path, processes: int, first: Ending) -> InputError | RunError:
     """The error to raise, from what the processes wrote down and from how the launcher saw the first of them end."""
     board = Board(folder / "board", processes)
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("failure-*.json"))]
     records.sort(key=lambda record: record["rank"] != record["origin"])  # the culprit's own words first
+    if not records and first.exit_code == UNGUARDED:
+        return InputError(
+            f"launch: {sys.modules['__main__'].__file__!r} calls it wherever it is imported, and the processes import "
+            'it; expected the call under `if __name__ == "__main__":`'
+        )
     culprit = records[0]["origin"] if records else first.rank
     if records and (records[0]["kind"] != "dead" or first.exit_code == EXIT_CODE):
         text = records[0]["text"]
@@ -322,7 +364,7 @@ def _process(work: bytes, environment: dict[str, str], folder: Path, limits: dic
         board = Board(folder / "board", int(os.environ["WORLD_SIZE"]))
         watch = start_worker(**limits, on_cause=note, board=board).watch
         function, arguments = pickle.loads(work)
-        result = pickle.dumps(function(*arguments))
+        result = _dumps(function(*arguments))
         (folder / f"result-{rank}").write_bytes(result)
         finish_worker()
     except BaseException as error:
