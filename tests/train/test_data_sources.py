@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import datasets
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -93,6 +94,43 @@ def test_a_data_set_with_splits_and_parts(tmp_path):
     assert read(tmp_path, dataset=str(folder), dataset_split="test") == ["held"]
     first, again = (documents(tmp_path, dataset=str(folder)).fingerprint() for _ in range(2))
     assert first == again != documents(tmp_path, dataset=str(folder), dataset_split="test").fingerprint()
+
+
+TEXTS = ["one\ntwo\n\nthree", "four\n", "five"]
+
+
+def test_in_a_folder_of_text_every_file_is_a_document(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    write(folder, **{f"{number}__txt": text for number, text in enumerate(TEXTS)})
+    assert read(tmp_path, dataset=str(folder)) == read(tmp_path, files=(f"{folder}/*.txt",)) == TEXTS
+
+
+def saved(folder, splits):
+    """What `save_to_disk` writes: of one data set, or of several splits."""
+    sets = {split: datasets.Dataset.from_dict({"text": texts}) for split, texts in splits.items()}
+    (datasets.DatasetDict(sets) if len(sets) > 1 else sets["train"]).save_to_disk(folder)
+
+
+@pytest.mark.parametrize(
+    ("splits", "split", "texts"),
+    [
+        ({"train": TEXTS}, "train", TEXTS),
+        ({"train": TEXTS}, "train[1:]", TEXTS[1:]),
+        ({"train": TEXTS, "test": ["held"]}, "train", TEXTS),
+        ({"train": TEXTS, "test": ["held"]}, "test", ["held"]),
+        ({"train": TEXTS, "test": ["held"]}, "train[:2]+test", [*TEXTS[:2], "held"]),
+    ],
+)
+def test_a_folder_that_save_to_disk_wrote(tmp_path, splits, split, texts):
+    saved(tmp_path / "saved", splits)
+    assert read(tmp_path, dataset=str(tmp_path / "saved"), dataset_split=split) == texts
+
+
+def test_a_split_that_was_not_saved(tmp_path):
+    saved(tmp_path / "saved", {"train": TEXTS, "test": ["held"]})
+    with pytest.raises(InputError, match=r'^data\.dataset is .*split "dev".*cannot be loaded: .*"dev"'):
+        read(tmp_path, dataset=str(tmp_path / "saved"), dataset_split="dev")
 
 
 def test_nothing_is_written_outside_the_cache(tmp_path, monkeypatch):

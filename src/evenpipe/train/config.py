@@ -67,7 +67,8 @@ class DataConfig(Section):
     """Files or patterns (`corpus/**/*.py`), read in the order of their names. `.jsonl`, `.json` and `.ndjson` hold one
     JSON object per line, `.parquet` a table; any other file is one UTF-8 document, its line ends read as \\n."""
     dataset: str | None = None
-    """Data set of the hub, or a local folder that `datasets.load_dataset` reads."""
+    """Data set of the hub, or a local folder: one that `datasets.load_dataset` reads, or that `save_to_disk` wrote. Of
+    plain text, every file is one document."""
     dataset_config: str | None = None
     """Configuration of that data set, where it has several."""
     dataset_split: str = "train"

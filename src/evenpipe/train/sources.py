@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -140,7 +141,7 @@ class DatasetDocuments:
         if self._loaded is None:
             datasets = _datasets()
             try:
-                loaded = datasets.load_dataset(self.name, self.config, split=self.split, cache_dir=self.cache_folder)
+                loaded = _saved(self.name, self.split) if _is_saved(self.name) else self._read()
             except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
                 reason = str(error.__cause__ or error).strip().splitlines()[0]
                 raise InputError(
@@ -152,6 +153,28 @@ class DatasetDocuments:
                 raise InputError(_no_text_field(self.text_field, f"data set {self.name}", list(loaded.features)))
             self._loaded = loaded.select_columns([self.text_field])
         return self._loaded
+
+    def _read(self) -> Any:
+        datasets = _datasets()
+        builder = datasets.load_dataset_builder(self.name, self.config, cache_dir=self.cache_folder)
+        options = {"sample_by": "document"} if builder.name == "text" else {}  # else every line would be a document
+        return datasets.load_dataset(self.name, self.config, split=self.split, cache_dir=self.cache_folder, **options)
+
+
+def _is_saved(name: str) -> bool:
+    """Whether this is a folder that `save_to_disk` of a data set, or of several splits, has written."""
+    return any((Path(name) / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
+
+
+def _saved(name: str, split: str) -> Any:
+    """A split, or a part of one, of a folder that `save_to_disk` wrote; of one without splits, any is the whole."""
+    datasets = _datasets()
+    loaded = datasets.load_from_disk(name)
+    if not isinstance(loaded, dict):
+        loaded = {re.split(r"\W", split)[0]: loaded}
+    lengths = {part: len(rows) for part, rows in loaded.items()}
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+    return datasets.concatenate_datasets([loaded[part.splitname].select(range(part.from_, part.to)) for part in parts])
 
 
 def check_file(path: Path, text_field: str, errors: str) -> str:
