@@ -148,7 +148,7 @@ def run_part(path: Path, processes: int, vocabulary: str, until: int) -> None:
 def uninterrupted(tmp_path_factory) -> Path:
     """A whole run of the command line, at p = 2 with vocab-2."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    finish(evenpipe("train", write_config(folder)))
+    (folder / "console").write_text(finish(evenpipe("train", write_config(folder))))
     return folder
 
 
@@ -212,6 +212,19 @@ def test_the_exported_folder_gives_the_same_loss(uninterrupted: Path) -> None:
     validation = [line for line in logged(uninterrupted) if "validation_loss" in line][-1]
     assert tokens == validation["validation_tokens"]
     assert total / tokens == pytest.approx(validation["validation_loss"], rel=1e-6)
+
+
+def test_loss_means_the_same_everywhere(uninterrupted: Path) -> None:
+    """On the console, in metrics.jsonl, in report.json: that of the step; what is smoothed is the running mean."""
+    *_, last, validation = logged(uninterrupted)
+    report = json.loads((uninterrupted / "run" / "report.json").read_text())
+    names = ("loss", "running_mean_loss")
+    assert [report[name] for name in names] == [last[name] for name in names]
+    assert last["loss"] != last["running_mean_loss"]
+    assert report["validation_loss"] == validation["validation_loss"]
+    console = (uninterrupted / "console").read_text()
+    assert f"step {STEPS}/{STEPS}  loss {last['loss']:.3f}  running mean {last['running_mean_loss']:.3f}" in console
+    assert f"loss {last['loss']:.3f} in the last step, {validation['validation_loss']:.3f} in validation" in console
 
 
 def test_a_finished_run_started_again_changes_nothing(uninterrupted: Path) -> None:

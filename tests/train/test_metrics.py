@@ -148,8 +148,8 @@ def test_tensorboard_that_is_not_installed_is_a_sentence(tmp_path, monkeypatch):
 
 
 def test_progress_in_words():
-    text = progress_text(step(2, running_mean_loss=5.1234, tokens_per_second=12345.6, busy=(0.934, 0.5, 1.0)))
-    assert text == "loss 5.123  12,346 tokens/s  busy 93 50 100 %"
+    text = progress_text(step(2, loss=4.9, running_mean_loss=5.1234, tokens_per_second=12345.6, busy=(0.934, 0.5, 1.0)))
+    assert text == "loss 4.900  running mean 5.123  12,346 tokens/s  busy 93 50 100 %"
 
 
 def test_plain_lines_come_every_ten_seconds_and_at_the_end():
@@ -160,7 +160,7 @@ def test_plain_lines_come_every_ten_seconds_and_at_the_end():
     progress.close()
     lines = stream.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 1/6", "step 4/6", "step 6/6"]
-    assert lines[0].endswith("loss 11.000  1,234 tokens/s  busy 93 50 %")
+    assert lines[0].endswith("loss 10.000  running mean 11.000  1,234 tokens/s  busy 93 50 %")
 
 
 class Terminal(io.StringIO):
@@ -179,7 +179,7 @@ def test_a_terminal_gets_a_bar_that_starts_where_the_run_resumes():
     text = stream.getvalue()
     assert "40/100" in text
     assert "60/60" in text
-    assert "loss 0.183" in text
+    assert "loss 0.167  running mean 0.183" in text
     assert "a line of its own\n" in text
 
 

@@ -3,6 +3,9 @@
 The first process of the run owns these. A line of metrics.jsonl is one JSON object: a logged step (`StepMetrics`), or
 an evaluation (step, validation_loss, validation_tokens). Loss fields of a resumed run equal an uninterrupted one's; the
 fields that measure time are measured anew.
+
+Everywhere, on the console and in report.json too, "loss" is that of one step, and what is smoothed is called "running
+mean".
 """
 
 from __future__ import annotations
@@ -30,9 +33,9 @@ class StepMetrics:
     step: int
     """Steps done, this one included: 1 is the first."""
     loss: float
-    """Mean over the valid tokens of this step."""
+    """Mean over the valid tokens of this step, with the weights before its update."""
     running_mean_loss: float
-    """See `RunningMean`; the figure to look at, as single steps scatter."""
+    """See `RunningMean`: single steps scatter; but while the loss falls, the mean lags behind it."""
     tokens: int
     """Tokens trained on since the beginning of the run, resumed parts included."""
     tokens_per_second: float
@@ -194,9 +197,10 @@ class Progress:
 
 
 def progress_text(metrics: StepMetrics) -> str:
-    """Loss, speed, and how busy each device is: `loss 5.123  1,234 tokens/s  busy 93 91 95 92 %`."""
+    """Losses, speed, how busy devices are: `loss 5.123  running mean 5.345  1,234 tokens/s  busy 93 91 95 92 %`."""
     busy = " ".join(f"{100 * share:.0f}" for share in metrics.busy)
-    return f"loss {metrics.running_mean_loss:.3f}  {metrics.tokens_per_second:,.0f} tokens/s  busy {busy} %"
+    loss = f"loss {metrics.loss:.3f}  running mean {metrics.running_mean_loss:.3f}"
+    return f"{loss}  {metrics.tokens_per_second:,.0f} tokens/s  busy {busy} %"
 
 
 class Metrics:

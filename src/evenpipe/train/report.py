@@ -77,8 +77,12 @@ class RunReport:
     tokens: int
     seconds: float
     loss: float
-    """Running mean at the end."""
+    """Of the last step, as `StepMetrics.loss`."""
+    running_mean_loss: float
+    """As `StepMetrics.running_mean_loss`, after the last step."""
     validation_loss: float | None
+    """Mean over the tokens of the validation rows with the final weights; comparable with `loss`, not with a mean of
+    steps long ago."""
     schedule: ScheduleReport
     devices: tuple[DeviceReport, ...]
     """Those of one replica after the other."""
@@ -99,9 +103,9 @@ class RunReport:
 def report_text(report: RunReport) -> str:
     """The report for the terminal."""
     speed = report.tokens / report.seconds if report.seconds > 0 else 0.0
-    loss = f"loss {report.loss:.3f}"
+    loss = f"loss {report.loss:.3f} in the last step"
     if report.validation_loss is not None:
-        loss += f", on held-back text {report.validation_loss:.3f}"
+        loss += f", {report.validation_loss:.3f} in validation"
     rows: list[tuple[str, ...]] = [
         ("device", "busy", "peak memory", "stages", "layers", "in flight", "vocabulary rows")
     ]

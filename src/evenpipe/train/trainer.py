@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 import os
 import resource
 import time
@@ -101,6 +102,8 @@ class _Run:
         self._busy_seconds = 0.0
         self._training_seconds = 0.0
         self._busy_in_all = 0.0
+        self._loss = math.nan
+        """Of the last step that was logged."""
         self._validation: float | None = None
 
     # --- resuming and saving ---------------------------------------------------------------------------------
@@ -289,7 +292,7 @@ class _Run:
                     entropy=self._pending[-1][0].entropy if self.config.loss.entropy else None,
                 )
             )
-        self._pending, self._busy_seconds, self._since = [], 0.0, now
+        self._pending, self._busy_seconds, self._since, self._loss = [], 0.0, now, loss
 
     def _evaluate(self) -> None:
         """Mean loss over held-back rows, the same ones every time. Collective."""
@@ -343,7 +346,8 @@ class _Run:
             steps=self.steps_taken,
             tokens=self.steps_taken * self.batches.tokens_per_batch,
             seconds=seconds,
-            loss=self.progress.mean.mean,
+            loss=self._loss,
+            running_mean_loss=self.progress.mean.mean,
             validation_loss=self._validation,
             schedule=ScheduleReport(
                 name=config.schedule,
