@@ -33,7 +33,10 @@ timeout_seconds = 120
 [training]
 steps = 7
 [output]
-folder = "runs/planned"
+folder = "runs/small"
+export_folder = "exported"
+[checkpoint]
+folder = "saved"
 """
 QUICK = ["--workers", "1", "--no-cache"]
 
@@ -106,7 +109,35 @@ def test_plans_for_a_cpu_are_written_for_training(capsys: pytest.CaptureFixture[
     assert config.pipeline.nccl_channels == 8 and config.pipeline.nccl_high_priority
     assert config.pipeline.sequences_per_step == 4, "the batch is that of the configuration"
     assert config.training.steps == 7 and config.data.files == ("text.txt",)
-    assert config.model.config["hidden_size"] == 256 and config.output.folder == "runs/planned"
+    assert config.model.config["hidden_size"] == 256
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "own"),
+    [
+        ("runs/small", "planned.toml", "runs/planned"),
+        ("runs/small", "runs.toml", "runs/runs"),
+        ("runs/planned", "planned.toml", "runs/planned-planned"),
+        ("here", "planned.toml", "planned"),
+        (None, "planned.toml", "runs/planned"),
+    ],
+)
+def test_a_plan_gets_folders_of_its_own(
+    given: str | None, name: str, own: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or it would resume the run that it was planned from, or write over its model."""
+    text = TRAINING.replace("runs/small", given) if given else TRAINING[: TRAINING.index("[output]")]
+    Path("train.toml").write_text(text)
+    plan = ["--model", "train.toml", "--gpus", "2", "--hardware", "host.toml", "--schedule", "1f1b", "-o", name]
+    assert f"wrote {name}; its run goes to {own}" in printed(capsys, *plan)
+    config = load_config(name)
+    assert set(config.folders.values()) == {
+        Path(own),
+        Path(own) / "data",
+        Path(own) / "checkpoints",
+        Path(own),
+    }
+    assert config.export_folder == Path(own) / "model"
 
 
 def test_plans_for_a_described_model_are_written_too(capsys: pytest.CaptureFixture[str]) -> None:

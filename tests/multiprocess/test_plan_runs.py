@@ -139,7 +139,7 @@ def test_plans_take_the_passes_that_were_measured(capsys: pytest.CaptureFixture[
 
 def test_a_written_plan_runs_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     """With activations and moments on the host, too, and then to the same bits."""
-    Path("train.toml").write_text(CONFIG.format(steps=2, folder="planned"))
+    Path("train.toml").write_text(CONFIG.format(steps=2, folder="run"))
     hardware = hardware_profile.profile_hardware(2)
     write_hardware(hardware, "host.toml")
     plan = ["plan", "--model", "train.toml", "--gpus", "2", "--hardware", "host.toml", "--pp", "2", "--no-cache"]
@@ -151,16 +151,13 @@ def test_a_written_plan_runs_unchanged(capsys: pytest.CaptureFixture[str]) -> No
     assert report["schedule"]["microbatches"] == planned.microbatches
     assert load_config("planned.toml").offload.activations == "scheduled"
 
-    Path("train.toml").write_text(CONFIG.format(steps=2, folder="on the host"))
     same = ["--schedule", planned.schedule, "--vocabulary", planned.vocabulary, "--checkpointing", "none"]
-    same += ["--microbatch-size", str(planned.microbatch_size), "--workers", "1", "-o", "host.toml"]
-    write_hardware(hardware, "machine.toml")
-    plan[plan.index("host.toml")] = "machine.toml"
+    same += ["--microbatch-size", str(planned.microbatch_size), "--workers", "1", "-o", "on the host.toml"]
     assert main([*plan, *same, "--offload", "free", "--host-share", "0.5"]) == 0
-    written = load_config("host.toml")
+    written = load_config("on the host.toml")
     assert written.offload.activations == "free" and written.optimizer.host_share == 0.5
     assert written.pipeline == planned
-    assert losses("on the host", trained("host.toml")) == losses("planned", report)
+    assert losses("on the host", trained("on the host.toml")) == losses("planned", report)
 
 
 def trained(config: str) -> dict[str, Any]:

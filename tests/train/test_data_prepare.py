@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from evenpipe.errors import InputError, RunError
 from evenpipe.train import data as data_module
 from evenpipe.train.config_file import config_from_dict
-from evenpipe.train.data import data_identity, open_batches, open_data, prepare
+from evenpipe.train.data import changes_of_data, data_identity, open_batches, open_data, prepare
 from evenpipe.train.files import locked
 from evenpipe.train.start import set_up
 from evenpipe.train.tokenizer import copy_tokenizer, tokenizer_size, train_tokenizer
@@ -321,12 +321,15 @@ def test_what_a_checkpoint_compares(config):
     data = prepare(config(), quiet)
     identity = data_identity(config(), data)
     assert json.loads(json.dumps(identity)) == identity
-    for change in (
-        {"training": {"seed": 1}},
-        {"data": {"sequence_length": 32}},
-        {"data": {"validation_fraction": 0.2}},
-        {"pipeline": {"microbatches": 4}},
+    for change, line, mixes in (
+        ({"training": {"seed": 1}}, "training.seed is now 1, was 0: the order of the data changes", False),
+        ({"data": {"sequence_length": 32}}, "data.sequence_length is now 32, was 16: the order", True),
+        ({"data": {"validation_fraction": 0.2}}, "data.validation_fraction is now 0.2, was 0.1: the order", True),
+        ({"data": {"validation_fraction": 0}}, "data.validation_fraction is now 0.0, was 0.1: the order", False),
+        ({"pipeline": {"microbatches": 4}}, "sequences per step is now 8, was 4: the order", False),
     ):
-        assert data_identity(config(**change), data) != identity
+        (said,) = changes_of_data(identity, data_identity(config(**change), data))
+        assert said.startswith(line)
+        assert ("rows that were trained on may now be validated on" in said) == mixes
     same_batch = config(pipeline={"microbatches": 4, "microbatch_size": 1})
-    assert data_identity(same_batch, data) == identity
+    assert changes_of_data(identity, data_identity(same_batch, data)) == []

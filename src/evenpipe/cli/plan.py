@@ -236,12 +236,12 @@ def _write(found: Found, base: Mapping[str, Any], arguments: argparse.Namespace)
 
     assert found.best is not None
     plan = next((plan for plan in found.plans if runnable(plan)), found.best)
-    tables = planned_tables(found.problem, plan, base)
+    tables = planned_tables(found.problem, plan, base, Path(arguments.output).stem)
     notes = f"Planned for {found.problem.gpus} x {found.problem.hardware.name}: {plan.configuration.name}"
     write_tables(tables, arguments.output, notes)
     if not arguments.json:
         note = "" if plan is found.best else f" (plan {found.plans.index(plan) + 1}: those above it are estimates only)"
-        say(f"wrote {arguments.output}{note}")
+        say(f"wrote {arguments.output}{note}; its run goes to {tables['output']['folder']}")
 
 
 def _bar(*, quiet: bool) -> Any:

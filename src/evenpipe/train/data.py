@@ -13,7 +13,7 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,23 @@ def data_identity(config: Config, data: PreparedData) -> dict[str, Any]:
         "training.seed": config.training.seed,
         "sequences per step": config.pipeline.sequences_per_step,
     }
+
+
+def changes_of_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What a resumed run says of its data, from `data_identity` when the checkpoint was saved and of now."""
+    lines = []
+    for name, value in now.items():
+        if before.get(name) != value:
+            lines.append(f"{name} is now {value}, was {before.get(name)}: the order of the data changes")
+            if name in _DECIDES_VALIDATION and now["data.validation_fraction"]:
+                lines[-1] += (
+                    ", and other rows are held back: rows that were trained on may now be validated on, so the"
+                    " validation loss may be too low"
+                )
+    return lines
+
+
+_DECIDES_VALIDATION = ("data.sequence_length", "data.validation_fraction")
 
 
 def _find_or_build(config: Config, say: Callable[[str], None]) -> PreparedData:

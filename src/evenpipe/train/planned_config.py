@@ -14,7 +14,7 @@ from evenpipe.plan.evaluation import Evaluation
 from evenpipe.plan.ranking import runnable
 from evenpipe.schedule import even_split
 from evenpipe.schedule.planning import BARRIERS
-from evenpipe.train.config import Config
+from evenpipe.train.config import Config, OutputConfig
 from evenpipe.train.config_file import config_from_dict
 from evenpipe.train.model_source import model_config
 
@@ -29,9 +29,12 @@ _OF_THE_TOKENIZER = ("eos_token_id", "bos_token_id", "pad_token_id")
 _NOT_SHAPE = ("transformers_version", "architectures", "model_type", "dtype", "torch_dtype", "_name_or_path")
 
 
-def planned_tables(problem: Problem, plan: Evaluation, base: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables of `base` with the pipeline as planned. Raises InputError for a plan that cannot be run today, and for
-    a configuration that does not go together."""
+def planned_tables(problem: Problem, plan: Evaluation, base: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The tables of `base` with the pipeline as planned. Their run goes to a folder of its own, called `name`, as it
+    would otherwise resume that of `base`.
+
+    Raises InputError for a plan that cannot be run today, and for a configuration that does not go together.
+    """
     if not runnable(plan):
         raise InputError(
             f"the plan {plan.configuration.name} is an estimate only: evenpipe train runs data and pipeline parallelism"
@@ -41,6 +44,7 @@ def planned_tables(problem: Problem, plan: Evaluation, base: Mapping[str, Any]) 
     tables.setdefault("data", {})["sequence_length"] = problem.sequence
     tables["pipeline"] = {**_kept(tables.get("pipeline", {})), **_pipeline(problem, plan.configuration)}
     tables |= _offload(tables.get("offload"), plan.configuration)
+    _move_output(tables, name)
     share = plan.configuration.host_share
     if share or "host_share" in tables.get("optimizer", {}):
         tables.setdefault("optimizer", {})["host_share"] = float(share or 0.0)
@@ -100,6 +104,16 @@ def _offload(given: Mapping[str, Any] | None, one: Configuration) -> dict[str, A
         times = one.copy_time
         values["copy_time"] = times[0] if len(set(times)) == 1 else list(times)
     return {"offload": values}
+
+
+def _move_output(tables: dict[str, Any], name: str) -> None:
+    """Gives the run a folder beside the one that is configured, and nothing of that in what it writes."""
+    output = tables.setdefault("output", {})
+    before = Path(output.get("folder", OutputConfig().folder))
+    output["folder"] = before.with_name(name if name != before.name else f"{name}-planned").as_posix()
+    for field in ("trace_folder", "export_folder"):
+        output.pop(field, None)
+    tables.get("checkpoint", {}).pop("folder", None)
 
 
 _OF_COPIES = ("activations", "copy_time", "layers", "streams")

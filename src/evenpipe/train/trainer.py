@@ -30,7 +30,7 @@ from evenpipe.schedule.trace_file import write_trace
 from evenpipe.train.build import build_pipeline
 from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_to_dict
-from evenpipe.train.data import PreparedData, data_identity, open_batches, open_data
+from evenpipe.train.data import PreparedData, changes_of_data, data_identity, open_batches, open_data
 from evenpipe.train.files import disk_errors
 from evenpipe.train.metrics import Metrics, RunningMean, StepMetrics
 from evenpipe.train.model_source import generation_config
@@ -137,11 +137,8 @@ class _Run:
             self.metrics.say(f"passed over checkpoint {rejected.path.name}: {rejected.reason}")
         if checkpoint is not None:
             self.metrics.say(f"going on from {checkpoint.path}")
-            for name, value in data_identity(config, self.data).items():
-                if state["data"].get(name) != value:
-                    self.metrics.say(
-                        f"{name} is now {value}, was {state['data'].get(name)}: the order of the data changes"
-                    )
+            for line in changes_of_data(state["data"], data_identity(config, self.data)):
+                self.metrics.say(line)
 
     def _load(self, checkpoint: Checkpoint) -> None:
         """What the optimizer's groups are told (weight decay and the like) stays as the configuration has it."""
