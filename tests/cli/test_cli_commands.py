@@ -49,7 +49,7 @@ def started(monkeypatch, exported):
     calls: list[tuple] = []
     launcher = types.ModuleType("evenpipe.runtime.launcher")
     launcher.prepare_launch = lambda *modules: None
-    launcher.launch = lambda function, *arguments, **options: calls.append((function, arguments, options))
+    launcher.launch = lambda function, *arguments, **options: [calls.append((function, arguments, options)) or 0]
     trainer = types.ModuleType("evenpipe.train.trainer")
     trainer.train = "train"
     monkeypatch.setitem(sys.modules, "evenpipe.runtime.launcher", launcher)
@@ -61,6 +61,7 @@ def test_train_prepares_and_then_launches(started, capsys):
     assert main(["train", "config.toml", "training.steps=7", "pipeline.timeout_seconds=30"]) == 0
     config = load_config("config.toml", ["training.steps=7", "pipeline.timeout_seconds=30"])
     ((function, (launched, claims), options),) = started
+    assert callable(options.pop("on_stop"))
     assert (function, launched, options) == ("train", config, {"processes": 2, "timeout_seconds": 30.0})
     assert [Path(claim.folder) for claim in claims] == [Path("run").resolve(), Path("run/checkpoints").resolve()]
     assert sorted(path.name for path in Path("run").glob("[!.]*")) == [

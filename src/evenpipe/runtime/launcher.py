@@ -40,7 +40,9 @@ import cloudpickle
 import torch
 
 from evenpipe.errors import InputError, RunError
+from evenpipe.runtime.bell import STOPS
 from evenpipe.runtime.signs import Board, Cause, cause_of
+from evenpipe.runtime.stopping import Wish
 from evenpipe.runtime.store import FolderStore
 from evenpipe.runtime.supervisor import Beats, Ending, end, supervise
 from evenpipe.runtime.temporary import temporary_folder
@@ -80,6 +82,7 @@ def launch(
     start_seconds: float = START_SECONDS,
     torch_device: str | None = None,
     preload: Sequence[str] = (),
+    on_stop: Callable[[int], None] | None = None,
 ) -> list[Any]:
     """Runs `function(*arguments)` in `processes` new processes of this machine; returns their results in rank order.
 
@@ -94,6 +97,8 @@ def launch(
     start_seconds: how long processes may take to arrive.
     torch_device: "cpu" or "cuda"; default: a GPU where there is one.
     preload: as in `prepare_launch`, which may have been called before.
+    on_stop: called with the number of a first Ctrl-C or SIGTERM when that has been passed on to processes which grant
+        such a wish (`stopping`); it ends nothing then. Without it, or where they do not, the first one ends them.
 
     Raises:
         InputError: `function` raised one, or an argument of launch is wrong. Same text.
@@ -122,10 +127,12 @@ def launch(
         "start_seconds": start_seconds,
         "torch_device": torch_device,
     }
-    with temporary_folder("evenpipe-launch-") as folder, _signals_as_exceptions():
+    with temporary_folder("evenpipe-launch-") as folder, _signals_as_exceptions() as signals:
         Board(folder / "board", processes)
         prepare_launch(*preload, torch_device=torch_device)
         store = FolderStore(folder / "store")
+        wish = Wish(store, on_stop)
+        signals.accept = wish.accept
         method = _start_method(torch_device)
         context = multiprocessing.get_context(method)
         parent = _server_pid() if method == "forkserver" else os.getpid()
@@ -151,7 +158,7 @@ def launch(
             raise RunError(f"the processes could not be started: {error!r}") from error
         finally:
             with _signals_ignored():
-                end(children, SHUTDOWN_SECONDS)
+                end(children, 0.0 if wish.accepted else SHUTDOWN_SECONDS)  # then they ignore SIGTERM
         if first is not None:
             raise _first_cause(folder, processes, first)
         return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(processes)]
@@ -168,18 +175,10 @@ def prepare_launch(*modules: str, torch_device: str | None = None) -> None:
     if _start_method(torch_device) != "forkserver":
         return
     multiprocessing.set_forkserver_preload([*PRELOAD, *modules])
-    before, threads = signal.getsignal(signal.SIGINT), os.environ.get("OMP_NUM_THREADS")
-    try:
-        with contextlib.suppress(ValueError):  # not the main thread
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server keeps it: no traceback from its imports
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # The server keeps it: a Ctrl-C or Slurm's SIGTERM is for the launcher alone to answer.
+    with _threads_of_new_processes(), _signal_handlers(signal.SIG_IGN, STOPS):
         _give_the_server_a_folder()
         multiprocessing.forkserver.ensure_running()
-    finally:
-        if threads is None:
-            del os.environ["OMP_NUM_THREADS"]
-        with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGINT, before)
 
 
 # -- what travels -----------------------------------------------------------------------------------------------------
@@ -261,31 +260,37 @@ class _Interrupted(BaseException):
 
 
 @contextlib.contextmanager
-def _signals_as_exceptions() -> Iterator[None]:
-    """Within, the first of SIGNALS raises _Interrupted. Without effect outside the main thread, where Python has no
-    signals."""
-    raised = False
+def _signals_as_exceptions() -> Iterator[_Handler]:
+    """Within, the first of SIGNALS that is not accepted raises _Interrupted."""
+    handler = _Handler()
+    with _signal_handlers(handler, SIGNALS):
+        yield handler
 
-    def interrupt(number: int, _: FrameType | None) -> None:
-        nonlocal raised
-        if not raised:  # a second one would break off what the first one led to
-            raised = True
+
+class _Handler:
+    def __init__(self) -> None:
+        self.accept: Callable[[int], bool] = lambda number: False
+        self._raised = False
+
+    def __call__(self, number: int, _: FrameType | None) -> None:
+        if not self._raised and not self.accept(number):
+            self._raised = True  # another one would break off what this one leads to
             raise _Interrupted(number)
-
-    with _signal_handlers(interrupt):
-        yield
 
 
 def _signals_ignored() -> contextlib.AbstractContextManager[None]:
-    return _signal_handlers(lambda *_: None)
+    return _signal_handlers(lambda *_: None, SIGNALS)
 
 
 @contextlib.contextmanager
-def _signal_handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def _signal_handlers(
+    handler: Callable[[int, FrameType | None], None] | signal.Handlers, signals: Sequence[int]
+) -> Iterator[None]:
+    """Without effect outside the main thread, where Python has no signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    before = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
     finally:

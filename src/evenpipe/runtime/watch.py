@@ -16,9 +16,10 @@ Nor may the watch itself wait for ever. A store that does not answer for `silenc
 off, is a cause; and a wait that outlives its own limit, whatever the library makes of it, is one too.
 
 Under torchrun three more things end a process. Its agent sends SIGTERM to all as soon as it has seen one fail, which is
-often before the others know who it was: so the watch hears that signal, looks for the cause, says it, and ends. A
-process that ends without an error while others need it (`sys.exit` too) is named by them. And when the agent itself is
-no more, nobody is left to end the processes.
+often before the others know who it was: so the watch hears that signal, looks for the cause, says it, and ends. Where
+there is no cause, and the program is one that can be asked to stop (`stopping`), the signal was such a wish. A process
+that ends without an error while others need it (`sys.exit` too) is named by them. And when the agent itself is no more,
+nobody is left to end the processes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import torch.distributed as dist
 
 from evenpipe.errors import RunError
 from evenpipe.given import plain_lines
-from evenpipe.runtime.bell import Bell
+from evenpipe.runtime.bell import STOPS, Bell
 from evenpipe.runtime.peers import Peers
 from evenpipe.runtime.proof import strangers
 from evenpipe.runtime.signs import (
@@ -64,7 +65,8 @@ OWN_WAY_SECONDS = 2.0
 its wait, whatever hangs."""
 
 FAREWELL_SECONDS = 1.5
-"""How long after SIGTERM a process looks for the cause before it calls that signal the cause."""
+"""How long after SIGTERM a process looks for the cause before it calls that signal the cause, or a wish. A second
+signal within that time is the same one: torchrun's agent passes on to its processes what a terminal sent to all."""
 
 EXIT_CODE = 3
 
@@ -131,6 +133,9 @@ class Watch:
         self._cause_known = threading.Event()
         self._learning = threading.Lock()
         self._main_knows = False
+        self.asked_to_stop = 0
+        """The signal by which this process was asked to stop, since `hear_stops`."""
+        self._say: Callable[[int, bool], None] | None = None
         self._stop = threading.Event()
         self._bell: Bell | None = None
         self._thread: threading.Thread | None = None
@@ -151,7 +156,7 @@ class Watch:
             peers = Peers(store, self._beat, self.rank, self.world_size)
         self._bell = Bell()
         if hear_sigterm:
-            self._bell.hear_sigterm()
+            self._bell.hear(signal.SIGTERM)
         self._thread = threading.Thread(target=self._run, args=(store, peers), name="evenpipe-watch", daemon=True)
         self._thread.start()
 
@@ -172,6 +177,20 @@ class Watch:
             with contextlib.suppress(StoreError):  # the store may have gone with the process that held it
                 beat = replace(self._beat, count=self._beat.count + 1, done=True)
                 self._store.write(f"beat/{self.rank}", beat.dump())
+
+    def hear_stops(self, say: Callable[[int, bool], None] | None) -> bool:
+        """From now on the first of the signals STOPS is a wish, seen in `asked_to_stop`, and a second one ends the
+        process at once. False where the watch does nothing and hears nothing.
+
+        say: told which signal it was, and whether it ends the process; on the watch's thread. None: no wish is granted
+            any more.
+        """
+        self._say = say
+        if self._bell is None:
+            return False
+        if say is not None:
+            self._bell.hear(*STOPS)
+        return True
 
     # -- called by the main thread -----------------------------------------------------------------
 
@@ -306,17 +325,22 @@ class Watch:
         neighbour, last_value, silent_seconds, lost_seconds = self._after(self.rank), "", 0.0, 0.0
         longest: tuple[Waiting, float] | None = None
         waited_seconds = 0.0
-        last_time, farewell = time.monotonic(), float("inf")
+        last_time, farewell, number = time.monotonic(), float("inf"), 0
         assert self._bell is not None
         while not self._cause_known.is_set():
-            terminated = signal.SIGTERM in self._bell.wait(self._beat_seconds if farewell == float("inf") else 0.05)
+            rung = self._bell.wait(self._beat_seconds if farewell == float("inf") else 0.05)
+            signalled = next((number for number in STOPS if number in rung), 0)
             if self._stop.is_set() and not self._cause_known.is_set():
                 return
             now = time.monotonic()
             elapsed = min(now - last_time, 2 * self._beat_seconds)  # a longer gap: this process was stopped itself
             last_time = now
-            if terminated:
-                farewell = min(farewell, now + FAREWELL_SECONDS)
+            if signalled and self.asked_to_stop and self._say is not None:
+                self._say(signalled, True)
+                self._kill_siblings()
+                os._exit(128 + signalled)
+            if signalled and farewell == float("inf"):
+                number, farewell = signalled, now + FAREWELL_SECONDS
             before, longest = longest, self._limited_wait()
             same = longest is not None and before is not None and longest[0] is before[0]
             waited_seconds = waited_seconds + elapsed if same else 0.0
@@ -331,9 +355,15 @@ class Watch:
                     self._learn(Cause.load(text, self.world_size))
                     break
                 if farewell != float("inf"):
-                    if (found := peers.first_death(peers.here())) or (
-                        now > farewell and (found := self._sigterm(peers))
-                    ):
+                    found = peers.first_death(peers.here())
+                    if found is None and now > farewell:
+                        found = peers.departure(peers.here())
+                        if found is None and self._say is not None:
+                            self.asked_to_stop, farewell = number, float("inf")
+                            self._say(number, False)
+                        elif found is None:
+                            found = self._ended_by(number)
+                    if found is not None:
                         self._settle(found, store)
                     continue
                 if self._is_orphan():
@@ -443,10 +473,12 @@ class Watch:
             return RunError(str(self.cause))
         return RunError(f"{self.cause}; process {self.rank} was awaiting {self.waiting}")
 
-    def _sigterm(self, peers: Peers) -> Cause:
-        """The cause of a SIGTERM for which none was found."""
-        text = f"process {self.rank} (pid {self._beat.pid}) was ended by signal 15 (SIGTERM)"
-        return peers.departure(peers.here()) or Cause("dead", self.rank, text)
+    def _ended_by(self, number: int) -> Cause:
+        """The cause that a signal is for which no other was found."""
+        name = signal.Signals(number).name
+        return Cause(
+            "dead", self.rank, f"process {self.rank} (pid {self._beat.pid}) was ended by signal {number} ({name})"
+        )
 
     def _is_orphan(self) -> bool:
         return self._launcher is not None and os.getppid() != self._launcher

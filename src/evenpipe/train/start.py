@@ -13,6 +13,7 @@ from evenpipe.train.config_file import config_to_dict
 from evenpipe.train.data import prepare
 from evenpipe.train.files import check_folders, disk_errors, write_json
 from evenpipe.train.model_source import check_schedule, check_shape, model_config, pipeline_model
+from evenpipe.train.stopping import say_stop
 
 SET_UP = "set up"  # the mark of the first process: it has done its part
 
@@ -22,8 +23,8 @@ def start(config: Config, *, force: bool = False) -> None:
 
     `force`: also in folders that another run writes to; its next checkpoint then fails.
 
-    Raises `InputError` for wrong input, before any process starts where that is possible, and `RunError` when the run
-    fails.
+    Raises `InputError` for wrong input, before any process starts where that is possible, `RunError` when the run
+    fails, and `SystemExit` or `KeyboardInterrupt` when a signal ended it.
     """
     if "RANK" in os.environ:
         _run_in_place(config, force)
@@ -35,10 +36,29 @@ def start(config: Config, *, force: bool = False) -> None:
 
     from evenpipe.train.trainer import train
 
+    asked = 0
+
+    def on_stop(number: int) -> None:
+        nonlocal asked
+        asked = number
+        say_stop(config, number, ends=False)
+
     try:
-        launch(
-            train, config, claims, processes=config.pipeline.processes, timeout_seconds=config.pipeline.timeout_seconds
-        )
+        try:
+            signals = launch(
+                train,
+                config,
+                claims,
+                processes=config.pipeline.processes,
+                timeout_seconds=config.pipeline.timeout_seconds,
+                on_stop=on_stop,
+            )
+        except (KeyboardInterrupt, SystemExit):
+            if asked:  # and once more
+                say_stop(config, asked, ends=True)
+            raise
+        if signals[0]:
+            raise SystemExit(128 + signals[0])
         show_result(config)
     finally:
         release(claims)
@@ -106,10 +126,12 @@ def _run_in_place(config: Config, force: bool) -> None:
             set_up(config, force)
             worker.mark(SET_UP)
         worker.wait_for_mark(SET_UP, "the data", "training")
-        train(config)
+        stopped_by = train(config)
     except BaseException as error:
         worker.watch.report_exception(error)  # the others end too, with its words
         raise
     finish_worker()  # what follows the first process does alone
+    if stopped_by:
+        raise SystemExit(128 + stopped_by)
     if worker.rank == 0:
         show_result(config)

@@ -25,6 +25,7 @@ from evenpipe.errors import InputError, RunError
 from evenpipe.runtime import StepResult, initialise_worker
 from evenpipe.runtime.checkpoints import Checkpoint, find_latest, prepare_folder
 from evenpipe.runtime.checkpoints.folder_lock import Claim, join
+from evenpipe.runtime.stopping import StopRequest
 from evenpipe.schedule import Timeline
 from evenpipe.schedule.trace_file import write_trace
 from evenpipe.train.build import build_pipeline
@@ -37,6 +38,7 @@ from evenpipe.train.model_source import generation_config
 from evenpipe.train.optimization import adamw, learning_rate
 from evenpipe.train.packing import Batches
 from evenpipe.train.report import DeviceReport, Prediction, RunReport, ScheduleReport, report_text, write_report
+from evenpipe.train.stopping import say_stop
 
 BASELINE = "first-last"
 
@@ -56,8 +58,11 @@ class _Progress:
     mean: RunningMean = field(default_factory=RunningMean)
 
 
-def train(config: Config, claims: Sequence[Claim] = ()) -> None:
+def train(config: Config, claims: Sequence[Claim] = ()) -> int:
     """Trains from the newest checkpoint, or from the beginning, to the end. Called on every process of the run.
+
+    Asked to stop by Ctrl-C or SIGTERM it ends after the step that it is in, saved; then it gives the signal's number,
+    else 0.
 
     claims: locks of the run's folders that the process which started this one holds.
 
@@ -71,9 +76,11 @@ def train(config: Config, claims: Sequence[Claim] = ()) -> None:
     run.resume()
     gc.collect()
     gc.freeze()  # what is there now stays: a full collection in the middle of a step would look like a straggler
+    run.listen(StopRequest(worker, lambda number, ends: say_stop(config, number, ends) if worker.rank == 0 else None))
     try:
-        run.to_the_end()
+        return run.to_the_end()
     finally:
+        run.stop.close()
         if run.metrics is not None:
             run.metrics.close()
 
@@ -95,6 +102,7 @@ class _Run:
         self.progress = _Progress(steps=config.training.steps)
         self.started_step = 0
         self.metrics: Metrics | None = None
+        self.stop: StopRequest
         self.box_open = config.training.minutes is not None
         self._since = time.perf_counter()
         self._pending: list[tuple[StepResult, float, float]] = []
@@ -188,11 +196,25 @@ class _Run:
 
     # --- the loop --------------------------------------------------------------------------------------------
 
-    def to_the_end(self) -> None:
+    def listen(self, stop: StopRequest) -> None:
+        """From now on a signal ends the run after a step. Collective: once all listen, the launcher is told."""
+        self.stop = stop
+        self._asked_to_stop()
+        if self.is_first:
+            stop.announce()
+
+    def _asked_to_stop(self) -> int:
+        """The number of the signal by which any process was asked to stop, or 0. Collective."""
+        return int(max(values[0] for values in self.pipeline.gather_numbers([self.stop.asked])))
+
+    def to_the_end(self) -> int:
+        """Steps until the last one, or until it is asked to stop; gives the number of the signal that asked, or 0."""
         config, progress = self.config, self.progress
         self._since = time.perf_counter()
-        while progress.step < progress.steps:
+        asked = 0
+        while progress.step < progress.steps and not asked:
             self._step()
+            asked = self._asked_to_stop()
             number = progress.step
             if self.box_open and self.steps_taken == WARM_UP_STEPS + TIMED_STEPS:
                 self._decide_steps(sum(self._step_seconds[WARM_UP_STEPS:]) / TIMED_STEPS)
@@ -200,17 +222,20 @@ class _Run:
             if number % config.output.log_every_steps == 0 or last:
                 self._log()
             every = config.training.evaluate_every_steps
-            if last or (every is not None and number % every == 0):
+            if last or (every is not None and number % every == 0 and not asked):
                 self._evaluate()
             every = config.checkpoint.every_steps
-            if last or (every is not None and number % every == 0):
+            if last or asked or (every is not None and number % every == 0):
                 self._log()
                 self.save()
                 self._since = time.perf_counter()
-        if self.steps_taken:
+        if progress.step == progress.steps and self.steps_taken:
             self._report()
-        elif self.metrics is not None:
+        if self.metrics is not None and asked:
+            self.metrics.say(f"stopped at step {progress.step}; continue with the same command")
+        elif self.metrics is not None and not self.steps_taken:
             self.metrics.say(f"all {progress.steps} steps were done before")
+        return asked
 
     @property
     def steps_taken(self) -> int:

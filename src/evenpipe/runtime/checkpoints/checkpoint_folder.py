@@ -163,6 +163,11 @@ def find_latest(
     return Found(None, tuple(rejected))
 
 
+def newest_step(folder: Path) -> int | None:
+    """The step of the newest checkpoint that looks whole, by manifest and sizes; None where there is none."""
+    return next((step for step, path in _candidates(folder) if _looks_whole(path)), None)
+
+
 def open_checkpoint(
     path: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None, *, alone: bool = False
 ) -> Checkpoint:

@@ -1,0 +1,96 @@
+"""Asking a run to stop: the first Ctrl-C or SIGTERM is a wish that the program grants at the end of a step, and a
+second one ends the process at once.
+
+Who hears it differs. Of the processes that `launch` started, none does: a terminal and Slurm send their signals to all
+of them, so the launcher alone hears, leaves the wish in the store, and ends the processes itself at the second signal.
+Elsewhere each process hears for itself, on the thread of the watch, since the main thread is deaf while it waits. Under
+torchrun SIGTERM also comes because another process has failed; so the watch looks for such a cause first.
+
+Processes hear at different times but must stop at the same step: `StopRequest.asked` has to be gathered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from evenpipe.runtime.bell import STOPS
+from evenpipe.runtime.store import Store, StoreError
+from evenpipe.runtime.watch import FAREWELL_SECONDS
+from evenpipe.runtime.worker import STORE_FOLDER, Worker
+
+LISTENING, ASKED = "stops when asked", "asked to stop"
+"""What stands in the store of `launch`: all processes grant wishes; the number of the signal."""
+
+
+class Wish:
+    """The launcher's side: passes the first signal on, once the processes grant it."""
+
+    def __init__(self, store: Store, on_stop: Callable[[int], None] | None) -> None:
+        """on_stop: called with the signal's number when it has been passed on; None: it never is."""
+        self._store, self._on_stop = store, on_stop
+        self.accepted = False
+
+    def accept(self, number: int) -> bool:
+        """Whether this signal ends nothing. For a signal handler."""
+        if self.accepted or self._on_stop is None or number not in STOPS or not self._store.has([LISTENING]):
+            return False
+        with contextlib.suppress(StoreError):  # no space left: the signal ends the processes
+            self._store.write(ASKED, str(int(number)))
+            self.accepted = True
+            self._on_stop(number)
+        return self.accepted
+
+
+class StopRequest:
+    """The wish that this process stops, as it hears of it. From the main thread, once per process."""
+
+    def __init__(self, worker: Worker, say: Callable[[int, bool], None]) -> None:
+        """From now on the first signal no longer ends the process.
+
+        say: told the signal's number, and whether the process ends at once; on any thread. Not where `launch` started
+            the process: there the caller of `launch` is told.
+        """
+        self._worker, self._say = worker, say
+        self._launched = STORE_FOLDER in os.environ
+        self._number, self._heard = 0, float("inf")
+        self._before = {}
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self._launched or not worker.watch.hear_stops(say):
+            handler = signal.SIG_IGN if self._launched else self._hear
+            self._before = {number: signal.signal(number, handler) for number in STOPS}
+
+    def announce(self) -> None:
+        """Tells the launcher that signals are wishes now. By one process, after all have made a `StopRequest`."""
+        if self._launched:
+            self._worker.mark(LISTENING)
+
+    @property
+    def asked(self) -> int:
+        """The number of the signal by which this process was asked to stop; 0 if it was not."""
+        if self._launched and self._worker.store is not None:
+            return int(self._worker.store.read(ASKED) or 0)
+        return self._number or self._worker.watch.asked_to_stop
+
+    def close(self) -> None:
+        """Nobody grants wishes any more. Where `launch` started the process, its launcher goes on hearing signals."""
+        self._worker.watch.hear_stops(None)
+        if not self._launched:
+            for number, before in self._before.items():
+                signal.signal(number, before)
+
+    def _hear(self, number: int, _: FrameType | None) -> None:
+        """In a process that is alone."""
+        now = time.monotonic()
+        if not self._number:
+            self._number, self._heard = number, now
+            self._say(number, False)
+        elif now > self._heard + FAREWELL_SECONDS:  # earlier it is the same wish, which torchrun's agent passes on
+            self._say(number, True)
+            os._exit(128 + number)

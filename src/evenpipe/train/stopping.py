@@ -1,0 +1,26 @@
+"""The words of a run that is asked to stop, and of one that is ended at once."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from evenpipe.train.checkpoint_folder import newest_step
+from evenpipe.train.config import Config
+
+
+def say_stop(config: Config, number: int, ends: bool) -> None:
+    """Says on standard error what a signal does: the first one lets the step finish, a second one `ends` the run."""
+    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    if ends:
+        text = f"{name}: ended at once; {_lost(config)}"
+    else:
+        text = f"{name}: finishing the step and saving; a second signal ends the run at once, without saving"
+    print(f"\nevenpipe: {text}", file=sys.stderr, flush=True)
+
+
+def _lost(config: Config) -> str:
+    saved = newest_step(config.checkpoint_folder)
+    if saved is None:
+        return "no step was saved, so all of them are lost; the same command begins anew"
+    return f"steps after {saved}, the last one saved, are lost; the same command goes on from there"

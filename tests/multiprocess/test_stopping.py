@@ -1,0 +1,170 @@
+"""Runs that are asked to stop: by Ctrl-C or SIGTERM, with the local launcher and under torchrun.
+
+Nothing here depends on how long anything takes: a signal is sent once a line of metrics.jsonl shows that steps are
+being taken, and what is waited for is a process that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from test_training import curve, evenpipe, finish, newest_checkpoint, worker_of, write_config
+
+MANY = 100_000
+
+started: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_running() -> Iterator[None]:
+    yield
+    while started:
+        process = started.pop()
+        if process.poll() is None:
+            process.kill()  # what it has started ends with it
+            process.communicate()
+
+
+def torchrun(path: Path) -> subprocess.Popen[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    return subprocess.Popen(
+        [*command, "-m", "evenpipe.cli.main", "train", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def local(path: Path) -> subprocess.Popen[str]:
+    return evenpipe("train", path)
+
+
+def child_of(process: int) -> int:
+    """One of those that torchrun has started, each in a session of its own."""
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return int(children[-1])
+
+
+def to_the_first(process: int) -> None:
+    os.kill(process, signal.SIGTERM)
+
+
+def ctrl_c(process: int) -> None:
+    os.killpg(process, signal.SIGINT)
+
+
+def to_all(process: int) -> None:
+    os.killpg(process, signal.SIGTERM)
+
+
+def steps_of(folder: Path) -> int:
+    metrics = folder / "run" / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+def train_beyond(steps: int, start: Callable[[Path], subprocess.Popen[str]], path: Path) -> subprocess.Popen[str]:
+    """A run that has taken more than so many steps in all, and goes on."""
+    process = start(path)
+    started.append(process)
+    while steps_of(path.parent) <= steps:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    return process
+
+
+def long_run(folder: Path) -> Path:
+    """Of more steps than it will take, with no checkpoint before the last one."""
+    path = write_config(folder, steps=MANY)
+    path.write_text(path.read_text().replace("every_steps = 4", 'every_steps = "none"'))
+    return path
+
+
+# How it is started, who gets which signal, and the exit code; torchrun's own is 1, whatever its processes say.
+WAYS = [
+    (local, ctrl_c, 130),
+    (torchrun, to_the_first, None),
+    (local, to_all, 143),  # as Slurm does
+]
+
+
+def test_stopped_in_every_way_it_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """One run, stopped three times and continued by the same command each time, equals one that was stopped once."""
+    path = long_run(tmp_path / "parts")
+    for start, send, exit_code in WAYS:
+        process = train_beyond(steps_of(path.parent), start, path)
+        send(process.pid)
+        output, _ = process.communicate(timeout=180)
+        step = int(newest_checkpoint(path.parent).name.removeprefix("step-"))
+        assert process.returncode == exit_code or (exit_code is None and process.returncode), output
+        assert f"stopped at step {step}; continue with the same command" in output, output
+        assert "finishing the step" in output, output
+        assert step == steps_of(path.parent)
+        assert exit_code is None or "Traceback" not in output, output
+    whole = long_run(tmp_path / "whole")
+    process = train_beyond(step, local, whole)
+    ctrl_c(process.pid)
+    finish(process, exit_code=130)
+    assert curve(whole.parent)[:step] == curve(path.parent)
+
+
+def test_a_second_signal_ends_at_once_and_says_what_is_lost(tmp_path: Path) -> None:
+    """One process of the run is stopped, so no step can be finished."""
+    process = train_beyond(0, local, long_run(tmp_path))
+    os.kill(worker_of(process.pid), signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    while "finishing the step" not in (line := process.stdout.readline()):
+        assert line, "it ended"
+    process.send_signal(signal.SIGINT)
+    output = finish(process, exit_code=130)
+    assert "no step was saved, so all of them are lost" in output, output
+    assert "stopped at" not in output
+
+
+def test_under_torchrun_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    process = train_beyond(0, torchrun, long_run(tmp_path))
+    os.kill(child_of(process.pid), signal.SIGSTOP)
+    while process.poll() is None:  # the watch takes signals that follow each other closely for one
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    output, _ = process.communicate()
+    assert "stopped at" not in output, output
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_under_torchrun_a_process_that_died_is_still_the_first_cause(tmp_path: Path, asked: bool) -> None:
+    """Torchrun sends SIGTERM to the others then, which is no wish to stop."""
+    path = long_run(tmp_path)
+    process = train_beyond(0, torchrun, path)
+    victim = child_of(process.pid)
+    os.kill(victim, signal.SIGKILL)
+    if asked:
+        to_the_first(process.pid)
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode
+    assert f"(pid {victim}) has died: killed, out of memory or crashed" in output, output
+    assert "stopped at" not in output
+
+
+def test_before_the_first_step_a_signal_ends_at_once(tmp_path: Path) -> None:
+    """Nothing is lost then, and there is nothing to finish."""
+    path = long_run(tmp_path)
+    process = local(path)
+    while not (tmp_path / "run" / "data").exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    output = finish(process, exit_code=143)
+    assert "finishing" not in output and "lost" not in output
