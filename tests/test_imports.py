@@ -14,6 +14,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "evenpipe"
 # write into orders and programs, and knows nothing but `schedule`; so `runtime` takes torch's schedules from it.
 # `memory` traces the very stages that `runtime` will run.
 MAY_IMPORT: dict[str, set[str]] = {
+    "__main__": {"cli"},
     "errors": set(),
     "given": set(),
     "schedule": set(),
@@ -30,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": {"schedule", "simulate", "draw", "vocabulary", "model", "parallel", "costs", "runtime", "memory", "plan"},
 }
 ANYTHING = set(MAY_IMPORT) | {"cli"}
-MAY_IMPORT["cli"] = ANYTHING - {"cli"}
+MAY_IMPORT["cli"] = ANYTHING - {"__main__", "cli"}
 
 
 def room_of(path: Path) -> str:

@@ -6,10 +6,14 @@ as escapes (`plain`), values are quoted and cut short (`shown`).
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import re
+import socket
 import tomllib
+import urllib.parse
+import urllib.request
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,6 +32,33 @@ _CONTROLS = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\
 _IN_LINES = re.compile(f"[{_CONTROLS}]")
 _IN_A_LINE = re.compile(f"[\t\n{_CONTROLS}]")
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
+
+
+def hub_options() -> dict[str, bool]:
+    """Options for `from_pretrained` of a name that may be the hub's: where no network leads there, only what was
+    downloaded before is looked at, as the hub's own library would try again and again for a minute and a half."""
+    from huggingface_hub import constants
+
+    host = urllib.parse.urlsplit(constants.ENDPOINT).hostname
+    if urllib.request.getproxies():  # a proxy knows the way where we do not
+        return {}
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return {"local_files_only": True}
+    return {}
+
+
+def beside(name: str) -> str:
+    """The end of a sentence about a file or folder that does not exist: `; did you mean "runs/quickstart"?`, where one
+    of a similar name is in that place."""
+    path = Path(name)
+    try:
+        names = [] if path.exists() else [one.name for one in path.parent.iterdir()]
+    except (OSError, ValueError):
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f'; did you mean "{plain(path.parent / near[0])}"?' if near else ""
 
 
 def plain_lines(text: str) -> str:

@@ -278,6 +278,17 @@ WRONG: list[tuple[list[str], list[str]]] = [
     ([*TRAIN, "checkpoint.folder=text.txt/x"], ['checkpoint.folder is "text.txt/x"', "Not a directory"]),
     ([*TRAIN, "data.cache_folder=/dev/null/x"], ['data.cache_folder is "/dev/null/x"', "Not a directory"]),
     ([*TRAIN, "output.export_folder=/proc/x/y"], ["output.export_folder", "a folder that can be written"]),
+    ([*TRAIN, "--steps", "3"], ["no argument --steps; fields", "without dashes: training.steps=3"]),
+    ([*TRAIN, "--learning-rate=1e-3"], ["no argument --learning-rate=1e-3; ", ": optimizer.learning_rate=1e-3"]),
+    ([*TRAIN, "--data.sequence-length", "8"], ["data.sequence_length=8"]),
+    ([*TRAIN, "--source"], ["model.source=VALUE or tokenizer.source=VALUE"]),
+    ([*TRAIN, "--forse"], ["no argument --forse, did you mean --force?"]),
+    ([*TRAIN, "steps=3"], ['the override "steps=3" must be written section.key=value; did you mean training.steps']),
+    (["tarin", "config.toml"], ["there is no command 'tarin', did you mean train?"]),
+    (["xyz"], ["there is no command 'xyz', known: explain, train,"]),
+    ([*TRAIN, "--force", "training.steps=many"], ['training.steps is "many"']),
+    ([*TRAIN, "--trace", "training.steps=many"], ['training.steps is "many"']),
+    ([*TRAIN, "--trace", "output.tensorboard=false", "training.steps=many"], ['training.steps is "many"']),
     ([*TRAIN, "--trace", "text.txt/x"], ['output.trace_folder is "text.txt/x"', "Not a directory"]),
     ([*TRAIN, "data.validation_fraction=nan"], ["data.validation_fraction is nan", "finite number"]),
     ([*TRAIN, "pipeline.costs=empty.toml"], ["empty.toml", "F is missing"]),
@@ -310,7 +321,7 @@ def test_wrong_input_is_one_sentence(arguments, words, folder, capsys):
     shown = capsys.readouterr()
     assert shown.out == ""
     *before, sentence = shown.err.splitlines()
-    assert before in ([], ["reading 1 files"])
+    assert before in ([], ["reading 1 file"])
     assert sentence.startswith("evenpipe: ")
     assert sentence.isprintable()
     assert len(sentence) <= MOST

@@ -73,7 +73,7 @@ def test_train_prepares_and_then_launches(started, capsys):
     ]
     output = capsys.readouterr()
     assert output.out == ""
-    assert output.err.splitlines()[0] == "reading 1 files"
+    assert output.err.splitlines()[0] == "reading 1 file"
 
 
 def test_train_exports_the_newest_checkpoint_unless_told_otherwise(started, exported, capsys):

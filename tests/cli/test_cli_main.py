@@ -79,7 +79,7 @@ def test_arguments_reach_the_command(command):
     assert command(lambda arguments: arguments.number, "--number", "1") == 1
 
 
-WRONG = [[], ["trian"], ["generate"], ["generate", "folder", "--seed", "x"], ["--unknown"]]
+WRONG = [[], ["generate"], ["generate", "folder", "--seed", "x"], ["--unknown"]]
 
 
 @pytest.mark.parametrize("arguments", WRONG, ids=str)
@@ -97,6 +97,12 @@ def test_unknown_arguments_name_the_nearest(command, capsys, argument, near):
     assert capsys.readouterr().err == (
         f"evenpipe: generate has no argument {argument}{near} evenpipe generate --help lists what it has\n"
     )
+
+
+@pytest.mark.parametrize("module", ["evenpipe", "evenpipe.cli.main"])
+def test_it_runs_as_a_module(module):
+    command = [sys.executable, "-m", module, "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"evenpipe {__version__}\n"
 
 
 def test_a_terminal_without_a_character_shows_a_question_mark():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import resource
+import socket
 import threading
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from evenpipe.errors import InputError, RunError
+from evenpipe.model.config import read_config
 from evenpipe.train import data as data_module
 from evenpipe.train.config_file import config_from_dict
 from evenpipe.train.data import changes_of_data, data_identity, open_batches, open_data, prepare
@@ -283,6 +285,28 @@ def test_the_end_of_text_of_an_existing_tokenizer(config, tokenizer, tmp_path):
     assert AutoTokenizer.from_pretrained(data.tokenizer_folder).eos_token == "<|end|>"
     with pytest.raises(InputError, match=r'tokenizer ".*nowhere" cannot be loaded'):
         prepare(config(tokenizer={"source": f"{tmp_path}/nowhere", "vocabulary_size": "none"}), quiet)
+
+
+def test_a_mistyped_name_is_not_asked_for_again_and_again(config, tokenizer, tmp_path, monkeypatch):
+    """Where no network leads to the hub; and what stands beside a folder that does not exist is proposed."""
+
+    def unreachable(*arguments):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it is asked for again"))
+    monkeypatch.setattr(socket, "getaddrinfo", unreachable)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    _saved(tokenizer, tmp_path / "runs" / "tokenizer")
+    with pytest.raises(
+        InputError, match=r'^the tokenizer "runs/tokeniser" cannot be .*did you mean "runs/tokenizer"\?$'
+    ):
+        prepare(config(tokenizer={"source": "runs/tokeniser", "vocabulary_size": "none"}), quiet)
+    with pytest.raises(
+        InputError, match=r"model\.source = 'runs/tokeniser' is neither .*did you mean \"runs/tokenizer"
+    ):
+        read_config("runs/tokeniser", field="model.source")
 
 
 def _saved(tokenizer, folder):

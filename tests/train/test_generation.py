@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -101,3 +103,19 @@ def test_folders_without_a_model(folder, tmp_path):
 def test_numbers_that_cannot_be(folder, wrong):
     with pytest.raises(InputError, match=next(iter(wrong))):
         generate(folder, PROMPT, **wrong)
+
+
+def test_the_folder_of_a_run_stands_for_its_model(folder, tmp_path):
+    (tmp_path / "config.json").write_text("{}")  # the run's own
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(
+        InputError, match=r'^".*" holds checkpoints and no exported model; evenpipe export .* -o FOLDER'
+    ):
+        Generator(tmp_path)
+    shutil.copytree(folder, tmp_path / "model")
+    assert generate(tmp_path, PROMPT, max_new_tokens=5) == generate(folder, PROMPT, max_new_tokens=5)
+
+
+def test_a_similar_name_is_proposed(folder):
+    with pytest.raises(InputError, match=rf'did you mean "{folder}"\?$'):
+        Generator(f"{folder}x")

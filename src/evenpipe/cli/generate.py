@@ -9,7 +9,8 @@ from evenpipe.cli.printing import say
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model and how it draws."""
-    parser.add_argument("folder", metavar="FOLDER", help="an exported model: a Hugging Face folder with a tokenizer")
+    about = "a run, or an exported model: a Hugging Face folder with a tokenizer"
+    parser.add_argument("folder", metavar="FOLDER", help=about)
     parser.add_argument("--prompt", default="", help="beginning of the text (default: none)")
     parser.add_argument("--new-tokens", type=int, default=120, help="tokens to write, at most (default: %(default)s)")
     parser.add_argument(

@@ -12,6 +12,7 @@ import errno
 import importlib
 import io
 import os
+import re
 import signal
 import sys
 import traceback
@@ -38,6 +39,9 @@ COMMANDS = {
 }
 """Command -> one line; each is the module `evenpipe.cli.COMMAND` with `add_arguments(parser)` and `run(arguments)`."""
 
+OVERRIDE = re.compile(r"\w+(\.\w+)+=")
+"""What an argument begins with that replaces a value of the configuration."""
+
 MOST = 2000
 """Characters of a line of an error."""
 
@@ -50,11 +54,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal without, say, µ shows a question mark for it
     try:
         _refuse_strange(arguments)
+        if command is None and (name := _first_word(arguments)) is not None:
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            known = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)};"
+            raise InputError(f"there is no command {shown(name)}, {known} evenpipe --help says what each does")
         parser, of_command = _parser(command)
         parsed, unknown = parser.parse_known_args(arguments)
         assert command is not None, "the parser ends without a command"
+        if hasattr(parsed, "overrides"):  # argparse takes them only before the first option
+            late = [argument for argument in unknown if OVERRIDE.match(argument)]
+            parsed.overrides += late
+            unknown = [argument for argument in unknown if argument not in late]
         if unknown:
-            raise InputError(f"{command} has no argument {plain(unknown[0])}{_nearest(unknown[0], of_command)}")
+            field = _override_for(unknown) if hasattr(parsed, "overrides") else None
+            meant = field or _nearest(unknown[0], of_command)
+            raise InputError(f"{command} has no argument {plain(unknown[0])}{meant}")
         if "RANK" not in os.environ:  # under torchrun that signal ends a victim; the watch then says whose
             signal.signal(signal.SIGTERM, _terminated)
         exit_code: int = _module(command).run(parsed)
@@ -125,9 +139,28 @@ def _nearest(argument: str, parser: argparse.ArgumentParser) -> str:
     return (f", did you mean {near[0]}?" if near else ";") + f" {parser.prog} --help lists what it has"
 
 
+def _override_for(unknown: Sequence[str]) -> str | None:
+    """The end of a sentence about an option that is a field of the configuration, as `--steps 3`; else None."""
+    from evenpipe.train.config_file import fields_called
+
+    name, equals, value = unknown[0].lstrip("-").partition("=")
+    if not equals:
+        value = next((argument for argument in unknown[1:2] if not argument.startswith("--")), "VALUE")
+    fields = fields_called(name.replace("-", "_"))
+    if not fields:
+        return None
+    forms = " or ".join(plain(f"{field}={value}") for field in fields)
+    return f"; fields of the configuration are written without dashes: {forms}"
+
+
+def _first_word(arguments: Sequence[str]) -> str | None:
+    """The first argument that is no option."""
+    return next((argument for argument in arguments if not argument.startswith("-")), None)
+
+
 def _command(arguments: Sequence[str]) -> str | None:
     """The first argument that is no option, if it is a command."""
-    first = next((argument for argument in arguments if not argument.startswith("-")), None)
+    first = _first_word(arguments)
     return first if first in COMMANDS else None
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from evenpipe.errors import InputError
-from evenpipe.given import plain
+from evenpipe.cli.main import OVERRIDE
 
 TRACED_STEP = 3
 """Of a run with --trace: memory and connections have warmed up."""
@@ -40,11 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Train; started again with the same configuration it goes on from the last checkpoint."""
     from evenpipe.train.config_file import load_config
 
+    if OVERRIDE.match(arguments.trace or ""):  # that came behind --trace is not its folder
+        arguments.overrides.append(arguments.trace)
+        arguments.trace = ""
     config = load_config(arguments.config, arguments.overrides)
-    if "=" in (arguments.trace or ""):
-        raise InputError(
-            f"--trace takes '{plain(arguments.trace)}' for its folder; write overrides before it, or --trace=FOLDER"
-        )
     if arguments.trace is not None:
         steps = config.output.trace_steps or (min(TRACED_STEP, config.training.steps),)
         folder = arguments.trace or config.output.trace_folder

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from evenpipe.errors import InputError
+from evenpipe.given import beside, hub_options
 from evenpipe.model.structure import first_line
 
 LARGEST: dict[str, int] = {
@@ -35,9 +37,10 @@ def read_config(name: str, trust_remote_code: bool = False, *, field: str = "mod
     """
     values = None
     try:
-        values = PreTrainedConfig.get_config_dict(name)[0]  # {} for a folder without a config.json
+        options = {} if Path(name).exists() else hub_options()
+        values = PreTrainedConfig.get_config_dict(name, **options)[0]  # {} for a folder without a config.json
         check_sizes(values)
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
     except InputError as error:
         raise InputError(f"{field} = {name!r}: {error}") from None
     except Exception as error:  # transformers lets through whatever a file's content leads to
@@ -49,7 +52,7 @@ def read_config(name: str, trust_remote_code: bool = False, *, field: str = "mod
         fault = "has a config that transformers refuses; expected a JSON object with the fields of a language model"
         if isinstance(error, OSError) or values == {}:
             fault = "is neither a folder with a config.json nor a model that the hub gives out"
-        raise InputError(f"{field} = {name!r} {fault} ({first_line(error)}).") from error
+        raise InputError(f"{field} = {name!r} {fault} ({first_line(error)}){beside(name) or '.'}") from error
 
 
 def check_sizes(values: Mapping[str, Any]) -> None:

@@ -44,7 +44,9 @@ def apply_overrides(tables: Mapping[str, Any], overrides: Iterable[str]) -> dict
         path, equals, text = override.partition("=")
         section, *keys = path.split(".")
         if not equals or not keys or not all(keys) or not section:
-            raise InputError(f"the override {show(override)} must be written section.key=value")
+            near = " or ".join(f"{field}=value" for field in fields_called(path))
+            near = f"; did you mean {near}?" if near else ""
+            raise InputError(f"the override {show(override)} must be written section.key=value{near}")
         annotation = _known_key(section, keys[0])
         inside_table = get_origin(annotation) is dict
         if len(keys) != (2 if inside_table else 1):
@@ -90,6 +92,12 @@ def config_to_dict(config: Config) -> dict[str, Any]:
         }
         for name in sections()
     }
+
+
+def fields_called(name: str) -> list[str]:
+    """The fields of that name, as `section.key`; `name` may be of that form too."""
+    fields = [f"{section}.{key}" for section, table in sections().items() for key in field_types(table)]
+    return [field for field in fields if name in (field, field.partition(".")[2])]
 
 
 def _known_key(section: str, key: str) -> Any:

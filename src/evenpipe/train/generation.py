@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError
+from evenpipe.given import beside, plain
+from evenpipe.train.checkpoint_folder import is_checkpoint
 from evenpipe.train.section import show
 
 
@@ -18,7 +20,7 @@ def generate(
     top_k: int = 40,
     seed: int = 0,
 ) -> str:
-    """`prompt` and what the model in a Hugging Face folder writes after it.
+    """`prompt` and what the model in a Hugging Face folder, or in that of a run, writes after it.
 
     `temperature` 0 always takes the likeliest token; `top_k` 0 draws among all. The same seed gives the same text, and
     the caller's random state is left alone. Raises `InputError` when the folder holds no model and tokenizer.
@@ -28,13 +30,29 @@ def generate(
     )
 
 
+def _model_in(folder: Path) -> Path:
+    """The folder itself, or what a run in it has exported; a run has a config.json of its own, too."""
+    exported = folder / "model"
+    if (exported / "config.json").is_file() and not any(folder.glob("*.safetensors")):
+        return exported
+    if (folder / "checkpoints").is_dir() or is_checkpoint(folder):
+        raise InputError(
+            f"{show(str(folder))} holds checkpoints and no exported model; evenpipe export {plain(folder)} -o FOLDER"
+            " makes one"
+        )
+    if not (folder / "config.json").is_file():
+        raise InputError(
+            f"{show(str(folder))} is no model folder: it must hold config.json, weights and"
+            f" tokenizer{beside(str(folder))}"
+        )
+    return folder
+
+
 class Generator:
     """A loaded model, for several prompts."""
 
     def __init__(self, model_folder: str | Path) -> None:
-        folder = Path(model_folder)
-        if not (folder / "config.json").is_file():
-            raise InputError(f"{show(str(folder))} is no model folder: it must hold config.json, weights and tokenizer")
+        folder = _model_in(Path(model_folder))
         from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from evenpipe.errors import InputError
+from evenpipe.schedule.words import count
 from evenpipe.train.config import DataConfig
 from evenpipe.train.section import nearest, show
 
@@ -54,7 +55,7 @@ def find_documents(data: DataConfig, cache_folder: Path) -> Documents:
         paths = _standard_library(data.corpus.partition(":")[2])
         return FileDocuments(paths, data.text_field, "strict", data.corpus, cache)
     paths = find_files(data.files)
-    return FileDocuments(paths, data.text_field, data.encoding_errors, f"{len(paths)} files", cache)
+    return FileDocuments(paths, data.text_field, data.encoding_errors, count(len(paths), "file"), cache)
 
 
 def find_files(patterns: tuple[str, ...]) -> list[Path]:

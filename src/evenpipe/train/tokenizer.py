@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError
+from evenpipe.given import beside, hub_options
 from evenpipe.train.section import show
 
 TRAINING_CHARACTERS = 500_000_000  # more does not change the merges, but takes memory
@@ -59,11 +60,12 @@ def load_tokenizer(source: str, end_of_text: str | None, trust_remote_code: bool
     """
     from transformers import AutoTokenizer
 
+    options = {} if Path(source).exists() else hub_options()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"the tokenizer {show(source)} cannot be loaded: {reason}") from error
+        raise InputError(f"the tokenizer {show(source)} cannot be loaded: {reason}{beside(source)}") from error
     if end_of_text is not None:
         if end_of_text not in tokenizer.get_vocab():
             raise InputError(
