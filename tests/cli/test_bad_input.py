@@ -285,7 +285,7 @@ WRONG: list[tuple[list[str], list[str]]] = [
     ([*TRAIN, "--forse"], ["no argument --forse, did you mean --force?"]),
     ([*TRAIN, "steps=3"], ['the override "steps=3" must be written section.key=value; did you mean training.steps']),
     (["tarin", "config.toml"], ["there is no command 'tarin', did you mean train?"]),
-    (["xyz"], ["there is no command 'xyz', known: explain, train,"]),
+    (["xyz"], ["there is no command 'xyz', known: explain, init, train,"]),
     ([*TRAIN, "--force", "training.steps=many"], ['training.steps is "many"']),
     ([*TRAIN, "--trace", "training.steps=many"], ['training.steps is "many"']),
     ([*TRAIN, "--trace", "output.tensorboard=false", "training.steps=many"], ['training.steps is "many"']),

@@ -26,6 +26,7 @@ from evenpipe.given import is_text, plain, plain_lines, shortened, shown
 
 COMMANDS = {
     "explain": "what is out of balance in a model, and what would help: the first thing to try",
+    "init": "write a configuration to begin with, from a model and a folder of text, or from an example",
     "train": "train a model: the main job",
     "profile": "what passes and transfers take on this hardware: a cost file for the commands below",
     "simulate": "how long a schedule takes, what waits for what, and what it holds in memory",

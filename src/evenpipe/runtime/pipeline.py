@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -57,7 +58,7 @@ from evenpipe.runtime.nccl import NcclOptions
 from evenpipe.runtime.offload_options import OffloadOptions
 from evenpipe.runtime.parameters import ParameterShard, Sharding
 from evenpipe.runtime.replicas import Replicas
-from evenpipe.runtime.result import Shared, StepResult
+from evenpipe.runtime.result import Shared, StepResult, html_table
 from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.trace import gather_trace
 from evenpipe.runtime.trained import Trained
@@ -65,6 +66,7 @@ from evenpipe.runtime.walker import Walker
 from evenpipe.runtime.worker import device_of_pipeline, initialise_worker
 from evenpipe.schedule import Costs, Kind, Order, Program, Schedule, Timeline, parts_of, time_order, vocabulary_mode
 from evenpipe.schedule.trace import Trace
+from evenpipe.schedule.words import count
 from evenpipe.vocabulary import LossOptions
 
 logger = logging.getLogger(__name__)
@@ -354,6 +356,28 @@ class Pipeline:
     def _is_very_first(self) -> bool:
         """Whether this is the first process of the first pipeline."""
         return self.device == 0 and self.replica == 0
+
+    def __repr__(self) -> str:
+        numbers = sum(math.prod(shape) for shape in self.description.shapes.values())
+        parts = [
+            f"{self.description.architecture} of {self.description.layers} layers and {numbers:,} parameters",
+            f"device {self.device} of {self.devices}",
+            *([f"replica {self.replica} of {self.replicas}"] if self.replicas > 1 else []),
+            count(self.layout.program.placement.stages, "stage"),
+            count(self.microbatches, "microbatch"),
+            f"vocabulary {self.layout.mode}",
+        ]
+        return f"<Pipeline: {', '.join(parts)}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what each device holds, layers and vocabulary rows counted from 0, the last one excluded."""
+        layout, rows = self.layout, []
+        for device in range(self.devices):
+            stages = layout.program.placement.stages_of(device)
+            layers = ", ".join(f"{first}:{last}" for first, last in (layout.layers[stage] for stage in stages))
+            shards = [shards[device] for shards in (layout.embedding_shards, layout.head_shards)]
+            rows.append([str(device), layers, *(f"{shard.start}:{shard.stop}" for shard in shards)])
+        return html_table(repr(self), ["device", "layers", "rows of the embedding", "rows of the output layer"], rows)
 
     # --- the schedule ----------------------------------------------------------------------------------------
 

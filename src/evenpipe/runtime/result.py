@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from html import escape
 
 import torch
 from torch import Tensor
@@ -48,6 +49,14 @@ class StepResult:
     _accumulate: int = field(default=1, repr=False)
     """All of these count for one of so many steps: they are divided by it."""
 
+    def __repr__(self) -> str:
+        return f"<StepResult: loss {self.loss:.6g}, {self.tokens} valid tokens, {self.seconds:.3f} s>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        values = [f"{self.loss:.6g}", str(self.tokens), f"{self.seconds:.3f}"]
+        return html_table("StepResult", ["loss", "valid tokens", "seconds"], [values])
+
     @property
     def loss(self) -> float:
         """Mean over the valid tokens of all replicas, with the loss options, and what the routers of a mixture of
@@ -75,3 +84,11 @@ class StepResult:
         if not self._log_probabilities:
             raise InputError("log_probabilities: only evaluate() gives them, not step()")
         return torch.cat([part.value() for part in self._log_probabilities]).view(self._shape)
+
+
+def html_table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table for notebooks, of plain texts."""
+    lines = ["".join(f"<th>{escape(text)}</th>" for text in header)]
+    lines += ["".join(f"<td>{escape(text)}</td>" for text in row) for row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table><caption>{escape(caption)}</caption>{body}</table>"

@@ -7,7 +7,7 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.given import beside, plain
-from evenpipe.train.checkpoint_folder import is_checkpoint
+from evenpipe.runtime.checkpoints.checkpoint_folder import is_checkpoint
 from evenpipe.train.section import show
 
 

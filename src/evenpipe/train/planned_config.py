@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,13 +127,23 @@ def _kept(pipeline: Mapping[str, Any]) -> dict[str, Any]:
     return {name: pipeline[name] for name in names if name in pipeline}
 
 
-def write_tables(tables: Mapping[str, Any], path: str | Path, notes: str) -> None:
-    """As TOML, with `notes` as comments on top. Raises InputError where it cannot be written."""
+def write_tables(
+    tables: Mapping[str, Any], path: str | Path, notes: str, comments: Mapping[str, str] | None = None
+) -> None:
+    """As TOML, with `notes` as comments on top. Raises InputError where it cannot be written.
+
+    comments: for above a field, by `section.field`.
+    """
     lines = [f"# {plain(line)}".rstrip() for line in notes.split("\n")]
     for name, table in tables.items():
         inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
         lines += ["", f"[{name}]"]
-        lines += [f"{key} = {_value(value)}" for key, value in table.items() if key not in inner and value is not None]
+        for key, value in table.items():
+            if key not in inner and value is not None:
+                lines += textwrap.wrap(
+                    (comments or {}).get(f"{name}.{key}", ""), 100, initial_indent="# ", subsequent_indent="# "
+                )
+                lines.append(f"{key} = {_value(value)}")
         for key, values in inner.items():
             lines += ["", f"[{name}.{key}]"]
             lines += [f"{_key(one)} = {_value(value)}" for one, value in values.items() if value is not None]

@@ -142,7 +142,7 @@ class DatasetDocuments:
         if self._loaded is None:
             datasets = _datasets()
             try:
-                loaded = _saved(self.name, self.split) if _is_saved(self.name) else self._read()
+                loaded = _saved(self.name, self.split) if is_saved(self.name) else self._read()
             except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
                 reason = str(error.__cause__ or error).strip().splitlines()[0]
                 raise InputError(
@@ -162,7 +162,7 @@ class DatasetDocuments:
         return datasets.load_dataset(self.name, self.config, split=self.split, cache_dir=self.cache_folder, **options)
 
 
-def _is_saved(name: str) -> bool:
+def is_saved(name: str) -> bool:
     """Whether this is a folder that `save_to_disk` of a data set, or of several splits, has written."""
     return any((Path(name) / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
 

@@ -1,0 +1,48 @@
+"""`evenpipe init [--model MODEL] [--data PATH] [-o FILE.toml]`, or `evenpipe init --example NAME`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from evenpipe.cli.printing import say
+from evenpipe.errors import InputError
+from evenpipe.given import plain
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is trained on what, or which example is wanted."""
+    parser.add_argument(
+        "--model",
+        metavar="NAME|FOLDER|FILE.json",
+        help="a model of the hub, a folder, or the config of one (default: a small one with fresh weights)",
+    )
+    parser.add_argument(
+        "--data",
+        metavar="FOLDER|FILE",
+        help="text, JSON lines, parquet, or a folder that save_to_disk wrote (default: sources of Python's library)",
+    )
+    parser.add_argument("--processes", type=int, help="devices of the pipeline (default: the GPUs, or the cores)")
+    parser.add_argument("--example", metavar="NAME", help="an example instead: quickstart, v_half, zbv")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE.toml", help="the configuration to write (default: train.toml, or NAME.toml)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write a configuration that trains as it stands."""
+    from evenpipe.train.new_config import new_tables, write_example, write_new
+
+    if arguments.example and (arguments.model or arguments.data or arguments.processes):
+        raise InputError("--example is a whole configuration, and --model, --data and --processes describe another")
+    if arguments.processes is not None and arguments.processes < 1:
+        raise InputError(f"--processes is {arguments.processes}, but must be at least 1")
+    path = Path(arguments.output or f"{arguments.example or 'train'}.toml")
+    if path.suffix != ".toml":
+        raise InputError(f"--output is '{plain(path)}', but the name of a configuration must end in .toml")
+    if arguments.example:
+        write_example(arguments.example, path)
+    else:
+        write_new(new_tables(arguments.model, arguments.data, arguments.processes, path.stem), path)
+    say(f"wrote {path}; next: evenpipe train {path}")
+    return 0

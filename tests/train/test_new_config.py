@@ -1,0 +1,123 @@
+"""`evenpipe init`: what it writes for which model and data, and that it trains as it stands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from evenpipe.cli.main import main
+from evenpipe.errors import InputError
+from evenpipe.train.config_file import load_config
+from evenpipe.train.new_config import examples, new_tables
+from evenpipe.train.tokenizer import train_tokenizer
+
+TEXT = "def f(x):\n    return x + 1\n" * 2000
+SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    return tmp_path
+
+
+def test_from_a_config_and_a_folder_of_text_it_trains_as_it_stands(folder: Path) -> None:
+    LlamaConfig(**SHAPE, vocab_size=400, max_position_embeddings=64).save_pretrained("model")
+    for name in ("a.txt", "b.txt", "c.py"):
+        (folder / "data" / name).write_text(TEXT)
+    assert main(["init", "--model", "model", "--data", "data", "--processes", "2", "-o", "mine.toml"]) == 0
+    config = load_config("mine.toml")
+    assert config.model.architecture == "llama" and config.pipeline.processes == 2
+    assert config.data.files == ("data/**/*.py", "data/**/*.txt") and config.data.sequence_length == 64
+    assert config.output.folder == "runs/mine"
+    text = Path("mine.toml").read_text()
+    assert "# Highest learning rate, reached after the warm-up\nlearning_rate = " in text
+    command = [sys.executable, "-m", "evenpipe", "train", "mine.toml", "sample.new_tokens=2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((folder / "runs" / "mine" / "report.json").read_text())
+    assert report["steps"] == config.training.steps and report["validation_loss"] > 0
+    assert report["validation_loss"] < 5, "it has learned"
+
+
+RECORDS = [{"id": "1", "body": "a long text"}]
+DATA = {
+    # what is in the folder, and what [data] says of it
+    "text": ({"a.md": TEXT, ".hidden": "x", "picture.png": b"\x89PNG\xff"}, {"files": ["data/**/*.md"]}),
+    "records": ({"a.jsonl": json.dumps(RECORDS[0])}, {"files": ["data/**/*.jsonl"], "text_field": "body"}),
+    "named text": ({"a.json": json.dumps({"text": "x", "url": "long" * 9})}, {"files": ["data/**/*.json"]}),
+}
+
+
+@pytest.mark.parametrize(("files", "said"), DATA.values(), ids=DATA)
+def test_what_is_in_the_folder(folder: Path, files: dict[str, str | bytes], said: dict[str, object]) -> None:
+    for name, content in files.items():
+        (folder / "data" / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    data = new_tables(None, "data", 2, "run")["data"]
+    assert {name: data[name] for name in data if name not in ("sequence_length", "validation_fraction")} == said
+
+
+def test_tables_and_what_save_to_disk_wrote(folder: Path) -> None:
+    parquet.write_table(pa.Table.from_pylist(RECORDS), "data/a.parquet")
+    found = new_tables(None, "data", 2, "run")["data"]
+    assert (found["files"], found["text_field"]) == (["data/**/*.parquet"], "body")
+    datasets.Dataset.from_list([{"text": TEXT}]).save_to_disk("saved")
+    assert new_tables(None, "saved", 2, "run")["data"]["dataset"] == "saved"
+
+
+def test_a_model_with_weights_is_continued_with_its_own_tokenizer() -> None:
+    tokenizer = train_tokenizer([TEXT], 300, "<|end|>")
+    LlamaForCausalLM(LlamaConfig(**SHAPE, vocab_size=300)).save_pretrained("model")
+    with pytest.raises(InputError, match='the tokenizer "model" cannot be loaded'):
+        new_tables("model", None, 2, "run")
+    tokenizer.save_pretrained("model")
+    tables = new_tables("model", None, 8, "run")
+    assert tables["model"] == {"source": "model"} and "tokenizer" not in tables
+    assert tables["pipeline"]["processes"] == 3, "no more than layers"
+
+
+def test_little_data_gets_short_sequences_and_a_lot_gets_long_ones(folder: Path) -> None:
+    lengths = []
+    for size in (4_000, 100_000, 10_000_000):
+        (folder / "data" / "a.txt").write_text("x" * size)
+        lengths.append(new_tables(None, "data", 2, "run")["data"]["sequence_length"])
+    assert lengths == [16, 256, 1024]
+
+
+@pytest.mark.parametrize("name", examples())
+def test_the_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--example", name]) == 0
+    assert capsys.readouterr().out == f"wrote {name}.toml; next: evenpipe train {name}.toml\n"
+    assert f"evenpipe train {name}.toml" in Path(f"{name}.toml").read_text()
+    assert load_config(f"{name}.toml").output.folder.startswith("runs/")
+    assert main(["init", "--example", name]) == 2
+    assert f'"{name}.toml" exists already; -o names another file' in capsys.readouterr().err
+
+
+WRONG = [
+    (["--example", "zvb"], 'one of quickstart, v_half, zbv; did you mean "zbv"?'),
+    (["--example", "zbv", "--data", "data"], "--example is a whole configuration"),
+    (["--data", "date"], '--data is "date", but there is no such file or folder; did you mean "data"?'),
+    (["--data", "data"], "that folder holds no text, JSON lines or parquet"),
+    (["--processes", "0"], "--processes is 0, but must be at least 1"),
+    (["-o", "train.txt"], "must end in .toml"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), WRONG, ids=str)
+def test_what_cannot_be_written(
+    folder: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+    assert [path.name for path in folder.iterdir()] == ["data"]
