@@ -7,10 +7,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from families import tiny_config
-from transformers import LlamaConfig
+from families import GROUPED, tiny_config
+from transformers import AutoConfig, LlamaConfig
 
 from evenpipe.costs.hardware import KNOWN
+from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
 from evenpipe.memory.estimate import TERMS, DeviceEstimate, Estimate, estimate
 from evenpipe.memory.framework import MEGATRON
@@ -326,3 +327,18 @@ def test_sizes(text, size) -> None:
 def test_sizes_that_are_none(text) -> None:
     with pytest.raises(InputError, match=f"gpu-memory is '{text}'"):
         parse_size(text, "gpu-memory")
+
+
+def test_layers_may_differ_in_the_sizes_of_their_heads() -> None:
+    """What holds for all layers cannot be asked of such a config."""
+    config = AutoConfig.for_model(
+        "gemma4_text",
+        **GROUPED,
+        head_dim=16,
+        global_head_dim=32,
+        hidden_size_per_layer_input=0,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    description = describe(config)
+    assert [layer.query_size for layer in layers_of(description)] == [16, 32, 16, 32]
+    assert estimate(description, Parallelism(pp=2), sequence=32, microbatches=4).devices[0].peak_allocated > 0

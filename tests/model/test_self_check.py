@@ -34,6 +34,7 @@ FULL_SIZE = {
     "qwen3_moe": {},
     "olmoe": {},
     "gpt_oss": {},
+    "gemma4_text": {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
 }
 
 
@@ -258,6 +259,13 @@ def test_a_model_of_two_layers_is_checked_with_four() -> None:
     small = small_copy(config, narrow=True, moved=True)
     assert small.layer_types == ["sliding_attention", "full_attention"] * 2
     self_check(describe(config))
+
+
+def test_what_differs_from_layer_to_layer_still_does() -> None:
+    config = transformers.AutoConfig.for_model("gemma4_text", num_key_value_heads=4, num_hidden_layers=12)
+    layers = small_copy(config, **STEPS[0]).per_layer_config
+    assert [layer.head_dim for layer in layers] == [16, 16, 16, 32]
+    assert [layer.head_dim for layer in config.per_layer_config] == ([256] * 5 + [512]) * 2
 
 
 def test_multipliers_are_moved_and_dropouts_removed() -> None:

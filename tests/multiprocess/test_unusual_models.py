@@ -28,6 +28,22 @@ CLIPPED = [  # the outputs of its biased linear layers are clamped in place
     ("olmo", {"clip_qkv": 0.2, "attention_bias": True}),
     ("olmoe", {"clip_qkv": 0.2, "attention_bias": True, **EXPERTS}),
 ]
+PER_LAYER = {  # the heads of layers with full attention are larger and fewer share keys and values
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+}
+DIFFERING = [
+    ("gemma4_text", PER_LAYER),
+    (
+        "gemma4_text",
+        {**PER_LAYER, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 40},
+    ),
+]
 
 
 def as_in_one_process(model_type: str, settings: dict, schedules: list[str]) -> None:
@@ -62,6 +78,11 @@ def as_in_one_process(model_type: str, settings: dict, schedules: list[str]) -> 
 @pytest.mark.parametrize(("model_type", "settings"), CLIPPED)
 def test_outputs_changed_in_place(model_type, settings) -> None:
     run_processes(as_in_one_process, 2, model_type, settings, ["zbv"])
+
+
+@pytest.mark.parametrize(("model_type", "settings"), DIFFERING)
+def test_settings_that_differ_from_layer_to_layer(model_type, settings) -> None:
+    run_processes(as_in_one_process, 2, model_type, settings, ["1f1b", "zbv"])
 
 
 FOLLOWING = [  # their buffers (decays of linear attention, a mask that scores are multiplied by) have the model's dtype

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evenpipe.model.description import Description
-from evenpipe.model.flops import EXPERTS, EXPERTS_PER_TOKEN, LOCAL, WITHOUT_ATTENTION
+from evenpipe.model.flops import EXPERTS, EXPERTS_PER_TOKEN, LOCAL, WITHOUT_ATTENTION, first_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def layers_of(description: Description) -> tuple[LayerWork, ...]:
 
 def _layer(description: Description, index: int) -> LayerWork:
     module = description.layer(index)
-    config = _config(description)
+    config = description.layer_config(index)
     products = tuple(_products(description, index))
     window = _window(description, index)
     heads = int(getattr(config, "num_attention_heads", 0) or 0) if window != _NOTHING else 0
@@ -146,9 +146,9 @@ def _products(description: Description, index: int) -> Iterator[Product]:
 
 def _named_products(description: Description, index: int) -> Iterator[tuple[str, Product]]:
     """With the name of the module within its layer."""
-    config = _config(description)
-    experts = _first(config, EXPERTS)
-    met = (_first(config, EXPERTS_PER_TOKEN) or experts or 1) / (experts or 1)
+    config = description.layer_config(index)
+    experts = first_number(config, EXPERTS)
+    met = (first_number(config, EXPERTS_PER_TOKEN) or experts or 1) / (experts or 1)
     for name, module in description.layer(index).named_modules():
         turned = hasattr(module, "nf")  # transformers' Conv1D holds its matrix as [inputs, outputs]
         for parameter in module.parameters(recurse=False):
@@ -164,7 +164,7 @@ _NOTHING = -1
 
 
 def _window(description: Description, index: int) -> int | None:
-    config = _config(description)
+    config = description.layer_config(index)
     types = getattr(config, "layer_types", None)
     kind = types[index] if types else None
     if kind in WITHOUT_ATTENTION or config is None:
@@ -172,14 +172,6 @@ def _window(description: Description, index: int) -> int | None:
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     windowed = kind in LOCAL or (types is None and getattr(config, "use_sliding_window", True))
     return window if windowed and isinstance(window, int) else None
-
-
-def _config(description: Description) -> Any:
-    return None if description.config is None else description.config.get_text_config()
-
-
-def _first(config: Any, names: tuple[str, ...]) -> Any:
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
 
 
 # --- bytes that are read and written -------------------------------------------------------------------------

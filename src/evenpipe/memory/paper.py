@@ -86,24 +86,25 @@ def paper_estimate(
 
 def paper_shape(description: Description) -> PaperShape:
     """Read from a model's config. Raises InputError where a field that the formula needs has no number."""
-    config = None if description.config is None else description.config.get_text_config()
+    layers = [description.layer_config(index) for index in range(description.layers)]
 
     def number(*names: str) -> int:
         for name in names:
-            value = getattr(config, name, None)
-            if isinstance(value, int):
+            values = {getattr(config, name, None) for config in layers}
+            value = values.pop()
+            if isinstance(value, int) and not values:
                 return value
         raise InputError(
-            f"the paper's formula needs {names[0]}, which {description.architecture}'s config does not have"
+            f"the paper's formula needs {names[0]}, of which {description.architecture}'s config does not have one number"
         )
 
     heads = number("num_attention_heads")
-    groups = getattr(config, "num_key_value_heads", None)
+    has_groups = any(isinstance(getattr(config, "num_key_value_heads", None), int) for config in layers)
     return PaperShape(
         hidden_size=description.hidden_size,
         mlp_size=number("intermediate_size", "n_inner"),
         heads=heads,
-        key_value_heads=groups if isinstance(groups, int) else heads,
+        key_value_heads=number("num_key_value_heads") if has_groups else heads,
         layers=description.layers,
         vocabulary=description.vocabulary_size,
         tied=description.tied,

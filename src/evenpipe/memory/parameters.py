@@ -90,12 +90,10 @@ class Parameters:
 
     def __init__(self, description: Description) -> None:
         self._description = description
-        config = None if description.config is None else description.config.get_text_config()
-        heads = getattr(config, "num_attention_heads", None)
-        self.heads: int | None = heads if isinstance(heads, int) else None
-        groups = getattr(config, "num_key_value_heads", None)
-        self.key_value_heads: int = groups if isinstance(groups, int) else (self.heads or 1)
-        self._plan: dict[str, str] = dict(getattr(config, "base_model_tp_plan", None) or {})
+        layers = [description.layer_config(index) for index in range(description.layers)]
+        self.heads: int | None = _common(layers, "num_attention_heads")
+        self.key_value_heads: int = _common(layers, "num_key_value_heads") or self.heads or 1
+        self._plan: dict[str, str] = dict(getattr(layers[0], "base_model_tp_plan", None) or {})
         self._held_by_layer: dict[tuple[int, int], Held] = {}
         self._held_by_stage: dict[tuple[int, int, int, bool, bool], Held] = {}
         self._buffers_by_stage: dict[tuple[int, int], int] = {}
@@ -251,3 +249,10 @@ def _one(elements: int, *, trained: bool) -> Held:
 def padded_rows(rows: int, multiple: int) -> int:
     """Rows of a vocabulary matrix that is padded to a multiple."""
     return -(-rows // multiple) * multiple
+
+
+def _common(layers: list[Any], name: str) -> int | None:
+    """The greatest number that divides this number of every layer; None where a layer has no such number."""
+    numbers = [getattr(layer, name, None) for layer in layers]
+    whole = [number for number in numbers if isinstance(number, int)]
+    return math.gcd(*whole) if len(whole) == len(numbers) else None

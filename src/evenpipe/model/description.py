@@ -86,6 +86,14 @@ class Description:
         """One layer of the skeleton."""
         return self.skeleton.get_submodule(f"{self.structure.layers_name}.{index}")
 
+    def layer_config(self, index: int) -> Any:
+        """What the config says of one layer, where layers may differ in it (Gemma 4's head sizes); of plain modules
+        None."""
+        if self.config is None:
+            return None
+        config = self.config.get_text_config()
+        return config.per_layer_config[index] if getattr(config, "is_heterogeneous", False) else config
+
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """Name -> shape of every parameter and every buffer that is saved; a tied head is not listed."""

@@ -10,7 +10,7 @@ from evenpipe.model.description import Description
 LOCAL = ("sliding_attention", "chunked_attention")
 WITHOUT_ATTENTION = ("linear_attention", "conv", "mamba", "mamba2", "moe", "mlp", "recurrent")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
 def layer_flops(description: Description, sequence: int) -> list[float]:
@@ -45,8 +45,9 @@ def arranging_flops(description: Description, sequence: int | None = None) -> tu
 
 def _matrices(description: Description, index: int) -> float:
     """Experts are held as [experts, ..., ...], beside biases [experts, ...] that are no matrices."""
-    experts = _first(description, EXPERTS)
-    share = (_first(description, EXPERTS_PER_TOKEN) or experts or 1) / (experts or 1)
+    config = description.layer_config(index)
+    experts = first_number(config, EXPERTS)
+    share = (first_number(config, EXPERTS_PER_TOKEN) or experts or 1) / (experts or 1)
     total = 0.0
     for module in description.layer(index).modules():
         matrices = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim > 1]
@@ -59,9 +60,7 @@ def _matrices(description: Description, index: int) -> float:
 
 
 def _attention(description: Description, index: int, sequence: int) -> float:
-    if description.config is None:
-        return 0.0
-    config = description.config.get_text_config()
+    config = description.layer_config(index)
     types = getattr(config, "layer_types", None)
     kind = types[index] if types else None
     heads = getattr(config, "num_attention_heads", None)
@@ -76,6 +75,6 @@ def _attention(description: Description, index: int, sequence: int) -> float:
     return 2.0 * context * heads * (query + value)
 
 
-def _first(description: Description, names: tuple[str, ...]) -> Any:
-    config = None if description.config is None else description.config.get_text_config()
+def first_number(config: Any, names: tuple[str, ...]) -> int | None:
+    """The first of these attributes that is there and a whole number."""
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)

@@ -75,6 +75,7 @@ def kept_layers(config: PreTrainedConfig) -> list[int]:
     """Indices of the layers that stay: the first of each kind, and the earliest others up to four."""
     count = config.num_hidden_layers
     per_layer = [tuple(value) for value in vars(config).values() if _is_per_layer(value, count)]
+    per_layer += [tuple(values) for values in _of_layers(config).values()]
     kinds = list(zip(*([repr(entry) for entry in values] for values in per_layer), strict=True)) or [()] * count
     kept = {kinds.index(kind) for kind in kinds}
     for index in range(count):
@@ -88,6 +89,14 @@ def _is_per_layer(value: Any, count: int) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == count and count > 1
 
 
+def _of_layers(config: PreTrainedConfig) -> dict[str, list[Any]]:
+    """Attribute -> its value in every layer, of those that a config has per layer and not as a list (Gemma 4)."""
+    if not getattr(config, "is_heterogeneous", False):
+        return {}
+    layers = list(config.per_layer_config)
+    return {name: [getattr(layer, name) for layer in layers] for name in sorted(config.per_layer_attributes or ())}
+
+
 def small_copy(config: PreTrainedConfig, *, narrow: bool, moved: bool) -> PreTrainedConfig:
     """A copy with few layers and few tokens.
 
@@ -98,6 +107,10 @@ def small_copy(config: PreTrainedConfig, *, narrow: bool, moved: bool) -> PreTra
     whole = copy.deepcopy(config)
     small = whole.get_text_config()
     count, kept = small.num_hidden_layers, kept_layers(small)
+    of_layers = _of_layers(small)
+    if of_layers:
+        small.per_layer_config = None  # what holds for all layers can then be read and set
+    usual = {name: getattr(small, name, None) for name in of_layers}
     for name, value in list(vars(small).items()):
         if _is_per_layer(value, count):
             _set(small, name, type(value)(value[index] for index in kept))
@@ -110,6 +123,14 @@ def small_copy(config: PreTrainedConfig, *, narrow: bool, moved: bool) -> PreTra
     if narrow:
         _narrow(small)
     _fewer_tokens(small)
+    if of_layers:
+        small.per_layer_config = {
+            index: {
+                name: _like(name, values[kept[index % len(kept)]], usual[name], getattr(small, name, None))
+                for name, values in of_layers.items()
+            }
+            for index in range(layers)
+        }
     for name, value in list(vars(small).items()):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if number and DROPOUT.search(name):
@@ -142,6 +163,15 @@ def _narrow(small: PreTrainedConfig) -> None:
     if isinstance(groups, int) and isinstance(heads, int):
         _set(small, "num_key_value_heads", HEADS if groups == heads else 1 if groups == 1 else 2)
     _shorten_rotary_factors(small)
+
+
+def _like(name: str, value: Any, usual: Any, small: Any) -> Any:
+    """What a layer of the small copy has for `value`: what all have, or something else where its model differs."""
+    if small == usual:
+        return value
+    if value == usual:
+        return small
+    return small // 2 if name == "num_key_value_heads" and small == HEADS else small * 2
 
 
 def _larger(value: Any, limit: int | None) -> bool:
