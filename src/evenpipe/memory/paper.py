@@ -95,7 +95,7 @@ def paper_shape(description: Description) -> PaperShape:
             if isinstance(value, int) and not values:
                 return value
         raise InputError(
-            f"the paper's formula needs {names[0]}, of which {description.architecture}'s config does not have one number"
+            f"the paper's formula needs {names[0]}: {description.architecture}'s config has no one number for it"
         )
 
     heads = number("num_attention_heads")
