@@ -117,3 +117,14 @@ def test_layers_that_share_a_parameter_make_no_pipeline_of_modules() -> None:
         describe_modules(
             torch.nn.Embedding(9, 8), [layer, torch.nn.Linear(8, 8), layer], None, torch.nn.Linear(8, 9, bias=False)
         )
+
+
+def test_a_layer_may_use_a_parameter_twice_but_not_the_same_memory_twice() -> None:
+    twice, other = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    ends = torch.nn.Embedding(9, 8), torch.nn.Linear(8, 9, bias=False)
+    layers = [torch.nn.Sequential(twice, torch.nn.GELU(), twice), other]
+    describe_modules(ends[0], layers, None, ends[1])
+    same_memory = torch.nn.Linear(8, 8)
+    same_memory.weight = torch.nn.Parameter(twice.weight.detach())
+    with pytest.raises(InputError, match=r"layers\.0\.0\.weight and layers\.0\.1\.weight are one tensor"):
+        describe_modules(ends[0], [torch.nn.Sequential(twice, same_memory), other], None, ends[1])

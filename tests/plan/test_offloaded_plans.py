@@ -193,15 +193,15 @@ def test_the_cache_keeps_what_was_chosen(tmp_path: Path) -> None:
 
 def test_a_plan_says_what_the_run_has_to_know(roomy: Problem) -> None:
     plan = evaluate(roomy, configuration("1f1b", "vocab-2", 9))
-    tables = planned_tables(roomy, plan, {**BASE, "offload": {"host_memory": "64GiB", "layers": ["keep"]}})
+    tables = planned_tables(roomy, plan, {**BASE, "offload": {"host_memory": "64GiB", "layers": ["keep"]}}, "planned")
     time, *others = plan.configuration.copy_time
     assert set(others) == {time}
     assert tables["offload"] == {"host_memory": "64GiB", "activations": "free", "copy_time": time}
     other = replace(plan, configuration=replace(plan.configuration, copy_time=(0.3, 0.3, 0.3, 0.4)))
-    assert planned_tables(roomy, other, BASE)["offload"]["copy_time"] == [0.3, 0.3, 0.3, 0.4]
+    assert planned_tables(roomy, other, BASE, "planned")["offload"]["copy_time"] == [0.3, 0.3, 0.3, 0.4]
     kept = evaluate(roomy, configuration("1f1b", "vocab-2", 9, offload="none"))
-    assert "offload" not in planned_tables(roomy, kept, BASE)
-    assert planned_tables(roomy, kept, {**BASE, "offload": {"activations": "all"}})["offload"] == {
+    assert "offload" not in planned_tables(roomy, kept, BASE, "planned")
+    assert planned_tables(roomy, kept, {**BASE, "offload": {"activations": "all"}}, "planned")["offload"] == {
         "activations": "none"
     }
 
@@ -275,7 +275,7 @@ def test_moments_go_to_the_host_where_that_is_faster_than_to_compute_again(roomy
     assert not less.fits
     again = evaluate(given, replace(one, host_share=0.0))
     assert again.fits and again.seconds > chosen.seconds
-    tables = planned_tables(given, chosen, BASE)
+    tables = planned_tables(given, chosen, BASE, "planned")
     assert tables["optimizer"] == {"host_share": chosen.configuration.host_share}
 
 

@@ -230,10 +230,13 @@ def _ends(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
     return embedding, head
 
 
-def check_sharing(architecture: str, model: nn.Module, embedding: nn.Module, head: nn.Module) -> None:
+def check_sharing(
+    architecture: str, model: nn.Module, embedding: nn.Module, head: nn.Module, layers: str | None = None
+) -> None:
     """Only the two vocabulary matrices may be one tensor: the names of others might end up on two stages.
 
-    Two parameters in the same memory are refused even there: an optimizer would step twice on the same numbers.
+    layers: the name of a module list of `model`, each of whose layers may use a parameter twice.
+    Two parameters in the same memory are refused everywhere: an optimizer would step twice on the same numbers.
     """
     ends = [(module_name(model, end), end) for end in (embedding, head)]
     others = [
@@ -248,8 +251,15 @@ def check_sharing(architecture: str, model: nn.Module, embedding: nn.Module, hea
                 continue
             name = f"{prefix}.{attribute}"
             other, held = first.setdefault(parameter.data_ptr() or id(parameter), (name, parameter))
-            if other != name and not (module is head and parameter is held is embedding.weight):
+            tied = module is head and parameter is held is embedding.weight
+            in_one_layer = parameter is held and _layer_of(other, layers) == _layer_of(name, layers) is not None
+            if other != name and not tied and not in_one_layer:
                 raise uncuttable(architecture, f"its parameters {other} and {name} are one tensor")
+
+
+def _layer_of(name: str, layers: str | None) -> str | None:
+    """The number of the layer that holds the parameter `name`; None for one outside the list `layers`."""
+    return name.split(".")[1] if layers and name.startswith(f"{layers}.") else None
 
 
 def _tied_otherwise(architecture: str, config: PreTrainedConfig, model_class: Any, tied: bool) -> PreTrainedModel:

@@ -43,7 +43,7 @@ def describe_modules(
     if not layers:
         raise InputError("layers = [] holds no layer: at least one is needed.")
     whole = _Whole(embedding, layers, norm, head)
-    check_sharing("the model", whole, embedding, head)
+    check_sharing("the model", whole, embedding, head, layers="layers")
     return Description(
         config=None,
         architecture="the model",
