@@ -15,12 +15,13 @@ RUNS ?= 100
 SEED ?= 0
 MINUTES ?=
 
-.PHONY: help install train test fault-test fuzz gpu-test lint format bench clean
+.PHONY: help install train test fault-test fuzz gpu-test lint format bench docs clean
 
 help:
 	@echo "make train       train the quickstart model on 4 local processes and print text that it writes"
 	@echo "make test        run all tests"
 	@echo "make lint        ruff and mypy"
+	@echo "make docs        build the documentation into site/, without a network"
 	@echo "make bench       measure vocabulary modes against each other and against torch's own schedule"
 	@echo "make fault-test  processes fail in random places of 100 random runs (RUNS=1 SEED=123 repeats one); then"
 	@echo "                 machines lose each other and strangers attack, in network namespaces, where root may make them"
@@ -61,8 +62,15 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $@
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 bench: $(STAMP)
 	$(BIN)/python benchmarks/balance.py --schedules 1f1b --hidden-size 512 --microbatches 16 --memory
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache

@@ -47,7 +47,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy(linear(input, linear_weight, linear_bias), target)` without fp32 logits of all tokens.
 
-    For `torch.nn.functional.linear_cross_entropy` put this one: arguments that both have mean the same. One function
+    It can replace `torch.nn.functional.linear_cross_entropy`: arguments that both have mean the same. One function
     for fp64, fp32, bf16 and fp16, on a CPU and on a GPU (Triton's kernels), with autograd for input, weight and bias,
     once: a second derivative is refused.
     Three matrix products in all; beside them exponentials of all logits are kept from forward to backward, in the dtype
@@ -66,7 +66,11 @@ def linear_cross_entropy(
         weight: [vocabulary], factor on the loss of tokens with this label. Not with label smoothing.
         reduction: "none": losses [...], in the dtype of `input`; "sum": of factor times loss; "mean": that over the
             sum of factors, NaN where no token counts, as in torch.
-        label_smoothing, z_loss, soft_cap, logit_scale, kernels: see `LossOptions`.
+        label_smoothing: see `LossOptions`.
+        z_loss: see `LossOptions`.
+        soft_cap: see `LossOptions`.
+        logit_scale: see `LossOptions`.
+        kernels: see `LossOptions`.
         token_weights: [...], factor on the loss of each token. A constant: no gradient flows to it.
 
     Raises InputError for what does not fit together, for an option out of range, and for labels on the host that are

@@ -1,6 +1,6 @@
 """Draws docs/offload.svg: one step of 1F1B with everything on the device, and with its activations on the host.
 
-    python docs/offload_picture.py
+    python tools/offload_picture.py
 
 4 devices, 8 microbatches; copies there and back take half as long as forward and backward. Below each device its
 copies, and the bytes that it holds. A test draws it again and compares, so it shows what the schedule code does.
@@ -14,7 +14,7 @@ from evenpipe.draw import svg
 from evenpipe.plan.cases import plan_cases
 from evenpipe.schedule import Costs
 
-FILE = Path(__file__).with_name("offload.svg")
+FILE = Path(__file__).resolve().parent.parent / "docs" / "offload.svg"
 COSTS = Costs(F=1, B=2, O=0.75, L=0.75, bytes=2**30)
 
 

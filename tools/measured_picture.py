@@ -1,6 +1,6 @@
 """Draws docs/measured.svg: a step of examples/zbv.toml as it ran here, above what its own costs predict for it.
 
-    python docs/measured_picture.py
+    python tools/measured_picture.py
 
 Takes a minute. Run it while nothing else runs: what disturbs a process is in the picture too.
 """

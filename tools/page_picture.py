@@ -1,6 +1,6 @@
 """Photographs docs/page.png for the README: the page that `evenpipe draw` writes, with the pointer on a pass.
 
-    python docs/page_picture.py
+    python tools/page_picture.py
 
 1f1b above zbv, 8 devices, 16 microbatches, the vocabulary layers on all devices (vocab-2). The times are such that
 vocabulary passes can be seen: S + T is a quarter of the layers' time. Without

@@ -1,6 +1,6 @@
 """Draws docs/step.svg, the picture at the top of the README: one training step, first-last above vocab-2.
 
-    python docs/picture.py
+    python tools/picture.py
 
 Simulated by the event model for 4 devices, 8 microbatches and 2 transformer layers per device, with an output layer
 that costs as much as 4 layers. A test draws it again and compares, so it shows what the schedule code does.
@@ -16,7 +16,7 @@ from evenpipe.schedule import Costs, Event, Kind, Pass, Timeline, plan_order, ti
 
 DEVICES, MICROBATCHES, LAYERS, HEAD = 4, 8, 2, 4
 FORWARD = float(LAYERS)
-FILE = Path(__file__).with_name("step.svg")
+FILE = Path(__file__).resolve().parent.parent / "docs" / "step.svg"
 
 
 def first_last() -> Timeline:

@@ -1,6 +1,6 @@
 """Draws docs/memory.svg: what devices of a pipeline hold, with the output layer on the last one and spread over all.
 
-    python docs/memory_picture.py
+    python tools/memory_picture.py
 
 Llama 3.1 8B on 4 GPUs, as `evenpipe estimate` says it. A test draws it again and compares.
 """

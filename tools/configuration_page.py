@@ -1,0 +1,40 @@
+"""Writes docs/configuration.md: every field of a configuration, from the docstrings of its classes.
+
+python tools/configuration_page.py
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+from evenpipe.train.config_file import sections
+from evenpipe.train.config_help import describe_section
+
+FILE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+HEAD = """# Configuration reference
+
+Generated from the docstrings; `evenpipe train --help` prints the same.
+"""
+
+
+def draw() -> str:
+    """The text of the page."""
+    lines = [HEAD]
+    for section in sections().values():
+        lines += [f"## {section.section}", "", inspect.getdoc(section) or "", ""]
+        for field in describe_section(section):
+            kind = field.type.replace("|", "or")
+            lines += [f"`{field.name} = {field.default}` ({kind})", f":   {_escape(field.text)}", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _escape(text: str) -> str:
+    """Text whose asterisks and brackets Markdown does not read, outside code."""
+    parts = text.split("`")
+    parts[::2] = [part.replace("*", r"\*").replace("[", r"\[").replace("<", "&lt;") for part in parts[::2]]
+    return "`".join(parts)
+
+
+if __name__ == "__main__":
+    FILE.write_text(draw(), encoding="utf-8")
