@@ -78,7 +78,7 @@ def test_a_table_with_what_binds_each_plan(capsys: pytest.CaptureFixture[str]) -
     out = printed(capsys, *SMALL, "--schedule", "1f1b", "--best", "3")
     assert out.startswith("4 GPUs (H100-80G, 79.1 GiB), 32 sequences of 2048 tokens per step:")
     lines = out.splitlines()
-    assert lines[2].split() == ["plan", "step", "tokens/s", "MFU", "most", "memory", "again"]
+    assert lines[2].split() == ["plan", "step", "tokens/s", "MFU", "most", "memory", "recomputed"]
     assert len([line for line in lines if "bound by" in line]) == 3
 
 

@@ -115,7 +115,7 @@ HUGE = 10**9
     ("rows", "microbatches", "faults"),
     [
         ([Pass(Kind.F, 0, 0), Pass(Kind.B, 0, 0)], HUGE, ["0F1 to 0F999999999 are missing", "0B1 to 0B999999999 are"]),
-        ([Pass(Kind.F, 0, 0), Pass(Kind.B, 0, 0), Pass(Kind.F, HUGE, 0)], 1, [f"{HUGE}F0 is of no stage"]),
+        ([Pass(Kind.F, 0, 0), Pass(Kind.B, 0, 0), Pass(Kind.F, HUGE, 0)], 1, [f"{HUGE}F0 names a stage that"]),
         ([Pass(Kind.F, 0, 0), Pass(Kind.B, 0, 0), Pass(Kind.F, 0, HUGE)], 1, [f"0F{HUGE} is of no microbatch"]),
         ([Pass(Kind.F, 0, 0), Pass(Kind.B, 0, 0), Pass(Kind.F, 0, -1)], 1, ["0F-1 is of no microbatch"]),
         ([Pass(Kind.F, 0, 0), Pass(Kind.B, 0, 0), Pass(Kind.F, 0)], 1, ["0F is no pass: F has a stage and a micro"]),

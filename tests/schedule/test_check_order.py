@@ -57,7 +57,11 @@ TABLE = [
     ),
     (("0F0,0F0,0B0", "1F0,1B0"), {}, [(0, 1, "0F0 stands at position 0 already")]),
     (("0F0,0B0", "1F0,0B0,1B0"), {"placement": LINEAR}, [(1, 1, "0B0 belongs to device 0")]),
-    (("0F0,0B0", "1F0,1B0,2B0"), {"placement": LINEAR}, [(1, 2, "2B0 is of no stage; stages are 0 to 1")]),
+    (
+        ("0F0,0B0", "1F0,1B0,2B0"),
+        {"placement": LINEAR},
+        [(1, 2, "2B0 names a stage that does not exist; stages are 0 to 1")],
+    ),
     (("0F0,0B0", "1F0,1B0,1F7"), {"microbatches": 1}, [(1, 2, "1F7 is of no microbatch; microbatches are 0 to 0")]),
     (("0F0,0B0", "1F0,1F0.1,1B0"), {}, [(1, 1, "1F0.1 is a part of a sequence")]),
     (("0F0,S0,0B0", "1F0,1B0"), {"barriers": 0}, [(0, 1, "S0 has no place in an order with 0 barriers")]),

@@ -125,5 +125,5 @@ def test_deadlock_of_many_devices_is_still_readable() -> None:
 
 def test_a_stage_that_does_not_exist() -> None:
     order = Order.from_csv("0F0,0B0,5F0", placement=Placement.linear(1))
-    with pytest.raises(InputError, match="5F0 is of no stage; stages are 0 to 0"):
+    with pytest.raises(InputError, match="5F0 names a stage that does not exist; stages are 0 to 0"):
         time_order(order, EQUAL_COSTS)

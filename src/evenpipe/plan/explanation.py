@@ -43,7 +43,7 @@ the search has them all."""
 DRAWN = 2
 """Microbatches per device in the picture: enough for warm-up, a steady part, and the end."""
 
-HEADER = ("schedule", "vocabulary", "step", "speed", "busy", "busiest/mean", "fullest", "emptiest", "again", "")
+HEADER = ("schedule", "vocabulary", "step", "speed", "busy", "busiest/mean", "fullest", "emptiest", "recomputed", "")
 
 BAR = 24
 """Characters of the longest bar."""

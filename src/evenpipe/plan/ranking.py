@@ -138,7 +138,7 @@ class Ranking:
             yield "no plan fits"
             return
         yield ""
-        rows = [("", "plan", "step", "tokens/s", "MFU", "most memory", "again", "")]
+        rows = [("", "plan", "step", "tokens/s", "MFU", "most memory", "recomputed", "")]
         for place, plan in enumerate(self.plans, 1):
             worst = plan.devices[plan.worst]
             tokens = problem.sequence * problem.sequences_per_step / plan.seconds

@@ -298,7 +298,7 @@ class PassTimes:
         try:
             return times[index]
         except IndexError:
-            raise InputError(f"{item} is of no stage; stages are 0 to {len(times) - 1}") from None
+            raise InputError(f"{item} names a stage that does not exist; stages are 0 to {len(times) - 1}") from None
 
 
 _FIELDS = tuple(entry.name for entry in fields(Costs))

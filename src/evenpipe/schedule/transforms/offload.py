@@ -49,7 +49,7 @@ class Offloaded:
     """An order with copies.
 
     moved: per device, the forwards whose activations go to the host. peak_bytes: per device, the most bytes held, by
-    what costs say that passes store; None where they do not. over: per device, what that is above its limit.
+    what costs say that passes store; None where they do not. over: per device, the excess over its limit.
     """
 
     order: Order
