@@ -134,7 +134,7 @@ MODEL = ("--model", "llama-8b")
 WRONG = [
     (("--model", "nowhere"), "model = 'nowhere' is neither a folder with a config.json"),
     (("--model", "empty"), "model = 'empty' is neither a folder with a config.json"),
-    (("--model", "none.json"), "--model is 'none.json', but there is no such file"),
+    (("--model", "none.json"), "the model is 'none.json', but there is no such file"),
     (("--model", "broken.json"), "broken.json"),
     ((*MODEL, "--dp", "0"), "dp is 0, expected a whole number of at least 1"),
     ((*MODEL, "--tp", "3"), "tp is 3, expected a divisor of the model's 32 attention heads"),

@@ -79,13 +79,22 @@ def test_arguments_reach_the_command(command):
     assert command(lambda arguments: arguments.number, "--number", "1") == 1
 
 
-WRONG = [[], ["generate"], ["generate", "folder", "--seed", "x"], ["--unknown"]]
+WRONG = [
+    ([], "the following arguments are required: COMMAND; evenpipe --help"),
+    (["--unknown"], "the following arguments are required: COMMAND; evenpipe --help"),
+    (["generate"], "the following arguments are required: FOLDER; evenpipe generate --help"),
+    (["train"], "the following arguments are required: CONFIG.toml; evenpipe train --help"),
+    (
+        ["generate", "folder", "--seed", "x"],
+        "argument --seed: expected a whole number, not 'x'; evenpipe generate --help",
+    ),
+]
 
 
-@pytest.mark.parametrize("arguments", WRONG, ids=str)
-def test_wrong_arguments_are_wrong_input(arguments, capsys):
+@pytest.mark.parametrize(("arguments", "sentence"), WRONG, ids=str)
+def test_wrong_arguments_are_one_sentence(arguments, sentence, capsys):
     assert cli.main(arguments) == 2
-    assert "usage: evenpipe" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"evenpipe: {sentence} says what is accepted\n"
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,9 @@ def run(arguments: argparse.Namespace) -> int:
         moments=arguments.moment_dtype,
     )
     description = read_model(arguments.model)
-    sequence = arguments.sequence or min(SEQUENCE, description.maximum_length or SEQUENCE)
+    sequence = arguments.sequence
+    if sequence is None:
+        sequence = min(SEQUENCE, description.maximum_length or SEQUENCE)
     limit, split = numbers("memory-limit", arguments.memory_limit), arguments.layers_per_stage
     options = {
         "stages_per_device": arguments.stages_per_device,

@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from evenpipe import __version__
 from evenpipe.errors import InputError, RunError
@@ -107,6 +107,12 @@ def _refuse_strange(arguments: Sequence[str]) -> None:
 
 class _Parser(argparse.ArgumentParser):
     """One whose messages are shown as all others are."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise InputError: one sentence, without the lines of usage that push it off the screen."""
+        for kind, words in (("int", "a whole number"), ("float", "a number")):
+            message = message.replace(f"invalid {kind} value:", f"expected {words}, not")
+        raise InputError(f"{message}; {self.prog} --help says what is accepted")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         lines = plain_lines(message or "").split("\n")

@@ -40,5 +40,5 @@ def read_model(text: str) -> Description:
     from evenpipe.model import describe
 
     if Path(text).suffix == ".json" and not Path(text).is_file():
-        raise InputError(f"--model is '{plain(text)}', but there is no such file")
+        raise InputError(f"the model is '{plain(text)}', but there is no such file")
     return describe(text)

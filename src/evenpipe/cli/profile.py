@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is measured, and where the costs go."""
     parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="the configuration, as for evenpipe train")
     parser.add_argument(
-        "overrides", metavar="section.key=value", nargs="*", help="replaces a value of the configuration"
+        "overrides", metavar="section.key=value", nargs="*", default=[], help="replaces a value of the configuration"
     )
     parser.add_argument(
         "--from",

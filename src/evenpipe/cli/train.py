@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("config", metavar="CONFIG.toml", help="the configuration")
     parser.add_argument(
-        "overrides", metavar="section.key=value", nargs="*", help="replaces a value of the configuration"
+        "overrides", metavar="section.key=value", nargs="*", default=[], help="replaces a value of the configuration"
     )
     parser.add_argument(
         "--trace",

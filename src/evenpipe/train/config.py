@@ -50,8 +50,8 @@ class ModelConfig(Section):
 
     def check(self) -> None:
         if (self.source is None) == (self.architecture is None):
-            given = "neither" if self.source is None else "both"
-            raise InputError(f"model needs either source or architecture, but {given} is given")
+            given = "neither is" if self.source is None else "both are"
+            raise InputError(f"model needs either source or architecture, but {given} given")
         if self.source is not None:
             self.require("config", not self.config, "left out when model.source is given")
         self.require("fresh_weights", not self.fresh_weights or self.source is not None, "false without model.source")

@@ -142,6 +142,8 @@ def _data(name: str) -> tuple[dict[str, Any], int | None]:
     if is_saved(name):
         return {"dataset": name}, None
     if path.is_file():
+        if not path.stat().st_size:
+            raise InputError(f"--data is {show(name)}, but that file is empty, expected text to train on")
         return {"files": [name], **_field(path)}, path.stat().st_size
     if not path.is_dir():
         raise InputError(f"--data is {show(name)}, but there is no such file or folder{beside(name)}")

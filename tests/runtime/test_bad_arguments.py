@@ -1,0 +1,95 @@
+"""Wrong arguments of the public Python API: one sentence that names the argument, what it was given, what it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import evenpipe
+from evenpipe.errors import InputError, RunError
+
+CONFIG = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, vocab_size=300)
+IDS = torch.arange(32).reshape(4, 8)
+
+MADE = [
+    # arguments of Pipeline, words of the sentence
+    ({"schedule": "1f1c"}, ["'1f1c' is unknown, did you mean '1f1b'?", "Accepted: gpipe"]),
+    ({"schedule": 3}, ["schedule: int", "expected a name, an Order"]),
+    ({"vocabulary": "vocab-3"}, ["'vocab-3' is unknown, did you mean 'vocab-2'?"]),
+    ({"microbatches": 0}, ["microbatches: 0", "at least 1"]),
+    ({"microbatches": "4"}, ["microbatches: '4'", "a whole number"]),
+    ({"mesh": 3}, ["mesh: 3", "DeviceMesh"]),
+    ({"model": None}, ["model = None", "neither a hub name, a folder"]),
+    ({"model": torch.nn.Linear(2, 2)}, ["model = Linear", "Pipeline.from_modules"]),
+    ({"compute_dtype": "fp7"}, ["compute_dtype: fp7", "torch.bfloat16"]),
+    ({"checkpointing": "some"}, ["checkpointing: 'some'", '"none", "full", "selective"']),
+    ({"offload": "all"}, ["offload: 'all'", "OffloadOptions"]),
+    ({"data_parallel": "x"}, ["data_parallel: 'x'", "'replicate' or 'shard'"]),
+    ({"layers_per_stage": [1, 2]}, ["layers_per_stage: [1, 2]", "4 layers"]),
+    ({"timeout_seconds": -1}, ["timeout_seconds: -1", "above 0"]),
+    ({"seed": "a"}, ["seed: 'a'", "a whole number from 0"]),
+    ({"costs": "costs.toml"}, ["costs: 'costs.toml'", "expected Costs"]),
+    ({"torch_device": "tpu"}, ["torch_device: 'tpu'", "'cpu' or 'cuda'"]),
+]
+
+STEPS = [
+    # what is called with a pipeline and its optimizer, words of the sentence
+    (lambda pipeline, _: pipeline.step([[1, 2]]), ["input_ids: list", "torch.Tensor"]),
+    (lambda pipeline, _: pipeline.step(None), ["input_ids", "given None", "[batch, sequence]"]),
+    (lambda pipeline, _: pipeline.step(IDS.float()), ["input_ids: [4, 8] torch.float32", "torch.int64"]),
+    (lambda pipeline, _: pipeline.step(IDS[:3]), ["input_ids: 3 sequences", "the 2 microbatches"]),
+    (lambda pipeline, _: pipeline.step(IDS + 290), ["input_ids: holds token", "0 to 299"]),
+    (lambda pipeline, _: pipeline.step(IDS, IDS[:2]), ["labels: [2, 8]", "expected [4, 8]"]),
+    (lambda pipeline, _: pipeline.step(IDS, IDS - 50), ["labels: holds -", "0 to 299 or -100"]),
+    (lambda pipeline, _: pipeline.step(IDS, accumulate=0), ["accumulate: 0", "1 or more"]),
+    (lambda pipeline, _: pipeline.step(IDS, attention_mask=IDS[:2]), ["attention_mask: [2, 8]", "[4, 8]"]),
+    (lambda pipeline, _: pipeline.step(IDS, token_weights=-torch.ones(4, 8)), ["token_weights: holds -1", "0 or more"]),
+    (lambda pipeline, _: pipeline.evaluate([1]), ["input_ids: list", "torch.Tensor"]),
+    (lambda pipeline, _: pipeline.clip_gradients(0), ["max_norm: 0", "above 0"]),
+    (lambda pipeline, optimizer: pipeline.save_checkpoint("new", -1, optimizer), ["step: -1", "0 or more"]),
+    (lambda pipeline, _: pipeline.save_checkpoint("new", 1, 3), ["optimizer: 3", "as in torch.optim"]),
+    (lambda pipeline, optimizer: pipeline.save_checkpoint("new", 1, optimizer, extra=print), ["extra: ", "JSON"]),
+    (
+        lambda pipeline, optimizer: pipeline.save_checkpoint("file", 1, optimizer),
+        ["step 1 was not saved", "File exists"],
+    ),
+    (
+        lambda pipeline, optimizer: pipeline.load_checkpoint("nowhere", optimizer),
+        ["'nowhere' cannot be used", "missing"],
+    ),
+    (lambda pipeline, optimizer: pipeline.load_checkpoint("file", optimizer), ["'file' cannot be used", "directory"]),
+    (lambda pipeline, _: pipeline.save_pretrained("file"), ["not written to 'file'", "File exists"]),
+    (lambda pipeline, _: evenpipe.launch(print, processes=0), ["processes: 0", "at least 1"]),
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("kept")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("arguments", "words"), MADE, ids=lambda value: ascii(value)[:60])
+def test_a_pipeline_that_cannot_be_made(arguments, words):
+    with pytest.raises(InputError) as caught:
+        evenpipe.Pipeline(**{"model": CONFIG, "self_check": False, **arguments})
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_calls_that_cannot_be_answered_leave_weights_and_files_as_they_were(folder):
+    """In one pipeline, one after the other: none spoils it for the next."""
+    pipeline = evenpipe.Pipeline(CONFIG, microbatches=2, self_check=False)
+    optimizer = torch.optim.AdamW(pipeline.parameters())
+    before = [parameter.detach().clone() for parameter in pipeline.parameters()]
+    missing = []
+    for call, words in STEPS:
+        with pytest.raises((InputError, RunError)) as caught:
+            call(pipeline, optimizer)
+        missing += [(word, str(caught.value)) for word in words if word not in str(caught.value)]
+    assert missing == []
+    assert all(map(torch.equal, before, pipeline.parameters()))
+    assert (folder / "file").read_text() == "kept"
+    assert {path.name for path in folder.iterdir()} <= {"file", "new"}
+    assert evenpipe.newest_checkpoint("new") is None
