@@ -39,6 +39,8 @@ def report(**changes):
         "prediction": BALANCED,
         "baseline": FIRST_LAST,
         "predicted_step_seconds": 0.5,
+        "processes": 2,
+        "cores": 2,
     }
     return RunReport(**{**values, **changes})
 
@@ -50,10 +52,34 @@ def test_the_report_in_words():
         "device    busy  peak memory  stages  layers  in flight  vocabulary rows",
         "     0  91.2 %    700.0 MiB     0 3       4          5            4,096",
         "     1  90.0 %      1.5 GiB     1 2       4          4            4,095",
-        "a step took 0.667 s; 0.500 s are predicted from the devices' own work in this order",
+        "a step took 0.667 s; 0.500 s are predicted from the devices' own work in this order; the rest is transfers, "
+        "the optimizer, and other programs on these cores",
         "vocabulary vocab-2: a step is predicted to be 1.70 times as fast as with first-last;",
         "the busiest device has 1.00 times the mean work instead of 1.50",
     ]
+
+
+STEPS = [
+    # processes, threads, cores, seconds of a step, how the line ends; 0.8 of the 0.5 s predicted are work
+    (4, 1, 2, 0.9, " with a core each, but 4 processes share 2 cores, on which that work alone takes 0.800 s"),
+    (
+        2,
+        4,
+        2,
+        0.9,
+        " with a core each, but 2 processes of 4 threads share 2 cores, on which that work alone takes 0.400 s",
+    ),
+    (2, 1, 1, 0.9, " with a core each, but 2 processes share 1 core, on which that work alone takes 0.800 s"),
+    (2, 1, 2, 0.9, "; the rest is transfers, the optimizer, and other programs on these cores"),
+    (2, 1, 2, 0.4, ""),
+]
+
+
+@pytest.mark.parametrize(("processes", "threads", "cores", "seconds", "end"), STEPS)
+def test_why_a_step_takes_longer_than_predicted(processes, threads, cores, seconds, end):
+    known = {"processes": processes, "threads": threads, "cores": cores, "steps": 10, "seconds": 10 * seconds}
+    (line,) = (line for line in report_text(report(**known)).splitlines() if line.startswith("a step took"))
+    assert line == f"a step took {seconds:.3f} s; 0.500 s are predicted from the devices' own work in this order{end}"
 
 
 def test_the_report_of_several_replicas():

@@ -91,8 +91,14 @@ class RunReport:
     baseline: Prediction
     """Of `first-last` with the same schedule."""
     predicted_step_seconds: float | None = None
-    """What the order makes of the time that the devices spent in passes, with transfers that take none; None on a GPU,
-    where that time is not measured."""
+    """What the order makes of the time that the devices spent in passes, each on a core of its own, with transfers that
+    take none; None on a GPU, where that time is not measured."""
+    processes: int = 1
+    """On the machine of the first process."""
+    threads: int = 1
+    """Of each process, for torch's operations."""
+    cores: int = 1
+    """That these processes may use."""
 
     @property
     def predicted_speedup(self) -> float:
@@ -166,10 +172,18 @@ def _schedule_line(report: RunReport) -> str:
 def _step_lines(report: RunReport) -> list[str]:
     if not report.steps or report.predicted_step_seconds is None:
         return []
-    return [
-        f"a step took {report.seconds / report.steps:.3f} s; {report.predicted_step_seconds:.3f} s are predicted from "
-        "the devices' own work in this order"
-    ]
+    took, predicted = report.seconds / report.steps, report.predicted_step_seconds
+    line = f"a step took {took:.3f} s; {predicted:.3f} s are predicted from the devices' own work in this order"
+    if report.processes * report.threads > report.cores:
+        each = "" if report.threads == 1 else f" of {report.threads} threads"
+        least = predicted * report.prediction.mean_busy * report.processes / report.cores
+        line += (
+            f" with a core each, but {count(report.processes, 'process')}{each} share {count(report.cores, 'core')}, "
+            f"on which that work alone takes {least:.3f} s"
+        )
+    elif took > predicted:
+        line += "; the rest is transfers, the optimizer, and other programs on these cores"
+    return [line]
 
 
 def _vocabulary_lines(report: RunReport) -> list[str]:

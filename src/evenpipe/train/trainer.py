@@ -356,6 +356,8 @@ class _Run:
         table = pipeline.gather_numbers([self._busy_in_all, _peak_memory_bytes(pipeline.torch_device)])
         if self.metrics is None:
             return
+        from evenpipe.plan.configuration_search import cores  # planning is nothing that every process should import
+
         config, seconds = self.config.pipeline, self._training_seconds
         timeline = pipeline.predict()
         prediction = _prediction(timeline, pipeline.layout.mode)
@@ -398,6 +400,9 @@ class _Run:
             prediction=prediction,
             baseline=_prediction(pipeline.predict(BASELINE), BASELINE),
             predicted_step_seconds=predicted_step_seconds,
+            processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            threads=torch.get_num_threads(),
+            cores=cores(),
         )
         write_report(report, self.config.run_folder / "report.json")
         self.metrics.say(report_text(report))
