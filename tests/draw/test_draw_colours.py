@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import combinations
 
 import pytest
@@ -56,6 +57,21 @@ def test_a_weight_gradient_stays_apart_on_dark_pages(vision: str) -> None:
     looks = {kind: seen(for_dark(LOOKS[kind].colour), vision) for kind in IN_ONE_ROW}
     own = looks.pop(Kind.W)
     assert min(math.dist(own, other) for other in looks.values()) >= 0.06
+
+
+@pytest.mark.parametrize("vision", VISION)
+@pytest.mark.parametrize("kind", [Kind.F, Kind.B, Kind.I, Kind.W])
+@pytest.mark.parametrize("page", [str, for_dark], ids=["light", "dark"])
+def test_two_stages_of_a_kind_stay_apart(kind: Kind, page: Callable[[str], str], vision: str) -> None:
+    first, last = (page(colours_of(Pass(kind, stage, 0), (0, 7))[0]) for stage in (0, 7))
+    assert math.dist(seen(first, vision), seen(last, vision)) > 0.1
+    assert luminance(first) > luminance(last)
+
+
+@pytest.mark.parametrize("kind", [Kind.F, Kind.W])
+def test_shades_keep_their_order_on_dark_pages(kind: Kind) -> None:
+    shades = [for_dark(colours_of(Pass(kind, stage, 0), (0, 1, 2, 3))[0]) for stage in range(4)]
+    assert shades == sorted(shades, key=luminance, reverse=True)
 
 
 def contrast(a: str, b: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 from drawn_timelines import EMPTY, timeline, two_devices
@@ -13,6 +14,7 @@ from evenpipe.draw.kinds import IDLE, LOOKS, luminance
 from evenpipe.schedule import EQUAL_COSTS, Costs, Kind, plan_order, time_order
 from evenpipe.simulate import simulate
 
+DOCS = Path(__file__).parent.parent.parent / "docs"
 SPACE = "{http://www.w3.org/2000/svg}"
 
 
@@ -162,3 +164,11 @@ def test_copies_have_a_lane_of_their_own() -> None:
     copies = sum(item is not None and item.kind in (Kind.O, Kind.L) for row in moved.rows for item in row)
     boxes_of_copies = [box for kind in (Kind.O, Kind.L) for box in boxes(drawn, LOOKS[kind].colour)]
     assert len(boxes_of_copies) == copies
+
+
+@pytest.mark.parametrize("name", ["step", "measured", "memory", "offload"])
+def test_pictures_of_the_documentation_have_a_dark_side_and_words_of_today(name: str) -> None:
+    picture = (DOCS / f"{name}.svg").read_text()
+    assert "prefers-color-scheme: dark" in picture
+    assert "makespan" not in picture
+    assert "skew" not in picture

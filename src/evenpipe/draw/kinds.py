@@ -7,8 +7,12 @@ protanopia, deuteranopia or tritanopia; a test computes how far apart they are.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from evenpipe.schedule import Item, Kind, Pass, TransferKind, parts_of
+
+MOST_SHADES = 16
+"""Stages of a device that are told apart; more are not seen to differ."""
 
 IDLE = "#e9ecf0"
 """Where a device waits."""
@@ -67,12 +71,17 @@ def colours_of(item: Item, stages: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def _shaded(kind: Kind | TransferKind, stage: int | None, stages: tuple[int, ...]) -> str:
-    colour = LOOKS[kind].colour
-    if stage is None or len(stages) < 2 or stage not in stages or isinstance(kind, TransferKind):
+    if stage is None or stage not in stages or isinstance(kind, TransferKind):
+        return LOOKS[kind].colour
+    return _shade(LOOKS[kind].colour, stages.index(stage), len(stages))
+
+
+def _shade(colour: str, place: int, shades: int) -> str:
+    """One of so many shades of `colour`: light for the first stage of a device, at place 0, dark for the last."""
+    if shades < 2:
         return colour
-    place = stages.index(stage) / (len(stages) - 1)  # 0 the first stage, light, to 1 the last, dark
-    reach = 0.18 if len(stages) == 2 else 0.3
-    amount = (2 * place - 1) * reach
+    reach = 0.18 if shades == 2 else 0.3
+    amount = (2 * place / (shades - 1) - 1) * reach
     return mix(colour, "#000000", amount) if amount > 0 else mix(colour, "#ffffff", -amount)
 
 
@@ -108,5 +117,13 @@ def _unit(colour: str) -> list[float]:
 
 
 def for_dark(colour: str) -> str:
-    """`colour` for a dark page: the darkest ones are raised, so that they stand out from the background."""
-    return mix(colour, "#ffffff", 0.28) if luminance(colour) < 0.1 else colour
+    """`colour` for a dark page: the darkest kinds are raised, all shades alike, so that they stand out from the page
+    and stages from each other."""
+    return mix(colour, "#ffffff", 0.28) if luminance(_kinds_colour().get(colour, colour)) < 0.1 else colour
+
+
+@cache
+def _kinds_colour() -> dict[str, str]:
+    """The colour of the kind that a shade belongs to."""
+    places = [(place, shades) for shades in range(2, MOST_SHADES + 1) for place in range(shades)]
+    return {_shade(look.colour, *at): look.colour for look in LOOKS.values() for at in places}
