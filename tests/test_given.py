@@ -92,6 +92,6 @@ def test_a_full_disk_is_no_wrong_input(tmp_path, monkeypatch):
 
     with pytest.raises(InputError, match="cannot be written: Is a directory"):
         write_text(tmp_path, "")
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(RunError, match="cannot be written: No space left"):
         write_text(tmp_path / "x", "")

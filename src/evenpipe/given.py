@@ -104,8 +104,13 @@ def read_text(path: str | Path, name: str = "") -> str:
 
 def write_text(path: str | Path, text: str) -> None:
     """Write a UTF-8 file. Raises InputError where it cannot be written, RunError where the disk is full."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
+    """Write a file. Raises as `write_text` does."""
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_bytes(content)
     except (OSError, ValueError) as error:
         kind = RunError if isinstance(error, OSError) and error.errno in FULL else InputError
         raise kind(f"{plain(path)} cannot be written: {_why(error)}") from None

@@ -52,7 +52,7 @@ def test_a_page_and_json(model: str, tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--gpus", "4", "--hardware", "H10"], "hardware 'H10' is unknown, did you mean"),
         (["--gpus", "4", "--gpu-memory", "80"], "80"),
         (["--gpus", "4", "--tp", "3"], "tp"),
-        (["--gpus", "4", "-o", "picture.png"], "picture.png"),
+        (["--gpus", "4", "-o", "picture.pdf"], "picture.pdf"),
         (["--gpus", "4", "--kernels", "fast"], "kernels is 'fast', expected one of"),
     ],
 )

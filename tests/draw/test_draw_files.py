@@ -6,14 +6,16 @@ import base64
 import hashlib
 import json
 import re
+import struct
 import zlib
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 from drawn_timelines import EMPTY, timeline, two_devices
+from headless_browser import find_browser
 
-from evenpipe.draw import EXTENSIONS, check_file, draw, page
+from evenpipe.draw import check_file, draw, page, svg
 from evenpipe.draw.encode import Looks, encode, tick
 from evenpipe.draw.figures import Scale
 from evenpipe.draw.page import SCRIPTS
@@ -22,18 +24,40 @@ from evenpipe.errors import InputError
 from evenpipe.schedule import EQUAL_COSTS, Timeline, plan_order, time_order
 
 BEGINNINGS = {".html": "<!DOCTYPE html>", ".json": '{"displayTimeUnit"', ".svg": "<svg "}
+BROWSER = find_browser()
 
 
-@pytest.mark.parametrize("suffix", [*EXTENSIONS, ".SVG"])
+@pytest.mark.parametrize("suffix", [*BEGINNINGS, ".SVG"])
 def test_the_suffix_says_what_is_drawn(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"step{suffix}"
     draw({"a": two_devices()}, file, title="A step", memory=True, unit_seconds=1.0)
     assert file.read_text(encoding="utf-8").startswith(BEGINNINGS[suffix.lower()])
 
 
-@pytest.mark.parametrize("name", ["step.png", "step", ".svg"])
+@pytest.mark.skipif(BROWSER is None, reason="no chromium in the path; on Debian: apt-get install chromium")
+def test_png_is_the_picture_in_twice_as_many_pixels(tmp_path: Path) -> None:
+    file = tmp_path / "step.png"
+    draw(two_devices(), file)
+    header = file.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    size = re.search(r'width="(\d+)" height="(\d+)"', svg(two_devices()))
+    assert size is not None
+    assert struct.unpack(">II", header[16:]) == (2 * int(size[1]), 2 * int(size[2]))
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_png_without_a_browser_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        InputError, match=r"\.png needs Chromium or Chrome .*apt-get install chromium.*\.svg needs nothing"
+    ):
+        check_file(tmp_path / "step.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["step.pdf", "step", ".svg"])
 def test_other_suffixes_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(InputError, match=r"must end in \.html .*, \.svg .* or \.json "):
+    with pytest.raises(InputError, match=r"must end in \.html .*, \.svg or \.png .* or \.json "):
         draw(two_devices(), tmp_path / name)
     assert list(tmp_path.iterdir()) == []
 

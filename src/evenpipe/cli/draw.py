@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         metavar="FILE",
-        help="a page with zoom and explanations (.html), a picture (.svg) or a trace for Perfetto (.json);"
+        help="a page with zoom and explanations (.html), a picture (.svg, .png) or a trace for Perfetto (.json);"
         " without it, the terminal",
     )
     parser.add_argument(

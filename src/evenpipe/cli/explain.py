@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="transformers, fused, megatron or transformer-engine (default: %(default)s)",
     )
     parser.add_argument(
-        "-o", "--output", metavar="FILE", help="the picture as a page (.html), .svg or .json, not in the terminal"
+        "-o", "--output", metavar="FILE", help="the picture as a page (.html), .svg, .png or .json, not in the terminal"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.epilog = (

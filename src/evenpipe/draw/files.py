@@ -6,15 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from evenpipe.errors import InputError
-from evenpipe.given import plain, write_text
+from evenpipe.given import plain, write_bytes
 
 from .page import page
 from .panel import Timelines
+from .png import find_browser, png
 from .svg import svg
 from .trace import trace
 
-EXTENSIONS = (".html", ".json", ".svg")
-"""A page to explore, a trace for Perfetto, a picture."""
+EXTENSIONS = (".html", ".json", ".svg", ".png")
+"""A page to explore, a trace for Perfetto, a picture in shapes and one in pixels."""
 
 
 def draw(
@@ -32,23 +33,31 @@ def draw(
     it. waits: in the picture, what idle devices wait for; the page and the trace always have it. unit_seconds: what one
     unit of time lasts, where known. Raises InputError as `check_file` does, and when the file cannot be written.
     """
-    write: dict[str, Callable[[], str]] = {
-        ".html": lambda: page(timelines, title=title, unit_seconds=unit_seconds),
-        ".json": lambda: trace(timelines, unit_seconds=unit_seconds),
-        ".svg": lambda: svg(timelines, title=title, memory=memory, waits=waits, unit_seconds=unit_seconds),
-    }
     path = check_file(file)
-    write_text(path, write[path.suffix.lower()]())
+
+    def picture() -> str:
+        return svg(timelines, title=title, memory=memory, waits=waits, unit_seconds=unit_seconds)
+
+    write: dict[str, Callable[[], bytes]] = {
+        ".html": lambda: page(timelines, title=title, unit_seconds=unit_seconds).encode(),
+        ".json": lambda: trace(timelines, unit_seconds=unit_seconds).encode(),
+        ".svg": lambda: picture().encode(),
+        ".png": lambda: png(picture()),
+    }
+    write_bytes(path, write[path.suffix.lower()]())
 
 
 def check_file(file: str | Path) -> Path:
-    """The path of a picture to be drawn. Raises InputError for an unknown suffix or a folder that does not exist."""
+    """The path of a picture to be drawn. Raises InputError for an unknown suffix, for a folder that does not exist, and
+    for .png where nothing is installed that makes one."""
     path = Path(file)
     if path.suffix.lower() not in EXTENSIONS:
         raise InputError(
-            f"'{plain(file)}' cannot be drawn: its name must end in .html (a page), .svg (a picture, which browsers can"
-            " print as PDF and other programs turn into PNG) or .json (a trace for Perfetto)"
+            f"'{plain(file)}' cannot be drawn: its name must end in .html (a page), .svg or .png (a picture; browsers"
+            " print .svg as PDF) or .json (a trace for Perfetto)"
         )
     if not path.absolute().parent.is_dir():
         raise InputError(f"'{plain(file)}' cannot be written: there is no folder '{plain(path.parent)}'")
+    if path.suffix.lower() == ".png":
+        find_browser()
     return path

@@ -1,0 +1,51 @@
+"""Pictures as PNG: a browser that is installed turns our SVG into pixels, so evenpipe needs no library for it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from evenpipe.errors import InputError, RunError
+from evenpipe.given import plain
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+SECONDS = 120.0
+"""That the browser may take."""
+
+
+def find_browser() -> str:
+    """Path of a Chromium or Chrome. Raises InputError where there is none."""
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        raise InputError(
+            "a picture in .png needs Chromium or Chrome in the path (on Debian: apt-get install chromium); .svg needs"
+            " nothing"
+        )
+    return found
+
+
+def png(picture: str) -> bytes:
+    """An SVG document of ours as PNG, two pixels for each of its own. Raises InputError, or RunError where the browser
+    fails."""
+    browser = find_browser()
+    size = re.search(r'width="([\d.]+)" height="([\d.]+)"', picture)
+    assert size is not None, "our pictures say how large they are"
+    width, height = (round(float(text)) for text in size.groups())
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        source, target = Path(folder, "picture.svg"), Path(folder, "picture.png")
+        source.write_text(picture, encoding="utf-8")
+        command = [
+            *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"),
+            *("--force-device-scale-factor=2", f"--window-size={width},{height}", f"--user-data-dir={folder}/profile"),
+            *(f"--screenshot={target}", source.as_uri()),
+        ]
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=SECONDS, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise RunError(f"{browser} did not turn the picture into PNG: {plain(error)}") from None
+        if not target.is_file():
+            raise RunError(f"{browser} did not turn the picture into PNG: it ended with exit code {done.returncode}")
+        return target.read_bytes()
