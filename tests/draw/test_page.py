@@ -413,3 +413,15 @@ def test_dark_pages_have_a_dark_ground_and_light_pages_a_light_one(shown: Shown)
         shown.browser.frame()
         colours.append((shown.browser.evaluate(ground), shown.browser.evaluate("evenpipe.scene.theme.dark")))
     assert colours == [("rgb(20, 23, 28)", True), ("rgb(255, 255, 255)", False)]
+
+
+def test_one_scroll_bar_moves_page_and_picture(shown: Shown) -> None:
+    """The picture does not fit the window, and the axis of time stays in it."""
+    shown.open(time_order(plan_order("1f1b", 48, 4), EQUAL_COSTS))
+    inner = "document.querySelectorAll('#stage, #extent')"
+    assert shown.browser.evaluate(f"[...{inner}].map((box) => getComputedStyle(box).overflowY)") == ["clip", "visible"]
+    shown.browser.evaluate("scrollTo(0, 500)")
+    shown.browser.frame()
+    top, scrolled = shown.browser.evaluate("[evenpipe.canvas.getBoundingClientRect().top, evenpipe.scene.scroll]")
+    assert top == 0
+    assert 200 < scrolled < 500

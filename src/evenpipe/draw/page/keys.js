@@ -26,7 +26,7 @@ function actionsOf(page) {
   const { view } = page.scene;
   const show = (start, span) => { view.show(start, span); page.changed(); };
   const pan = (part) => { view.pan(view.span * part); page.changed(); };
-  const scroll = (pixels) => { page.stage.scrollTop += pixels; };
+  const scroll = (pixels) => scrollBy(0, pixels);
   const toggle = (name) => { if (!get(name).hidden) page.toggle(name); };
   return {
     "+": () => page.zoom(0.6), "=": () => page.zoom(0.6), "-": () => page.zoom(1 / 0.6), 0: () => page.fit(),

@@ -11,7 +11,7 @@ class Page {
     this.pointer = new Pointer(this);
     this.keys = new Keys(this);
     get("search").addEventListener("submit", (event) => this.search(event));
-    this.stage.addEventListener("scroll", () => this.changed());
+    addEventListener("scroll", () => this.changed(), { passive: true });
     window.addEventListener("resize", () => this.arrange());
     new ResizeObserver(() => this.stage.clientWidth === this.painter.width || this.arrange()).observe(this.stage);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
@@ -28,8 +28,7 @@ class Page {
     const room = Math.max(260, innerHeight - (stage.getBoundingClientRect().top + scrollY) - 60);
     const { boxes, height } = layoutOf(scene.panels, { ...scene.options, width: stage.clientWidth, height: room - 80 });
     scene.boxes = boxes;
-    const whole = height + AXIS, shown = Math.min(whole, room);
-    stage.style.height = `${shown + 2}px`;
+    const whole = height + AXIS, shown = Math.min(whole, innerHeight);
     get("extent").style.height = `${whole}px`;
     this.painter.resize(stage.clientWidth, shown);
     this.overview.render(scene);
@@ -47,6 +46,17 @@ class Page {
   }
 
   // One redraw per frame, however often something changes.
+  // How far the page has scrolled into the picture: the canvas is as high as the window and stays in it, so that one bar
+  // scrolls both.
+  get scrolled() {
+    const { top, height } = get("extent").getBoundingClientRect();
+    return Math.max(0, Math.min(-top, height - this.painter.height));
+  }
+
+  set scrolled(pixels) {
+    scrollBy(0, get("extent").getBoundingClientRect().top + Math.max(0, pixels));
+  }
+
   changed() {
     this.waiting ??= requestAnimationFrame(() => this.draw());
   }
@@ -56,7 +66,7 @@ class Page {
     cancelAnimationFrame(this.waiting);
     this.waiting = undefined;
     const begin = performance.now();
-    scene.scroll = this.stage.scrollTop;
+    scene.scroll = this.scrolled;
     this.drawn = this.painter.draw(scene);
     this.overview.draw(scene);
     this.drawn.milliseconds = performance.now() - begin;
@@ -138,8 +148,8 @@ class Page {
     const box = scene.boxes.find((entry) => entry.panel === panel);
     const place = scene.place(box, i);
     const top = place ? place.y - AXIS + scene.scroll : box.top;
-    if (top < this.stage.scrollTop || top > this.stage.scrollTop + this.painter.height - AXIS - 30) {
-      this.stage.scrollTop = top - this.painter.height / 2;
+    if (top < this.scrolled || top > this.scrolled + this.painter.height - AXIS - 30) {
+      this.scrolled = top - this.painter.height / 2;
     }
     this.changed();
   }
@@ -177,7 +187,7 @@ class Page {
   toDevice(device) {
     const box = this.scene.boxes.find((entry) => device < entry.panel.devices);
     if (!box) return this.report(`no device ${device}`);
-    this.stage.scrollTop = box.labels[device].y - this.painter.height / 2;
+    this.scrolled = box.labels[device].y - this.painter.height / 2;
     return this.report(`device ${device}`);
   }
 

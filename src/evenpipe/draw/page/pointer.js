@@ -61,7 +61,7 @@ class Pointer {
     this.leave();
     this.down.set(id, now);
     view.pan((-dx * view.span) / this.boxAt(now[0]).width);
-    this.stage.scrollTop -= dy;
+    scrollBy(0, -dy);
     this.page.changed();
   }
 
