@@ -73,8 +73,6 @@ FILES: dict[str, str | bytes] = {
     "kept.svg": "<svg/>",
     "bert.json": json.dumps({"model_type": "bert", "vocab_size": 300}),
     "lama.json": json.dumps({"model_type": "lama"}),
-    "table.jsonl": '{"text": 3}\n',
-    "no.parquet": "PAR1",
     "empty.csv": b"",
     "empty.toml": b"",
     "empty.json": b"",
