@@ -15,11 +15,12 @@ RUNS ?= 100
 SEED ?= 0
 MINUTES ?=
 
-.PHONY: help install train test fault-test fuzz gpu-test lint format bench docs clean
+.PHONY: help install train test test-all fault-test fuzz gpu-test lint format bench docs clean
 
 help:
 	@echo "make train       train the quickstart model on 4 local processes and print text that it writes"
-	@echo "make test        run all tests"
+	@echo "make test        run the tests, but for those that take long"
+	@echo "make test-all    run all tests"
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        build the documentation into site/, without a network"
 	@echo "make bench       measure vocabulary modes against each other and against torch's own schedule"
@@ -39,9 +40,10 @@ train: $(STAMP)
 	$(BIN)/evenpipe train examples/quickstart.toml
 
 # Tests of silence and sudden ends have the machine to themselves.
-test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ALONE:%=--ignore=%)
-	$(BIN)/python -m pytest $(ALONE)
+test: SELECTED := -m "not slow"
+test test-all: $(STAMP)
+	$(BIN)/python -m pytest $(SELECTED) -n 2 --dist loadfile $(ALONE:%=--ignore=%)
+	$(BIN)/python -m pytest $(SELECTED) $(ALONE)
 
 fault-test: $(STAMP)
 	$(BIN)/python tests/faults/run_faults.py --runs $(RUNS) --seed $(SEED)

@@ -232,6 +232,17 @@ def readings() -> tuple[float, float, float]:
     return before.offset, convert.uncertainty, convert(now) - really(now)
 
 
+def offset_on_this_machine() -> float:
+    worker = initialise_worker()
+    communicators = Communicators([("control", (0, 1, 2))], timeout_seconds=20)
+    return clock.read_clocks(communicators["control"], worker.torch_device).offset
+
+
+def test_a_clock_that_processes_share_has_no_offset() -> None:
+    """Not even a microsecond: a message would else arrive before it left."""
+    assert run_processes(offset_on_this_machine, 3) == [0.0] * 3
+
+
 def test_offsets_are_known_to_half_a_round_trip() -> None:
     for rank, (offset, uncertainty, error) in enumerate(run_processes(readings, 3)):
         assert offset == pytest.approx(rank * SECONDS_APART, abs=1.0)

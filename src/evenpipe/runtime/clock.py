@@ -1,11 +1,14 @@
 """This process's clock, and what lies between it and the clocks of others.
 
-Processes of one machine may share a clock, those of two do not, and nothing here relies on either. The first process
+Processes of one machine mostly share a clock, those of two do not, and no list says which. The first process
 and another one send a number to and fro: the first notes when its question left and when the answer was there, the
 other writes into the answer what its own clock shows. Whatever the way took, the other clock was read between the two,
 so its offset is known to half a round trip; the shortest of many counts (as in the Network Time Protocol, RFC 5905,
 section 8, whose filter takes the sample of the smallest delay too). Measured before and after a step, the offset also
 shows how far the clocks drift meanwhile.
+
+An offset within its uncertainty is 0: the two share a clock, which tells the order of their events exactly, while the
+error of an offset would make quick messages arrive before they left.
 """
 
 from __future__ import annotations
@@ -69,7 +72,8 @@ def _ask(communicator: Communicator, member: int, torch_device: torch.device) ->
         theirs = number.item()
         answered = now()
         best = min(best, (theirs, theirs - (asked + answered) / 2, (answered - asked) / 2), key=lambda entry: entry[2])
-    return best
+    theirs, offset, uncertainty = best
+    return theirs, 0.0 if abs(offset) <= uncertainty else offset, uncertainty
 
 
 def _answer(communicator: Communicator, first: int, torch_device: torch.device) -> None:
