@@ -436,7 +436,7 @@ WRONG = [
         ["simulate", "--compare", "1f1b,zbv", "--devices", "3", "--microbatches", "3", "--costs", "list.toml"],
         ["6", "F"],
     ),
-    (["draw", "--schedule", "1f1b", *SIZE, "-o", "step.png"], ["step.png", ".html", ".svg", ".json"]),
+    (["draw", "--schedule", "1f1b", *SIZE, "-o", "step.gif"], ["step.gif", ".html", ".svg", ".png", ".json"]),
     (["draw", "--schedule", "1f1b", *SIZE, "-o", "nowhere/step.svg"], ["nowhere"]),
     (["draw", "--schedule", "1f1b", *SIZE, "--unit-seconds", "0"], ["unit"]),
     (["check", "typing.csv"], ["typing.csv: row 2, column 3 (device 1, position 2): '1Q1' is not a pass"]),

@@ -1,8 +1,7 @@
 """Real steps of four processes beside their prediction: the most bytes of tensors that each holds.
 
-Counted are two iterations of a training loop: step, AdamW, gradients dropped. What is predicted is the second one, and
-nothing that is predicted is read off the run: of the data it takes the share of all tokens that each shard of the
-vocabulary owns.
+Counted are iterations of a training loop behind its first: step, AdamW, gradients dropped. Nothing that is predicted is
+read off the run: of the data it takes the share of all tokens that each shard of the vocabulary owns.
 """
 
 from __future__ import annotations
@@ -98,7 +97,11 @@ class Counted:
     layout: Layout
     peak: int
     items: list[tuple[str, int, int]]
-    """Of the second step: item, most bytes and bytes after it."""
+    """Of a step: item, most bytes and bytes after it."""
+
+
+COUNTED_STEPS = 3
+"""Of which the least counts: torch's thread for collectives may hold a message a moment after its wait is over."""
 
 
 def count(cases: list[Case]) -> list[Counted]:
@@ -120,15 +123,21 @@ def count_one(case: Case) -> Counted:
     ids = data()
     gc.collect()
     with pipeline.count_bytes() as counted:
-        for _ in range(2):
+        for _ in range(1 + COUNTED_STEPS):
             pipeline.step(ids)
             optimizer.step()
             pipeline.zero_grad()
-    items = counted.items()
     layout = pipeline.layout
     pipeline.close()
-    second = items[len(items) // 2 :]
-    return Counted(layout, counted.peak, [(str(one.item), one.peak, one.after) for one in second])
+    found = counted.items()
+    each = len(found) // (1 + COUNTED_STEPS)
+    steps = [found[begin : begin + each] for begin in range(each, len(found), each)]
+    assert counted.peak == max(one.peak for step in steps for one in step), "the most bytes live within a pass"
+    items = [
+        (str(same[0].item), min(one.peak for one in same), min(one.after for one in same))
+        for same in zip(*steps, strict=True)
+    ]
+    return Counted(layout, max(peak for _, peak, _ in items), items)
 
 
 def predict(case: Case, layout: Layout, device: int) -> DeviceMemory:
