@@ -118,6 +118,7 @@ def counted() -> dict[Case, list[tuple[int, Order, int]]]:
     return {case: [found[number] for found in by_process] for number, case in enumerate(CASES)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("traced", [False, True], ids=["closed", "traced"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_estimated_peaks_are_those_counted(case: Case, traced: bool, counted) -> None:

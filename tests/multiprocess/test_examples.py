@@ -50,6 +50,7 @@ def test_a_schedule_of_ones_own_in_twenty_lines(tmp_path: Path) -> None:
     assert len([line for line in function if line.strip()]) <= 22  # its signature and its docstring are two of them
 
 
+@pytest.mark.slow
 def test_a_configuration_of_little_memory(tmp_path: Path) -> None:
     run("-m", "evenpipe.cli.main", "train", EXAMPLES / "v_half.toml", *SMALL, folder=tmp_path)
     (report,) = tmp_path.glob("runs/*/report.json")

@@ -136,6 +136,6 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@pytest.mark.parametrize("processes", [1, *(pytest.param(few, marks=pytest.mark.slow) for few in (2, 3)), 4])
 def test_every_mode_gives_the_gradients_of_one_process(processes: int) -> None:
     check(processes, MATRIX, torch.float64, tolerance=1e-10, weight_tolerance=1e-8)

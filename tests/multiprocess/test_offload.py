@@ -169,12 +169,13 @@ def cases(processes: int, turns: int = 1) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_every_schedule_gives_the_same_bits_with_everything_on_the_host(processes: int) -> None:
     moved, _ = check(processes, cases(processes))
     assert moved > 20 * processes
 
 
+@pytest.mark.slow
 def test_poisoned_memory_and_late_copies_change_nothing_but_time() -> None:
     _, copies = check(2, cases(2, turns=2), poisoned=True)
     assert copies >= 1000

@@ -73,6 +73,7 @@ def step(order: Order, layers_per_stage: tuple[int, ...]) -> tuple[float, dict[s
     return loss, gradients, moved, host
 
 
+@pytest.mark.slow
 def test_a_shrunken_copy_of_a_plan_gives_the_gradients_of_one_process() -> None:
     order, layers_per_stage = planned()
     results = run_processes(step, DEVICES, order, layers_per_stage, timeout_seconds=240)

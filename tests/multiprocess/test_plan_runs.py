@@ -101,6 +101,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(
     assert message in error and error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_plans_take_the_passes_that_were_measured(capsys: pytest.CaptureFixture[str]) -> None:
     """The pipeline that was measured is predicted with what its passes took."""
     sizes = ["--microbatch-sizes", "2", "--steps", "2"]
@@ -137,6 +138,7 @@ def test_plans_take_the_passes_that_were_measured(capsys: pytest.CaptureFixture[
         assert costs.p2p == pytest.approx(measured.seconds["p2p"])
 
 
+@pytest.mark.slow
 def test_a_written_plan_runs_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     """With activations and moments on the host, too, and then to the same bits."""
     Path("train.toml").write_text(CONFIG.format(steps=2, folder="run"))

@@ -210,7 +210,7 @@ def covering(processes: int) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@pytest.mark.parametrize("processes", [1, *(pytest.param(few, marks=pytest.mark.slow) for few in (2, 3)), 4])
 def test_every_schedule_gives_what_one_process_gives(processes: int) -> None:
     if not FULL:
         check(processes, covering(processes))

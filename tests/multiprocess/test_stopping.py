@@ -133,6 +133,7 @@ def test_a_second_signal_ends_at_once_and_says_what_is_lost(tmp_path: Path) -> N
     assert "stopped at" not in output
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     process = train_beyond(0, torchrun, long_run(tmp_path))
     os.kill(child_of(process.pid), signal.SIGSTOP)
@@ -143,6 +144,7 @@ def test_under_torchrun_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     assert "stopped at" not in output, output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [False, True])
 def test_under_torchrun_a_process_that_died_is_still_the_first_cause(tmp_path: Path, asked: bool) -> None:
     """Torchrun sends SIGTERM to the others then, which is no wish to stop."""

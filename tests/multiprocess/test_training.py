@@ -152,6 +152,7 @@ def uninterrupted(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_killed_at_random_steps_it_ends_with_the_same_curve(uninterrupted: Path, tmp_path: Path) -> None:
     """SIGKILL to the whole process group, twice; the same command again each time; equal to the last bit."""
     path = write_config(tmp_path)
@@ -310,6 +311,7 @@ def worker_of(launcher: int) -> int:
     return max(found)[1]  # a process of the pipeline has the most threads: those of its communicators
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_exit_code_3_and_loses_nothing(tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk: the second checkpoint cannot be written."""
     finish(evenpipe("train", write_config(tmp_path, steps=4)))
@@ -331,6 +333,7 @@ def test_a_full_disk_is_exit_code_3_and_loses_nothing(tmp_path: Path) -> None:
     export_checkpoint(tmp_path / "run", tmp_path / "exported")
 
 
+@pytest.mark.slow
 def test_only_damaged_checkpoints_are_an_error_and_a_sound_one_before_is_taken(tmp_path: Path) -> None:
     path = write_config(tmp_path, steps=8)
     finish(evenpipe("train", path))

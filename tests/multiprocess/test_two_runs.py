@@ -204,6 +204,7 @@ def wait_for_checkpoint(process: subprocess.Popen[str], run: Path, after: int) -
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_of_two_launchers_one_trains(tmp_path: Path) -> None:
     config, run = write_config(tmp_path, steps=100_000), tmp_path / "run"
     here = socket.gethostname()

@@ -211,6 +211,7 @@ def test_what_is_no_choice_is_one_sentence() -> None:
         Space(offload=("some",))
 
 
+@pytest.mark.slow
 def test_seventy_billion_parameters_on_sixteen_devices() -> None:
     """V-Half, the vocabulary over all devices and copies that cost no time: of what is as fast, the least memory."""
     given = searched.problem(
