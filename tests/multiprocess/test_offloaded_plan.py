@@ -10,6 +10,7 @@ import copy
 from functools import cache
 from pathlib import Path
 
+import pytest
 import reference
 import torch
 from harness import run_processes
