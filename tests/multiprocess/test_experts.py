@@ -181,7 +181,7 @@ def run_family(family: str, layers: int, cases: list[Case]) -> list[str]:
 
 
 @pytest.mark.parametrize("family", PROMISED_EXPERTS)
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_experts_train_as_in_one_process(family: str, processes: int) -> None:
     faults = run_processes(run_family, processes, family, 2 * processes, CASES[processes], timeout_seconds=300)[0]
     assert not faults, "\n".join(faults)

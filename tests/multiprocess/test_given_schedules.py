@@ -114,7 +114,7 @@ def run_torch_classes(microbatches: int) -> None:
             assert trained(instance, "vocab-2").program == pipeline.program  # its size is known
 
 
-@pytest.mark.parametrize(("processes", "microbatches"), [(2, 4), (3, 6)])
+@pytest.mark.parametrize(("processes", "microbatches"), [(2, 4), pytest.param(3, 6, marks=pytest.mark.slow)])
 def test_schedules_of_torch_as_classes_and_as_instances(processes: int, microbatches: int) -> None:
     check(run_torch_classes, processes, microbatches)
 

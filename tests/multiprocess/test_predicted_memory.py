@@ -100,7 +100,7 @@ class Counted:
     """Of a step: item, most bytes and bytes after it."""
 
 
-COUNTED_STEPS = 3
+COUNTED_STEPS = 2
 """Of which the least counts: torch's thread for collectives may hold a message a moment after its wait is over."""
 
 

@@ -119,6 +119,7 @@ def test_stopped_in_every_way_it_goes_on_as_if_nothing_had_happened(tmp_path: Pa
     assert curve(whole.parent)[:step] == curve(path.parent)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once_and_says_what_is_lost(tmp_path: Path) -> None:
     """One process of the run is stopped, so no step can be finished."""
     process = train_beyond(0, local, long_run(tmp_path))

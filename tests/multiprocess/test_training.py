@@ -183,7 +183,7 @@ def test_what_is_on_the_host_changes_no_bit(uninterrupted: Path, tmp_path: Path)
     assert curve(tmp_path) == curve(uninterrupted)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_resumed_in_another_layout_the_losses_agree(tmp_path: Path, tied: bool) -> None:
     """p = 4 -> 2 -> 3, and vocab-2 -> first-last -> vocab-1, each picking up the checkpoint of the one before."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -281,6 +281,7 @@ def newest_checkpoint(folder: Path) -> Path:
     return max((folder / "run" / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_named_and_the_checkpoint_before_it_is_whole(tmp_path: Path) -> None:
     """One worker dies in the middle: exit code 3, one sentence, and the same command goes on."""
     path = write_config(tmp_path, steps=400)

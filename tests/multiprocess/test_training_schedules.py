@@ -79,7 +79,9 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize(("tied", "parts"), [(True, PARTS), (False, [PARTS[0], PARTS[1], PARTS[-1]])])
+@pytest.mark.parametrize(
+    ("tied", "parts"), [pytest.param(True, PARTS, marks=pytest.mark.slow), (False, [PARTS[0], PARTS[1], PARTS[-1]])]
+)
 def test_resumed_under_another_schedule_and_placement_the_losses_agree(
     tmp_path: Path, tied: bool, parts: list[tuple[int, dict[str, Any], int | None]]
 ) -> None:
