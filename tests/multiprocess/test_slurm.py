@@ -10,7 +10,8 @@ import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train.slurm"
 PROGRAMS = {
-    "scontrol": '#!/bin/bash\n[ "$*" = "show hostnames n[1-2]" ] && printf "n1\\nn2\\n"\n',
+    # more than a pipe holds: who reads the first line only must not end the script with "broken pipe"
+    "scontrol": '#!/bin/bash\n[ "$*" = "show hostnames n[1-2]" ] && printf "n%s\\n" {1..50000}\n',
     # what stands behind the options, once per machine
     "srun": '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nfor id in 0 1; do SLURM_NODEID=$id "$@"; done\n',
     "torchrun": '#!/bin/bash\necho "$GLOO_SOCKET_IFNAME $*"\n',
