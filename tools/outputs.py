@@ -6,7 +6,7 @@ The blocks of a page are taken in turn, in one folder that holds `examples` and 
 
     csv NAME, toml NAME    a file; a file of the repository is shown as it stands there
     sh                     commands, one per line
-    python                 a program; a file of its own, so that it may start processes
+    python [NAME]          a program; a file of its own, so that it may start processes, or one of the repository
     text                   what the commands and programs since the last `text` have printed
 
 A comment on the line before a block changes that:
@@ -74,8 +74,11 @@ def render(page: str, folder: Path) -> str:
             else:
                 (folder / name).write_text(body, encoding="utf-8")
         elif language == "python":
-            program = folder / "program.py"
-            program.write_text(body, encoding="utf-8")
+            program = folder / (name or "program.py")
+            if name:
+                body = program.read_text(encoding="utf-8")
+            else:
+                program.write_text(body, encoding="utf-8")
             run([sys.executable, str(program)])
         elif language == "sh":
             for line in body.replace("\\\n", " ").splitlines():

@@ -309,7 +309,7 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["init", "extra"], ["init has no argument extra", "evenpipe init --help"]),
     # --- what files that exist are kept for
     ([*DRAW, "kept.svg", "--costs", "nan.toml"], ["nan.toml", "F must be a finite number"]),
-    (["init", "-o", "kept.toml"], ['"kept.toml" exists already', "-o names another file"]),
+    (["init", "-o", "kept.toml"], ['"kept.toml" exists already', "-o names another one"]),
     (["profile", "--from", "empty.json", "-o", "kept.toml"], ["empty.json is not JSON"]),
     ([*PLAN, "-o", "kept.toml", "--batch", "0"], ["sequences per step is 0", "at least 1"]),
     # --- sizes and names
@@ -360,7 +360,7 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["init", "--data", "nowhere.txt"], ['--data is "nowhere.txt"', "no such file or folder"]),
     (["init", "--data", "empty"], ['--data is "empty"', "empty, expected text"]),
     (["init", "--processes", "0"], ["--processes is 0, but must be at least 1"]),
-    (["init", "--example", "zvb"], ['--example is "zvb"', "must be one of quickstart", 'did you mean "zbv"?']),
+    (["init", "--example", "zvb"], ['--example is "zvb"', "must be one of all, quickstart", 'did you mean "zbv"?']),
     (["init", "-o", "x.csv"], ["--output is 'x.csv'", "must end in .toml"]),
     # --- every section of a configuration
     ([*TRAIN, "model.architecture=lama"], ['model.architecture is "lama"', 'did you mean "llama"?']),

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from evenpipe.cli.main import main
 from evenpipe.errors import InputError
 from evenpipe.train.config_file import load_config
-from evenpipe.train.new_config import examples, new_tables
+from evenpipe.train.new_config import example_configurations, examples, new_tables
 from evenpipe.train.tokenizer import train_tokenizer
 
 TEXT = "def f(x):\n    return x + 1\n" * 2000
@@ -93,18 +93,34 @@ def test_little_data_gets_short_sequences_and_a_lot_gets_long_ones(folder: Path)
     assert lengths == [16, 256, 1024]
 
 
-@pytest.mark.parametrize("name", examples())
+@pytest.mark.parametrize("name", example_configurations())
 def test_the_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--example", name]) == 0
     assert capsys.readouterr().out == f"wrote {name}.toml; next: evenpipe train {name}.toml\n"
     assert f"evenpipe train {name}.toml" in Path(f"{name}.toml").read_text()
     assert load_config(f"{name}.toml").output.folder.startswith("runs/")
     assert main(["init", "--example", name]) == 2
-    assert f'"{name}.toml" exists already; -o names another file' in capsys.readouterr().err
+    assert f'"{name}.toml" exists already; -o names another one' in capsys.readouterr().err
+
+
+def test_all_examples_reach_those_who_have_no_source_checkout(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--example", "all"]) == 0
+    assert capsys.readouterr().out == "wrote examples\n"
+    copied = {path.relative_to("examples") for path in Path("examples").rglob("*") if path.is_file()}
+    assert {
+        Path("own_loop.py"),
+        Path("own_loop.ipynb"),
+        Path("models/llama-3.1-8b.json"),
+        Path("train.slurm"),
+    } <= copied
+    for path in copied:
+        assert (Path("examples") / path).read_bytes() == (examples() / path).read_bytes()
+    assert main(["init", "--example", "all"]) == 2
+    assert '"examples" exists already; -o names another one' in capsys.readouterr().err
 
 
 WRONG = [
-    (["--example", "zvb"], 'one of quickstart, v_half, zbv; did you mean "zbv"?'),
+    (["--example", "zvb"], 'one of all, quickstart, v_half, zbv; did you mean "zbv"?'),
     (["--example", "zbv", "--data", "data"], "--example is a whole configuration"),
     (["--data", "date"], '--data is "date", but there is no such file or folder; did you mean "data"?'),
     (["--data", "data"], "that folder holds no text, JSON lines or parquet"),

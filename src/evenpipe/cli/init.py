@@ -1,4 +1,4 @@
-"""`evenpipe init [--model MODEL] [--data PATH] [-o FILE.toml]`, or `evenpipe init --example NAME`."""
+"""`evenpipe init [--model MODEL] [--data PATH] [-o FILE.toml]`, or `evenpipe init --example NAME|all`."""
 
 from __future__ import annotations
 
@@ -23,20 +23,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text, JSON lines, parquet, or a folder that save_to_disk wrote (default: sources of Python's library)",
     )
     parser.add_argument("--processes", type=int, help="devices of the pipeline (default: the GPUs, or the cores)")
-    parser.add_argument("--example", metavar="NAME", help="an example instead: quickstart, v_half, zbv")
     parser.add_argument(
-        "-o", "--output", metavar="FILE.toml", help="the configuration to write (default: train.toml, or NAME.toml)"
+        "--example",
+        metavar="NAME",
+        help="an example instead: quickstart, v_half, zbv; all: every example, with models and loops of your own",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE.toml",
+        help="the configuration to write (default: train.toml, or NAME.toml; all: the folder examples)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write a configuration that trains as it stands."""
-    from evenpipe.train.new_config import new_tables, write_example, write_new
+    from evenpipe.train.new_config import ALL, new_tables, write_example, write_examples, write_new
 
     if arguments.example and (arguments.model or arguments.data or arguments.processes):
         raise InputError("--example is a whole configuration, and --model, --data and --processes describe another")
     if arguments.processes is not None and arguments.processes < 1:
         raise InputError(f"--processes is {arguments.processes}, but must be at least 1")
+    if arguments.example == ALL:
+        folder = Path(arguments.output or "examples")
+        write_examples(folder)
+        say(f"wrote {folder}")
+        return 0
     path = Path(arguments.output or f"{arguments.example or 'train'}.toml")
     if path.suffix != ".toml":
         raise InputError(f"--output is '{plain(path)}', but the name of a configuration must end in .toml")

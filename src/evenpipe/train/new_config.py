@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ SMALL_MODEL = {
     },
 }
 """What is trained until somebody names a model."""
+
+ALL = "all"
+"""Stands for the whole folder of examples."""
 
 BYTES_PER_TOKEN = 4
 """About, in text."""
@@ -93,28 +97,38 @@ def write_new(tables: Mapping[str, Any], path: Path) -> None:
     write_tables(tables, path, notes, comments)
 
 
-def examples() -> dict[str, Path]:
-    """The configurations that come with evenpipe, by name."""
+def examples() -> Path:
+    """The folder of the examples that come with evenpipe."""
     package = Path(evenpipe.__file__).parent
     folder = package / "examples"
-    if not folder.is_dir():  # a source checkout
-        folder = package.parent.parent / "examples"
-    return {path.stem: path for path in sorted(folder.glob("*.toml")) if "\n[model]" in path.read_text("utf-8")}
+    return folder if folder.is_dir() else package.parent.parent / "examples"  # a source checkout
+
+
+def example_configurations() -> dict[str, Path]:
+    """The examples that `evenpipe train` runs, by name."""
+    files = sorted(examples().glob("*.toml"))
+    return {path.stem: path for path in files if "\n[model]" in path.read_text("utf-8")}
 
 
 def write_example(name: str, path: Path) -> None:
-    """Copies an example. Raises InputError where there is none of that name, or a file already."""
-    known = examples()
+    """Copy the configuration `name`. Raises InputError where there is none of that name, or a file already."""
+    known = example_configurations()
     if name not in known:
-        raise InputError(unknown("--example", name, known))
+        raise InputError(unknown("--example", name, (ALL, *known)))
     _check_new(path)
     text = known[name].read_text("utf-8").replace(f"examples/{name}.toml", str(path))
     path.write_text(text, encoding="utf-8")
 
 
+def write_examples(folder: Path) -> None:
+    """Copy all examples. Raises InputError where `folder` exists."""
+    _check_new(folder)
+    shutil.copytree(examples(), folder, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+
+
 def _check_new(path: Path) -> None:
     if path.exists():
-        raise InputError(f"{show(str(path))} exists already; -o names another file")
+        raise InputError(f"{show(str(path))} exists already; -o names another one")
 
 
 def _processes() -> int:
