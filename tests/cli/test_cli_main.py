@@ -80,7 +80,6 @@ def test_arguments_reach_the_command(command):
 
 
 WRONG = [
-    ([], "the following arguments are required: COMMAND; evenpipe --help"),
     (["--unknown"], "the following arguments are required: COMMAND; evenpipe --help"),
     (["generate"], "the following arguments are required: FOLDER; evenpipe generate --help"),
     (["train"], "the following arguments are required: CONFIG.toml; evenpipe train --help"),
@@ -130,6 +129,12 @@ def test_version_and_help(capsys):
     text = capsys.readouterr().out
     assert all(name in text for name in cli.COMMANDS)
     assert "2 the input is wrong" in text
+
+
+def test_without_a_command_the_help_is_shown(capsys):
+    assert cli.main([]) == 2
+    text = capsys.readouterr().err
+    assert all(name in text for name in cli.COMMANDS)
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -60,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             known = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)};"
             raise InputError(f"there is no command {shown(name)}, {known} evenpipe --help says what each does")
         parser, of_command = _parser(command)
+        if not arguments:
+            parser.print_help(sys.stderr)
+            return InputError.exit_code
         parsed, unknown = parser.parse_known_args(arguments)
         assert command is not None, "the parser ends without a command"
         if hasattr(parsed, "overrides"):  # argparse takes them only before the first option
