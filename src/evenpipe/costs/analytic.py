@@ -2,11 +2,11 @@
 
     product     max(FLOPs / achieved, bytes / bandwidth) + one operation; FLOPs dominate from some hundred tokens on
     streaming   bytes / bandwidth + operations
-    attention   FLOPs of the pairs that the mask leaves / what fused attention achieves; the backward has 2.5 times them
-                (five products, of which one is a repetition)
-    tensor      per layer two all-gathers and two reduce-scatters (or two all-reduces) forward and two backward, waited
-                for; with sequence parallelism what is streamed is cut too
-    context     keys and values pass by while attention computes: what takes longer counts
+    attention   FLOPs of the unmasked pairs / the speed of fused attention; the backward has 2.5 times as many (five
+                products, one of them recomputed)
+    tensor      per layer two all-gathers and two reduce-scatters (or two all-reduces) forward and two backward, not
+                overlapped; with sequence parallelism the streamed tensors are split too
+    context     keys and values arrive while attention computes: the longer of the two counts
 
 F runs all of a layer once; I its products again, for the gradients of their inputs, with the backward of attention and
 streaming; W the products a third time, adding the results to gradients in fp32. tests/costs/test_analytic.py compares

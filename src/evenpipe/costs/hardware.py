@@ -41,7 +41,7 @@ class Wire:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One device, the node that it stands in, and the network of nodes."""
+    """One device, its node, and the network of nodes."""
 
     name: str
     source: str

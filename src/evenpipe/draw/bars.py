@@ -1,4 +1,4 @@
-"""Stacked bars, one per device: what its memory consists of, as SVG and for the terminal."""
+"""Stacked bars, one per device: the parts of its memory, as SVG and for the terminal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Bars:
 def bars_svg(groups: Sequence[Bars], *, title: str = "", width: int = 1000, limit: float | None = None) -> str:
     """Groups of bars below each other on one axis of bytes, as an SVG document.
 
-    limit: bytes that a device has, drawn as a line. Raises InputError where there is nothing to draw, or too much.
+    limit: bytes that a device has, drawn as a line. Raises InputError if there is nothing to draw, or too much.
     """
     _check(groups)
     width = max(300, width)

@@ -172,7 +172,7 @@ class Panel:
 
 
 def panels_of(timelines: Timelines) -> tuple[Panel, ...]:
-    """One panel per timeline. Raises InputError when there is none."""
+    """Return one panel per timeline. Raises InputError if there is none."""
     named = {"": timelines} if isinstance(timelines, Timeline) else timelines
     if not named:
         raise InputError("there is no timeline to draw; give at least one")

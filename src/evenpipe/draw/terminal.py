@@ -52,11 +52,13 @@ def terminal(
 ) -> str:
     """Return timelines as text that ends with a newline, several above each other on one time axis.
 
-    width: characters per line, that of the terminal by default, at least 40. colour: "none", "256" or "truecolor"; by
-    default what the standard output can show. memory: a second line per device with its memory over time. waits: a line
-    per device with its waiting times by cause, and with colour, dots in the colour of the awaited item. unit_seconds:
-    seconds per unit of time, if known. overview: one line per device also without colour, however narrow the passes
-    are. Raises InputError for an unknown `colour`.
+    width: characters per line, that of the terminal by default, at least 40.
+    colour: "none", "256" or "truecolor"; by default what the standard output can show.
+    memory: a second line per device with its memory over time.
+    waits: a line per device with its waiting times by cause, and with colour, dots in the colour of the awaited item.
+    unit_seconds: seconds per unit of time, if known.
+    overview: one line per device also without colour, however narrow the passes are.
+    Raises InputError for an unknown `colour`.
     """
     panels = panels_of(timelines)
     colour = depth_of_output() if colour is None else colour

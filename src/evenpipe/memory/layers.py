@@ -123,9 +123,10 @@ def layer_bytes(
     """Return the bytes of one layer.
 
     Args:
-        tokens: of the microbatch, before anything is cut: sequences times `sequence`. element: bytes of an activation,
-        2 or 4. tp, sequence_parallel, cp: as in `Parallelism`. With context parallelism the keys and values of all
-        other GPUs are counted during attention, and their gradients in its backward (for ring and all-gather alike).
+        tokens: of the microbatch, before anything is cut: sequences times `sequence`.
+        element: bytes of an activation, 2 or 4.
+        tp, sequence_parallel, cp: as in `Parallelism`. With context parallelism the keys and values of all other GPUs
+            are counted during attention, and their gradients in its backward (for ring and all-gather alike).
         checkpointing: of `REGIONS`.
 
     Raises:

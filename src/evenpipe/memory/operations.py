@@ -81,8 +81,7 @@ class Operations(Elementwise):
             gathered: elements of the input gathered from all GPUs of tensor parallelism (its gradient is then as large,
                 before each gets its part); 0: not gathered.
             scattered: elements of the result before it is summed over these GPUs and scattered; its gradient is
-            gathered
-                in the backward. 0: not scattered.
+                gathered in the backward. 0: not scattered.
         """
         tape, elements, element, queue = self.tape, x.elements, x.element, self.tape.queue
         weight_bytes, bias_bytes = (0, 0) if self._fuses else (weight * element, bias * element)

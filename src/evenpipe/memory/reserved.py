@@ -69,9 +69,9 @@ CUDA = Overheads(
 context: 300 to 500 MB bare (the paper's authors), and the kernels of attention, products and communication.
 communicator: of 2 and of more GPUs on 4 A100 (NVIDIA/nccl #964). Others report 0.5 to 4 GB, by version and network.
 fragments: in 17 published layouts on B200 (SimuMax, 2 steps each) the fullest GPU reserved 2 to 9 % more than was
-allocated, 4 % in the median. The lower end is fitted: with 5 % the published runs on A100 that failed without context
-parallelism do not fit. context_parallel: fitted to the published runs on A100 with 40 GB (`okoge-kaz/Megatron-LM`, TE
-1.x, NCCL 2.17, without
+    allocated, 4 % in the median. The lower end is fitted: with 5 % the published runs on A100 that failed without
+    context parallelism do not fit.
+context_parallel: fitted to the published runs on A100 with 40 GB (`okoge-kaz/Megatron-LM`, TE 1.x, NCCL 2.17, without
     TORCH_NCCL_AVOID_RECORD_STREAMS), where equal layouts with and without it differ by this much. NCCL's buffers for
     sends and receives alone are reported at 1 to 4.3 GB (NVIDIA/nccl #1685). The same authors' runs on H100 need less
     than the upper end: 6 of 52 that ran with context parallelism are called at risk.

@@ -5,10 +5,10 @@ reference is gone, as a real one does: an operation written with sketches, varia
 for how long. Operations leave a node on the `Tape`, with the storages that their backward needs and a function from
 gradients to gradients; `Tape.backward` runs the nodes as torch's engine does:
 
-    of the ready nodes the newest comes first; a node releases its saved storages when its gradients are computed, and
-    its output's gradient after that; gradients of one tensor are summed into a new tensor. (Torch sums in place if it
-    can, but not while its operations are watched, so a counted run does the same. Other runs may need one such tensor
-    less.)
+    of the ready nodes the newest comes first;
+    a node releases its saved storages when its gradients are computed, and its output's gradient after that;
+    gradients of one tensor are summed into a new tensor. (Torch sums in place if it can, but not while its operations
+    are watched, so a counted run does the same. Other runs may need one such tensor less.)
 
 A recomputed part of the layer is a `Call`, which works like `runtime/checkpointing.py`.
 """

@@ -1,8 +1,8 @@
 """Lower bounds on configurations, in microseconds of computation, so that the search can skip most of them.
 
     layout          (work of all devices / devices) x microbatches + the end of the step
-    configuration   first the busiest device's work with its recomputation, then the bound of
-                `simulate.best_bound`; + the end of the step
+    configuration   first the busiest device's work with its recomputation, then the bound of `simulate.best_bound`;
+                    + the end of the step
 
 The necessary recomputation follows from a lower bound on memory: parameters and their states; for every layer in flight
 before vocabulary passes are added, the tensors that the gradients of its products need; and for the output layer one

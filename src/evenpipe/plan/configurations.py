@@ -79,7 +79,7 @@ class Problem:
 
     @property
     def kernels(self) -> Kernels:
-        """What runs."""
+        """The kernels that run."""
         return PRESETS[self.kernels_name]
 
     @property

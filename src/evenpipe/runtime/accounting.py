@@ -41,7 +41,7 @@ class Made:
     """The current item at that moment; None outside of a program."""
 
     def __str__(self) -> str:
-        return f"{self.bytes} bytes by {self.operation or 'nobody (there before)'} in {self.item or 'no pass'}"
+        return f"{self.bytes} bytes by {self.operation or 'nobody (existed before)'} in {self.item or 'no pass'}"
 
 
 @dataclass(frozen=True, slots=True)

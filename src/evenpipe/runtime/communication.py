@@ -352,11 +352,11 @@ class Communicators:
     ) -> None:
         """Make one process group per entry, in the order given.
 
-        groups: (name, global ranks of the members). Every process passes the same list in the same order, including
-        groups that it does not belong to: creating a group involves all processes. With several pipelines a name occurs
-        once per pipeline. timeout_seconds: limit of every operation. The watch finds a dead or hung process much
-        earlier; this limit is for
-            live processes that wait for each other.
+            groups: (name, global ranks of the members). Every process passes the same list in the same order, including
+                groups that it does not belong to: creating a group involves all processes. With several pipelines a
+                name occurs once per pipeline.
+            timeout_seconds: limit of every operation. The watch finds a dead or hung process much earlier; this limit
+                is for live processes that wait for each other.
         torch_device: device of the tensors.
         watch: is told what this process waits for, and finds the cause when a wait fails.
         nccl: options of every NCCL group; default: those of `NcclOptions`.

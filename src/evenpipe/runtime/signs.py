@@ -163,7 +163,7 @@ class Board:
     WIDTH = 256
 
     def __init__(self, path: Path, world_size: int) -> None:
-        """Opens the board, or makes it if there is none."""
+        """Open the board, or make it if there is none."""
         if not path.exists():
             path.write_bytes(bytes(self.WIDTH * world_size))
         with path.open("r+b") as file:

@@ -157,7 +157,8 @@ class NetworkStore:
         """
         Args:
             store: a store of torch's, for which a new client is made. That takes seconds if a name server does not
-            answer. limit_seconds: how long a request may take.
+                answer.
+            limit_seconds: how long a request may take.
         """
         self.limit_seconds = limit_seconds
         self._store = store.clone()

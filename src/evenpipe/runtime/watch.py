@@ -5,8 +5,7 @@ may even blame the wrong one. So each process has a thread that, every quarter o
 
 1. writes a beat to the store: a counter, and what the main thread waits for;
 2. checks the next process in the ring: if it has died (same machine), or its beat is unchanged for `silence_seconds`,
-  it
-   writes the cause;
+   it writes the cause;
 3. looks for a cause written by any process. There is only one, the first. A process that sees it ends with exit code 3.
 
 A ring suffices, because in any set of dead processes one follows a live one; so the cost does not grow with their

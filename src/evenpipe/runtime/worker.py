@@ -113,11 +113,12 @@ def initialise_worker(
     open already: gloo on CPUs, NCCL and gloo if every process has its own GPU, only gloo if processes share one. From
     then on an uncaught exception ends all processes, with its text.
 
-    timeout_seconds: limit of a wait among live processes. silence_seconds: a process without a sign of life for this
-    long counts as dead. start_seconds: how long processes may take to start. torch_device: default: a GPU if there is
-    one, else the CPU. The GPU is the one that the default process group is bound
-        to; else by this process's number on its machine, if torchrun, srun or mpirun gives one; else the current one.
-        It becomes the current one.
+    timeout_seconds: limit of a wait among live processes.
+    silence_seconds: a process without a sign of life for this long counts as dead.
+    start_seconds: how long processes may take to start.
+    torch_device: default: a GPU if there is one, else the CPU. The GPU is the one that the default process group is
+        bound to; else by this process's number on its machine, if torchrun, srun or mpirun gives one; else the current
+        one. It becomes the current one.
 
     Raises:
         InputError: torch_device is not a device of this machine, or not the one that the default group is bound to.
@@ -242,8 +243,7 @@ def meet(store: Store, rank: int, world_size: int, limit_seconds: float) -> None
 
     Raises:
         RunError: the limit passed, or SIGTERM arrived, as from torchrun when one has failed; names the missing ones. Or
-        a
-            process that was here already has died on this machine.
+            a process that was here already has died on this machine.
     """
     own = Beat(0, machine(), os.getpid(), started(os.getpid()) or "")
     deadline, pause = time.monotonic() + limit_seconds, 0.005

@@ -8,7 +8,7 @@
     S         -> C, or T     STATISTICS: all-gather; to T when the order has two barriers
     C, or T   -> B(last)     DX: reduce of the hidden gradient
 
-E, G, S, C and T run on every device. B stands for I where a backward is split into I and W. An order for evaluation
+E, G, S, C and T run on every device. B stands for I if a backward is split into I and W. An order for evaluation
 ends with STATISTICS to C. Sources: arXiv 2411.05288, sections 4 and 5 (one barrier: algorithm 2, two: algorithm 1).
 """
 

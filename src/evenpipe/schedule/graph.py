@@ -34,12 +34,15 @@ Carried = tuple[Route, int, int]
 class Graph:
     """Numbered passes and transfers of an order.
 
-    items: the passes by number. device_of: the device of each. first: the number of each device's first pass, and one
-    more at the end. stop: per device the number of the first pass that can never run because of its own row, or the
-    end. site, offset: by number of a pass. waits, feeds: by site, the numbers of transfers for offset 0. places: per
-    device, the places of its items, in these numbers. microbatches: the number of transfers of each route; 0 if the
-    order has too few passes for them, and all are odd. odd: irregular transfers, which follow those, by number and by
-    what they carry.
+    items: the passes by number.
+    device_of: the device of each.
+    first: the number of each device's first pass, and one more at the end.
+    stop: per device the number of the first pass that can never run because of its own row, or the end.
+    site, offset: by number of a pass.
+    waits, feeds: by site, the numbers of transfers for offset 0.
+    places: per device, the places of its items, in these numbers.
+    microbatches: the number of transfers of each route; 0 if the order has too few passes for them, and all are odd.
+    odd: irregular transfers, which follow those, by number and by what they carry.
     """
 
     items: list[Pass]

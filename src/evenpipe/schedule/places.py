@@ -30,8 +30,9 @@ class Places:
     """Numbers of the items of one row.
 
     at: kind and stage -> number by microbatch, `ABSENT` for missing ones; parts of a joint pass have its number. Kinds
-    that are odd or joint have empty lists. joint: numbers of OVERLAP_F_B. odd: numbers of items that are not in `at`,
-    or have a part that is not, each once.
+        that are odd or joint have empty lists.
+    joint: numbers of OVERLAP_F_B.
+    odd: numbers of items that are not in `at`, or have a part that is not, each once.
     """
 
     at: dict[tuple[Kind | TransferKind, int | None], Numbers] = field(default_factory=dict)

@@ -4,9 +4,10 @@ A device that has received a transfer knows that the sender had reached the posi
 before that position in the sender's row had their inputs. If this device had sent those inputs, it can free their
 memory without waiting:
 
-    The last transfers, and transfers to a device that never answers, have no such position.
+    device 0    0F0  0SEND_F0  ...  1RECV_B0  ...  0B0      0B0 has its gradient: 1F0 ran, 0SEND_F0 has arrived
+    device 1    1RECV_F0  1F0  ...  1B0  1SEND_B0
 
-What is sent last, or to a device that never answers, has no such place.
+The last transfers, and transfers to a device that never answers, have no such position.
 """
 
 from __future__ import annotations

@@ -24,9 +24,10 @@ from .timeline import Event, Timeline
 class Run:
     """When everything in a graph ran.
 
-    start, end: by number. A transfer starts when its data is ready. happened: the numbers in an order compatible with
-    all needs, also among simultaneous events; passes when they run, transfers when their data is ready. sequence: the
-    place of each number in it.
+    start, end: by number. A transfer starts when its data is ready.
+    happened: the numbers in an order compatible with all needs, also among simultaneous events; passes when they run,
+        transfers when their data is ready.
+    sequence: the place of each number in it.
     """
 
     start: list[float]

@@ -75,8 +75,9 @@ class CopyTime:
 class Clock:
     """Offset between the clock of a device and that of the first device. All times are already corrected.
 
-    offset: this clock minus that of device 0 at the start of the step, in seconds. drift: change of the offset until
-    its end. uncertainty: half of the shortest round trip of the measurement.
+    offset: this clock minus that of device 0 at the start of the step, in seconds.
+    drift: change of the offset until its end.
+    uncertainty: half of the shortest round trip of the measurement.
     """
 
     offset: float = 0.0

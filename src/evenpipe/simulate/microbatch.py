@@ -23,8 +23,9 @@ class Microbatch:
     """The graph of one microbatch. Nodes are numbered so that each comes after all its needs.
 
     By node: `takes`, its time; `device`, -1 for a transfer; `needs`, the nodes directly before it. By device:
-    `nodes_of`, its passes. forward, backward, release: node by stage of F, of B or I, and of the pass that releases the
-    activation, B or W; the last two are empty for an order that only evaluates.
+    `nodes_of`, its passes.
+    forward, backward, release: node by stage of F, of B or I, and of the pass that releases the activation, B or W; the
+    last two are empty for an order that only evaluates.
     """
 
     takes: list[float]

@@ -25,8 +25,8 @@ class Simulation:
     """One step of `program` under `costs`. Times are in the unit of the costs.
 
     waiting: per device, idle time by the need of the next pass: the kind of a transfer as the device issues it, O and L
-    for a copy, "end" after the last pass. With `timeline.busy` it adds up to the makespan. slowed: per device, the busy
-    time lost to collectives beside it, and to the compute of others.
+        for a copy, "end" after the last pass. With `timeline.busy` it adds up to the makespan.
+    slowed: per device, the busy time lost to collectives beside it, and to the compute of others.
     """
 
     program: Program

@@ -194,10 +194,11 @@ def combine(
 
     statistics: [shards, tokens, options.statistics], as gathered from `forward_shard` on every device, in any order of
         shards that is the same everywhere.
-    token_weights: [tokens], weight of each token in the step's loss (any sign; any value at ignored tokens). labels:
-    [tokens] int64, best on the device of `statistics`. vocabulary: number of tokens over all shards. Nothing waits for
-    a GPU: tensors on the host are copied there in stream order. The arithmetic is in fp64 (only on numbers per token
-    and shard), the result in the dtype of `statistics`.
+    token_weights: [tokens], weight of each token in the step's loss (any sign; any value at ignored tokens).
+    labels: [tokens] int64, best on the device of `statistics`.
+    vocabulary: number of tokens over all shards.
+    Nothing waits for a GPU: tensors on the host are copied there in stream order. The arithmetic is in fp64 (only on
+        numbers per token and shard), the result in the dtype of `statistics`.
     """
     if statistics.dim() != 3 or statistics.shape[1:] != (labels.shape[0], options.statistics):
         raise ValueError(
@@ -255,10 +256,12 @@ def backward_shard(
 ) -> Tensor | None:
     """T: add this microbatch's gradient of the shard, and with two barriers also return the part of dX.
 
-    weight: as in `forward_shard`. weight_gradient: [shard.rows, hidden_size] and bias_gradient: [shard.rows], fp32
-    (fp64 for fp64), added to in place; None if not wanted. Rows that pad the vocabulary stay unchanged. overwrite: do
-    not add to weight_gradient, whose content is undefined. It may then also be in the dtype of exponentials
-    (`stored_dtype`): for a gradient of only one microbatch, which a bf16 parameter keeps in bf16 anyway.
+    weight: as in `forward_shard`.
+    weight_gradient: [shard.rows, hidden_size] and bias_gradient: [shard.rows], fp32 (fp64 for fp64), added to in place;
+        None if not wanted. Rows that pad the vocabulary stay unchanged.
+    overwrite: do not add to weight_gradient, whose content is undefined. It may then also be in the dtype of
+        exponentials (`stored_dtype`): for a gradient of only one microbatch, which a bf16 parameter keeps in bf16
+        anyway.
 
     Returns [tokens, hidden_size], fp32 (fp64 for fp64) and zero at ignored tokens, with two barriers; None with one.
     Raises ValueError if a gradient has another dtype or shape.

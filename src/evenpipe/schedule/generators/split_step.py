@@ -38,10 +38,12 @@ class Problem:
 class Step:
     """The passes that have run so far. Each kind runs in the order of microbatches; a pass starts as soon as it can.
 
-    rows: the passes of each device. forwards, inputs, weights: the number of F, I and W that each has run. clock: when
-    each is free. forward_input, backward_input: per device and microbatch, when the inputs of F and I are there, as far
-    as known. late: idle time of each device since its first pass, minus its slack against the device with the most
-    work; latest: the maximum. The span is `latest` plus the most work of a device.
+    rows: the passes of each device.
+    forwards, inputs, weights: the number of F, I and W that each has run.
+    clock: when each is free.
+    forward_input, backward_input: per device and microbatch, when the inputs of F and I are there, as far as known.
+    late: idle time of each device since its first pass, minus its slack against the device with the most work; latest:
+        the maximum. The span is `latest` plus the most work of a device.
     """
 
     def __init__(self, problem: Problem) -> None:

@@ -72,9 +72,10 @@ def plan_offload(
 
     Args:
         costs: pass times, copy times (`O` and `L`, or bytes over `engine.bandwidth`), and stored bytes; equal passes by
-        default. Without copy times, both copies together take half as long as forward and backward. only: forwards, by
-        stage and microbatch, whose activations may be moved; default: all. limit: most bytes per device, one number or
-        one per device. Default: as few as possible without delay. host_limit: most bytes of each device on the host.
+            default. Without copy times, both copies together take half as long as forward and backward.
+        only: forwards, by stage and microbatch, whose activations may be moved; default: all.
+        limit: most bytes per device, one number or one per device. Default: as few as possible without delay.
+        host_limit: most bytes of each device on the host.
         whatever_it_takes: without a limit, reach the lowest possible peak, even if devices wait for copies.
 
     An order that only evaluates is returned unchanged. If memory or time do not suffice, `Offloaded.over` gives the
