@@ -1,4 +1,4 @@
-# Every target creates .venv and installs what it needs by itself.
+# Every target creates .venv and installs its requirements.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 ALONE := $(patsubst %,tests/multiprocess/test_%.py,watch launch failures) tests/faults tests/gpu
 
-# Of make fault-test and make fuzz, which MINUTES=60 lets run for that long.
+# For make fault-test and make fuzz; MINUTES=60 sets a duration.
 RUNS ?= 100
 SEED ?= 0
 MINUTES ?=
@@ -19,15 +19,15 @@ MINUTES ?=
 
 help:
 	@echo "make train       train the quickstart model on 4 local processes and print text that it writes"
-	@echo "make test        run the tests, but for those that take long"
+	@echo "make test        run the tests, except the slow ones"
 	@echo "make test-all    run all tests"
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        build the documentation into site/, without a network"
-	@echo "make bench       measure vocabulary modes against each other and against torch's own schedule"
-	@echo "make fault-test  processes fail in random places of 100 random runs (RUNS=1 SEED=123 repeats one); then"
-	@echo "                 machines lose each other and strangers attack, in network namespaces, where root may make them"
-	@echo "make fuzz        100 random pipelines against the same models in one process; MINUTES=60, RUNS, SEED"
-	@echo "make gpu-test    everything that needs an NVIDIA GPU, where there is one"
+	@echo "make bench       compare the vocabulary modes with each other and with torch's own schedule"
+	@echo "make fault-test  make processes fail at random points of 100 random runs (RUNS=1 SEED=123 repeats one); then"
+	@echo "                 cut network links and attack runs from outside, in network namespaces, if root may create them"
+	@echo "make fuzz        compare 100 random pipelines with the same models in one process; MINUTES=60, RUNS, SEED"
+	@echo "make gpu-test    run the tests that need an NVIDIA GPU, if there is one"
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -39,7 +39,7 @@ install: $(STAMP)
 train: $(STAMP)
 	$(BIN)/evenpipe train examples/quickstart.toml
 
-# Tests of silence and sudden ends have the machine to themselves.
+# Tests of silent and dying processes run alone.
 test: SELECTED := -m "not slow"
 test test-all: $(STAMP)
 	$(BIN)/python -m pytest $(SELECTED) -n 2 --dist loadfile $(ALONE:%=--ignore=%)

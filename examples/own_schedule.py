@@ -1,9 +1,9 @@
-"""A schedule of your own: written as a function, checked, simulated, drawn, and run on real processes.
+"""A schedule of your own: write it as a function, check, simulate and draw it, and run it on real processes.
 
     python examples/own_schedule.py [PICTURE.svg]
 
-It prints what the schedule promises, the step as a diagram, and how far the gradients of two processes are from those
-of the same model in one: nothing but rounding, whatever the order of the passes.
+It prints the figures of the schedule, the step as a diagram, and the difference between the gradients of two processes
+and of one: only rounding, for any order of the passes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ DEVICES, MICROBATCHES = 2, 6
 
 
 def eager(devices: int, microbatches: int) -> Order:
-    """A V of two stages per device. Each runs what is ready, gradients first; weight gradients fill the gaps."""
+    """Return a V of two stages per device. Each device runs any ready pass, gradients first; weight gradients fill the
+    gaps."""
     placement = Placement.v_shape(devices)
 
     def needed(kind: str, stage: int, i: int) -> str:
@@ -35,7 +36,7 @@ def eager(devices: int, microbatches: int) -> Order:
 
     rows, done = [[] for _ in range(devices)], {f"-1F{i}" for i in range(microbatches)}
     while len(done) < (3 * placement.stages + 1) * microbatches:
-        chosen = {}  # in this tick, by device
+        chosen = {}  # passes of this tick, by device
         for device, row in enumerate(rows):
             full = sum("F" in item for item in row) - sum("W" in item for item in row) >= 2 * devices
             kinds, stages = "IW" if full else "IFW", placement.stages_of(device)[::-1]
@@ -60,12 +61,12 @@ CONFIG = LlamaConfig(
 
 
 def batch() -> torch.Tensor:
-    """[sequences, tokens]"""
+    """Return [sequences, tokens]."""
     return torch.randint(0, CONFIG.vocab_size, (2 * MICROBATCHES, 16), generator=torch.Generator().manual_seed(1))
 
 
 def step() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What each process does: one step under the schedule. Weights and gradients, whole on the first process."""
+    """Run one step under the schedule in each process. Return weights and gradients, whole on the first process."""
     pipeline = evenpipe.Pipeline(
         CONFIG, schedule=eager, vocabulary="vocab-2", microbatches=MICROBATCHES, parameter_dtype=torch.float64
     )
@@ -74,7 +75,7 @@ def step() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 
 
 def one_process(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The gradients that transformers finds without evenpipe."""
+    """Return the gradients that transformers computes without evenpipe."""
     model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float64)
     model.load_state_dict(weights)
     logits = model(input_ids=batch()).logits  # its own loss would round to float32

@@ -61,13 +61,13 @@ def test_long_values_are_cut_short(value):
 
 REFUSED = [
     # content, words about TOML, words about JSON
-    ("a = 1\na = 2", '{"a": 1, "a": 2}', "overwrite a value|'a' stands twice"),
-    (f"a = {'9' * 5000}", f'{{"a": {"9" * 5000}}}', "whole number of thousands of digits"),
+    ("a = 1\na = 2", '{"a": 1, "a": 2}', "overwrite a value|'a' appears twice"),
+    (f"a = {'9' * 5000}", f'{{"a": {"9" * 5000}}}', "whole number with thousands of digits"),
     (f"a = {2**63}", f'{{"a": [{2**63}]}}', "whole number beyond 64 bits: 9223372036854775808"),
-    (f"a = {'[' * 101}{']' * 101}", f'{{"a": {"[" * 101}{"]" * 101}}}', "more than 100 tables or lists"),
-    (f"a = {'[' * 90_000}", "[" * 90_000, "more than 100 tables or lists"),
-    ('a = "\\u0000"', '{"a": "\\u0000"}', "a character that no text has"),
-    ('"\\u0000" = 1', '{"\\u0000": 1}', "a character that no text has"),
+    (f"a = {'[' * 101}{']' * 101}", f'{{"a": {"[" * 101}{"]" * 101}}}', "more than 100 nested tables or lists"),
+    (f"a = {'[' * 90_000}", "[" * 90_000, "more than 100 nested tables or lists"),
+    ('a = "\\u0000"', '{"a": "\\u0000"}', "an invalid character"),
+    ('"\\u0000" = 1', '{"\\u0000": 1}', "an invalid character"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md: every field of a configuration, from the docstrings of its classes.
+"""Write docs/configuration.md: every field of a configuration, from the docstrings of its classes.
 
 python tools/configuration_page.py
 """
@@ -19,7 +19,7 @@ Generated from the docstrings; `evenpipe train --help` prints the same.
 
 
 def draw() -> str:
-    """The text of the page."""
+    """Return the text of the page."""
     lines = [HEAD]
     for section in sections().values():
         lines += [f"## {section.section}", "", inspect.getdoc(section) or "", ""]
@@ -30,7 +30,7 @@ def draw() -> str:
 
 
 def _escape(text: str) -> str:
-    """Text whose asterisks and brackets Markdown does not read, outside code."""
+    """Escape the asterisks and brackets of a text for Markdown, outside code."""
     parts = text.split("`")
     parts[::2] = [part.replace("*", r"\*").replace("[", r"\[").replace("<", "&lt;") for part in parts[::2]]
     return "`".join(parts)

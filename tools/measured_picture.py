@@ -1,8 +1,8 @@
-"""Draws docs/measured.svg: a step of examples/zbv.toml as it ran here, above what its own costs predict for it.
+"""Draw docs/measured.svg: a measured step of examples/zbv.toml above the step predicted from its own costs.
 
     python tools/measured_picture.py
 
-Takes a minute. Run it while nothing else runs: what disturbs a process is in the picture too.
+Takes a minute. Run it on an idle machine: other processes distort the picture.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Draws docs/memory.svg: what devices of a pipeline hold, with the output layer on the last one and spread over all.
+"""Draw docs/memory.svg: the memory of the devices of a pipeline, with the output layer on the last one and spread over
+all.
 
     python tools/memory_picture.py
 
-Llama 3.1 8B on 4 GPUs, as `evenpipe estimate` says it. A test draws it again and compares.
+Llama 3.1 8B on 4 GPUs, as estimated by `evenpipe estimate`. A test draws it again and compares.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ GPU_MEMORY = 80 * 2**30
 
 
 def draw() -> str:
-    """The SVG text."""
+    """Return the SVG text."""
     description = describe(ROOT / MODEL)
     groups = []
     for schedule, vocabulary in RUNS:

@@ -1,9 +1,9 @@
-"""Draws docs/offload.svg: one step of 1F1B with everything on the device, and with its activations on the host.
+"""Draw docs/offload.svg: one step of 1F1B with all activations on the device, and with its activations on the host.
 
     python tools/offload_picture.py
 
-4 devices, 8 microbatches; copies there and back take half as long as forward and backward. Below each device its
-copies, and the bytes that it holds. A test draws it again and compares, so it shows what the schedule code does.
+4 devices, 8 microbatches; both copies together take half as long as forward and backward. Below each device are its
+copies and its memory. A test draws it again and compares, so it shows what the schedule code does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COSTS = Costs(F=1, B=2, O=0.75, L=0.75, bytes=2**30)
 
 
 def draw() -> str:
-    """The SVG text."""
+    """Return the SVG text."""
     found = {}
     for name, offload in (("1f1b", "none"), ("1f1b, activations on the host", "free")):
         (case,) = plan_cases(["1f1b"], devices=4, microbatches=8, costs=COSTS, offload=offload)

@@ -1,18 +1,18 @@
-"""Runs what README and the pages of docs/ show, and writes what it prints into them.
+"""Run the commands and programs in README and docs/, and write their output into the pages.
 
     python tools/outputs.py [PAGE.md ...]
 
-The blocks of a page are taken in turn, in one folder that holds `examples` and some text in `my_texts`:
+The blocks of a page run in turn, in one folder with `examples` and some text in `my_texts`:
 
-    csv NAME, toml NAME    a file; a file of the repository is shown as it stands there
+    csv NAME, toml NAME    a file; a file of the repository is copied into the page
     sh                     commands, one per line
-    python [NAME]          a program; a file of its own, so that it may start processes, or one of the repository
-    text                   what the commands and programs since the last `text` have printed
+    python [NAME]          a program in a separate file, so that it may start processes, or one of the repository
+    text                   the output of the commands and programs since the last `text`
 
 A comment on the line before a block changes that:
 
     <!-- run small -->        `evenpipe train` and `evenpipe profile` run a tiny model for three steps
-    <!-- not run: REASON -->  the block is shown only
+    <!-- not run: REASON -->  the block is only shown
 
 A test renders every page and compares.
 """
@@ -43,7 +43,7 @@ SMALL_CORPUS = ("data.corpus=python-standard-library:json",)
 
 
 def render(page: str, folder: Path) -> str:
-    """The page with what its commands print when they are run in `folder`, which should be empty."""
+    """Return the page with the output of its commands, run in `folder`, which should be empty."""
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "my_texts").mkdir()
     for file in (ROOT / "docs" / "schedules.md", ROOT / "docs" / "memory.md"):
@@ -94,13 +94,13 @@ def render(page: str, folder: Path) -> str:
 
 
 def _command(line: str) -> str:
-    """The command with this Python in the place of the programs that an installation puts on the path."""
+    """Return the command with this Python instead of the programs that an installation puts on the path."""
     program, space, rest = re.sub(r"\s+# .*", "", line).partition(" ")
     return f"{sys.executable} {PROGRAMS[program]}{space}{rest}" if program in PROGRAMS else line
 
 
 def _small(command: str, folder: Path) -> str:
-    """The command; with a configuration of a size for tests, if it trains."""
+    """Return the command, with a small configuration if it trains."""
     found = re.search(r"evenpipe\.cli\.main (?:train|profile) (\S+\.toml)", command)
     if not found:
         return command

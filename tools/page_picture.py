@@ -1,10 +1,10 @@
-"""Photographs docs/page.png for the README: the page that `evenpipe draw` writes, with the pointer on a pass.
+"""Photograph docs/page.png for the README: the page of `evenpipe draw`, with the pointer on a pass.
 
     python tools/page_picture.py
 
-1f1b above zbv, 8 devices, 16 microbatches, the vocabulary layers on all devices (vocab-2). The times are such that
-vocabulary passes can be seen: S + T is a quarter of the layers' time. Without
-Chromium it says so and leaves the picture. Fonts differ between machines, so no test compares the picture.
+1f1b above zbv, 8 devices, 16 microbatches, the vocabulary layers on all devices (vocab-2). S + T takes a quarter of the
+layers' time, so that vocabulary passes are visible. Without Chromium it says so and keeps the old picture. Fonts differ
+between machines, so no test compares the picture.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FILE = ROOT / "docs" / "page.png"
 WIDTH, HEIGHT = 1300, 860
 COSTS = Costs(F=4, I=4, W=4, S=2, C=0, T=1, E=0, G=0, bytes=1.2e9)
 PANEL, PASS = 0, "2F7"
-"""What the pointer is on: this pass of 1f1b, which waits for one on another device."""
+"""The pointer is on this pass of 1f1b, which waits for one on another device."""
 
 
 def photograph(program: str) -> None:
@@ -45,7 +45,7 @@ def photograph(program: str) -> None:
 if __name__ == "__main__":
     found = find_browser()
     if found is None:
-        print("no Chromium in the path, so the picture stays as it is; on Debian: apt-get install chromium")
+        print("no Chromium in the path, so the picture stays unchanged; on Debian: apt-get install chromium")
     else:
         photograph(found)
         print(f"wrote {FILE.relative_to(ROOT)}")

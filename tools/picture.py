@@ -1,4 +1,4 @@
-"""Draws docs/step.svg, the picture at the top of the README: one training step, first-last above vocab-2.
+"""Draw docs/step.svg, the picture at the top of the README: one training step, first-last above vocab-2.
 
     python tools/picture.py
 
@@ -20,7 +20,7 @@ FILE = Path(__file__).resolve().parent.parent / "docs" / "step.svg"
 
 
 def first_last() -> Timeline:
-    """The output layer is a part of the last device's F and B; it is shown as S and T."""
+    """Return a step whose last device has the output layer in its F and B, drawn as S and T."""
     forward = (FORWARD,) * (DEVICES - 1) + (FORWARD + HEAD,)
     costs = Costs(F=forward, B=tuple(2 * time for time in forward))
     timeline = time_order(plan_order("1f1b", DEVICES, MICROBATCHES, "first-last", costs), costs)
@@ -29,7 +29,7 @@ def first_last() -> Timeline:
 
 
 def _with_head(event: Event) -> tuple[Event, Event]:
-    """A pass of the last stage as its layers and its output layer, which ends F and begins B."""
+    """Split a pass of the last stage into its layers and its output layer, which ends F and begins B."""
     assert isinstance(event.item, Pass)
     if event.item.kind is Kind.F:
         middle = event.start + FORWARD
@@ -41,14 +41,14 @@ def _with_head(event: Event) -> tuple[Event, Event]:
 
 
 def vocab_2() -> Timeline:
-    """Every device holds a quarter of it."""
+    """Return a step in which every device holds a quarter of it."""
     share = HEAD / DEVICES
     costs = Costs(F=FORWARD, B=2 * FORWARD, S=2 * share, C=0.0, T=share, E=0.0, G=0.0)
     return time_order(plan_order("1f1b", DEVICES, MICROBATCHES, "vocab-2", costs), costs)
 
 
 def draw() -> str:
-    """The SVG text."""
+    """Return the SVG text."""
     steps = {"first-last": first_last(), "vocab-2": vocab_2()}
     return svg(steps, width=960, unit="forwards of one layer", speedup=True)
 

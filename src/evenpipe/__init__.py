@@ -52,7 +52,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports torch and transformers only when something needs them: the schedule room and `--help` do not."""
+    """Import torch and transformers only when they are needed: `evenpipe.schedule` and `--help` do not need them."""
     if name in _PUBLIC:
         from importlib import import_module
 

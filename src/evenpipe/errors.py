@@ -1,15 +1,16 @@
-"""The two errors that a user meets. The command line shows their one sentence and no traceback."""
+"""The two errors for users. The command line prints their one sentence without a traceback."""
 
 from __future__ import annotations
 
 
 class InputError(ValueError):
-    """The input is wrong: a setting, a file, a model. One sentence names the field, its value and what is accepted."""
+    """The input is wrong: a setting, a file, a model. The sentence names the field, its value and the accepted
+    values."""
 
     exit_code = 2
 
 
 class RunError(RuntimeError):
-    """The run failed though its input was right: a process died, the disk is full, a peer does not answer."""
+    """The run failed although its input was right: a process died, the disk is full, a peer does not answer."""
 
     exit_code = 3

@@ -1,7 +1,7 @@
-"""What others gave us: files that are read and written, and their words in our messages.
+"""Untrusted input: files that are read and written, and how messages quote them.
 
-Whoever wrote a file, or named one, decides neither what a terminal does nor how long a message is: controls are shown
-as escapes (`plain`), values are quoted and cut short (`shown`).
+Names and contents of files must neither control the terminal nor make a message long: control characters are shown as
+escapes (`plain`), values are quoted and shortened (`shown`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 from evenpipe.errors import InputError, RunError
 
 LONGEST = 200
-"""Characters that a message shows of a value."""
+"""Longest value in a message, in characters."""
 DEEPEST = 100
-"""Tables and lists inside each other that a file may have."""
+"""Deepest nesting of tables and lists in a file."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Numbers of the errors of a disk that has no room."""
+"""Error numbers that mean a full disk."""
 
 _CONTROLS = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 _IN_LINES = re.compile(f"[{_CONTROLS}]")
@@ -35,12 +35,12 @@ _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 def hub_options() -> dict[str, bool]:
-    """Options for `from_pretrained` of a name that may be the hub's: where no network leads there, only what was
-    downloaded before is looked at, as the hub's own library would try again and again for a minute and a half."""
+    """Return options for `from_pretrained` of a possible hub name. Without a network to the hub, only earlier downloads
+    are used; otherwise the hub's library would retry for a minute and a half."""
     from huggingface_hub import constants
 
     host = urllib.parse.urlsplit(constants.ENDPOINT).hostname
-    if urllib.request.getproxies():  # a proxy knows the way where we do not
+    if urllib.request.getproxies():  # a proxy may reach the hub even if we cannot
         return {}
     try:
         socket.getaddrinfo(host, None)
@@ -50,8 +50,8 @@ def hub_options() -> dict[str, bool]:
 
 
 def beside(name: str) -> str:
-    """The end of a sentence about a file or folder that does not exist: `; did you mean "runs/quickstart"?`, where one
-    of a similar name is in that place."""
+    """Return the end of a sentence about a missing file or folder, `; did you mean "runs/quickstart"?`, if there is one
+    with a similar name beside it."""
     path = Path(name)
     try:
         names = [] if path.exists() else [one.name for one in path.parent.iterdir()]
@@ -62,17 +62,17 @@ def beside(name: str) -> str:
 
 
 def plain_lines(text: str) -> str:
-    """`text` as a terminal may have it: characters that control it, or that no encoding has, as escapes (`\\x1b`)."""
+    """Return `text` with control characters, and characters that cannot be encoded, as escapes (`\\x1b`)."""
     return _IN_LINES.sub(_escape, text)
 
 
 def plain(text: object) -> str:
-    """The same in one line: line ends and tabs too are escapes."""
+    """Return the same in one line: line ends and tabs are escaped too."""
     return _IN_A_LINE.sub(_escape, str(text))
 
 
 def shown(value: object) -> str:
-    """A value as Python writes it, in one line, without controls; a long one is cut short."""
+    """Return a value as Python writes it, in one line, without control characters, shortened if it is long."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a whole number with too many digits, a list in a list in a list ...
@@ -81,15 +81,15 @@ def shown(value: object) -> str:
 
 
 def shortened(text: str, most: int = LONGEST) -> str:
-    """A text of at most `most` characters: a longer one without its middle."""
+    """Return `text`, without its middle if it is longer than `most` characters."""
     half = most // 2 - 3
     return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
 
 
 def read_text(path: str | Path, name: str = "") -> str:
-    """The text of a UTF-8 file. `name`: what messages call it, instead of its path.
+    """Return the text of a UTF-8 file. Messages call it `name` instead of its path.
 
-    Raises InputError where it cannot be read.
+    Raises InputError if it cannot be read.
     """
     name = name or plain(path)
     if not str(path):
@@ -98,12 +98,12 @@ def read_text(path: str | Path, name: str = "") -> str:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{name} is not UTF-8 at byte {error.start}") from None
-    except (OSError, ValueError) as error:  # ValueError: a path with a character that no path has
+    except (OSError, ValueError) as error:  # ValueError: a path with a character that paths cannot have
         raise InputError(f"{name} cannot be read: {_why(error)}") from None
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a UTF-8 file. Raises InputError where it cannot be written, RunError where the disk is full."""
+    """Write a UTF-8 file. Raises InputError if it cannot be written, RunError if the disk is full."""
     write_bytes(path, text.encode())
 
 
@@ -117,12 +117,12 @@ def write_bytes(path: str | Path, content: bytes) -> None:
 
 
 def read_toml(path: str | Path, name: str = "") -> dict[str, Any]:
-    """The tables of a TOML file. Raises InputError, with `name` as in `read_text`."""
+    """Return the tables of a TOML file. Raises InputError, with `name` as in `read_text`."""
     return parse_toml(read_text(path, name), name or plain(path))
 
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:
-    """Tables from TOML. Raises InputError for what is not, and for values that `check_values` refuses."""
+    """Parse TOML. Raises InputError for invalid TOML, and for values that `check_values` refuses."""
     try:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -132,8 +132,8 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
 
 
 def read_json(path: str | Path) -> Any:
-    """The value in a JSON file. Raises InputError for what is not JSON, for a key that stands twice in one table, and
-    for values that `check_values` refuses."""
+    """Return the value in a JSON file. Raises InputError for invalid JSON, for a duplicate key in a table, and for
+    values that `check_values` refuses."""
     text, name = read_text(path), plain(path)
     try:
         values = json.loads(text, object_pairs_hook=_once)
@@ -144,23 +144,24 @@ def read_json(path: str | Path) -> Any:
 
 
 def check_values(values: Any, name: str) -> None:
-    """Raise InputError for what parsers take and nobody can use: whole numbers beyond 64 bits, texts with NUL or with
-    half of a surrogate pair, and what lies deeper than `DEEPEST`."""
+    """Raise InputError for values that parsers accept but nobody can use: whole numbers beyond 64 bits, texts with NUL
+    or with half of a surrogate pair, and nesting deeper than `DEEPEST`."""
     layer: list[Any] = [values]
     for _ in range(DEEPEST):
         layer = [one for value in layer for one in _inside(value)]
         for value in layer:
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
-                raise InputError(f"{name} holds a whole number beyond 64 bits: {shown(value)}")
+                raise InputError(f"{name} contains a whole number beyond 64 bits: {shown(value)}")
             if isinstance(value, str) and _NO_TEXT.search(value):
-                raise InputError(f"{name} holds a text with a character that no text has: {shown(value)}")
+                raise InputError(f"{name} contains a text with an invalid character: {shown(value)}")
         if not layer:
             return
-    raise InputError(f"{name} has more than {DEEPEST} tables or lists inside each other")
+    raise InputError(f"{name} has more than {DEEPEST} nested tables or lists")
 
 
 def is_text(value: str) -> bool:
-    """Whether a text has neither NUL nor half of a surrogate pair, so that files can have it in them and as a name."""
+    """Return whether a text has neither NUL nor half of a surrogate pair, and so can be written to a file or be its
+    name."""
     return not _NO_TEXT.search(value)
 
 
@@ -174,18 +175,18 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {shown(twice)} stands twice in one table")
+        raise ValueError(f"the key {shown(twice)} appears twice in one table")
     return table
 
 
 def _why(error: Exception) -> str:
-    """An error of the system or of a parser in words."""
+    """Return the reason of a system or parser error in words."""
     if isinstance(error, OSError):
         return error.strerror or plain(error)
     if isinstance(error, RecursionError):
-        return f"it has more than {DEEPEST} tables or lists inside each other"
+        return f"it has more than {DEEPEST} nested tables or lists"
     if "int_max_str_digits" in str(error):
-        return "it holds a whole number of thousands of digits"
+        return "it contains a whole number with thousands of digits"
     return plain(error)
 
 

@@ -130,7 +130,7 @@ def test_every_schedule_is_started(name, started, capsys):
 
 ORDERS = [
     # rows of a CSV file, words of the sentence
-    ("0F0,0F1,0O0,0L0,0B0,0B1\n1F0,1B0,1F1,1B1\n", ["0D0 is missing, so the memory that was copied"]),
+    ("0F0,0F1,0O0,0L0,0B0,0B1\n1F0,1B0,1F1,1B1\n", ["0D0 is missing, so the copied memory"]),
     ("0F0,0B0\n1F0,1B0\n", ["pipeline.microbatches is 2, but must be 1", "order.csv"]),
     ("0F0,0F1\n1F0,1F1\n", ["only evaluates"]),
     ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n", ["1 fault"]),

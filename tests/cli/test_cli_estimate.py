@@ -77,7 +77,7 @@ def test_the_table_for_people(capsys) -> None:
     head, row = lines[5].split(), lines[6].split()
     assert head[:9] == ["device", "layers", *TERMS]
     assert row[:2] == ["0", "32"] and sum(map(float, row[2:9])) == pytest.approx(float(row[9]), abs=0.05)
-    assert "fits: device 0 takes" in text and "of 80" not in text
+    assert "fits: device 0 needs" in text and "of 80" not in text
     # the authors' own values for this layout, and their rule
     assert "paper     44.87 GiB" in text and "22.64 GiB" in text
     assert "84 % of the card: its rule (80 %) rejects it." in text
@@ -116,8 +116,8 @@ def test_exit_codes_tell_the_verdict(capsys) -> None:
 
 def test_it_says_what_is_in_the_way(capsys) -> None:
     text = printed(capsys, "--model", "llama-8b", "--pp", "2", "--gpu-memory", "40GiB", code=1)
-    assert "does not fit: device 0 takes" in text and "there are 40.00 GiB" in text
-    assert "does not fit, too: device 1." in text
+    assert "does not fit: device 0 needs" in text and "available: 40.00 GiB" in text
+    assert "does not fit too: device 1." in text
 
 
 def test_a_picture_of_every_device(capsys, tmp_path) -> None:

@@ -93,7 +93,7 @@ WRONG = [
 @pytest.mark.parametrize(("arguments", "sentence"), WRONG, ids=str)
 def test_wrong_arguments_are_one_sentence(arguments, sentence, capsys):
     assert cli.main(arguments) == 2
-    assert capsys.readouterr().err == f"evenpipe: {sentence} says what is accepted\n"
+    assert capsys.readouterr().err == f"evenpipe: {sentence} lists the accepted arguments\n"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_wrong_arguments_are_one_sentence(arguments, sentence, capsys):
 def test_unknown_arguments_name_the_nearest(command, capsys, argument, near):
     assert command(lambda arguments: 0, argument) == 2
     assert capsys.readouterr().err == (
-        f"evenpipe: generate has no argument {argument}{near} evenpipe generate --help lists what it has\n"
+        f"evenpipe: generate has no argument {argument}{near} evenpipe generate --help lists all of them\n"
     )
 
 

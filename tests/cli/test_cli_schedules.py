@@ -167,7 +167,7 @@ def test_compare_prints_a_table(capsys):
         ["order.csv", "1"],
     )
     assert first.split()[2:] == third.split()[2:]
-    assert "a stage of 1f1b has these costs; in the others a device does the same work" in text
+    assert "costs are those of a stage of 1f1b; in all schedules a device does the same work" in text
     text = printed(capsys, "simulate", "--compare", "all", *SIZE)
     everything = list(SCHEDULES)
     assert [line.split()[0] for line in text.splitlines()[-len(everything) :]] == everything
@@ -210,7 +210,7 @@ def test_rows_are_sorted_the_best_first(by, capsys):
 
 def test_one_schedule_has_no_rows_to_sort(capsys):
     assert main(["simulate", "--schedule", "zbv", *SIZE, "--sort", "step"]) == 2
-    assert "--sort is given, but one schedule has no rows to sort" in capsys.readouterr().err
+    assert "--sort is given, but there is only one schedule" in capsys.readouterr().err
 
 
 def test_modes_side_by_side(capsys):
@@ -224,7 +224,7 @@ def test_modes_that_shard_and_modes_that_do_not_have_the_same_work(capsys):
     assert sum(whole["busy"]) == pytest.approx(sum(sharded["busy"]))
     assert max(whole["busy"]) > 1.1 * max(sharded["busy"])
     assert as_json(capsys, *arguments[:3], *SIZE)["busy"] != whole["busy"]
-    assert "first and last stage do that work too" in printed(capsys, *arguments)
+    assert "first and last stage also do the vocabulary work" in printed(capsys, *arguments)
 
 
 def test_options_go_to_the_schedules_that_have_them(capsys):
@@ -311,7 +311,7 @@ def test_sound_files(file, capsys):
 
 FAULTY = [
     # file, arguments, words of each fault
-    ("faulty.csv", (), ["0B1 stands at position 3 already", "1B1 stands before 1F1 at position 3"]),
+    ("faulty.csv", (), ["0B1 is already at position 3", "1B1 comes before 1F1 at position 3"]),
     (
         "no-transfer.csv",
         (),
@@ -320,7 +320,7 @@ FAULTY = [
     ("order.csv", ("--memory-limit", "1"), ["limit of 1"]),
     ("program.csv", ("--memory-limit", "2,1"), ["limit of 1"]),
     ("order.csv", ("--bytes-limit", "6,2", "--costs", "costs.json"), ["limit of 2"]),
-    ("faulty.csv", ("--costs", "plain.toml"), ["0B1 stands at position 3 already"]),
+    ("faulty.csv", ("--costs", "plain.toml"), ["0B1 is already at position 3"]),
 ]
 
 
@@ -387,7 +387,7 @@ WRONG = [
     (["simulate", "--compare", "1f1b,zb", *SIZE], ["'zb' is unknown"]),
     (["simulate", *SIZE], ["--schedule"]),
     (["simulate", "--compare", ",", *SIZE], ["--schedule"]),
-    (["simulate", "--schedule", "1f1b,zbv", *SIZE], ["takes one schedule", "--compare 1f1b,zbv takes several"]),
+    (["simulate", "--schedule", "1f1b,zbv", *SIZE], ["takes one schedule", "use --compare 1f1b,zbv for several"]),
     (["simulate", "--schedule", "costs.json"], ["'costs.json' is not the name of a schedule", "must end in .csv"]),
     (["draw", "--schedule", "nowhere.txt"], ["'nowhere.txt' is not the name of a schedule", "must end in .csv"]),
     (["simulate", "--schedule", "1f2b"], ["'1f2b' is unknown"]),

@@ -29,7 +29,7 @@ def test_report_and_picture_in_the_terminal(model: str, capsys: pytest.CaptureFi
     assert main(["explain", model, "--gpus", "4"]) == 0
     out = capsys.readouterr().out
     assert "on 4 GPUs (H100-80G" in out
-    for part in ("Out of balance: 1f1b + first-last", "What there is instead", "1f1b, vocab-2", "Go on with"):
+    for part in ("Out of balance: 1f1b + first-last", "Alternatives", "1f1b, vocab-2", "Next commands"):
         assert part in out
     assert f"evenpipe plan --model {model} --gpus 4 --hardware H100-80G --sequence 2048 --explain" in out
 

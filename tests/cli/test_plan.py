@@ -79,7 +79,7 @@ def test_a_table_with_what_binds_each_plan(capsys: pytest.CaptureFixture[str]) -
     assert out.startswith("4 GPUs (H100-80G, 79.1 GiB), 32 sequences of 2048 tokens per step:")
     lines = out.splitlines()
     assert lines[2].split() == ["plan", "step", "tokens/s", "MFU", "most", "memory", "recomputed"]
-    assert len([line for line in lines if "bound by" in line]) == 3
+    assert len([line for line in lines if "limited by" in line]) == 3
 
 
 def test_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +129,7 @@ def test_a_plan_gets_folders_of_its_own(
     text = TRAINING.replace("runs/small", given) if given else TRAINING[: TRAINING.index("[output]")]
     Path("train.toml").write_text(text)
     plan = ["--model", "train.toml", "--gpus", "2", "--hardware", "host.toml", "--schedule", "1f1b", "-o", name]
-    assert f"wrote {name}; its run goes to {own}" in printed(capsys, *plan)
+    assert f"wrote {name}; the run will write to {own}" in printed(capsys, *plan)
     config = load_config(name)
     assert set(config.folders.values()) == {
         Path(own),

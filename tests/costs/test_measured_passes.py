@@ -239,7 +239,7 @@ def test_only_the_same_model_is_corrected(passes: dict[str, Any], changes: dict[
 def test_a_plan_says_that_it_is_of_measured_passes() -> None:
     given = problem(measured(4), measured(1))
     found = search_configurations(given, Space(pp=(8,), tp=(1,), cp=(1,), schedules=("1f1b",)), wanted=1, workers=1)
-    assert "pass times as measured of this model with microbatches of 1, 4" in Ranking(found, 1).text()
+    assert "pass times corrected by measurements of this model with microbatches of 1, 4" in Ranking(found, 1).text()
 
 
 def test_files_hold_them(tmp_path: Path) -> None:

@@ -148,7 +148,10 @@ def test_costs_from_a_file_predict_in_their_unit(file: Path, capsys: pytest.Capt
         (["draw", "nowhere.json"], "nowhere.json cannot be read: No such file or directory"),
         (["draw", "costs.toml"], "costs.toml is not JSON"),
         (["draw", "out.json"], "not a trace of evenpipe"),
-        (["draw", "hand.json", "--schedule", "1f1b"], "--schedule is given, but the trace hand.json says what ran"),
+        (
+            ["draw", "hand.json", "--schedule", "1f1b"],
+            "--schedule is given, but the trace hand.json has a schedule already",
+        ),
         (["draw", "hand.json", "--stages-per-device", "2"], "--stages-per-device is given"),
         (["draw", "step.json", "--costs", "costs.toml"], "costs: E is missing, but the order has E0"),
         (["draw", "hand.json", "-o", "picture.pdf"], "must end in .html (a page)"),

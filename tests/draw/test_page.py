@@ -138,7 +138,7 @@ def test_pointing_at_memory_gives_the_amount(shown: Shown) -> None:
         " return evenpipe.canvas.getBoundingClientRect().top + lane.top + 26 + lane.height / 2; })()"
     )
     shown.browser.mouse("mouseMoved", x, y)
-    assert "2 KiB held by device 1" in shown.tip
+    assert "2 KiB on device 1" in shown.tip
 
 
 def test_the_wheel_zooms_around_the_pointer(shown: Shown) -> None:
@@ -261,7 +261,7 @@ def test_search_finds_passes_microbatches_and_devices(shown: Shown) -> None:
         ("3", "microbatch 3", "S1"),
         ("7", "no microbatch 7", "S1"),
         ("device 2", "device 2", "S1"),
-        ("nonsense", "write it as in 2F3", "S1"),
+        ("nonsense", "expected a pass such as 2F3", "S1"),
     ):
         shown.browser.evaluate("document.getElementById('query').select()")
         shown.browser.evaluate("document.execCommand('delete')")

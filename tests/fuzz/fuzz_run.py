@@ -166,7 +166,7 @@ def serve(seed: int, numbers: Sequence[int], folder: Path, damage: str) -> None:
                 complaints = [f"only some processes refuse it: {refusals}"]
             if is_first():
                 # Others say only that one of them has refused it.
-                refusal = min(refusals, key=lambda sentence: sentence.endswith("which says why"))
+                refusal = min(refusals, key=lambda sentence: sentence.endswith("see its error"))
                 outcome = {"refusal": refusal, "complaints": complaints, "seconds": time.perf_counter() - started}
                 (folder / "part").write_text(json.dumps(outcome))
                 (folder / "part").rename(folder / f"outcome-{number}")

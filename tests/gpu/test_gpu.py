@@ -168,7 +168,7 @@ def test_the_device_of_a_pipeline(own, bound, wanted, expected, monkeypatch) -> 
             worker.device_of_pipeline(this, given)
         assert str(error.value) == (
             f"torch_device: '{wanted}', but this process computes on {own} since its first call of "
-            f"initialise_worker or Pipeline, expected '{own}'; another one is for that call to choose"
+            f"initialise_worker or Pipeline, expected '{own}'; choose another one in that call"
         )
         assert done == []
         return

@@ -119,7 +119,7 @@ def step_with(accumulate: object, replicas: int) -> str:
 def test_what_is_not_a_number_of_steps_is_refused(accumulate: object) -> None:
     texts = run_processes(step_with, 2, accumulate, 1)
     assert texts[0] == f"accumulate: {accumulate!r}, expected a whole number of steps, 1 or more"
-    assert texts[1] == "input_ids: refused by the first process of the pipeline, which says why"
+    assert texts[1] == "input_ids: refused by the first process of the pipeline; see its error"
 
 
 def test_replicas_agree_on_it() -> None:

@@ -230,7 +230,7 @@ def saves(folder: Path, what: str) -> None:
     ("what", "words"),
     [
         ("step", "step: -1, expected a whole number of steps, 0 or more"),
-        ("extra", r"extra: \[1\], expected a table of what JSON can hold, or None"),
+        ("extra", r"extra: \[1\], expected a table of JSON values, or None"),
         ("extra of tensors", "Tensor is not JSON serializable; expected what JSON can hold"),
         ("optimizer", "optimizer: 'adamw', expected an optimizer as in torch.optim, or None"),
         (

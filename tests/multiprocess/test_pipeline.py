@@ -455,14 +455,14 @@ BAD_STEPS = {
     "multiple of the 2 microbatches": {"input_ids": torch.zeros(3, 4, dtype=torch.int64)},
     "expected [batch, sequence] torch.int64": {"input_ids": torch.zeros(2, 4)},
     "at most 32": {"input_ids": torch.zeros(2, 33, dtype=torch.int64)},
-    "holds token 97, expected 0 to 96": {"input_ids": IDS + 97},
-    "labels: holds -1": {"input_ids": IDS, "labels": IDS - 1},
+    "contains token 97, expected 0 to 96": {"input_ids": IDS + 97},
+    "labels: contains -1": {"input_ids": IDS, "labels": IDS - 1},
     "labels: [2, 3]": {"input_ids": IDS, "labels": IDS[:, :3]},
     "padding on the right": {"input_ids": IDS, "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])},
     "position_ids: from -1 to -1, expected at least 0": {"input_ids": IDS, "position_ids": IDS - 1},
     "rows of ones followed by zeros": {"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 1, 0.5]] * 2)},
     "not a finite number": {"input_ids": IDS, "token_weights": torch.full((2, 4), float("nan"))},
-    "token_weights: holds -1, expected 0 or more": {"input_ids": IDS, "token_weights": IDS - 1.0},
+    "token_weights: contains -1, expected 0 or more": {"input_ids": IDS, "token_weights": IDS - 1.0},
 }
 
 

@@ -89,7 +89,7 @@ def test_the_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
         (["train.toml", "--hardware", "--microbatch-sizes", "a"], "microbatch-sizes"),
         (["train.toml", "--hardware", "--steps", "0"], "steps is 0"),
         (["train.toml", "--hardware", "--processes", "9"], "pipeline.processes is 9, but must be at most 8"),
-        (["train.toml", "--processes", "2"], "--processes is for --hardware"),
+        (["train.toml", "--processes", "2"], "--processes needs --hardware"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(
@@ -111,7 +111,7 @@ def test_plans_take_the_passes_that_were_measured(capsys: pytest.CaptureFixture[
     capsys.readouterr()
     plan = ["plan", "--model", "train.toml", "--gpus", "2", "--hardware", "host.toml", "--pp", "2", "--no-cache"]
     assert main([*plan, "--schedule", "1f1b", "--microbatch-size", "1", "--workers", "1"]) == 0
-    assert "pass times as measured of this model with microbatches of 2" in capsys.readouterr().out
+    assert "pass times corrected by measurements of this model with microbatches of 2" in capsys.readouterr().out
     given = problem_of(
         describe(configured_model(load_config("train.toml"))),
         hardware,

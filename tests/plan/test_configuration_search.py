@@ -322,6 +322,6 @@ def test_the_planner_shows_the_published_gain_of_vocabulary_parallelism(
     fast, slow = gains(found)
     assert (fast.mode, slow.mode) == ("vocab-2", "redistribute")
     assert published < slow.factor < 1.25 * published
-    assert "output layer" in slow.words and "stands whole on one device" in slow.words
+    assert "output layer" in slow.words and "is whole on one device" in slow.words
     text = Ranking(found, 1).text(explain=True)
     assert "best plan of each vocabulary mode" in text

@@ -84,7 +84,7 @@ def test_nothing_fits_and_it_is_said_by_how_much() -> None:
         memory_bytes=12 * 2**30,
     )
     text = explain(small, "llama").text()
-    assert "it does not fit, whatever is computed again" in text
+    assert "does not fit, even with full recomputation" in text
     assert "GiB too much" in text
 
 
@@ -117,7 +117,7 @@ def test_the_commands_to_go_on_with_are_commands() -> None:
         (1, {}, "gpus is 1, expected at least 2"),
         (7, {"pp": 3}, "gpus is 7"),
         (8, {"tp": 3}, "tp"),
-        (67, {}, "gpus is 67, which no pipeline of at least 4 devices divides"),
+        (67, {}, "gpus is 67, but no pipeline of at least 4 devices divides"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(gpus: int, options: dict[str, int], message: str) -> None:

@@ -132,7 +132,7 @@ def test_a_table_says_what_is_on_the_host_and_why(roomy: Problem) -> None:
     )
     text = Ranking(search_configurations(problem(between), space, workers=1), 5).text(explain=True)
     assert "vocab-2 offload free 1 x 64" in text and " of activations on the host per device" in text
-    assert "cheapest fixes: compute again (" in text and "%, offload free +" in text
+    assert "cheapest fixes: recompute (" in text and "%, offload free +" in text
     alone = replace(space, offload=("least",))
     text = Ranking(search_configurations(problem(between), alone, workers=1), 5).text(explain=True)
     assert "cheapest fixes: activations to the host +" in text

@@ -44,7 +44,7 @@ REFUSED = [
     (lambda p, m: generate("zbv", p, m), 3, {}, "4 stages, but .* 3 layers: .* take an order with fewer stages"),
     ("1f1b", 8, {"stages_per_device": 2}, "schedule '1f1b' has 1 stage per device, not 2"),
     ("1f1b", 8, {"group_size": 2}, "schedule '1f1b' has no option 'group_size'; its options: none"),
-    ("1f1b", 8, {"microbatches": 2}, "schedule_options: microbatches is no option of a schedule"),
+    ("1f1b", 8, {"microbatches": 2}, "schedule_options: microbatches is not an option of a schedule"),
     ("interleaved", 8, {"stages_per_device": 0}, "stages_per_device must be a whole number of at least 1, not 0"),
     (generate("1f1b", 2, 4), 8, {"stages_per_device": 1}, "stages_per_device given, but only a schedule with a name"),
 ]

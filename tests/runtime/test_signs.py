@@ -66,7 +66,7 @@ def test_free_words_are_shown_as_those_of_a_process(text: str, shown: str) -> No
 )
 def test_a_cause_that_no_process_has_written_says_so(changed: dict[str, object]) -> None:
     cause = Cause.load(json.dumps(asdict(CAUSE) | {"witness": 2} | changed), 4)
-    assert cause == Cause("dead", LAUNCHER, "the store of the run holds a cause that no process of it has written")
+    assert cause == Cause("dead", LAUNCHER, "the store of the run has a cause that no process of the run has written")
 
 
 def test_siblings_are_children_of_the_same_agent_and_of_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ SAID = [
     ("0F0,0F1\n1F0,1F1", "sound: an order, for evaluation, of 2 devices and 2 microbatches\n"),
     ("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "sound: a program with transfers of 2 devices and 1 "),
     ("0F0\n1F0,1B0", "1 fault\ndevice 0: 0B0 is missing"),
-    ("0F0,0B0,0B0\n1F0", "2 faults\ndevice 0, position 2: 0B0 stands at position 1 already"),
+    ("0F0,0B0,0B0\n1F0", "2 faults\ndevice 0, position 2: 0B0 is already at position 1"),
 ]  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def test_evaluation_stores_nothing() -> None:
         ({"activations": 0}, "must be a finite number above 0, in stage activations, not 0"),
         ({"activations": [1, 2, 3]}, "has 3 numbers for 2 devices"),
         ({"bytes": -1, "costs": Costs(F=1, B=2, bytes=1)}, "must be a finite number above 0, in bytes, not -1"),
-        ({"bytes": 5}, "a limit in bytes needs costs that say what passes store: bytes, or memory"),
+        ({"bytes": 5}, "a limit in bytes needs costs with the field bytes or memory"),
         ({"bytes": 5, "costs": Costs(F=1, B=2)}, "a limit in bytes needs costs"),
         ({"bytes": 5, "costs": Costs(F=1, B=2, bytes=[1, 2, 3])}, "bytes has 3 numbers for 2 stages"),
     ],
@@ -116,11 +116,23 @@ HUGE = 10**9
     [
         ([Pass(Kind.F, 0, 0), Pass(Kind.B, 0, 0)], HUGE, ["0F1 to 0F999999999 are missing", "0B1 to 0B999999999 are"]),
         ([Pass(Kind.F, 0, 0), Pass(Kind.B, 0, 0), Pass(Kind.F, HUGE, 0)], 1, [f"{HUGE}F0 names a stage that"]),
-        ([Pass(Kind.F, 0, 0), Pass(Kind.B, 0, 0), Pass(Kind.F, 0, HUGE)], 1, [f"0F{HUGE} is of no microbatch"]),
-        ([Pass(Kind.F, 0, 0), Pass(Kind.B, 0, 0), Pass(Kind.F, 0, -1)], 1, ["0F-1 is of no microbatch"]),
-        ([Pass(Kind.F, 0, 0), Pass(Kind.B, 0, 0), Pass(Kind.F, 0)], 1, ["0F is no pass: F has a stage and a micro"]),
-        ([Pass(Kind.F, 0, 0), Pass(Kind.B, 0, 0), Pass(Kind.S, 0, 0)], 1, ["0S0 has no place in an order with 0"]),
-        ([Pass(Kind.F, 0, 0), Pass(Kind.B, 0, 0), Pass(Kind.UNSHARD)], 1, ["UNSHARD is no pass: UNSHARD has a stage"]),
+        (
+            [Pass(Kind.F, 0, 0), Pass(Kind.B, 0, 0), Pass(Kind.F, 0, HUGE)],
+            1,
+            [f"0F{HUGE} names a microbatch that does not exist"],
+        ),
+        (
+            [Pass(Kind.F, 0, 0), Pass(Kind.B, 0, 0), Pass(Kind.F, 0, -1)],
+            1,
+            ["0F-1 names a microbatch that does not exist"],
+        ),
+        ([Pass(Kind.F, 0, 0), Pass(Kind.B, 0, 0), Pass(Kind.F, 0)], 1, ["0F is not a pass: F has a stage and a micro"]),
+        ([Pass(Kind.F, 0, 0), Pass(Kind.B, 0, 0), Pass(Kind.S, 0, 0)], 1, ["0S0 is not allowed in an order with 0"]),
+        (
+            [Pass(Kind.F, 0, 0), Pass(Kind.B, 0, 0), Pass(Kind.UNSHARD)],
+            1,
+            ["UNSHARD is not a pass: UNSHARD has a stage"],
+        ),
         ([], 1, ["0F0 is missing", "0B0 is missing"]),
     ],
 )

@@ -21,14 +21,14 @@ TABLE = [
     ("0F0,", "0UNSHARD,0F0,", []),
     ("0SEND_F1,", "", [(0, None, "0SEND_F1 is missing")]),
     ("1RECV_F1,", "", [(1, None, "1RECV_F1 is missing")]),
-    ("0SEND_F1", "0SEND_F1,0SEND_F1", [(0, 4, "0SEND_F1 stands at position 3 already")]),
-    ("1SEND_B1", "1SEND_B1,1SEND_F0", [(1, 8, "1SEND_F0 is needed by no pass, or device 1 has no part in it")]),
-    ("1SEND_B1", "1SEND_B1,0SEND_F1", [(1, 8, "0SEND_F1 is needed by no pass, or device 1 has no part in it")]),
-    ("0F0,", "X0,0F0,", [(0, 0, "X0 is needed by no pass, or device 0 has no part in it")]),
-    ("0F0,", "0SEND_F5,0F0,", [(0, 0, "0SEND_F5 is of no microbatch; microbatches are 0 to 1")]),
-    ("0F0,", "0SEND_F0.1,0F0,", [(0, 0, "0SEND_F0.1 carries a part of a sequence")]),
+    ("0SEND_F1", "0SEND_F1,0SEND_F1", [(0, 4, "0SEND_F1 is already at position 3")]),
+    ("1SEND_B1", "1SEND_B1,1SEND_F0", [(1, 8, "no pass needs 1SEND_F0, or device 1 is not a member of it")]),
+    ("1SEND_B1", "1SEND_B1,0SEND_F1", [(1, 8, "no pass needs 0SEND_F1, or device 1 is not a member of it")]),
+    ("0F0,", "X0,0F0,", [(0, 0, "no pass needs X0, or device 0 is not a member of it")]),
+    ("0F0,", "0SEND_F5,0F0,", [(0, 0, "0SEND_F5 names a microbatch that does not exist; microbatches are 0 to 1")]),
+    ("0F0,", "0SEND_F0.1,0F0,", [(0, 0, "0SEND_F0.1 is for a slice of a sequence")]),
     ("0F0,0SEND_F0", "0SEND_F0,0F0", [(0, 0, "0SEND_F0 is issued before 0F0 at position 1, whose data it carries")]),
-    ("1RECV_F0,1F0", "1F0,1RECV_F0", [(1, 1, "1RECV_F0 is issued behind 1F0 at position 0, which waits for it")]),
+    ("1RECV_F0,1F0", "1F0,1RECV_F0", [(1, 1, "1RECV_F0 is issued after 1F0 at position 0, which waits for it")]),
     (
         "0F0,0SEND_F0,0F1,0SEND_F1",
         "0F0,0F1,0SEND_F1,0SEND_F0",
@@ -39,7 +39,7 @@ TABLE = [
         "1F0,1RECV_F1,1B0",
         "1B0,1RECV_F1,1F0",
         [
-            (1, 1, "1B0 stands before 1F0 at position 3"),
+            (1, 1, "1B0 comes before 1F0 at position 3"),
             (0, 5, "the order cannot complete: device 0 stops at position 5, 0B0, awaiting 1B0 of device 1"),
         ],
     ),
@@ -84,7 +84,7 @@ def test_a_program_that_only_separate_queues_complete() -> None:
     assert check_program(program).ok
     (fault,) = check_program(damaged).faults
     assert fault.what.startswith("with one queue per device the program cannot complete: device 0 stops at position 5")
-    assert "0B0, awaiting 0RECV_B0 (behind 1RECV_F1 on device 1)" in fault.what
+    assert "0B0, awaiting 0RECV_B0 (queued after 1RECV_F1 on device 1)" in fault.what
     assert completes(damaged, lambda transfer: transfer.communicator)
     assert not completes(damaged, lambda transfer: "")
 
@@ -130,12 +130,12 @@ def test_what_a_device_sends_is_sent_before_the_device_uses_it_up(
     row.append(row.pop(here))
     faults = check_program(edited(program, device, row)).faults
     if not user:
-        assert not any("is issued behind" in fault.what for fault in faults)
+        assert not any("is issued after" in fault.what for fault in faults)
         return
     place = [str(item) for item in row].index(user)
-    own = next(fault for fault in faults if fault.device == device and "is issued behind" in fault.what)
-    why = "which waits for it" if device == 1 else "which uses its data up"
-    assert own.what == f"{transfer} is issued behind {user} at position {place}, {why}"
+    own = next(fault for fault in faults if fault.device == device and "is issued after" in fault.what)
+    why = "which waits for it" if device == 1 else "which consumes its data"
+    assert own.what == f"{transfer} is issued after {user} at position {place}, {why}"
     assert f"[{transfer}]" in own.rows
 
 

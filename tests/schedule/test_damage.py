@@ -93,7 +93,7 @@ def test_a_repeated_pass_is_found(**case: object) -> None:
     item, place = row[position], rng.randint(0, len(row))
     row.insert(place, item)
     faults = check_order(with_row(order, device, row)).faults
-    assert any(fault.device == device and f"{item} stands at position" in fault.what for fault in faults)
+    assert any(fault.device == device and f"{item} is already at position" in fault.what for fault in faults)
     longer = list(program.rows[device])
     longer.insert(rng.randint(0, len(longer)), item)
     assert not check_program(edited(program, device, longer)).ok

@@ -105,7 +105,7 @@ def test_two_damages_are_both_named(seed: int, **case: object) -> None:
     rows[other].append(twice)
     faults = check_order(with_rows(order, rows)).faults
     assert any(fault.device == one and "is missing" in fault.what for fault in faults), missing
-    assert any(fault.device == other and f"{twice} stands at position" in fault.what for fault in faults)
+    assert any(fault.device == other and f"{twice} is already at position" in fault.what for fault in faults)
 
 
 def test_every_damage_to_a_transfer_is_of_a_kind_that_was_tried() -> None:

@@ -44,7 +44,7 @@ def test_each_part_of_a_joint_pass_is_looked_at_once(monkeypatch):
 def test_a_fault_in_a_long_joint_pass_shows_its_beginning():
     report = check_order(Order.from_csv(joint("B", "F")))
     assert report.faults[0].what == (
-        "0B0 stands before the part of (0B0;0F0;0B1;0F1;...3996 more)OVERLAP_F_B that it needs"
+        "0B0 comes before the part of (0B0;0F0;0B1;0F1;...3996 more)OVERLAP_F_B that it needs"
     )
     assert len(report.faults) == PARTS // 2 + 1
     assert max(len(str(fault)) for fault in report.faults) < 500
@@ -63,7 +63,7 @@ def test_thousands_of_faults_are_counted(tmp_path):
     report = check_file(path)
     lines = report.text().splitlines()
     assert lines[0] == f"{devices - 1} faults"
-    assert lines[-1] == f"and {devices - 1 - SHOWN} more, which --json lists"
+    assert lines[-1] == f"and {devices - 1 - SHOWN} more; --json lists all"
     assert len(lines) == SHOWN + 2
     assert len(report.to_dict()["faults"]) == devices - 1
 

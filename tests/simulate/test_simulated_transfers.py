@@ -123,7 +123,7 @@ def test_one_device_has_no_transfers() -> None:
 @pytest.mark.parametrize(
     ("costs", "message"),
     [
-        ({"links": {"B:4>3": {"latency": 1}}}, "links.B:4>3 is no hop; devices are 0 to 1"),
+        ({"links": {"B:4>3": {"latency": 1}}}, "links.B:4>3 is not a hop; devices are 0 to 1"),
         ({"engine": {"shared": [[0, 1], [2]]}}, "engine.shared has device 2; devices are 0 to 1"),
     ],
 )

@@ -252,7 +252,7 @@ def test_a_second_backward_is_refused(reduction: str) -> None:
     hidden = arguments["input"].requires_grad_()
     loss = linear_cross_entropy(hidden, arguments["linear_weight"], arguments["target"], reduction=reduction).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="has one backward"):
+    with pytest.raises(RuntimeError, match="has only one backward"):
         loss.backward()
 
 

@@ -1,1 +1,1 @@
-"""The command line: one file per command, arguments and exit codes only; the work is done by the other rooms."""
+"""The command line: one file per command, with its arguments and exit codes; other folders do the work."""

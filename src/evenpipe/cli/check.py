@@ -9,25 +9,25 @@ from evenpipe.cli.schedule_arguments import add_costs, add_json, add_memory_limi
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The file, and what to hold it against."""
+    """Add the file and the limits to check it against."""
     parser.add_argument(
         "file", metavar="FILE.csv", help="one line per device, such as 0F0,0B0: an order, or a program with transfers"
     )
-    add_costs(parser, "in which every pass must have a time; their bytes give the peak in bytes")
-    add_memory_limit(parser, "stage activations that a device may hold: one number, or one per device")
-    parser.add_argument("--bytes-limit", metavar="N[,N...]", help="the same in bytes, as the costs count them")
+    add_costs(parser, "every pass must have a time in it; its bytes give the peak in bytes")
+    add_memory_limit(parser, "most stage activations that a device may hold: one number, or one per device")
+    parser.add_argument("--bytes-limit", metavar="N[,N...]", help="the same in bytes, with the sizes of the cost file")
     add_json(parser)
     parser.epilog = (
-        "Sound is what runs every pass exactly once on its device, behind what it needs, to the end of every row,\n"
-        "whichever way transfers are queued, and releases every activation.\n"
-        "The first 1000 faults are listed, and all of them with --json.\n"
+        "A schedule is sound if it runs every pass exactly once on its device, after the passes it needs, completes\n"
+        "for every way of queueing transfers, and releases every activation.\n"
+        "The first 1000 faults are listed, with --json all of them.\n"
         "Placement, microbatches and barriers follow from the passes.\n\n"
         "exit codes: 0 sound, 1 faults found, 2 not a schedule"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was found."""
+    """Check the file and print the result."""
     from evenpipe.schedule.check_file import check_file
     from evenpipe.schedule.files import read_costs
 

@@ -16,38 +16,38 @@ if TYPE_CHECKING:
     from evenpipe.schedule import Timeline
 
 TRACES = """
-A trace (evenpipe train --trace): the measured step is drawn above the step that is predicted for the same program, on
-one axis of time in seconds. The prediction takes the medians of that trace, or the costs of --costs, whose unit is the
-second (or --unit-seconds)."""
+For a trace (evenpipe train --trace), the measured step is drawn above the predicted step of the same program, on one
+time axis in seconds. The prediction uses the median times of the trace, or the costs of --costs in seconds (or in
+--unit-seconds)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to draw, and where."""
+    """Add the schedules or the trace to draw, and the output."""
     parser.add_argument("trace", metavar="TRACE.json", nargs="?", help="a measured step, instead of a schedule")
     add_cases(parser)
     parser.add_argument(
         "-o",
         "--output",
         metavar="FILE",
-        help="a page with zoom and explanations (.html), a picture (.svg, .png) or a trace for Perfetto (.json);"
-        " without it, the terminal",
+        help="write a page with zoom and explanations (.html), a picture (.svg, .png) or a trace for Perfetto (.json);"
+        " default: draw in the terminal",
     )
     parser.add_argument(
-        "--memory", action="store_true", help="what each device holds, under its passes (.html: always)"
+        "--memory", action="store_true", help="draw the memory of each device under its passes (.html: always)"
     )
     parser.add_argument(
         "--waits",
         action="store_true",
-        help="what idle devices wait for (.html, .json and traces: always)",
+        help="show what idle devices wait for (.html, .json and traces: always)",
     )
     parser.add_argument(
-        "--unit-seconds", metavar="X", type=float, help="length of the costs' unit of time, for axes in seconds"
+        "--unit-seconds", metavar="X", type=float, help="length of the time unit of the costs, for axes in seconds"
     )
     parser.epilog = f"{schedules_help()}\n{TRACES}\n{COSTS}"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the file and say so, or print the picture."""
+    """Write the file, or draw in the terminal."""
     from evenpipe.draw import check_file, draw, terminal
     from evenpipe.schedule.cost_values import LARGEST, SMALLEST
 
@@ -78,7 +78,7 @@ def _simulated(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], s
 
     planned = cases(arguments)
     found = [case.simulation.timeline for case in planned]
-    if arguments.costs is None:  # their bytes are activations, which are drawn as such
+    if arguments.costs is None:  # bytes of schedules are activations only
         found = [replace(timeline, memory=None) for timeline in found]
     timelines = dict(zip(labels(planned), found, strict=True))
     size = planned[0].schedule
@@ -95,7 +95,7 @@ def _measured(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], st
         if getattr(arguments, name) is not None:
             option = name.replace("_", "-")
             raise InputError(
-                f"--{option} is given, but the trace {arguments.trace} says what ran; leave one of them out"
+                f"--{option} is given, but the trace {arguments.trace} has a schedule already; leave one of them out"
             )
     trace = read_trace(arguments.trace)
     costs = None if arguments.costs is None else read_costs(arguments.costs)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from evenpipe.memory.estimate import Estimate
 
 SEQUENCE = 4096
-"""Tokens, where nothing is said and the model takes as many."""
+"""Default tokens per sequence, if the model takes as many."""
 
 AXES = {
     "dp": "replicas (default: 1)",
@@ -26,7 +26,7 @@ AXES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, the layout, the schedule, what runs, and the card."""
+    """Add the model, the layout, the schedule, the kernels and the GPU."""
     parser.add_argument("--model", metavar="MODEL", required=True, help="hub name, folder or config.json")
     layout = parser.add_argument_group("layout: GPUs = dp x tp x cp x pp")
     for name, words in AXES.items():
@@ -36,16 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         choices=(0, 1, 2, 3),
         default=0,
-        help="what is sharded over dp x cp: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too",
+        help="shard over dp x cp: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters",
     )
     layout.add_argument(
-        "--no-sequence-parallel", action="store_true", help="with tp, norms and residuals are whole everywhere"
+        "--no-sequence-parallel", action="store_true", help="with tp, keep norms and residuals whole on every GPU"
     )
     layout.add_argument(
         "--cp-exchange",
         choices=("ring", "all-to-all"),
         default="ring",
-        help="what context parallelism sends: keys and values, or heads for tokens (default: %(default)s)",
+        help="context parallelism exchanges keys and values, or heads for tokens (default: %(default)s)",
     )
     layout.add_argument("--layers-per-stage", metavar="N,N,...", help="one per stage (default: an even split)")
     batch = parser.add_argument_group("batch and schedule")
@@ -54,8 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     batch.add_argument("--microbatches", metavar="M", type=int, help="of a step and replica (default: 4 per device)")
     batch.add_argument("--schedule", metavar="NAME|FILE.csv", default="1f1b", help="default: %(default)s")
     batch.add_argument("--stages-per-device", metavar="V", type=int, help="for schedules that leave a choice")
-    batch.add_argument("--group-size", metavar="G", type=int, help="microbatches in turn, likewise")
-    batch.add_argument("--memory-limit", metavar="K[,K...]", help="stage activations, for schedules that plan by it")
+    batch.add_argument("--group-size", metavar="G", type=int, help="microbatches that a device takes in turn, likewise")
+    batch.add_argument(
+        "--memory-limit",
+        metavar="K[,K...]",
+        help="most stage activations of a device, for schedules that have this option",
+    )
     batch.add_argument(
         "--vocabulary",
         metavar="MODE",
@@ -78,30 +82,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--master-dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
     what.add_argument("--moment-dtype", choices=("fp32", "bf16", "fp16", "fp8"), default="fp32")
     what.add_argument(
-        "--offload-optimizer", metavar="SHARE", type=float, default=0.0, help="of its state, in the host's memory"
+        "--offload-optimizer",
+        metavar="SHARE",
+        type=float,
+        default=0.0,
+        help="share of the optimizer state in host memory",
     )
     what.add_argument(
-        "--foreach-optimizer", action="store_true", help="the optimizer copies all parameters while it steps"
+        "--foreach-optimizer", action="store_true", help="the optimizer copies all parameters during its step"
     )
     what.add_argument(
-        "--traced", action="store_true", help="run the stages without memory instead of closed forms (tp = cp = 1)"
+        "--traced",
+        action="store_true",
+        help="run the stages on tensors without storage instead of using closed forms (tp = cp = 1)",
     )
     card = parser.add_argument_group("the card")
-    card.add_argument("--gpu-memory", metavar="SIZE", help="what one of them has, such as 80GiB")
+    card.add_argument("--gpu-memory", metavar="SIZE", help="memory of one GPU, such as 80GiB")
     card.add_argument(
         "--hardware", metavar="NAME|FILE.toml", help="A100-40G, A100-80G, H100-80G, H200, B200, or a measured file"
     )
     parser.add_argument(
-        "--compare-to-paper", action="store_true", help="the formula of arXiv 2411.06465 beside this estimate"
+        "--compare-to-paper", action="store_true", help="also print the estimate by the formula of arXiv 2411.06465"
     )
-    parser.add_argument("-o", "--output", metavar="FILE.svg", help="what each device holds, as a picture too")
+    parser.add_argument("-o", "--output", metavar="FILE.svg", help="also draw the memory of each device")
     add_json(parser)
     parser.epilog = (
-        "Memory of every device at the moment when it is fullest, from the config alone. Tensors are counted one by\n"
-        "one along the schedule; what the driver, communicators and the allocator add is a range.\n\n"
-        "fits: even with the most that was ever seen beside tensors. does not fit: not even with the least. at risk:\n"
+        "Estimates the peak memory of every device from the config. Tensors are counted one by one along the\n"
+        "schedule; the memory of the driver, communicators and the allocator is a range.\n\n"
+        "fits: even at the upper end of that range. does not fit: not even at the lower end. at risk:\n"
         "between them.\n\n"
-        "exit codes: 0 it fits, is at risk, or no card was named; 1 it does not fit; 2 the input is wrong"
+        "exit codes: 0 it fits, is at risk, or no GPU is given; 1 it does not fit; 2 the input is wrong"
     )
 
 
@@ -190,7 +200,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_output(name: str) -> None:
-    """Raise InputError, before anything is computed, where the picture could not be written."""
+    """Raise InputError, before any computation, if the picture cannot be written."""
     from evenpipe.draw import check_file
 
     if not name.endswith(".svg"):

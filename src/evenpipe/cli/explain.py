@@ -10,13 +10,13 @@ from evenpipe.errors import InputError
 
 SEQUENCE = 4096
 SEQUENCES_PER_GPU = 8
-"""Of a step, where the batch is not said: enough microbatches for a pipeline of all GPUs."""
+"""Default batch: enough microbatches for a pipeline of all GPUs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, the machine, and where the picture goes."""
+    """Add the model, the machine and the output."""
     parser.add_argument("model", metavar="MODEL", help="hub name, folder or config.json")
-    parser.add_argument("--gpus", metavar="N", type=int, required=True, help="how many there are")
+    parser.add_argument("--gpus", metavar="N", type=int, required=True, help="number of GPUs")
     add_hardware(parser)
     parser.add_argument(
         "--sequence", metavar="TOKENS", type=int, help=f"length of a sequence (default: {SEQUENCE}, or the longest)"
@@ -27,24 +27,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pp", metavar="P", type=int, help="devices of the pipeline, at least 2 (default: the best from 4 on)"
     )
-    parser.add_argument("--tp", metavar="T", type=int, help="parts of every matrix (default: the best)")
+    parser.add_argument("--tp", metavar="T", type=int, help="tensor parallelism (default: the best)")
     parser.add_argument(
         "--kernels",
         default="transformers",
         help="transformers, fused, megatron or transformer-engine (default: %(default)s)",
     )
     parser.add_argument(
-        "-o", "--output", metavar="FILE", help="the picture as a page (.html), .svg, .png or .json, not in the terminal"
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="write the picture as a page (.html), .svg, .png or .json instead of printing it",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.epilog = (
-        "Nothing runs on a GPU and no weights are read: times follow from the shapes of the model and the speed\n"
-        "of the hardware, memory is that of `evenpipe estimate`.\n\nexit codes: 0 done, 2 the input is wrong"
+        "Needs no GPU and no weights: times are computed from the shapes of the model and the speed of the\n"
+        "hardware, memory as by `evenpipe estimate`.\n\nexit codes: 0 done, 2 the input is wrong"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Figures, one picture, and the commands to go on with."""
+    """Print figures, one picture, and the next commands."""
     check_gpus(arguments.gpus)
     for name in ("sequence", "batch", "pp", "tp"):
         value = getattr(arguments, name)
@@ -84,5 +87,5 @@ def run(arguments: argparse.Namespace) -> int:
         print(terminal(found.timelines(), unit_seconds=1.0, overview=True))
     else:
         say(f"wrote {arguments.output}\n")
-    say("\n".join(["Go on with", *(f"  {command}" for command in found.commands())]))
+    say("\n".join(["Next commands", *(f"  {command}" for command in found.commands())]))
     return 0

@@ -9,9 +9,12 @@ from evenpipe.cli.printing import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """From where, and to where."""
+    """Add the source and the target."""
     parser.add_argument(
-        "checkpoint", metavar="RUN_OR_CHECKPOINT", type=Path, help="a checkpoint, or a run's folder for its newest one"
+        "checkpoint",
+        metavar="RUN_OR_CHECKPOINT",
+        type=Path,
+        help="a checkpoint, or the folder of a run, for its newest checkpoint",
     )
     parser.add_argument(
         "-o", "--output", metavar="FOLDER", type=Path, required=True, help="the Hugging Face folder to write"
@@ -19,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the folder and say where."""
+    """Write the folder."""
     from evenpipe.train.export import export_checkpoint
 
     export_checkpoint(arguments.checkpoint, arguments.output)

@@ -8,7 +8,7 @@ from evenpipe.cli.printing import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model and how it draws."""
+    """Add the model, the prompt and the sampling options."""
     about = "a run, or an exported model: a Hugging Face folder with a tokenizer"
     parser.add_argument("folder", metavar="FOLDER", help=about)
     parser.add_argument("--prompt", default="", help="beginning of the text (default: none)")
@@ -20,13 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="below 1 favours likely tokens, 0 takes the likeliest (default: %(default)s)",
     )
     parser.add_argument(
-        "--top-k", type=int, default=40, help="draw among so many tokens, 0: all (default: %(default)s)"
+        "--top-k",
+        type=int,
+        default=40,
+        help="sample from this many of the likeliest tokens, 0: from all (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the text."""
+    """Print the generated text."""
     from evenpipe.train.generation import generate
 
     text = generate(

@@ -11,11 +11,11 @@ from evenpipe.given import plain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is trained on what, or which example is wanted."""
+    """Add the model, the data, or the name of an example."""
     parser.add_argument(
         "--model",
         metavar="NAME|FOLDER|FILE.json",
-        help="a model of the hub, a folder, or the config of one (default: a small one with fresh weights)",
+        help="hub name, folder or config.json (default: a small model with fresh weights)",
     )
     parser.add_argument(
         "--data",
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--example",
         metavar="NAME",
-        help="an example instead: quickstart, v_half, zbv; all: every example, with models and loops of your own",
+        help="write an example instead: quickstart, v_half, zbv; all: every example, with models and loops of your own",
     )
     parser.add_argument(
         "-o",
@@ -41,7 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     from evenpipe.train.new_config import ALL, new_tables, write_example, write_examples, write_new
 
     if arguments.example and (arguments.model or arguments.data or arguments.processes):
-        raise InputError("--example is a whole configuration, and --model, --data and --processes describe another")
+        raise InputError(
+            "--example is a complete configuration, so it cannot be combined with --model, --data or --processes"
+        )
     if arguments.processes is not None and arguments.processes < 1:
         raise InputError(f"--processes is {arguments.processes}, but must be at least 1")
     if arguments.example == ALL:

@@ -1,4 +1,4 @@
-"""Options that take several values with commas between them."""
+"""Parse options that take several values, separated by commas."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from evenpipe.given import plain
 
 
 def words(name: str, text: str) -> tuple[str, ...]:
-    """The values of option --`name`. Raises InputError where there is none."""
+    """Return the values of option --`name`. Raises InputError if it has none."""
     found = tuple(word.strip() for word in text.split(",") if word.strip())
     if not found:
-        raise InputError(f"--{name.replace('_', '-')} is '{plain(text)}', expected one value or several with commas")
+        raise InputError(
+            f"--{name.replace('_', '-')} is '{plain(text)}', expected one value, or several separated by commas"
+        )
     return found
 
 
 def whole_numbers(name: str, text: str) -> tuple[int, ...]:
-    """The numbers of option --`name`. Raises InputError for anything else."""
+    """Return the numbers of option --`name`. Raises InputError for anything else."""
     try:
         return tuple(int(word) for word in words(name, text))
     except ValueError:

@@ -1,7 +1,7 @@
-"""`evenpipe COMMAND ...`: finds the command, runs it, and turns what happens into an exit code.
+"""`evenpipe COMMAND ...`: find the command, run it, and turn the outcome into an exit code.
 
-0 done, 1 the answer is no, 2 the input is wrong, 3 the run failed, 130 and 143 ended by Ctrl-C or SIGTERM.
-Only the file of the command that was asked for is imported, and each imports torch only to run.
+Exit codes: 0 done, 1 the answer is no, 2 the input is wrong, 3 the run failed, 130 and 143 ended by Ctrl-C or SIGTERM.
+Only the file of the given command is imported, and it imports torch only when it runs.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from evenpipe.errors import InputError, RunError
 from evenpipe.given import is_text, plain, plain_lines, shortened, shown
 
 COMMANDS = {
-    "explain": "what is out of balance in a model, and what would help: the first thing to try",
-    "init": "write a configuration to begin with, from a model and a folder of text, or from an example",
-    "train": "train a model: the main job",
-    "profile": "what passes and transfers take on this hardware: a cost file for the commands below",
-    "simulate": "how long a schedule takes, what waits for what, and what it holds in memory",
-    "draw": "the same as a picture: in the terminal, SVG, HTML or a Perfetto trace",
-    "check": "is the schedule in a file sound?",
-    "estimate": "memory of every device before the run: what it consists of, when it is fullest, whether it fits",
-    "plan": "the fastest ways of training a model on so many GPUs that fit, ranked and explained",
-    "search": "the best schedule there is, for small cases",
-    "generate": "text from an exported model",
-    "export": "from a checkpoint to a Hugging Face folder",
+    "explain": "show the imbalance of a model and what would help; a good first command",
+    "init": "write a first configuration, from a model and a folder of text, or from an example",
+    "train": "train a model",
+    "profile": "measure passes and transfers on this hardware, as a cost file for the commands below",
+    "simulate": "compute the time, waits and memory of a schedule",
+    "draw": "draw a schedule in the terminal, as SVG, HTML or a Perfetto trace",
+    "check": "check whether the schedule in a file is sound",
+    "estimate": "estimate the memory of every device: its parts, its peak, and whether it fits",
+    "plan": "find and explain the fastest configurations that fit a number of GPUs",
+    "search": "find the best schedule for a small case",
+    "generate": "generate text with an exported model",
+    "export": "write a checkpoint as a Hugging Face folder",
 }
-"""Command -> one line; each is the module `evenpipe.cli.COMMAND` with `add_arguments(parser)` and `run(arguments)`."""
+"""Command -> summary; the module `evenpipe.cli.COMMAND` has `add_arguments(parser)` and `run(arguments)`."""
 
 OVERRIDE = re.compile(r"\w+(\.\w+)+=")
-"""What an argument begins with that replaces a value of the configuration."""
+"""Start of an argument that replaces a value of the configuration."""
 
 MOST = 2000
-"""Characters of a line of an error."""
+"""Longest line of an error message, in characters."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. `arguments` defaults to those of the process."""
+    """Run one command and return the exit code. `arguments` defaults to those of the process."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     command = _command(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without, say, µ shows a question mark for it
+        sys.stdout.reconfigure(errors="replace")  # a terminal whose encoding lacks µ shows a question mark
     try:
         _refuse_strange(arguments)
         if command is None and (name := _first_word(arguments)) is not None:
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             field = _override_for(unknown) if hasattr(parsed, "overrides") else None
             meant = field or _nearest(unknown[0], of_command)
             raise InputError(f"{command} has no argument {plain(unknown[0])}{meant}")
-        if "RANK" not in os.environ:  # under torchrun that signal ends a victim; the watch then says whose
+        if "RANK" not in os.environ:  # torchrun sends it to the other processes; the watch names the failed one
             signal.signal(signal.SIGTERM, _terminated)
         exit_code: int = _module(command).run(parsed)
         return exit_code
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader of our output has gone; it has what it wanted
+    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:
@@ -97,25 +97,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say(text: str) -> None:
-    """Show an error; whatever words of others it has in it, they do not reach the terminal as controls, nor fill it."""
+    """Print an error on stderr, with control characters escaped and long lines shortened."""
     print("\n".join(shortened(line, MOST) for line in f"evenpipe: {plain_lines(text)}".split("\n")), file=sys.stderr)
 
 
 def _refuse_strange(arguments: Sequence[str]) -> None:
-    """Raise InputError for an argument that neither a message nor a file can have in it."""
+    """Raise InputError for an argument that cannot be printed or stored in a file."""
     for argument in arguments:
         if not is_text(argument):
-            raise InputError(f"the argument {shown(argument)} is not UTF-8, or holds NUL")
+            raise InputError(f"the argument {shown(argument)} is not UTF-8, or contains NUL")
 
 
 class _Parser(argparse.ArgumentParser):
-    """One whose messages are shown as all others are."""
+    """A parser that raises InputError instead of printing its usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise InputError: one sentence, without the lines of usage that push it off the screen."""
+        """Raise InputError with one sentence, without the lines of usage."""
         for kind, words in (("int", "a whole number"), ("float", "a number")):
             message = message.replace(f"invalid {kind} value:", f"expected {words}, not")
-        raise InputError(f"{message}; {self.prog} --help says what is accepted")
+        raise InputError(f"{message}; {self.prog} --help lists the accepted arguments")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         lines = plain_lines(message or "").split("\n")
@@ -123,7 +123,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(command: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """The parser, and that of `command`, which alone knows its arguments."""
+    """Return the main parser and the parser of `command`; other commands get no arguments."""
     parser = _Parser(
         prog="evenpipe",
         description="Pipeline-parallel training for Hugging Face language models, with nothing out of balance.",
@@ -143,14 +143,14 @@ def _parser(command: str | None) -> tuple[argparse.ArgumentParser, argparse.Argu
 
 
 def _nearest(argument: str, parser: argparse.ArgumentParser) -> str:
-    """The end of a sentence about an unknown argument: the nearest option there is, and where all of them stand."""
+    """Return the end of a sentence about an unknown argument: the nearest option, and how to list all of them."""
     options = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     near = difflib.get_close_matches(argument.partition("=")[0], options, n=1, cutoff=0.6)
-    return (f", did you mean {near[0]}?" if near else ";") + f" {parser.prog} --help lists what it has"
+    return (f", did you mean {near[0]}?" if near else ";") + f" {parser.prog} --help lists all of them"
 
 
 def _override_for(unknown: Sequence[str]) -> str | None:
-    """The end of a sentence about an option that is a field of the configuration, as `--steps 3`; else None."""
+    """Return the end of a sentence about an option that is a field of the configuration, as `--steps 3`, or None."""
     from evenpipe.train.config_file import fields_called
 
     name, equals, value = unknown[0].lstrip("-").partition("=")
@@ -164,12 +164,12 @@ def _override_for(unknown: Sequence[str]) -> str | None:
 
 
 def _first_word(arguments: Sequence[str]) -> str | None:
-    """The first argument that is no option."""
+    """Return the first argument that is not an option."""
     return next((argument for argument in arguments if not argument.startswith("-")), None)
 
 
 def _command(arguments: Sequence[str]) -> str | None:
-    """The first argument that is no option, if it is a command."""
+    """Return the first argument that is not an option, if it is a command."""
     first = _first_word(arguments)
     return first if first in COMMANDS else None
 
@@ -179,7 +179,7 @@ def _module(command: str) -> ModuleType:
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
-    """SIGTERM unwinds the stack, so that what we started is ended and temporary files are removed."""
+    """Exit on SIGTERM by unwinding the stack, so that child processes end and temporary files are removed."""
     raise SystemExit(128 + number)
 
 

@@ -1,4 +1,4 @@
-"""The model and the hardware that a command is about."""
+"""Arguments for the model and the hardware."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ if TYPE_CHECKING:
 
 
 MOST_GPUS = 100_000
-"""With so many there are already thousands of ways to arrange them."""
+"""Largest accepted number of GPUs; this many can already be arranged in thousands of ways."""
 
 
 def check_gpus(number: int) -> None:
-    """Raise InputError for a number of GPUs that nobody can plan for."""
+    """Raise InputError for a number of GPUs below 1 or above MOST_GPUS."""
     if not 1 <= number <= MOST_GPUS:
         raise InputError(f"--gpus is {shown(number)}, expected a whole number of at least 1, at most {MOST_GPUS}")
 
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:
-    """`--hardware` and `--gpu-memory`."""
+    """Add `--hardware` and `--gpu-memory`."""
     parser.add_argument(
         "--hardware",
         metavar="NAME|FILE.toml",
         default="H100-80G",
-        help="A100-40G, A100-80G, H100-80G, H200, B200, or what `evenpipe profile --hardware` wrote (default:"
+        help="A100-40G, A100-80G, H100-80G, H200, B200, or a file of `evenpipe profile --hardware` (default:"
         " %(default)s)",
     )
-    parser.add_argument("--gpu-memory", metavar="SIZE", help="of each, such as 80GiB (default: that of the hardware)")
+    parser.add_argument(
+        "--gpu-memory", metavar="SIZE", help="memory of each GPU, such as 80GiB (default: that of the hardware)"
+    )
 
 
 def read_model(text: str) -> Description:
-    """The model that `--model` names, without its weights. Raises InputError for what is no causal language model."""
+    """Return the model of `--model` without weights. Raises InputError if it is not a causal language model."""
     from evenpipe.model import describe
 
     if Path(text).suffix == ".json" and not Path(text).is_file():

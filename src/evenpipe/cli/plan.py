@@ -21,69 +21,74 @@ if TYPE_CHECKING:
     from evenpipe.plan.configurations import Problem, Space
 
 BATCH_TOKENS = 2**22
-"""Tokens of a step where nothing is said, or a sequence for every GPU if that is more."""
+"""Default tokens of a step, or one sequence per GPU if that is more."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, the machine, the batch, and what may be chosen."""
+    """Add the model, the machine, the batch, and the choices of the search."""
     parser.add_argument(
         "--model",
         metavar="MODEL",
         required=True,
         help="hub name, folder, config.json, or a configuration of evenpipe train (its model, data and batch)",
     )
-    parser.add_argument("--gpus", metavar="N", type=int, required=True, help="how many there are")
+    parser.add_argument("--gpus", metavar="N", type=int, required=True, help="number of GPUs")
     add_hardware(parser)
     parser.add_argument("--sequence", metavar="TOKENS", type=int, help="length of a sequence (default: 4096)")
     parser.add_argument(
-        "--batch", metavar="SEQUENCES", type=int, help="sequences per step over all GPUs (default: 4 Mi tokens' worth)"
+        "--batch",
+        metavar="SEQUENCES",
+        type=int,
+        help="sequences per step over all GPUs (default: as many as make 4 Mi tokens)",
     )
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="of products (default: bf16, fp32 on a CPU)")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp32"), help="type of the matrix products (default: bf16, fp32 on a CPU)"
+    )
     parser.add_argument(
         "--kernels",
         default="transformers",
         help="transformers, fused, megatron or transformer-engine (default: %(default)s)",
     )
-    space = parser.add_argument_group("what may be chosen, each one value or several with commas")
+    space = parser.add_argument_group("choices of the search: one value, or several separated by commas")
     for name, what in (
         ("dp", "replicas"),
         ("tp", "tensor parallelism"),
         ("cp", "context parallelism"),
         ("pp", "devices of a pipeline"),
-        ("zero", "what is sharded over replicas: 0 nothing, 1 optimizer, 2 gradients too, 3 parameters too"),
-        ("microbatch-size", "sequences of a microbatch"),
+        ("zero", "shard over replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters"),
+        ("microbatch-size", "sequences per microbatch"),
         ("stages-per-device", "for schedules that leave a choice"),
         ("schedule", "names of schedules"),
         ("vocabulary", "vocabulary modes"),
-        ("checkpointing", "none, selective, full, or least: on each device as little as its memory allows"),
+        ("checkpointing", "none, selective, full, or least: on each device only as much as its memory requires"),
         (
             "host-share",
-            "of AdamW's moments on the host, 0 to 1, or least: as much as memory asks for and time allows (default: 0)",
+            "share of AdamW's moments on the host, 0 to 1, or least: as much as is needed and worth it (default: 0)",
         ),
         (
             "offload",
-            "activations on the host: scheduled (as the schedule says; default), none, free (all that lowers the memory"
-            " of a device and costs no time), all, or least: free where memory is short",
+            "activations on the host: scheduled (as the schedule says; default), none, free (all that lower the memory"
+            " of a device and cost no time), all, or least (free, if memory is short)",
         ),
     ):
         space.add_argument(f"--{name}", metavar="X[,X...]", help=what)
     space.add_argument(
-        "--runnable", action="store_true", help="only what evenpipe train runs today: dp, pp, zero 0 or 3"
+        "--runnable", action="store_true", help="only configurations that evenpipe train can run: dp, pp, zero 0 or 3"
     )
     parser.add_argument("--best", metavar="N", type=int, default=10, help="plans to show (default: %(default)s)")
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="what each vocabulary mode gains, what was rejected, why, and what would help",
+        help="show the gain of each vocabulary mode, and which configurations were rejected, why, and what would help",
     )
     parser.add_argument(
         "-o", "--output", metavar="CONFIG.toml", type=Path, help="write the best plan for evenpipe train"
     )
-    parser.add_argument("--workers", metavar="N", type=int, help="processes (default: as many as there are cores)")
-    parser.add_argument("--no-cache", action="store_true", help="evaluate everything anew, and keep nothing on disk")
+    parser.add_argument("--workers", metavar="N", type=int, help="processes (default: one per core)")
+    parser.add_argument("--no-cache", action="store_true", help="neither use nor write the cache on disk")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.epilog = (
-        "Every plan fits: its memory is that of `evenpipe estimate`, device by device. Its time is that of `evenpipe\n"
+        "Every plan fits in memory, as estimated by `evenpipe estimate` for every device. Times come from `evenpipe\n"
         "simulate`, with pass times from the shapes of the model and the speed of the hardware.\n\n"
         "exit codes: 0 a plan, 1 nothing fits, 2 the input is wrong"
     )
@@ -130,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _problem(arguments: argparse.Namespace) -> tuple[Problem, Mapping[str, Any]]:
-    """What is asked, and the tables of a configuration that the answer goes into."""
+    """Return the problem, and the tables of the configuration to write."""
     from evenpipe.cli.model_argument import read_model
     from evenpipe.costs.hardware import find_hardware
     from evenpipe.memory.sizes import parse_size
@@ -222,7 +227,7 @@ def _share(text: str) -> float | None:
 
 
 def _check_output(path: Path) -> None:
-    """Raise InputError, before any time is spent, where the plan could not be written."""
+    """Raise InputError, before the search, if the plan cannot be written."""
     if path.suffix != ".toml":
         raise InputError(f"--output is '{plain(path)}', but the name of a configuration must end in .toml")
     if not path.absolute().parent.is_dir():
@@ -230,7 +235,7 @@ def _check_output(path: Path) -> None:
 
 
 def _write(found: Found, base: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """The best plan that can be run; a better one that cannot is named."""
+    """Write the best plan that can run, and say if better plans are estimates only."""
     from evenpipe.plan.ranking import runnable
     from evenpipe.train.planned_config import planned_tables, write_tables
 
@@ -240,12 +245,16 @@ def _write(found: Found, base: Mapping[str, Any], arguments: argparse.Namespace)
     notes = f"Planned for {found.problem.gpus} x {found.problem.hardware.name}: {plan.configuration.name}"
     write_tables(tables, arguments.output, notes)
     if not arguments.json:
-        note = "" if plan is found.best else f" (plan {found.plans.index(plan) + 1}: those above it are estimates only)"
-        say(f"wrote {arguments.output}{note}; its run goes to {tables['output']['folder']}")
+        note = (
+            ""
+            if plan is found.best
+            else f" (plan {found.plans.index(plan) + 1}: the plans above it are estimates only)"
+        )
+        say(f"wrote {arguments.output}{note}; the run will write to {tables['output']['folder']}")
 
 
 def _bar(*, quiet: bool) -> Any:
-    """A context with a function that shows progress on stderr, where somebody may look at it."""
+    """Return a context with a function that shows progress on stderr, if stderr is a terminal."""
     if quiet or not sys.stderr.isatty():
         return nullcontext(None)
     from contextlib import contextmanager

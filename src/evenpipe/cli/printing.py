@@ -1,4 +1,4 @@
-"""What commands print on standard output."""
+"""Printing on standard output."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from evenpipe.given import plain_lines
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Print for people. Names from files and arguments, and what models write, do not reach a terminal as controls."""
+    """Print text for people, with control characters from names and generated text escaped."""
     print(plain_lines(text), end=end, flush=True)
 
 
 def say_json(values: Mapping[str, Any]) -> None:
-    """Print one JSON object, for programs."""
+    """Print one JSON object for programs."""
     print(json.dumps(values), flush=True)

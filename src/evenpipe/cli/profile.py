@@ -1,7 +1,7 @@
 """`evenpipe profile CONFIG.toml [section.key=value ...] [-o COSTS.toml]`, or with `--from TRACE.json ...`.
 
 `evenpipe profile --hardware [CONFIG.toml] [-o HARDWARE.toml]` measures the machine itself, for `plan`; with a
-configuration, passes of its model too."""
+configuration, also the passes of its model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ STEPS = 6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is measured, and where the costs go."""
+    """Add what to measure, and the output."""
     parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="the configuration, as for evenpipe train")
     parser.add_argument(
-        "overrides", metavar="section.key=value", nargs="*", default=[], help="replaces a value of the configuration"
+        "overrides", metavar="section.key=value", nargs="*", default=[], help="replace a value of the configuration"
     )
     parser.add_argument(
         "--from",
@@ -42,27 +42,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware",
         action="store_true",
-        help="measure this machine: products, memory, messages, and passes of the configured model if there is one;"
-        " for plan",
+        help="measure this machine for plan: products, memory, messages, and with CONFIG.toml passes of its model",
     )
     parser.add_argument(
         "--microbatch-sizes",
         metavar="B[,B...]",
-        help="with --hardware CONFIG.toml: sequences of the microbatches that are measured (default: 1,4)",
+        help="with --hardware CONFIG.toml: sequences per measured microbatch (default: 1,4)",
     )
     parser.add_argument(
         "--processes",
         metavar="N",
         type=int,
-        help="with --hardware: so many at once (default: as configured, or as many as there are cores)",
+        help="with --hardware: number of processes (default: as configured, or one per core)",
     )
     parser.add_argument("-o", "--output", metavar="FILE.toml", help="write a file; without it, print the figures")
     parser.add_argument("--json", action="store_true", help="print the costs as one JSON object and nothing else")
     parser.epilog = (
-        "Trains a few steps of the configured model on random tokens, with all its processes at once, and takes the\n"
-        "times of every pass and transfer, in seconds. The file is for --costs of simulate, draw, check and search.\n"
-        "Its times hold for this model, number of stages, microbatch size and sequence length. An output layer that\n"
-        "is whole (first-last) counts as part of the last stage."
+        "Trains a few steps of the configured model on random tokens, with all its processes at once, and measures\n"
+        "every pass and transfer, in seconds. The file is for --costs of simulate, draw, check and search. Its times\n"
+        "are valid for this model, number of stages, microbatch size and sequence length. With first-last, the\n"
+        "output layer is part of the last stage."
     )
 
 
@@ -77,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _hardware(arguments)
     for name in ("processes", "microbatch_sizes"):
         if getattr(arguments, name) is not None:
-            raise InputError(f"--{name.replace('_', '-')} is for --hardware; the configuration says it otherwise")
+            raise InputError(f"--{name.replace('_', '-')} needs --hardware; without it, the configuration decides")
     if (arguments.config is None) == (arguments.traces is None):
         given = "neither is" if arguments.config is None else "both are"
         raise InputError(f"profile needs either CONFIG.toml or --from TRACE.json, but {given} given")
@@ -116,9 +115,9 @@ def _measured(arguments: argparse.Namespace) -> tuple[Costs, Mapping[str, Any]]:
 
 def _hardware(arguments: argparse.Namespace) -> int:
     if arguments.traces is not None:
-        raise InputError("--hardware measures the machine; leave --from away")
+        raise InputError("--hardware measures the machine; leave out --from")
     if arguments.microbatch_sizes is not None and arguments.config is None:
-        raise InputError("--microbatch-sizes is for the passes of a model, but no CONFIG.toml is given")
+        raise InputError("--microbatch-sizes needs a model, but no CONFIG.toml is given")
 
     from evenpipe.cli.lists import whole_numbers
     from evenpipe.costs.hardware import hardware_to_toml, write_hardware

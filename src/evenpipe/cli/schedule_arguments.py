@@ -1,4 +1,4 @@
-"""Arguments that the commands about schedules share, and what they mean."""
+"""Arguments that several commands share, and how to read them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from evenpipe.plan.cases import Case
 
 COSTS = """
-Costs: a TOML or JSON file with times in one unit: F, B (or I and W), per stage; S, C, T, E, G per device; p2p,
-collectives, bytes, ... A number holds for all, a list has one for each. Without a file: F = I = W = 1 (B = 2),
-S = T = 0.4, and nothing for the rest.
+Costs: a TOML or JSON file with times in one unit: F, B (or I and W) per stage; S, C, T, E, G per device; p2p,
+collectives, bytes, ... A number applies to all stages or devices, a list has one number for each. Without a file:
+F = I = W = 1 (B = 2), S = T = 0.4, all other times 0.
 
-When schedules are compared, F, B, I, W and bytes are those of a stage of the *first* schedule. The others do the same
-work with the same bytes: with twice as many stages per device each has half. A list can be joined (8 stages to 4), but
-not cut: give it for the schedule with the most stages. Where modes are compared that shard the vocabulary layers and
-that do not, the first and last stage of the latter do their work: S + T of all devices in three equal parts with F, I
-and W of the last stage, E with the first F, G with the first W."""
+When schedules are compared, F, B, I, W and bytes describe a stage of the *first* schedule. The others do the same
+work with the same bytes: with twice as many stages per device, each stage has half. A list can be merged (8 stages into
+4) but not divided: give it for the schedule with the most stages. When modes with and without sharded vocabulary layers
+are compared, the first and last stage do the vocabulary work of the latter: S + T of all devices in three equal parts
+with F, I and W of the last stage, E with F and G with W of the first stage."""
 
 LARGEST = 10_000_000
-"""Devices x microbatches x stages per device: some thirty million passes, an hour of simulation."""
+"""Largest devices x microbatches x stages per device: some thirty million passes, an hour of simulation."""
 
 
 def schedules_help() -> str:
-    """Every schedule in one line."""
+    """Return help text with one line per schedule."""
     from evenpipe.schedule.registry import SCHEDULES, describe
 
     lines = [f"  {name:12s}{describe(name)}" for name in SCHEDULES]
@@ -37,8 +37,8 @@ def schedules_help() -> str:
 
 
 def add_size(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Devices and microbatches."""
-    known = "" if required else " (a file: as many as it has)"
+    """Add the numbers of devices and microbatches."""
+    known = "" if required else " (default for a file: as in the file)"
     parser.add_argument("--devices", metavar="P", type=int, required=required, help=f"devices of the pipeline{known}")
     parser.add_argument(
         "--microbatches", metavar="M", type=int, required=required, help=f"microbatches of the step{known}"
@@ -46,58 +46,60 @@ def add_size(parser: argparse.ArgumentParser, *, required: bool) -> None:
 
 
 def add_costs(parser: argparse.ArgumentParser, use: str) -> None:
-    """A cost file."""
+    """Add `--costs`."""
     parser.add_argument("--costs", metavar="FILE", help=f"TOML or JSON file with times and bytes, {use}")
 
 
 def add_memory_limit(parser: argparse.ArgumentParser, use: str) -> None:
-    """How much may be held."""
+    """Add `--memory-limit`."""
     parser.add_argument("--memory-limit", metavar="K[,K...]", help=use)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Output for programs."""
+    """Add `--json`."""
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
 def add_cases(parser: argparse.ArgumentParser) -> None:
-    """Which schedules, at which size, with which costs; read by `cases`."""
+    """Add the schedules, their size and their costs, for `cases`."""
     parser.add_argument(
-        "--schedule", metavar="NAME|FILE.csv", help="a schedule by name, or an order or program in a file"
+        "--schedule", metavar="NAME|FILE.csv", help="name of a schedule, or file with an order or program"
     )
     parser.add_argument(
-        "--compare", metavar="NAME,...", help="several, side by side, behind --schedule if given; 'all': every name"
+        "--compare",
+        metavar="NAME,...",
+        help="several schedules side by side, after --schedule if given; 'all': every name",
     )
     add_size(parser, required=False)
     parser.add_argument("--stages-per-device", metavar="V", type=int, help="for schedules that leave a choice")
     parser.add_argument(
         "--group-size", metavar="G", type=int, help="microbatches that a device takes in turn, likewise"
     )
-    add_memory_limit(parser, "stage activations that a device may hold, for schedules that plan by it")
+    add_memory_limit(parser, "most stage activations that a device may hold, for schedules that have this option")
     parser.add_argument(
         "--vocabulary",
         metavar="MODE,...",
         help="first-last, redistribute, interlaced, vocab-1, vocab-2 or balanced (= vocab-2), one or several"
-        " (default: first-last, where the first and last stage hold the vocabulary layers; a file as it stands)",
+        " (default: first-last, with the vocabulary layers on the first and last stage; for a file: unchanged)",
     )
     add_offload(parser)
-    add_costs(parser, "instead of equal ones")
+    add_costs(parser, "default: equal times")
 
 
 def add_offload(parser: argparse._ActionsContainer) -> None:
-    """`--offload`; read by `offload`."""
+    """Add `--offload`, for `offload`."""
     parser.add_argument(
         "--offload",
         metavar="WHAT",
         default="scheduled",
-        help="which activations go to the host: free (all that lowers memory and costs no time), all (whatever it"
-        " takes to hold as little as can be), a number of bytes as --costs counts them (what it takes to hold no more),"
-        " none; default: scheduled (what the order says)",
+        help="activations for the host: free (all that lower the peak without costing time), all (enough to reach"
+        " the lowest possible peak), a number (enough to stay below that many bytes, with the sizes of --costs),"
+        " none; default: scheduled (as the order says)",
     )
 
 
 def offload(arguments: argparse.Namespace) -> str | float:
-    """What `--offload` says. Raises InputError for anything else."""
+    """Return the value of `--offload`. Raises InputError if it is not valid."""
     from evenpipe.schedule.planning import check_offload
 
     try:
@@ -109,7 +111,7 @@ def offload(arguments: argparse.Namespace) -> str | float:
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
-    """What the arguments of `add_cases` ask for, planned and simulated. Raises InputError."""
+    """Return the cases of the arguments of `add_cases`, planned and simulated. Raises InputError."""
     from evenpipe.plan.cases import plan_cases
     from evenpipe.schedule import SCHEDULES
     from evenpipe.schedule.files import read_costs
@@ -143,7 +145,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
 
 
 def refuse_too_large(arguments: argparse.Namespace) -> None:
-    """Raise InputError for a size that no one has time to wait for, as a mistyped number gives."""
+    """Raise InputError for a size that would take hours, such as a mistyped number."""
     size = 1
     for name in ("devices", "microbatches", "stages_per_device"):
         size *= max(1, getattr(arguments, name) or 1)
@@ -154,20 +156,20 @@ def refuse_too_large(arguments: argparse.Namespace) -> None:
 
 
 def _refuse_strange(name: str, schedules: Mapping[str, Any]) -> None:
-    """Raise InputError for what is neither the name of a schedule nor that of a CSV file, and say how to write it."""
+    """Raise InputError for a value that is neither the name of a schedule nor of a CSV file."""
     from evenpipe.schedule.registry import options_of
 
     if name in schedules or name.endswith(".csv"):
         return
     if "," in name:
-        raise InputError(f"--schedule is '{plain(name)}', but takes one schedule; --compare {name} takes several")
+        raise InputError(f"--schedule is '{plain(name)}', but it takes one schedule; use --compare {name} for several")
     if Path(name).suffix or Path(name).is_file():
         raise InputError(f"'{plain(name)}' is not the name of a schedule, and the name of a file must end in .csv")
-    options_of(name)  # which raises, with the nearest name
+    options_of(name)  # raises, with the nearest name
 
 
 def options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Options of generators that were given."""
+    """Return the given options of generators."""
     given = {
         "stages_per_device": arguments.stages_per_device,
         "group_size": arguments.group_size,
@@ -177,7 +179,7 @@ def options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def numbers(name: str, text: str | None) -> float | list[float] | None:
-    """One number, or several with commas. Raises InputError."""
+    """Return one number, or several separated by commas. Raises InputError."""
     if text is None:
         return None
     try:

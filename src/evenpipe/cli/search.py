@@ -19,26 +19,26 @@ from evenpipe.given import plain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is searched, for how long, and where the result goes."""
+    """Add the search problem, its limits, and the output."""
     add_size(parser, required=True)
     parser.add_argument("--stages-per-device", metavar="V", type=int, help="1 is linear, more are looped (default: 1)")
     parser.add_argument(
         "--placement", metavar="WHICH", help="linear, looped, v, or the device of each stage such as 0,1,1,0"
     )
-    parser.add_argument("--split-backward", action="store_true", help="I and W in the place of B")
+    parser.add_argument("--split-backward", action="store_true", help="I and W instead of B")
     parser.add_argument(
         "--vocabulary",
         metavar="MODE",
         default="first-last",
         help="first-last, vocab-1 or vocab-2 (default: %(default)s)",
     )
-    add_costs(parser, "instead of equal ones")
-    add_memory_limit(parser, "stage activations that a device may hold: one number, or one per device")
+    add_costs(parser, "default: equal times")
+    add_memory_limit(parser, "most stage activations that a device may hold: one number, or one per device")
     parser.add_argument(
         "--objective",
         choices=("span", "makespan"),
         default="span",
-        help="what is to be short: the longest time of any device, or the whole step (default: %(default)s)",
+        help="minimise the longest time of any device, or the whole step (default: %(default)s)",
     )
     parser.add_argument("--seconds", metavar="N", type=float, default=30.0, help="at most (default: %(default)g)")
     parser.add_argument("--workers", metavar="N", type=int, default=1, help="threads (default: %(default)s)")
@@ -46,15 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE.csv", type=Path, help="write the order")
     add_json(parser)
     parser.epilog = (
-        "Starts from the best named schedule and looks for a shorter order with OR-tools (pip install\n"
-        "'evenpipe[search]') until it has proved that there is none, or the time is up. For small cases: some hundred\n"
-        "passes. A search that ends by itself gives the same order every time.\n\n"
+        "Starts from the best named schedule and searches for a shorter order with OR-tools (pip install\n"
+        "'evenpipe[search]') until it proves that there is none, or reaches the time limit. For small cases: some\n"
+        "hundred passes. A search that ends before its time limit gives the same order every time.\n\n"
         "exit codes: 0 an order, 1 no order fits the memory limit, 2 the input is wrong"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was found and write it."""
+    """Search, print the result and write the order."""
     from evenpipe.plan.search import problem_of, search
     from evenpipe.schedule.files import read_costs, write_schedule
 
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_output(path: Path) -> None:
-    """Raise InputError, before any time is spent, where the order could not be written or not be found again."""
+    """Raise InputError, before the search, if the order cannot be written, or not be read again by its name."""
     if path.suffix != ".csv":
         raise InputError(f"--output is '{plain(path)}', but the name of a schedule's file must end in .csv")
     if not path.absolute().parent.is_dir():

@@ -10,30 +10,28 @@ from evenpipe.errors import InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to simulate."""
+    """Add the schedules to simulate."""
     from evenpipe.plan.case_report import SORTED_BY
 
     add_cases(parser)
     parser.add_argument(
         "--sort",
         choices=tuple(SORTED_BY),
-        help="order of the table's rows, the best first; default: as they are given",
+        help="sort the rows of the table, the best first; default: as given",
     )
     add_json(parser)
     parser.epilog = f"{schedules_help()}\n{COSTS}"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print figures: of one schedule in detail, of several in a table."""
+    """Print one schedule in detail, or several in a table."""
     planned = cases(arguments)
 
     from evenpipe.plan import case_report
 
     several = arguments.compare is not None or len(planned) > 1
     if arguments.sort is not None and not several:
-        raise InputError(
-            "--sort is given, but one schedule has no rows to sort; --compare or several modes of --vocabulary have"
-        )
+        raise InputError("--sort is given, but there is only one schedule; give several with --compare or --vocabulary")
     if arguments.json:
         say_json(case_report.to_dict(planned, arguments.costs, several=several, sort=arguments.sort))
     elif several:

@@ -8,16 +8,16 @@ from dataclasses import replace
 from evenpipe.cli.main import OVERRIDE
 
 TRACED_STEP = 3
-"""Of a run with --trace: memory and connections have warmed up."""
+"""Default traced step of --trace: memory and connections are warmed up by then."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The configuration and what overrides it; the help lists every field."""
+    """Add the configuration and its overrides; the help lists every field."""
     from evenpipe.train.config_help import configuration_help
 
     parser.add_argument("config", metavar="CONFIG.toml", help="the configuration")
     parser.add_argument(
-        "overrides", metavar="section.key=value", nargs="*", default=[], help="replaces a value of the configuration"
+        "overrides", metavar="section.key=value", nargs="*", default=[], help="replace a value of the configuration"
     )
     parser.add_argument(
         "--trace",
@@ -30,16 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force",
         action="store_true",
-        help="train in folders that another run writes to; the next checkpoint of that run then fails",
+        help="train even if another run writes to the folders; the next checkpoint of that run then fails",
     )
     parser.epilog = "fields of the configuration:\n\n" + configuration_help()
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train; started again with the same configuration it goes on from the last checkpoint."""
+    """Train. A repeated run continues from the last checkpoint."""
     from evenpipe.train.config_file import load_config
 
-    if OVERRIDE.match(arguments.trace or ""):  # that came behind --trace is not its folder
+    if OVERRIDE.match(arguments.trace or ""):  # an override after --trace is not its folder
         arguments.overrides.append(arguments.trace)
         arguments.trace = ""
     config = load_config(arguments.config, arguments.overrides)

@@ -1,7 +1,7 @@
-"""Costs from measurements: traces of real steps become the times that the simulator predicts from.
+"""Costs from measurements: traces of real steps become the times for the simulator.
 
-`costs_of` takes the means of a step, and medians of several steps, `write_costs` makes a cost file of them,
-`with_backward` gives orders with every kind of pass to measure.
+`costs_of` takes means within a step and medians over steps, `write_costs` writes them to a cost file, and
+`with_backward` returns orders that measure every kind of pass.
 """
 
 from __future__ import annotations

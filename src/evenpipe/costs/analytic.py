@@ -1,16 +1,16 @@
-"""Pass times from a model's shapes and a piece of hardware: no run, no measurement of the model.
+"""Pass times from the shapes of a model and the speed of the hardware, without running the model.
 
-    product     max(FLOPs / achieved, bytes / bandwidth) + one operation. FLOPs decide from some hundred tokens on
+    product     max(FLOPs / achieved, bytes / bandwidth) + one operation; FLOPs dominate from some hundred tokens on
     streaming   bytes / bandwidth + operations
-    attention   FLOPs of the pairs that the mask leaves / what fused attention achieves; the backward has 2.5 times them
-                (five products, of which one is a repetition)
-    tensor      per layer two all-gathers and two reduce-scatters (or two all-reduces) forward and two backward, waited
-                for; with sequence parallelism what is streamed is cut too
-    context     keys and values pass by while attention computes: what takes longer counts
+    attention   FLOPs of the unmasked pairs / the speed of fused attention; the backward has 2.5 times as many (five
+                products, one of them recomputed)
+    tensor      per layer two all-gathers and two reduce-scatters (or two all-reduces) forward and two backward, not
+                overlapped; with sequence parallelism the streamed tensors are split too
+    context     keys and values arrive while attention computes: the longer of the two counts
 
-F is all of a layer once; I its products again, for the gradients of their inputs, with attention and streaming
-backward; W the products a third time, whose results are added to gradients in fp32. Compared with measurements in
-tests/costs/test_analytic.py.
+F runs all of a layer once; I its products again, for the gradients of their inputs, with the backward of attention and
+streaming; W the products a third time, adding the results to gradients in fp32. tests/costs/test_analytic.py compares
+with measurements.
 """
 
 from __future__ import annotations
@@ -37,51 +37,51 @@ from .work import (
 )
 
 GRADIENT_BYTES = 4
-"""Of one element of a gradient that products are added to."""
+"""Bytes of one element of a gradient that products are added to."""
 
 ATTENTION_BACKWARD = 2.5
 """FLOPs of fused attention's backward, relative to its forward (arXiv 2307.08691, section 4.1)."""
 
 ADDED_BYTES = 12
-"""Of one element in fp32 that is added to another: two are read and one is written."""
+"""Bytes moved to add one fp32 element to another: two reads and one write."""
 
 RING_OPERATIONS = 6
-"""Kernels of one step of ring attention beside attention itself: messages, copies and sums."""
+"""Kernels of one step of ring attention besides attention itself: messages, copies and sums."""
 
 BESIDE_COLLECTIVES = 1.065
-"""Factor on the passes of stages where collectives of the vocabulary layers run beside them and take multiprocessors
-and bandwidth. Fitted to F and B of the published runs on A100 with vocabulary passes and without (arXiv 2411.05288,
-artifact), 1.05 to 1.09; CPUs have `Hardware.contention`, which is measured."""
+"""Factor on the passes of stages while collectives of the vocabulary layers run beside them and use multiprocessors and
+bandwidth. Fitted to F and B of the published runs on A100 with and without vocabulary passes (arXiv 2411.05288,
+artifact), 1.05 to 1.09; CPUs have the measured `Hardware.contention`."""
 
 STATISTICS = 3
-"""Numbers per token and shard that the vocabulary layers gather, in fp32."""
+"""fp32 numbers per token and shard that the vocabulary layers gather."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How a device computes: all that pass times depend on beside the model and its cut."""
+    """How a device computes: everything that pass times depend on besides the model and its split."""
 
     hardware: Hardware
     axes: Axes
     dtype: str
-    """Of products and activations: "bf16" or "fp32"."""
+    """Type of products and activations: "bf16" or "fp32"."""
     microbatch_size: int
-    """Sequences."""
+    """Sequences per microbatch."""
     sequence: int
-    """Tokens of one."""
+    """Tokens per sequence."""
     sequence_parallel: bool = True
     fused: bool = True
     """Norms, activation and rotary embedding are one kernel each."""
     adds_weight_gradients: bool = True
-    """The product of a weight's gradient adds to what is there; else it makes a new tensor first."""
+    """The product for a weight gradient adds to the gradient directly; otherwise it first makes a new tensor."""
     flash: bool = True
     """Attention does not write its probabilities."""
     loss: str = "evenpipe"
     """As `Kernels.loss`."""
     stops_early: bool = True
-    """A layer that runs again ends with the last tensor that its backward wants; else it runs to its end."""
+    """A recomputed layer stops after the last tensor that its backward needs; otherwise it runs to its end."""
     correction: Correction = NO_CORRECTION
-    """By what passes of this model took."""
+    """From measured passes of this model."""
 
     def __post_init__(self) -> None:
         self.hardware.peak(self.dtype)
@@ -93,12 +93,12 @@ class Setting:
 
     @property
     def tensor(self) -> int:
-        """Parts of every matrix."""
+        """Size of the tensor axis: parts of every matrix."""
         return self.axes.tensor.size
 
     @cached_property
     def tokens(self) -> int:
-        """Of one microbatch on one device."""
+        """Tokens of one microbatch on one device."""
         return self.microbatch_size * self.sequence // self.axes.context.size
 
     @cached_property
@@ -108,18 +108,18 @@ class Setting:
 
     @cached_property
     def hidden_share(self) -> float:
-        """How much of what is as wide as the hidden states a device of the tensor axis holds."""
+        """Share of tensors as wide as the hidden states that a device of the tensor axis holds."""
         return 1 / self.tensor if self.sequence_parallel else 1.0
 
     def hop_bytes(self, hidden_size: int) -> float:
-        """What one hop carries."""
+        """Bytes of one hop."""
         return self.tokens * hidden_size * self.element * self.hidden_share
 
     # --- one matrix ------------------------------------------------------------------------------------------
 
     def product_seconds(self, product: Product, which: str = "forward") -> float:
-        """One of the three products of a matrix, cut over the tensor axis: "forward", "inputs" (the gradient of what it
-        is multiplied with) or "weights" (dW, which is added to a sum in fp32)."""
+        """Return the time of one of the three products of a matrix, split over the tensor axis: "forward", "inputs"
+        (the gradient of its input) or "weights" (dW, which is added to a sum in fp32)."""
         size = product.parameters / self.tensor
         tokens = self.tokens * product.met / product.copies
         flops = self.tokens * product.flops / self.tensor / product.copies
@@ -149,37 +149,37 @@ class LayerTime:
 
     forward: float
     bare: float
-    """A forward that keeps nothing but its input."""
+    """A forward that keeps only its input."""
     inputs: float
     weights: float
     whole: float
-    """B: both in one. Nothing is computed again."""
+    """B: both in one, without recomputation."""
     again_selective: float
-    """What a backward computes again where results of products and attention are kept."""
+    """Recomputation if the results of products and attention are kept."""
     again_full: float
-    """The same where only the layer's input is kept."""
+    """The same if only the layer's input is kept."""
 
     @property
     def backward(self) -> float:
-        """The shorter of both ways."""
+        """The shorter of the whole and the split backward."""
         return min(self.whole, self.inputs + self.weights)
 
     @property
     def recomputed(self) -> float:
-        """What a layer takes longer where only its input is kept."""
+        """Extra time of a layer that keeps only its input."""
         return self.again_full + self.bare - self.forward
 
     def forward_of(self, checkpointing: str) -> float:
-        """Under one of the policies "none", "selective", "full"."""
+        """Return the forward under one of the policies "none", "selective", "full"."""
         return self.bare if checkpointing == "full" else self.forward
 
     def again(self, checkpointing: str) -> float:
-        """What the backward computes again under one of the policies "none", "selective", "full"."""
+        """Return the recomputation in the backward under one of the policies "none", "selective", "full"."""
         return {"none": 0.0, "selective": self.again_selective, "full": self.again_full}[checkpointing]
 
 
 def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
-    """Of one layer."""
+    """Return the times of one layer."""
     hardware, tokens = setting.hardware, setting.tokens
     products = sum(setting.product_seconds(product) for product in work.products)
     inputs = sum(setting.product_seconds(product, "inputs") for product in work.products)
@@ -206,13 +206,13 @@ def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
 
 
 def _streamed_share(work: LayerWork, setting: Setting) -> float:
-    """The part of what is streamed that one device of the tensor axis has: all is cut with sequence parallelism, else
-    what belongs to heads and to the MLP only, which is taken as half."""
+    """Return the share of the streamed bytes on one device of the tensor axis: all is split with sequence parallelism,
+    else only the bytes of heads and the MLP, assumed to be half."""
     return 1 / setting.tensor if setting.sequence_parallel else (1 + 1 / setting.tensor) / 2
 
 
 def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:
-    """Forward and backward; keys and values of the other parts of the sequence arrive meanwhile."""
+    """Return forward and backward of attention; keys and values of the other parts of the sequence arrive meanwhile."""
     if not work.heads:
         return 0.0, 0.0
     hardware, axis = setting.hardware, setting.axes.context
@@ -230,8 +230,7 @@ def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:
         return forward, backward
     passing = axis.size * setting.tokens * work.key_value_size / setting.tensor * setting.element
     arriving = axis.gather_seconds(hardware, passing)
-    # What each part of the keys gives is added, in fp32, to what was there: results, and gradients of queries, keys and
-    # values.
+    # The results for each part of the keys are added in fp32: outputs, and gradients of queries, keys and values.
     parts = axis.size - 1
     result = setting.tokens * work.heads * work.value_size / setting.tensor
     gradients = result + setting.tokens * work.key_value_size / setting.tensor
@@ -243,7 +242,7 @@ def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadTime:
-    """Seconds of an output layer, or of one shard of it, per microbatch: its three products, and the loss around."""
+    """Seconds of an output layer, or of one shard of it, per microbatch: its three products, and the loss."""
 
     forward: float
     inputs: float
@@ -253,12 +252,12 @@ class HeadTime:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Total time."""
         return self.forward + self.inputs + self.weights + self.loss_forward + self.loss_backward
 
 
 def head_time(hidden_size: int, rows: float, setting: Setting) -> HeadTime:
-    """Of `rows` rows of the output layer, over the tensor axis too."""
+    """Return the time of `rows` rows of the output layer, split over the tensor axis too."""
     if setting.loss not in LOSS_BYTES:
         raise InputError(f"loss is '{setting.loss}', expected one of {', '.join(LOSS_BYTES)}")
     matrix = Product(hidden_size, max(1, round(rows)))
@@ -267,7 +266,7 @@ def head_time(hidden_size: int, rows: float, setting: Setting) -> HeadTime:
         for size in LOSS_BYTES[setting.loss]
     )
     again = setting.product_seconds(matrix) if setting.loss == "chunked" else 0.0
-    # S has the first three of these with one barrier, which is how passes are measured, and T the others.
+    # With one barrier, as in measurements, S has the first three of these, and T the others.
     first, second = setting.correction["S"], setting.correction["T"]
     return HeadTime(
         forward=first * setting.product_seconds(matrix),
@@ -286,16 +285,16 @@ class WholeHeadTime:
     inputs: float
     weights: float
     whole: float
-    """To B."""
+    """Added to B."""
 
     @property
     def seconds(self) -> float:
-        """All of it, with the shorter of both ways back."""
+        """Total time, with the shorter backward."""
         return self.forward + min(self.whole, self.inputs + self.weights)
 
 
 def whole_head_time(hidden_size: int, rows: int, setting: Setting) -> WholeHeadTime:
-    """As it was measured; what was not follows from the shards."""
+    """Return measured times if there are any; otherwise they follow from the shards."""
     factors = setting.correction.factors
     shards = _added(head_time(hidden_size, rows, setting))
     plain = _added(head_time(hidden_size, rows, replace(setting, correction=NO_CORRECTION)))
@@ -304,14 +303,14 @@ def whole_head_time(hidden_size: int, rows: int, setting: Setting) -> WholeHeadT
 
 
 def _added(head: HeadTime) -> dict[str, float]:
-    """What an output layer adds to F, I, W and B."""
+    """Return the time that an output layer adds to F, I, W and B."""
     forward, inputs = head.forward + head.loss_forward, head.inputs + head.loss_backward
     return {"F": forward, "I": inputs, "W": head.weights, "B": inputs + head.weights}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Which layers stand where: what a `Costs` is made for."""
+    """The split of layers over devices that `Costs` are made for."""
 
     placement: Placement
     layers_per_stage: tuple[int, ...]
@@ -328,10 +327,10 @@ WHOLE = ("first-last", "redistribute")
 def costs_of_cut(
     cut: Cut, layers: Sequence[LayerTime], setting: Setting, *, rows: int, hidden_size: int, contention: float = 1.0
 ) -> Costs:
-    """Seconds of all passes and transfers of one step.
+    """Return the seconds of all passes and transfers of one step.
 
-    layers: with the correction `beside_whole` where vocabulary layers are whole. rows: of the embedding and of the
-    output layer.
+    layers: with the correction `beside_whole` if vocabulary layers are whole. rows: of the embedding and of the output
+    layer.
     """
     devices = cut.placement.devices
     correction = setting.correction
@@ -400,16 +399,17 @@ def costs_of_cut(
     )
 
 
-# --- what stands around the passes of a step -----------------------------------------------------------------
+# --- before and after the passes of a step ---------------------------------------------------------------------
 
 OPTIMIZER_BYTES = 40.0
-"""Read and written per parameter by AdamW and the clipping before it: gradient twice, weight and two moments both ways,
-the copy in the dtype of the computation."""
+"""Bytes read and written per parameter by AdamW and the clipping before it: the gradient twice, weight and two moments
+both ways, and the copy in the dtype of the computation."""
 
 
 def step_end_seconds(parameters: float, setting: Setting, *, zero: int, gradient_bytes: int = GRADIENT_BYTES) -> float:
-    """What follows the last pass on a device with so many parameters: gradients are summed over replicas, the optimizer
-    steps, and with sharding the new parameters are gathered (ZeRO-3: for the next step, as for this one)."""
+    """Return the time after the last pass on a device with this many parameters: gradients are summed over replicas,
+    the optimizer steps, and with sharding the new parameters are gathered (ZeRO-3: for the next step, as for this
+    one)."""
     hardware, replicas = setting.hardware, setting.axes.replicas
     shards = replicas.size if zero else 1
     reduced = replicas.gather_seconds(hardware, parameters * gradient_bytes)

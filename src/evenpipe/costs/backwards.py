@@ -1,7 +1,7 @@
-"""Orders to measure: the same order with its backwards whole, split, or behind a recomputation, and without overlap.
+"""Orders for measurements: the same order with whole, split or recomputed backwards, and without overlap.
 
-A cost file is to have every kind of pass, but an order has either B or I and W, and R or not. Each of the first three
-runs all devices under the same load as the order itself; the last one shows what a pass takes alone.
+A cost file should have every kind of pass, but an order has either B or I and W, and R or not. Each of the first three
+loads all devices as the order itself does; the last one shows the time of a pass alone.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from evenpipe.errors import InputError
 from evenpipe.schedule import Costs, Kind, Order, Pass, parts_of
 
 BACKWARDS = ("whole", "split", "recomputed")
-"""B; I, and W where the order has it, else behind the device's next I; and B behind R. W is split off to run later, and
-then finds less of what it needs in caches than right behind its I."""
+"""B; I, with W as in the order, or else after the device's next I; and B after R. W is separated from its I so that it
+runs later, and finds less of its data in caches than directly after its I."""
 
 
 def with_backward(order: Order, backward: str) -> Order:
-    """`order` with every backward as `backward` says, one of `BACKWARDS`; passes that run as one are taken apart."""
+    """Return `order` with every backward as in `backward`, one of `BACKWARDS`; passes that run as one are separated."""
     if backward not in BACKWARDS:
         raise InputError(f"backward must be one of {', '.join(BACKWARDS)}, not '{backward}'")
     rows = tuple(tuple(_row(list(order.passes(device)), backward)) for device in range(order.devices))
@@ -27,7 +27,7 @@ def with_backward(order: Order, backward: str) -> Order:
 
 def _row(items: list[Pass], backward: str) -> list[Pass]:
     row: list[Pass] = []
-    waiting: list[Pass] = []  # a W that comes behind the next I
+    waiting: list[Pass] = []  # a W after the next I
     for item in (part for joint in items for part in parts_of(joint)):
         match item.kind:
             case Kind.R:
@@ -51,11 +51,11 @@ def _as(item: Pass, kind: Kind) -> Pass:
 
 
 def completed(costs: Costs, other: Costs) -> Costs:
-    """`costs` with the kinds of backward that only `other`, of another order of `with_backward`, has.
+    """Return `costs` with the kinds of backward that only `other` has, from another order of `with_backward`.
 
-    Both with a list per kind. A forward that keeps nothing, or whose backward is split, takes another time. What the F
-    of the other order takes more or less counts with the first of its kinds that are taken over, I, R or B, so that all
-    passes of a microbatch take what they took; half of a pass at most, since more is no effect of caches.
+    Both have a list per kind. A forward that keeps nothing, or whose backward is split, takes a different time. The
+    difference of F to the other order is added to the first kind that is taken over, I, R or B, so that the total time
+    of a microbatch is unchanged; at most half of a pass, because a larger difference is not an effect of caches.
     """
     assert isinstance(costs.F, tuple) and isinstance(other.F, tuple)
     missing = {kind: getattr(other, kind) for kind in "IWRB" if getattr(costs, kind) is None}
@@ -67,7 +67,7 @@ def completed(costs: Costs, other: Costs) -> Costs:
 
 
 def one_by_one(order: Order) -> Order:
-    """`order` with one microbatch behind the other: hardly any device computes while another one does.
+    """Return `order` with one microbatch after the other: hardly any devices compute at the same time.
 
     What a pass needs is of its own microbatch, so rows sorted by microbatch are sound.
     """
@@ -79,7 +79,7 @@ def one_by_one(order: Order) -> Order:
 
 
 def _microbatch(item: Pass) -> float:
-    """Parameters are gathered before all microbatches; their gradients are reduced behind them."""
+    """Parameters are gathered before all microbatches; their gradients are reduced after them."""
     if item.microbatch is None:
         return -1 if item.kind is Kind.UNSHARD else math.inf
     return item.microbatch

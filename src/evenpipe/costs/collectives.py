@@ -1,8 +1,8 @@
-"""How long collectives take: rings over the devices of one axis, inside a node and across nodes.
+"""Time of collectives: rings over the devices of one axis, inside a node and across nodes.
 
 A ring of n devices moves (n - 1) / n of the bytes past each of them per gathering or scattering, and begins with one
-latency for each doubling of n (NCCL's tree for small messages). Where members of an axis share a node, the rings that
-cross the border use the network cards of all of them, up to the bandwidth inside.
+latency for each doubling of n (NCCL's tree for small messages). If members of an axis share a node, the rings that
+leave it use the network cards of all of them, up to the bandwidth inside.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Axis:
     stride: int = 1
 
     def inside_node(self, hardware: Hardware) -> bool:
-        """Whether all of them share a node."""
+        """Return whether all of them share a node."""
         return self.size * self.stride <= hardware.devices_per_node
 
     def wire(self, hardware: Hardware) -> Wire:
-        """What a ring over them goes through."""
+        """Return the wire that limits a ring over them."""
         if self.inside_node(hardware):
             return hardware.inside
         local = max(1, min(self.size, hardware.devices_per_node // self.stride))
@@ -33,21 +33,21 @@ class Axis:
         return Wire(latency_seconds=hardware.across.latency_seconds, bandwidth=bandwidth)
 
     def hop_seconds(self, hardware: Hardware, size: float) -> float:
-        """From one of them to the next: of the slowest hop there is."""
+        """Return the time from one of them to the next, for the slowest hop."""
         if self.size == 1:
             return 0.0
         return (hardware.inside if self.inside_node(hardware) else hardware.across).seconds(size)
 
     def gather_seconds(self, hardware: Hardware, size: float) -> float:
-        """All-gather or reduce-scatter; `size`: bytes of the whole tensor."""
+        """Return the time of an all-gather or reduce-scatter; `size`: bytes of the whole tensor."""
         return self._ring(hardware, size * (self.size - 1) / self.size)
 
     def reduce_all_seconds(self, hardware: Hardware, size: float) -> float:
-        """All-reduce of `size` bytes: a reduce-scatter and an all-gather."""
+        """Return the time of an all-reduce of `size` bytes: a reduce-scatter and an all-gather."""
         return 2 * self.gather_seconds(hardware, size)
 
     def broadcast_seconds(self, hardware: Hardware, size: float) -> float:
-        """Broadcast of `size` bytes, or reduce to one device: a chain through all of them."""
+        """Return the time of a broadcast of `size` bytes, or a reduce to one device: a chain through all of them."""
         return self._ring(hardware, size)
 
     def _ring(self, hardware: Hardware, moved: float) -> float:
@@ -60,7 +60,7 @@ class Axis:
 @dataclass(frozen=True, slots=True)
 class Axes:
     """The four axes of parallelism, in the order in which devices are numbered (Megatron's): tensor, context, data,
-    pipeline. So tensor parallelism has the shortest ways, and hops between stages the longest."""
+    pipeline. So tensor parallelism has the shortest distances, and hops between stages the longest."""
 
     tensor: Axis
     context: Axis
@@ -70,5 +70,5 @@ class Axes:
 
     @classmethod
     def of(cls, *, dp: int, tp: int, cp: int, pp: int) -> Axes:
-        """Axes of these sizes."""
+        """Return axes of these sizes."""
         return cls(Axis(tp), Axis(cp, tp), Axis(dp * cp, tp), Axis(pp, dp * tp * cp))

@@ -12,22 +12,21 @@ from evenpipe.schedule import Costs
 
 
 def write_costs(costs: Costs, path: str | Path, notes: Iterable[str] = ()) -> None:
-    """Write a file that `read_costs` reads, with `notes` as comments on top. Raises InputError where it cannot be."""
+    """Write a file that `read_costs` reads, with `notes` as comments at the top. Raises InputError if it cannot be
+    written."""
     write_text(path, costs_to_toml(costs, notes))
 
 
 def check_output(path: str | Path) -> None:
-    """Raises InputError where a cost file could not be written, before any time is spent."""
+    """Raise InputError, before any measurement, if the cost file cannot be written."""
     if Path(path).suffix != ".toml":
-        raise InputError(
-            f"'{plain(path)}' cannot be written: the name of a cost file that is written must end in .toml"
-        )
+        raise InputError(f"'{plain(path)}' cannot be written: the name of the cost file must end in .toml")
     if not Path(path).absolute().parent.is_dir():
         raise InputError(f"'{plain(path)}' cannot be written: there is no folder '{plain(Path(path).parent)}'")
 
 
 def costs_to_toml(costs: Costs, notes: Iterable[str] = ()) -> str:
-    """Costs as TOML: times first, tables below them."""
+    """Return costs as TOML: times first, then tables."""
     lines = [f"# {plain(line)}".rstrip() for note in notes for line in note.split("\n")]
     tables: list[tuple[str, Mapping[str, Any]]] = []
     for name, value in costs.to_dict().items():

@@ -1,15 +1,15 @@
 """Times of passes and transfers from traces of steps.
 
-passes      A pass takes what it computed, and what its device then spent until it waited or began the next one: the
-            time in which transfers are issued, tens of microseconds each on a host. So predicted steps include it.
-            Of one step the mean counts, since the step is a sum of all its passes, slow ones too (the first gradient
-            of a matrix is written to new memory); of several steps the median, since some are disturbed.
-contention  Passes that ran while other devices computed are compared with those of their kind and stage that ran
-            alone: the factor by which the times of all agree best. Times are then those of a pass alone. Where passes
-            hardly differ in that, or agree no better for it, the factor is 1 and times are as measured.
-transfers   A transfer takes from the moment when its last member had issued it until a device that needs it went on.
-            That is exact where the device stood waiting already when it was issued, and the median of such counts.
-            Elsewhere it completed at some time before, so the shortest counts.
+passes      The time of a pass is its compute plus the time until its device waits or starts the next pass, in which it
+            issues transfers (tens of microseconds each on a host). So predicted steps include that time.
+            Within a step the mean counts, since the step is the sum of all its passes, also of slow ones (the first
+            gradient of a matrix is written to new memory); over several steps the median, since some are disturbed.
+contention  Passes that ran while other devices computed are compared with passes of the same kind and stage that ran
+            alone: the factor is the one by which all times agree best. Times are then those of a pass alone. If passes
+            hardly differ in overlap, or do not agree better, the factor is 1 and times are as measured.
+transfers   The time of a transfer lasts from the moment when its last member issued it until a device that needs it
+            went on. That is exact if the device was already waiting when it was issued, and then the median counts.
+            Otherwise it completed at some time before, so the shortest counts.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ CLASS_OF = {
 """Name of a collective in a cost file; hops are `p2p`."""
 
 WEIGHTS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
-"""How the time of passes that run as one is shared, where none of its kind runs alone."""
+"""How the time of passes that run as one is divided if no pass of the kind runs alone."""
 
 FACTORS = [1 + step / 100 for step in range(101)]
-"""Contention is looked for among these."""
+"""Candidate factors for contention."""
 
 BETTER = 0.02
-"""By which part the deviations must shrink for a factor to be believed."""
+"""Share by which the deviations must shrink for a factor to be accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """How long a pass took, and the part of that time (0 to 1) in which other devices computed: 1 if all did."""
+    """Duration of a pass, and the share of that time (0 to 1) in which other devices computed: 1 if all did."""
 
     seconds: float
     beside: float
 
     def alone(self, contention: float) -> float:
-        """How long it would have taken alone: what ran beside others counts 1 / `contention` of its time."""
+        """Return the duration alone: time beside others counts 1 / `contention`."""
         return self.seconds * (1 - self.beside + self.beside / contention)
 
 
@@ -63,7 +63,7 @@ Site = tuple[Kind, int]
 
 @dataclass(slots=True)
 class Samples:
-    """What was measured in one step, by site of passes and by class of transfers; joint: shares of passes that run as
+    """Measurements of one step, by site of passes and by class of transfers; joint: shares of passes that run as
     one."""
 
     passes: dict[Site, list[Sample]] = field(default_factory=lambda: defaultdict(list))
@@ -73,20 +73,19 @@ class Samples:
 
 
 def costs_of(traces: Sequence[Trace], others: Sequence[Trace] = ()) -> Costs:
-    """Seconds per pass and transfer from all `traces`, which are of one placement.
+    """Return the seconds per pass and transfer from all `traces`, which have one placement.
 
-    others: further traces of the same model, for contention only.
-
-    Raises InputError when there is none, when placements differ, and when a stage has no forward.
+    others: further traces of the same model, only for contention. Raises InputError if there are no traces, if
+    placements differ, and if a stage has no forward.
     """
     if not traces:
-        raise InputError("there is no trace to take costs from; give at least one")
+        raise InputError("there is no trace; give at least one")
     placement = traces[0].program.placement
     for trace in (*traces, *others):
         if trace.program.placement != placement:
             raise InputError(
-                f"the traces are of different placements, {list(placement.stage_device)} and"
-                f" {list(trace.program.placement.stage_device)}; costs are per stage, so one file is for one placement"
+                f"the traces have different placements, {list(placement.stage_device)} and"
+                f" {list(trace.program.placement.stage_device)}, but need the same one"
             )
     steps = [_samples(trace) for trace in traces]
     contention = contention_of(*steps, *map(_samples, others))
@@ -97,7 +96,7 @@ def costs_of(traces: Sequence[Trace], others: Sequence[Trace] = ()) -> Costs:
         if None not in row:
             times[kind.value] = tuple(row)
     if Kind.F.value not in times:
-        raise InputError("the traces have no forward of every stage, so no costs follow from them")
+        raise InputError("some stages have no forward in the traces, so their costs are unknown")
     for kind in (Kind.O, Kind.L):
         copies = _copy_seconds(traces, kind)
         if copies:
@@ -116,8 +115,8 @@ def _samples(trace: Trace) -> Samples:
 
 
 def _pass_seconds(steps: Sequence[Samples], site: Site, contention: float) -> float | None:
-    """The mean of a step, and the median of those of all steps; None where no step has the pass. Shares of passes that
-    run as one count only where none runs alone."""
+    """Return the median over steps of the mean within a step; None if no step has the pass. Shares of passes that run
+    as one count only if no pass of the kind runs alone."""
     for kind in ("passes", "joint"):
         found = [samples for step in steps if (samples := getattr(step, kind).get(site))]
         if found:
@@ -126,7 +125,7 @@ def _pass_seconds(steps: Sequence[Samples], site: Site, contention: float) -> fl
 
 
 def _copy_seconds(traces: Sequence[Trace], kind: Kind) -> dict[int, float]:
-    """How long copies of one kind take, by stage."""
+    """Return the time of copies of one kind, by stage."""
     found: dict[int, list[float]] = defaultdict(list)
     for copy in chain.from_iterable(row.copies for trace in traces for row in trace.devices):
         if copy.item.kind is kind:
@@ -136,7 +135,7 @@ def _copy_seconds(traces: Sequence[Trace], kind: Kind) -> dict[int, float]:
 
 
 def _transfer_seconds(steps: Sequence[Samples], name: str) -> float | None:
-    """How long a transfer of a class takes; None where there was none."""
+    """Return the time of a transfer of a class; None if there was none."""
     exact = [time for step in steps for time in step.exact[name]]
     if exact:
         return statistics.median(exact)
@@ -144,7 +143,7 @@ def _transfer_seconds(steps: Sequence[Samples], name: str) -> float | None:
 
 
 def contention_of(*measured: Samples) -> float:
-    """The factor by which passes of one site agree best; long passes count for more than short ones."""
+    """Return the factor by which passes of one site agree best; long passes count more than short ones."""
     sites: dict[Site, list[Sample]] = defaultdict(list)
     for site, found in chain.from_iterable(samples.passes.items() for samples in measured):
         sites[site] += found
@@ -171,7 +170,7 @@ def _passes(trace: Trace, samples: Samples) -> None:
 
 
 def _beside(trace: Trace, device: int) -> list[float]:
-    """Per pass of a device, the part of its time in which the others computed, on average over them."""
+    """Return, per pass of a device, the share of its time in which the others computed, on average over them."""
     shares = [0.0] * len(trace.devices[device].passes)
     others = [row.passes for number, row in enumerate(trace.devices) if number != device]
     for row in others:
@@ -181,7 +180,7 @@ def _beside(trace: Trace, device: int) -> list[float]:
 
 
 def _common(passes: Sequence[PassTime], others: Sequence[PassTime]) -> Iterator[float]:
-    """The part of each pass that lies within any of the others; both by time."""
+    """Return the part of each pass that overlaps any of the others; both sorted by time."""
     first = 0
     for entry in passes:
         while first < len(others) and others[first].end <= entry.start:
@@ -228,7 +227,7 @@ def _transfers(trace: Trace, samples: Samples) -> None:
 
 
 def _awaited(row: DeviceTrace) -> Iterator[tuple[Transfer, float, float]]:
-    """Waits of passes; those of sends are not for their arrival."""
+    """Return the waits of passes; waits of sends are not for their arrival."""
     return (
         (wait.transfer, wait.start, wait.end)
         for wait in row.waits

@@ -1,7 +1,7 @@
-"""What a GPU and the wires between GPUs can do: data sheets of known ones, files of measured ones.
+"""Speed of GPUs and the wires between them: data sheets of known ones, files of measured ones.
 
-A matrix product of f FLOPs takes f / (peak x product_fraction) x waves + operation_seconds, so the fraction of the peak
-that is achieved grows with the size (Hockney's law), and a result that fills its last wave of tiles badly costs more.
+A matrix product of f FLOPs takes f / (peak x product_fraction) x waves + operation_seconds, so the achieved fraction of
+the peak grows with the size (Hockney's law), and a result whose last wave of tiles is partly empty costs more.
 """
 
 from __future__ import annotations
@@ -20,63 +20,62 @@ from .measured_passes import MeasuredPasses, is_number
 
 GIB = 2**30
 TILES = ((128, 256), (128, 128))
-"""Rows and columns of a result that one multiprocessor makes at a time: those of the large kernels of cuBLAS."""
+"""Rows and columns of a result that one multiprocessor computes at a time, for the large kernels of cuBLAS."""
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one number, by dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """What carries bytes from one device to another."""
+    """A connection between two devices."""
 
     latency_seconds: float
-    """Before the first byte arrives: of one message, as a program sees it."""
+    """Time before the first byte arrives, for one message, as a program sees it."""
     bandwidth: float
-    """Bytes per second and device, in one direction, that large messages reach."""
+    """Bytes per second and device, in one direction, for large messages."""
 
     def seconds(self, size: float) -> float:
-        """Of one message of `size` bytes."""
+        """Return the time of one message of `size` bytes."""
         return self.latency_seconds + size / self.bandwidth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One device, the node that it stands in, and the network of nodes."""
+    """One device, its node, and the network of nodes."""
 
     name: str
     source: str
-    """Where the figures are from."""
+    """Source of the figures."""
     torch_device: str = "cuda"
-    """What runs there: "cuda", or "cpu" for processes of a host."""
+    """"cuda", or "cpu" for processes of a host."""
     peak_flops: Mapping[str, float]
-    """Of matrix products per second, by dtype ("bf16", "fp32"), without sparsity."""
+    """Peak FLOPs per second of matrix products, by dtype ("bf16", "fp32"), without sparsity."""
     product_fraction: float
-    """Of the peak that large matrix products reach."""
+    """Fraction of the peak that large matrix products reach."""
     attention_fraction: float
-    """Of the peak that fused attention reaches; masked products are not counted."""
+    """Fraction of the peak that fused attention reaches; masked products are not counted."""
     memory_bytes: int
-    """That a program can allocate, context included."""
+    """Memory that a program can allocate, including the context."""
     memory_bandwidth: float
-    """Bytes per second, read and written, that operations on large tensors reach."""
+    """Bytes per second, read and written, of operations on large tensors."""
     operation_seconds: float
-    """What the smallest operation takes."""
+    """Time of the smallest operation."""
     devices_per_node: int
-    """Devices that `inside` joins."""
+    """Devices that `inside` connects."""
     inside: Wire
     """Between devices of a node."""
     across: Wire
-    """Between nodes, per device: each has its part of the network cards."""
+    """Between nodes, per device: each has its share of the network cards."""
     host_bandwidth: float
     """Bytes per second between a device and its host, in one direction."""
     units: int = 1
-    """Multiprocessors: what a wave of tiles fills; 1: products have no waves."""
+    """Multiprocessors, which a wave of tiles fills; 1: products have no waves."""
     contention: float = 1.0
     """Factor on compute while all devices of the node compute; for processes that share a host."""
     context_bytes: int = 0
-    """Of a device's memory, what a process takes beside its tensors: the driver's context with the kernels that it has
-    loaded. 0: not measured."""
+    """Bytes that a process takes besides its tensors: the driver's context with the loaded kernels. 0: not measured."""
     passes: tuple[MeasuredPasses, ...] = ()
-    """Of models that were measured: what times of those are corrected by."""
+    """Measured models, whose times are corrected by these."""
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
@@ -103,19 +102,19 @@ class Hardware:
             raise InputError(f"hardware: contention is {self.contention}, expected a number of at least 1")
 
     def peak(self, dtype: str) -> float:
-        """FLOPs per second of matrix products. Raises InputError for a dtype that has no figure."""
+        """Return peak FLOPs per second of matrix products. Raises InputError for a dtype without a figure."""
         if dtype not in self.peak_flops:
             raise InputError(f"hardware {self.name} has no peak for {dtype}; it has {', '.join(self.peak_flops)}")
         return self.peak_flops[dtype]
 
     def product_seconds(self, flops: float, dtype: str, shape: tuple[float, float] | None = None) -> float:
-        """Of a matrix product of `flops`, were there no memory; `shape`: of its result."""
+        """Return the time of a matrix product of `flops`, ignoring memory; `shape`: of its result."""
         seconds = flops / (self.peak(dtype) * self.product_fraction)
         return seconds * (1.0 if shape is None else self.waves(*shape)) + self.operation_seconds
 
     def waves(self, rows: float, columns: float) -> float:
-        """How much longer a product takes because its result is made of whole tiles, a wave of `units` at a time, and
-        the last wave is as long as the others."""
+        """Return how much longer a product takes because its result consists of whole tiles, a wave of `units` at a
+        time, and the last wave is as long as the others."""
         if self.units == 1:
             return 1.0
         needed = rows * columns / self.units
@@ -126,15 +125,15 @@ class Hardware:
         return max(1.0, best / needed)
 
     def achieved(self, flops: float, dtype: str) -> float:
-        """Fraction of the peak that a matrix product of `flops` reaches."""
+        """Return the fraction of the peak that a matrix product of `flops` reaches."""
         return flops / self.product_seconds(flops, dtype) / self.peak(dtype)
 
     def streaming_seconds(self, size: float, operations: float = 1.0) -> float:
-        """Of so many operations that read and write `size` bytes in all."""
+        """Return the time of operations that read and write `size` bytes in total."""
         return size / self.memory_bandwidth + operations * self.operation_seconds
 
     def slowed(self, factor: float) -> Hardware:
-        """The same with compute and memory so many times as slow."""
+        """Return the same hardware with slower compute and memory."""
         if factor == 1:
             return self
         return replace(
@@ -145,7 +144,7 @@ class Hardware:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """What `hardware_from_dict` takes, as JSON and TOML can hold it."""
+        """Return the dict that `hardware_from_dict` takes, for JSON and TOML."""
         values = {**asdict(self), "peak_flops": dict(self.peak_flops)}
         return values | {"passes": [measured.to_dict() for measured in self.passes]}
 
@@ -170,13 +169,12 @@ _MATMUL = (
     " FLOPS: A100 267.9, H100 792.1, H200 794.5, B200 1745.0 TFLOP/s) times 0.83"
 )
 TYPICAL_SHARE = 0.83
-"""Of what the best shape reaches, what products in a step reach, waves aside. Fitted to one figure: the forward of four
-layers
-of hidden size 3072 on an A100-80G (arXiv 2411.05288, artifact), 10.5 ms. How far it is off elsewhere is in
-tests/costs/test_analytic.py."""
+"""Share of the best shape's speed that products in a step reach, besides waves. Fitted to one figure: the forward of
+four layers of hidden size 3072 on an A100-80G (arXiv 2411.05288, artifact), 10.5 ms. tests/costs/test_analytic.py shows
+the errors elsewhere."""
 
 _MEMORY = " Memory: total capacity in messages of torch. Bandwidths: data sheets, times 0.85 (HBM) and 0.8 (wires)."
-"""Shares that copies and collectives of large tensors are commonly seen to reach; not fitted here."""
+"""Shares that copies and collectives of large tensors commonly reach; not fitted here."""
 
 _HBM, _WIRES = 0.85, 0.8
 
@@ -251,7 +249,7 @@ KNOWN: dict[str, Hardware] = {
 
 
 def find_hardware(name: str | Path) -> Hardware:
-    """A known device by its name in `KNOWN` (case does not matter), or a file that `write_hardware` wrote.
+    """Return a known device by its name in `KNOWN` (case does not matter), or a file of `write_hardware`.
 
     Raises InputError for an unknown name, naming the nearest, and for a file that cannot be read.
     """
@@ -270,7 +268,7 @@ def find_hardware(name: str | Path) -> Hardware:
 
 
 def read_hardware(path: str | Path) -> Hardware:
-    """A file of one device. Raises InputError that names the file and what is wrong."""
+    """Read a file with one device. Raises InputError that names the file and the error."""
     values = read_toml(path)
     try:
         return hardware_from_dict(values)
@@ -293,7 +291,7 @@ def hardware_from_dict(values: Mapping[str, Any]) -> Hardware:
 
 
 def wire_from_dict(name: str, values: Any) -> Wire:
-    """One wire of a file."""
+    """Read one wire of a file."""
     if not isinstance(values, Mapping):
         raise InputError(f"hardware: {name} is {shown(values)}, expected a table of latency_seconds and bandwidth")
     given = _known_keys(f"hardware: {name}", values, Wire)
@@ -321,12 +319,12 @@ _OPTIONAL = ("torch_device", "units", "contention", "context_bytes", "passes")
 
 
 def write_hardware(hardware: Hardware, path: str | Path) -> None:
-    """Write a file that `read_hardware` reads. Raises InputError where it cannot be."""
+    """Write a file that `read_hardware` reads. Raises InputError if it cannot be written."""
     write_text(path, hardware_to_toml(hardware))
 
 
 def hardware_to_toml(hardware: Hardware) -> str:
-    """Figures first, tables below them."""
+    """Return TOML with figures first, then tables."""
     plain, tables = [], []
     for name, value in hardware.to_dict().items():
         if isinstance(value, list):

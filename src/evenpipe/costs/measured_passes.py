@@ -1,12 +1,12 @@
-"""Passes of a model as they were measured on the hardware at hand, and how far `analytic` is off there.
+"""Measured passes of a model on this machine, and the factors by which `analytic` is wrong there.
 
-Shapes and data sheets do not say what a host takes to issue operations, what caches hold, or how well a library's
-kernels run at one size. So `evenpipe profile --hardware CONFIG.toml` runs a pipeline of the model, and what its passes
-took, over what `analytic` says they take, corrects the times of all other pipelines of that model: other schedules,
-modes, splits and numbers of devices. The output layer is measured in shards (vocab-2) and as a whole (first-last): what
-a shard does per token beside its products does not grow with its rows, and collectives of the shards slow down what
-runs beside them. Stages are measured in two sizes: a pass takes some time whatever layers it has. Between two sizes of
-a microbatch the factors are interpolated over the logarithm of the size; beyond the measured ones the nearest counts.
+Shapes and data sheets do not tell how long a host takes to issue operations, what caches hold, or how efficient kernels
+are at a given size. So `evenpipe profile --hardware CONFIG.toml` runs a pipeline of the model, and the ratios of
+measured to `analytic` times correct the times of all other pipelines of that model: other schedules, modes, splits and
+numbers of devices. The output layer is measured in shards (vocab-2) and as a whole (first-last), because the work of a
+shard per token besides its products does not grow with its rows, and collectives of the shards slow down passes beside
+them. Stages are measured in two sizes, because a pass takes some time independent of its layers. Between two microbatch
+sizes the factors are interpolated over the logarithm of the size; outside the measured range the nearest one is used.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ BARE = "bare"
 """A forward that keeps nothing for its backward."""
 PASSES = ("F", "B", "I", "W")
 STAGE = {name: f"stage_{name}" for name in PASSES}
-"""Names of what a pass of a stage takes beside its layers: seconds of one stage and microbatch."""
+"""Names of the time of a stage's pass besides its layers: seconds of one stage and microbatch."""
 LAYERS = (*PASSES, BARE)
-"""Passes of stages without that: seconds of one microbatch in all layers of the model, beside sharded vocabulary
+"""Passes of stages without that time: seconds of one microbatch in all layers of the model, beside sharded vocabulary
 layers."""
 PLAIN = {name: f"plain_{name}" for name in LAYERS}
 """Names of the same beside whole vocabulary layers."""
 SHARDS = ("S", "C", "T", "E", "G")
-"""Passes of the vocabulary: seconds of one microbatch on one device, on average over them."""
+"""Passes of the vocabulary: seconds of one microbatch on one device, on average over devices."""
 OUTPUT = {name: f"output_{name}" for name in PASSES}
-"""Names of what the whole output layer adds to the passes of the last stage, in seconds of one microbatch."""
+"""Names of the time that the whole output layer adds to the passes of the last stage: seconds of one microbatch."""
 TRANSFERS = ("p2p", "broadcast", "statistics", "reduce", "embedding")
 MEASURED = (*LAYERS, *SHARDS, *PLAIN.values(), *OUTPUT.values(), *STAGE.values(), *TRANSFERS)
 
@@ -50,18 +50,18 @@ class MeasuredPasses:
     """A pipeline of a model, one stage per device, with sharded vocabulary layers (vocab-2) and with whole ones."""
 
     model: str
-    """`fingerprint` of it."""
+    """Its `fingerprint`."""
     dtype: str
-    """Of products, as `Setting.dtype`."""
+    """Type of products, as `Setting.dtype`."""
     sequence: int
-    """Tokens."""
+    """Tokens per sequence."""
     microbatch_size: int
-    """Sequences."""
+    """Sequences per microbatch."""
     devices: int
     contention: float
     """Factor on all passes while all devices compute, as `Costs.contention`."""
     seconds: Mapping[str, float]
-    """By the names in `MEASURED`; what was not there to measure is left out."""
+    """By the names in `MEASURED`, without those that could not be measured."""
 
     def __post_init__(self) -> None:
         for name in ("sequence", "microbatch_size", "devices"):
@@ -98,27 +98,27 @@ class MeasuredPasses:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON and TOML can hold it."""
+        """Return the measurements for JSON and TOML."""
         return {name: getattr(self, name) for name in self.__slots__} | {"seconds": dict(self.seconds)}
 
 
 def is_number(value: Any) -> bool:
-    """Of a file: one that can be reckoned with, 0 or not too far from 1 (`cost_values`)."""
+    """Return whether a number of a file is usable: 0 or not too far from 1 (`cost_values`)."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     return value == 0 or SMALLEST <= abs(value) <= LARGEST
 
 
 def fingerprint(works: Sequence[LayerWork], rows: int, hidden_size: int) -> str:
-    """Of a model's shapes: equal for two models whose passes take the same time."""
+    """Return a hash of a model's shapes: equal for two models whose passes take the same time."""
     return hashlib.sha256(repr((tuple(works), rows, hidden_size)).encode()).hexdigest()[:16]
 
 
 def stage_passes(costs: Costs, looped: Costs) -> dict[str, float]:
-    """By the names in `STAGE`, from costs of the same layers in fewer stages and in more, a list per kind.
+    """Return times by the names in `STAGE`, from costs of the same layers in fewer and in more stages, a list per kind.
 
-    Where that would be as long as a whole pass, or below nothing, the two measurements contradict each other (one of
-    them was disturbed), and all that a pass takes counts as its layers'.
+    If such a time would be as long as a whole pass, or negative, the two measurements contradict each other (one of
+    them was disturbed), and the whole time of a pass is attributed to its layers.
     """
     seconds = {}
     for name in PASSES:
@@ -130,8 +130,8 @@ def stage_passes(costs: Costs, looped: Costs) -> dict[str, float]:
 
 
 def passes_of(costs: Costs, bare: Cost | None = None, beside: Mapping[str, float] | None = None) -> dict[str, float]:
-    """`MeasuredPasses.seconds` of the measured costs of a pipeline with one stage per device, vocab-2, and of its
-    forwards where they keep nothing. beside: `stage_passes`."""
+    """Return `MeasuredPasses.seconds` from measured costs of a pipeline with one stage per device, vocab-2, and of its
+    forwards that keep nothing. beside: `stage_passes`."""
     seconds: dict[str, float] = {}
     for name, times in _stage_times(costs, bare, beside).items():
         seconds[name] = math.fsum(times)
@@ -151,11 +151,11 @@ def whole_passes(
     bare: Cost | None = None,
     beside: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """Passes of such a pipeline with whole vocabulary layers (first-last), by the names in `PLAIN` and `OUTPUT`.
+    """Return passes of such a pipeline with whole vocabulary layers (first-last), by the names in `PLAIN` and `OUTPUT`.
 
-    costs, bare, beside: as of `passes_of`. sharded: `passes_of` the pipeline with sharded ones, which tells
-    what the embedding on the first stage takes. A single device has its layers and the output layer in one pass: its
-    layers are taken to need what they needed there.
+    costs, bare, beside: as for `passes_of`. sharded: `passes_of` the pipeline with sharded layers, which gives the time
+    of the embedding on the first stage. A single device runs its layers and the output layer in one pass: its layers
+    are assumed to take as long as there.
     """
     embedding = {"F": sharded.get("E", 0.0), BARE: sharded.get("E", 0.0)}
     embedding |= dict.fromkeys(("W", "B"), sharded.get("G", 0.0))
@@ -178,7 +178,7 @@ def whole_passes(
 
 
 def _stage_times(costs: Costs, bare: Cost | None, beside: Mapping[str, float] | None) -> dict[str, tuple[float, ...]]:
-    """By the names in `LAYERS`, those that are known, of each stage and without what stands beside layers."""
+    """Return the known times by the names in `LAYERS`, per stage, without the time besides layers."""
     times = {name: getattr(costs, name) for name in PASSES} | {BARE: bare}
     less = {name: (beside or {}).get(STAGE["F" if name == BARE else name], 0.0) for name in times}
     known = {name: time if isinstance(time, tuple) else (time,) for name, time in times.items() if time is not None}
@@ -187,20 +187,21 @@ def _stage_times(costs: Costs, bare: Cost | None, beside: Mapping[str, float] | 
 
 @dataclass(frozen=True)
 class Correction:
-    """Factors on analytic times by the names in `MEASURED`; what has none is as `analytic` says it."""
+    """Factors on analytic times by the names in `MEASURED`; without a factor, `analytic` is used."""
 
     factors: Mapping[str, float] = field(default_factory=dict)
     stage: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of a pass beside its layers, by the names in `PASSES`."""
+    """Seconds of a pass besides its layers, by the names in `PASSES`."""
     contention: float | None = None
-    """While `devices` of a machine compute; None: that of the hardware."""
+    """Factor while `devices` of a machine compute; None: that of the hardware."""
 
     def __getitem__(self, name: str) -> float:
         return self.factors.get(name, 1.0)
 
     @cached_property
     def beside_whole(self) -> Correction:
-        """For stages beside whole vocabulary layers: `LAYERS` as `PLAIN`, where that was measured."""
+        """Return the correction for stages beside whole vocabulary layers: `LAYERS` as `PLAIN`, if that was
+        measured."""
         plain = {name: self.factors[other] for name, other in PLAIN.items() if other in self.factors}
         return replace(self, factors={**self.factors, **plain})
 
@@ -209,7 +210,7 @@ NO_CORRECTION = Correction()
 
 
 def correction_of(measured: MeasuredPasses, analytic: Mapping[str, float]) -> Correction:
-    """What is to be corrected where passes of the pipeline that was measured take `analytic`, by the same names."""
+    """Return the correction if passes of the measured pipeline take `analytic`, by the same names."""
     factors = {
         name: measured.seconds[name] / analytic[name]
         for name in MEASURED
@@ -220,7 +221,7 @@ def correction_of(measured: MeasuredPasses, analytic: Mapping[str, float]) -> Co
 
 
 def between(corrections: Mapping[int, Correction], size: int) -> Correction:
-    """The correction for microbatches of `size` sequences from those of measured sizes."""
+    """Return the correction for microbatches of `size` sequences from those of measured sizes."""
     sizes = sorted(corrections)
     low = max((one for one in sizes if one <= size), default=sizes[0])
     high = min((one for one in sizes if one >= size), default=sizes[-1])

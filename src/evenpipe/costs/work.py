@@ -1,11 +1,11 @@
-"""What a layer and the output layer have to do for one token, read from the shapes of their parameters.
+"""The work of a layer and of the output layer for one token, read from the shapes of their parameters.
 
     products     every matrix is one: 2 x inputs x outputs FLOPs per token, forward; as many for dX and for dW
     attention    2 x pairs x heads x (query size + value size) FLOPs forward, of the pairs that the mask leaves
     streaming    norms, residual sums, activation, rotary embedding: bytes read and written
     operations   how many kernels, each of which takes some microseconds at least
 
-Nothing here depends on the hardware; `analytic` makes times of it.
+Nothing here depends on the hardware; `analytic` converts the work to times.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from evenpipe.model.flops import EXPERTS, EXPERTS_PER_TOKEN, LOCAL, WITHOUT_ATTE
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matrix that tokens are multiplied with: [inputs, outputs]. Of `copies` equal ones, each token meets `met`."""
+    """A matrix that tokens are multiplied with: [inputs, outputs]. Each token uses `met` of `copies` equal ones."""
 
     inputs: int
     outputs: int
@@ -29,12 +29,12 @@ class Product:
 
     @property
     def parameters(self) -> int:
-        """Of all copies."""
+        """Parameters of all copies."""
         return self.inputs * self.outputs * self.copies
 
     @property
     def flops(self) -> float:
-        """Forward, per token."""
+        """FLOPs of the forward, per token."""
         return 2.0 * self.inputs * self.outputs * self.met
 
 
@@ -44,43 +44,43 @@ class LayerWork:
 
     products: tuple[Product, ...]
     parameters: int
-    """All of them, norms and biases included."""
+    """Number of all parameters, including norms and biases."""
     hidden_size: int
     heads: int
-    """0 where there is no attention over a context."""
+    """0 if there is no attention over a context."""
     query_size: int
     value_size: int
     key_value_size: int
-    """Keys and values of one token, all heads."""
+    """Size of keys and values of one token, all heads."""
     window: int | None
     """Tokens that attention looks back on; None: all."""
     middle: float
-    """What the products of the MLP give, before the last one: the activation reads it."""
+    """Size of the input of the activation of the MLP."""
     gated: bool
     norms: int
     eager_norms: int
-    """Of `norms`, those that transformers computes step by step (in fp32), not as one operation."""
+    """Number of `norms` that transformers computes step by step (in fp32), not as one operation."""
     last: Product | None = None
-    """The product that comes last where nothing is saved for the backward behind it: no norm stands there, no weights
-    of experts that results are multiplied with. A forward that runs again for what it saves need not compute it."""
+    """The last product, if no operation after it saves a tensor for the backward: no norm, no weights of experts. A
+    recomputed forward can skip it."""
 
     @property
     def flops(self) -> float:
-        """Of products, forward, per token."""
+        """FLOPs of products, forward, per token."""
         return sum(product.flops for product in self.products)
 
     def pairs(self, sequence: int) -> float:
-        """Keys that a token sees, on average over a causal sequence."""
+        """Keys that a token attends to, on average over a causal sequence."""
         window = sequence if self.window is None else min(self.window, sequence)
         return window - window * (window - 1) / (2 * sequence)
 
     def attention_flops(self, sequence: int) -> float:
-        """Forward, per token."""
+        """FLOPs of attention, forward, per token."""
         return 2.0 * self.pairs(sequence) * self.heads * (self.query_size + self.value_size)
 
 
 def layers_of(description: Description) -> tuple[LayerWork, ...]:
-    """The work of every layer; layers that are alike share one object."""
+    """Return the work of every layer; equal layers share one object."""
     seen: dict[Any, LayerWork] = {}
     found = []
     for index in range(description.layers):
@@ -124,11 +124,11 @@ def _layer(description: Description, index: int) -> LayerWork:
 
 
 NORMS_BEHIND = ("post_feedforward", "post_mlp")
-"""How the names of norms behind the last product begin: Gemma 2 and 3, OLMo 2, GLM 4."""
+"""Prefixes of names of norms after the last product: Gemma 2 and 3, OLMo 2, GLM 4."""
 
 
 def _last_product(description: Description, index: int) -> Product | None:
-    """`LayerWork.last`: MLPs run after attention, whatever the order in which a layer lists them."""
+    """Return `LayerWork.last`: MLPs run after attention, whatever the order in which a layer lists them."""
     if any("norm" in name and name.startswith(NORMS_BEHIND) for name, _ in description.layer(index).named_children()):
         return None
     last = None
@@ -145,12 +145,12 @@ def _products(description: Description, index: int) -> Iterator[Product]:
 
 
 def _named_products(description: Description, index: int) -> Iterator[tuple[str, Product]]:
-    """With the name of the module within its layer."""
+    """Return products with the name of their module within the layer."""
     config = description.layer_config(index)
     experts = first_number(config, EXPERTS)
     met = (first_number(config, EXPERTS_PER_TOKEN) or experts or 1) / (experts or 1)
     for name, module in description.layer(index).named_modules():
-        turned = hasattr(module, "nf")  # transformers' Conv1D holds its matrix as [inputs, outputs]
+        turned = hasattr(module, "nf")  # transformers' Conv1D stores its matrix as [inputs, outputs]
         for parameter in module.parameters(recurse=False):
             if parameter.ndim == 3 and experts and parameter.shape[0] == experts:
                 yield name, Product(parameter.shape[2], parameter.shape[1], experts, met * experts)
@@ -160,7 +160,7 @@ def _named_products(description: Description, index: int) -> Iterator[tuple[str,
 
 
 _NOTHING = -1
-"""In the place of a window: the layer has no attention over a context."""
+"""Replaces a window: the layer has no attention over a context."""
 
 
 def _window(description: Description, index: int) -> int | None:
@@ -174,11 +174,11 @@ def _window(description: Description, index: int) -> int | None:
     return window if windowed and isinstance(window, int) else None
 
 
-# --- bytes that are read and written -------------------------------------------------------------------------
+# --- bytes that are read and written --------------------------------------------------------------------------
 
 
 def streamed_forward(work: LayerWork, element: int, fused: bool) -> float:
-    """Bytes per token of everything between the products of a layer, forward.
+    """Return the bytes per token of all operations between the products of a layer, forward.
 
     Fused: norms read and write once, the activation reads its inputs and writes one tensor, rotary embedding reads and
     writes queries and keys. Otherwise as transformers computes them: an RMSNorm in fp32 is five operations, and
@@ -199,14 +199,14 @@ def streamed_forward(work: LayerWork, element: int, fused: bool) -> float:
 
 
 BACKWARD_STREAMED = 1.6
-"""Bytes of the backward of those, relative to the forward: a norm reads two tensors and writes one where its forward
-read one and wrote one, a gated activation reads three and writes two where it read two and wrote one."""
+"""Bytes of the backward of these operations, relative to the forward: a norm reads two tensors and writes one (forward:
+one and one), a gated activation reads three and writes two (forward: two and one)."""
 
 FUSED_OPERATIONS, EAGER_OPERATIONS = 8, 38
-"""Kernels of a layer forward beside its products; eager: those of transformers' Llama layer, counted."""
+"""Kernels of a layer forward besides its products; eager: counted in transformers' Llama layer."""
 
 BACKWARD_OPERATIONS = 1.5
-"""Kernels of the backward of those, relative to the forward."""
+"""Kernels of their backward, relative to the forward."""
 
 LOSS_BYTES = {
     "evenpipe": (36.0, 4.0),
@@ -216,7 +216,7 @@ LOSS_BYTES = {
     "fused": (6.0, 4.0),
     "chunked": (18.0, 22.0),
 }
-"""Bytes per logit that the loss reads and writes beside its products, forward and backward, by `Kernels.loss`.
+"""Bytes per logit that the loss reads and writes besides its products, forward and backward, by `Kernels.loss`.
 
     evenpipe   fp32 blocks: written, mask and maximum, subtraction, exp, sum, and stored in 16 bits; read once more
     fp32       logits in fp32, log-softmax; its backward, and the gradient in 16 bits

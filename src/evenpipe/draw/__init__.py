@@ -1,7 +1,7 @@
-"""Timelines as pictures: in the terminal, as SVG, as one HTML file to explore, as a trace for Perfetto.
+"""Timelines as pictures: in the terminal, as SVG, as one interactive HTML file, as a trace for Perfetto.
 
-One drawing model (`panel`, `kinds`, `figures`) stands behind all four, and simulated and measured timelines are drawn
-by the same code.
+All four share one drawing model (`panel`, `kinds`, `figures`), and simulated and measured timelines are drawn by the
+same code.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ _SEQUENCE = re.compile("\033\\[[0-9;]*m")
 
 
 class Painter:
-    """Writes characters in colours. It keeps the colours that stand, and writes a sequence only where they change."""
+    """Writes characters in colours. It remembers the current colours, and writes a sequence only when they change."""
 
     def __init__(self, depth: str) -> None:
         self.depth = depth
@@ -26,17 +26,17 @@ class Painter:
 
     @property
     def reset(self) -> str:
-        """Back to the terminal's own colours."""
+        """Return the sequence back to the terminal's own colours."""
         self._standing = ""
         return "\033[0m" if self.colourful else ""
 
     def cell(self, character: str, ink: str | None, ground: str | None) -> str:
-        """`character` in #rrggbb on #rrggbb; None is the terminal's own background, for either of them."""
+        """Return `character` in #rrggbb on #rrggbb; None is the terminal's own background, for either of them."""
         if not self.colourful:
             return character
         if ink is None and ground is None:
             codes = "0"
-        elif ink is None:  # the terminal's background as ink: turn both round
+        elif ink is None:  # the terminal's background as ink: invert
             codes = f"0;7;{self._code(38, ground or '')}"
         else:
             codes = f"0;{self._code(38, ink)}" + (f";{self._code(48, ground)}" if ground else "")
@@ -46,16 +46,16 @@ class Painter:
         return f"\033[{codes}m{character}"
 
     def bold(self, text: str) -> str:
-        """`text` in bold."""
+        """Return `text` in bold."""
         return f"\033[1m{text}{self.reset}" if self.colourful else text
 
     def faint(self, text: str) -> str:
-        """`text` that steps back."""
+        """Return faint `text`."""
         return f"\033[2m{text}{self.reset}" if self.colourful else text
 
     @staticmethod
     def visible_length(text: str) -> int:
-        """How many characters of `text` are seen."""
+        """Return the number of visible characters of `text`."""
         return len(_SEQUENCE.sub("", text))
 
     def _code(self, base: int, colour: str) -> str:
@@ -72,7 +72,7 @@ _GREYS = [(232 + step, (8 + 10 * step,) * 3) for step in range(24)]
 
 @lru_cache(maxsize=4096)
 def _nearest_of_256(red: int, green: int, blue: int) -> int:
-    """The number of the nearest colour of xterm. Hue counts for more than lightness: a darker blue stays blue."""
+    """Return the number of the nearest colour of xterm. Hue counts more than lightness: a darker blue stays blue."""
 
     def distance(entry: tuple[int, tuple[int, ...]]) -> float:
         differences = [a - b for a, b in zip((red, green, blue), entry[1], strict=True)]

@@ -1,4 +1,4 @@
-"""The axis of time: round marks, as many as have room."""
+"""The time axis: round marks, as many as fit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .figures import Scale
 
 
 def ticks(length: float, scale: Scale, most: float) -> list[tuple[float, str]]:
-    """(time, text) of round times from 0 to `length`, about `most` of them."""
+    """Return (time, text) of round times from 0 to `length`, about `most` of them."""
     step = round_step(length / max(1.0, most), scale.unit_seconds)
     if step <= 0:
         return [(0.0, scale.text(0.0))]
@@ -14,7 +14,7 @@ def ticks(length: float, scale: Scale, most: float) -> list[tuple[float, str]]:
 
 
 def round_step(step: float, unit_seconds: float | None = None) -> float:
-    """The next of 1, 2, 5, 10, 20, ... from `step` on, in seconds where `unit_seconds` is known; 0 for 0."""
+    """Return the next of 1, 2, 5, 10, 20, ... from `step` on, in seconds if `unit_seconds` is known; 0 for 0."""
     if step <= 0:
         return 0.0
     unit = unit_seconds or 1.0

@@ -1,4 +1,4 @@
-"""Stacked bars, one per device: what its memory consists of, as SVG and for the terminal."""
+"""Stacked bars, one per device: the parts of its memory, as SVG and for the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .canvas import FAINT, TEXT, Canvas, n, text_width
 from .figures import bytes_text
 
 COLOURS = ("#3e70d4", "#98dfc3", "#a3980c", "#54ad8b", "#f8bb2d", "#74249c", "#cc3f16", "#a4abb8", "#444b5c")
-"""Of terms, in their order. Neighbours differ in lightness."""
+"""Colours of terms, in order. Neighbours differ in lightness."""
 LETTERS = "#=+*o%x:@"
 """Of terms, in the terminal."""
 _HEIGHT, _GAP, _LEFT, _HEADING, _LEGEND = 18.0, 4.0, 74.0, 34.0, 22.0
@@ -35,7 +35,7 @@ class Bars:
 def bars_svg(groups: Sequence[Bars], *, title: str = "", width: int = 1000, limit: float | None = None) -> str:
     """Groups of bars below each other on one axis of bytes, as an SVG document.
 
-    limit: bytes that a device has, drawn as a line. Raises InputError where there is nothing to draw, or too much.
+    limit: bytes that a device has, drawn as a line. Raises InputError if there is nothing to draw, or too much.
     """
     _check(groups)
     width = max(300, width)
@@ -103,7 +103,7 @@ def _legend(canvas: Canvas, top: float, terms: Sequence[str], width: float, limi
 
 
 def bars_text(groups: Sequence[Bars], *, width: int = 100, limit: float | None = None) -> str:
-    """The same in characters, a letter for each term. Raises InputError as `bars_svg`."""
+    """Return the same in characters, a letter for each term. Raises InputError as `bars_svg`."""
     _check(groups)
     terms = _terms(groups)
     most = max([*(total for group in groups for total in group.totals), limit or 0.0]) or 1.0
@@ -129,14 +129,14 @@ def bars_text(groups: Sequence[Bars], *, width: int = 100, limit: float | None =
 
 
 def _terms(groups: Sequence[Bars]) -> list[str]:
-    """All that occur, in the order in which they do."""
+    """Return all terms, in the order of their first use."""
     terms = dict.fromkeys(term for group in groups for device in group.devices for term in device)
     return [term for term in terms if any(device.get(term) for group in groups for device in group.devices)]
 
 
 def _check(groups: Sequence[Bars]) -> None:
     if not any(group.devices for group in groups):
-        raise InputError("there is no device whose memory could be drawn")
+        raise InputError("there is no device to draw")
     if sum(len(group.devices) for group in groups) > _MOST_BARS:
         raise InputError(f"there are more than {_MOST_BARS} devices to draw; draw fewer at a time")
     if len(_terms(groups)) > len(COLOURS):

@@ -1,7 +1,6 @@
-"""An SVG document that grows by shapes with plain attributes: every viewer and converter shows the same.
+"""An SVG document built from shapes with plain attributes, so that every viewer and converter shows the same.
 
-A style sheet, which those that do not know it pass over, turns the same shapes to a dark background where the reader
-has one.
+A style sheet, which other programs ignore, draws the same shapes on a dark background if the reader prefers it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from evenpipe.given import plain
 from .kinds import IDLE, for_dark
 
 TEXT, FAINT = "#1c2026", "#5c6570"
-"""Colours of words, and of those that stand back."""
+"""Colours of normal and of faint text."""
 
 _GROUND = "#ffffff"
 _IN_THE_DARK = {_GROUND: "#14171c", TEXT: "#e6e9ee", FAINT: "#a0a8b4", IDLE: "#2a2f37"}
@@ -22,29 +21,29 @@ _FONT = "Helvetica Neue, Helvetica, Arial, Liberation Sans, sans-serif"
 
 
 class Canvas:
-    """Shapes in the order in which they were drawn. Sizes in pixels."""
+    """Shapes in the order of drawing. Sizes are in pixels."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._colours: dict[str, None] = {_GROUND: None}
 
     def rect(self, x: float, y: float, width: float, height: float, colour: str) -> None:
-        """A filled rectangle."""
+        """Add a filled rectangle."""
         self._colours[colour] = None
         self.lines.append(f'<rect x="{n(x)}" y="{n(y)}" width="{n(width)}" height="{n(height)}" fill="{colour}"/>')
 
     def path(self, path: str, colour: str) -> None:
-        """A line of one pixel."""
+        """Add a line of one pixel."""
         self.lines.append(f'<path d="{path}" stroke="{colour}" stroke-width="1" fill="none"/>')
 
     def area(self, path: str, colour: str, opacity: float) -> None:
-        """A filled shape."""
+        """Add a filled shape."""
         self.lines.append(f'<path d="{path}" fill="{colour}" fill-opacity="{n(opacity)}"/>')
 
     def text(
         self, x: float, y: float, text: str, size: float, *, fill: str = TEXT, anchor: str = "", weight: str = ""
     ) -> None:
-        """A line of text; nothing for an empty one."""
+        """Add a line of text; nothing for an empty one."""
         if not text:
             return
         more = f' text-anchor="{anchor}"' if anchor and anchor != "start" else ""
@@ -54,7 +53,7 @@ class Canvas:
         )
 
     def document(self, width: float, height: float, *, name: str, summary: str) -> str:
-        """The whole of it, on white, or dark for readers who prefer it. name, summary: for those who do not see it."""
+        """Return the document, on white, or dark for readers who prefer it. name, summary: for screen readers."""
         return "\n".join(
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" class="evenpipe" width="{n(width)}" height="{n(height)}" '
@@ -69,7 +68,8 @@ class Canvas:
         )
 
     def _dark(self) -> Iterator[str]:
-        """Rules for boxes, and for words and lines, of this picture: a notebook has others in the same document."""
+        """Return style rules for boxes, text and lines of this picture only, because a notebook has others in the same
+        document."""
         for colour in self._colours:
             raised = _IN_THE_DARK.get(colour) or for_dark(colour)
             if raised != colour:
@@ -80,12 +80,12 @@ class Canvas:
 
 
 def text_width(text: str, size: float) -> float:
-    """About how wide a text is in a sans-serif font, a little on the safe side."""
+    """Return the approximate width of a text in a sans-serif font, rather too wide."""
     narrow = sum(character in " .,:;'|ijlI·" for character in text)
     return size * (0.58 * (len(text) - narrow) + 0.3 * narrow)
 
 
 def n(value: float) -> str:
-    """A coordinate with two decimals at most."""
+    """Return a coordinate with at most two decimals."""
     text = f"{value:.2f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text

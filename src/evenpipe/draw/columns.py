@@ -1,4 +1,4 @@
-"""A row of events cut into equal columns: what the terminal prints, and what an SVG shows of passes under a pixel."""
+"""A row of events cut into equal columns, for the terminal, and for passes narrower than a pixel in SVG."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Piece:
 
 
 def cut(row: Sequence[Event], origin: float, width: float, columns: int) -> list[list[Piece]]:
-    """Per column of `width` units of time from `origin` on, its pieces by start, without events of no length."""
+    """Return, per column of `width` units of time from `origin` on, its pieces by start, without events of length 0."""
     result: list[list[Piece]] = [[] for _ in range(columns)]
     if width <= 0:
         return result
@@ -39,9 +39,9 @@ def cut(row: Sequence[Event], origin: float, width: float, columns: int) -> list
 def mean_colour(
     panel: Panel, pieces: Sequence[Piece], idle: str | None, start: float = 0.0, end: float = 1.0
 ) -> str | None:
-    """The mean colour between two places in a column, with `idle` mixed in where nothing runs.
+    """Return the mean colour between two places in a column, with `idle` mixed in for idle time.
 
-    None where nothing runs at all, and, without an `idle` colour, where most of it is idle.
+    None if nothing runs, and, without an `idle` colour, if most of it is idle.
     """
     total = [0.0, 0.0, 0.0]
     covered = 0.0

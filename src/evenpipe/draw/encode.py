@@ -1,9 +1,9 @@
-"""A panel as compact JSON for the page: one table of integers, its columns deflated together and written in base64.
+"""A panel as compact JSON for the page: one table of integers, its columns compressed together, in base64.
 
-Times become ticks, whole multiples of a power of ten that is small against the makespan, so that decimal costs stay
-exact. Every column has one 32-bit integer per event; a column that grows steadily holds differences. The bytes of
-equal weight of a column stand together, which makes them small: a regular schedule takes some two bytes per event in
-all.
+Times become ticks, whole multiples of a power of ten that is small compared to the makespan, so decimal costs stay
+exact. Every column has one 32-bit integer per event; a steadily growing column holds differences. The bytes of equal
+significance of a column are stored together, which compresses better: a regular schedule takes some two bytes per
+event.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from .kinds import number_of
 from .panel import Panel, lanes
 
 RESOURCES = ("", "start", "device", "transfer", "communicator", "link", "engine")
-"""What an event can have waited for, by number; 0 is not known. Others are added as they occur."""
+"""Resources that an event can wait for, by number; 0 means unknown. Others are added on first use."""
 
 COMPUTE, TRANSFERS, COPIES = range(3)
-"""What a row of events shows."""
+"""Types of rows of events."""
 
 _LARGEST = 2**30
 
 
 class Looks:
-    """The kinds and colours in use, numbered as they occur: one table for all panels of a page."""
+    """The kinds and colours in use, numbered by first use: one table for all panels of a page."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[int, tuple[str, ...]]] = []
@@ -41,7 +41,7 @@ class Looks:
         self._numbers: dict[tuple[int, tuple[str, ...]], int] = {}
 
     def of(self, panel: Panel, event: Event) -> int:
-        """The number of kind and colours of an event."""
+        """Return the number of kind and colours of an event."""
         entry = (number_of(event.item.kind), panel.colours(event))
         number = self._numbers.get(entry)
         if number is None:
@@ -50,18 +50,18 @@ class Looks:
         return number
 
     def resource(self, name: str) -> int:
-        """The number of what an event waited for."""
+        """Return the number of the resource that an event waited for."""
         if name not in self.resources:
             self.resources.append(name)
         return self.resources.index(name)
 
 
 def encode(panel: Panel, looks: Looks, scale: Scale) -> dict[str, Any]:
-    """A panel as JSON.
+    """Return a panel as JSON.
 
-    rows: (device, what it shows, number of its first event) of each row; events of a row do not overlap and are in the
-    order of their starts. texts: by number of event, the text of what is no plain pass. unknown: by number, the text of
-    what an event waited for that is not in the picture.
+    rows: (device, type, number of its first event) of each row; events of a row do not overlap and are in the order of
+    their starts. texts: by number of event, the text of anything but a plain pass. unknown: by number, the text of a
+    cause that is not in the picture.
     """
     rows, events = _rows(panel)
     step = tick(panel.length)
@@ -86,12 +86,12 @@ def encode(panel: Panel, looks: Looks, scale: Scale) -> dict[str, Any]:
 
 
 def tick(length: float) -> float:
-    """A power of ten, small enough to tell apart what happens in `length`, such that ticks fit into 31 bits."""
+    """Return a power of ten, small compared to `length`, for which ticks fit into 31 bits."""
     return 10.0 ** math.ceil(math.log10(length / _LARGEST)) if length > 0 else 1.0
 
 
 def pack(columns: Sequence[array[int]]) -> str:
-    """Columns of 32-bit integers of one length, as base64 text."""
+    """Return columns of 32-bit integers of equal length as base64 text."""
     return base64.b64encode(zlib.compress(b"".join(_planes(column) for column in columns), 6)).decode("ascii")
 
 
@@ -104,7 +104,7 @@ def _planes(column: array[int]) -> bytes:
 
 
 def _rows(panel: Panel) -> tuple[list[tuple[int, int, int]], list[Event]]:
-    """Rows in which nothing overlaps: compute, and for what runs beside it as many as it takes."""
+    """Return rows without overlap: compute, and as many as needed for events beside it."""
     rows: list[tuple[int, int, int]] = []
     events: list[Event] = []
     for device in range(panel.devices):
@@ -125,8 +125,8 @@ def _rows(panel: Panel) -> tuple[list[tuple[int, int, int]], list[Event]]:
 def _table(
     panel: Panel, events: list[Event], looks: Looks, step: float
 ) -> tuple[list[array[int]], dict[int, str], dict[int, str]]:
-    """Columns start and duration (ticks), look, stage and microbatch (-1: none), slice, cause (0: none, else how many
-    events before this one), resource."""
+    """Return columns: start and duration (ticks), look, stage and microbatch (-1: None), slice, cause (0: None, else
+    how many events before this one), resource."""
     origin = panel.origin
     starts = array("i", [round((event.start - origin) / step) for event in events])
     ends = [round((event.end - origin) / step) for event in events]
@@ -171,7 +171,8 @@ def _causes(events: list[Event], looks: Looks) -> tuple[array[int], array[int], 
 
 
 def _curves(panel: Panel, step: float) -> tuple[dict[str, Any], float]:
-    """Memory of all devices as one table (times in ticks, values in units of `unit`), and the highest value of all."""
+    """Return the memory of all devices as one table (times in ticks, values in units of `unit`), and the highest value
+    of all."""
     curves = [panel.curve(device) for device in range(panel.devices)]
     peak = max((value for curve in curves for _, value in curve), default=0.0)
     unit = max(1.0, peak / _LARGEST)
@@ -185,5 +186,5 @@ def _curves(panel: Panel, step: float) -> tuple[dict[str, Any], float]:
 
 
 def _differences(column: array[int]) -> array[int]:
-    """Each number less the one before."""
+    """Return the difference of each number to the previous one."""
     return array("i", [value - before for value, before in zip(column, chain((0,), column), strict=False)])

@@ -1,4 +1,4 @@
-"""Figures of a timeline as text: times, bytes, shares, and the line that stands beside every picture."""
+"""Figures of a timeline as text: times, bytes, shares, and the line next to every picture."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How times are written. unit_seconds: what one unit of a timeline lasts; None where it is not known."""
+    """How times are written. unit_seconds: seconds per unit of a timeline; None if not known."""
 
     unit_seconds: float | None = None
 
     def text(self, time: float) -> str:
-        """A duration with four digits: "162", "1.25", "12.5 ms"."""
+        """Return a duration with four digits: "162", "1.25", "12.5 ms"."""
         if self.unit_seconds is None:
             return number_text(time)
         seconds = time * self.unit_seconds
@@ -29,7 +29,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """name: what it is. text: its value. note: one sentence that explains it."""
+    """name: of the figure. text: its value. note: one sentence that explains it."""
 
     name: str
     text: str
@@ -37,26 +37,26 @@ class Figure:
 
 
 def figures(panel: Panel, scale: Scale) -> list[Figure]:
-    """The figures of a whole timeline; zeros for one without events."""
+    """Return the figures of a whole timeline; zeros for one without events."""
     timeline = panel.timeline
     if not panel.devices:
         return [Figure("devices", "0", "Rows of the timeline")]
     return [
         Figure("step", scale.text(timeline.makespan), "From the first start to the last end, over all devices"),
         Figure("busy", share_text(timeline.mean_busy), "Part of the step that devices compute, on average over all"),
-        Figure("peak", peak_text(panel), "Most that any device holds at once"),
+        Figure("peak", peak_text(panel), "Highest memory of any device"),
         Figure("span", scale.text(timeline.span), "Longest time from first to last pass of one device"),
         Figure("bubble of the slowest device", share_text(timeline.bubble_rate), "Idle part of that span"),
     ]
 
 
 def busy_share(panel: Panel, device: int) -> float:
-    """Compute of one device over the makespan."""
+    """Return the compute time of one device over the makespan."""
     return panel.timeline.busy[device] / panel.timeline.makespan if panel.timeline.makespan else 0.0
 
 
 def peak_text(panel: Panel) -> str:
-    """The highest of the panel's `peaks`, with its unit; beside what is on a device what is in flight."""
+    """Return the highest of the panel's `peaks`, with its unit; with offload, also the activations in flight."""
     text = amount_text(panel, max(panel.peaks, default=0.0))
     if panel.knows_bytes or panel.timeline.on_device is None:
         return text
@@ -64,12 +64,12 @@ def peak_text(panel: Panel) -> str:
 
 
 def amount_text(panel: Panel, amount: float) -> str:
-    """An amount of memory in the unit of `panel`: bytes, or stage activations."""
+    """Return an amount of memory in the unit of `panel`: bytes, or stage activations."""
     return bytes_text(amount) if panel.knows_bytes else f"{number_text(amount)} {panel.held}"
 
 
 def number_text(value: float) -> str:
-    """Four digits, without a power of ten unless it is very small: 12870, 162, 1.25, 0.0125."""
+    """Return four digits, without a power of ten unless it is very small: 12870, 162, 1.25, 0.0125."""
     if value == 0:
         return "0"
     digits = max(0, 3 - math.floor(math.log10(abs(value))))
@@ -80,12 +80,12 @@ def number_text(value: float) -> str:
 
 
 def share_text(value: float) -> str:
-    """A part of one as a percentage: "56.8 %"."""
+    """Return a share as a percentage: "56.8 %"."""
     return f"{100 * value:.1f} %"
 
 
 def bytes_text(value: float) -> str:
-    """Bytes in powers of 1024: "1.5 GiB"."""
+    """Return bytes in powers of 1024: "1.5 GiB"."""
     power = 0
     while abs(value) >= 1024 and power < len(_BYTES) - 1:
         value /= 1024

@@ -1,4 +1,4 @@
-"""Pictures in files: the suffix of the name says which kind."""
+"""Pictures in files: the suffix of the name chooses the format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .svg import svg
 from .trace import trace
 
 EXTENSIONS = (".html", ".json", ".svg", ".png")
-"""A page to explore, a trace for Perfetto, a picture in shapes and one in pixels."""
+"""An interactive page, a trace for Perfetto, a vector picture and a bitmap."""
 
 
 def draw(
@@ -29,9 +29,9 @@ def draw(
 ) -> None:
     """Draw into `file`; its suffix is one of `EXTENSIONS`. An existing file is replaced.
 
-    title: heading of the page and the picture. memory: a curve per device in the picture; the page has a switch for
-    it. waits: in the picture, what idle devices wait for; the page and the trace always have it. unit_seconds: what one
-    unit of time lasts, where known. Raises InputError as `check_file` does, and when the file cannot be written.
+    title: heading of the page and the picture. memory: a curve per device in the picture; the page has a switch for it.
+    waits: mark the waits of devices in the picture; the page and the trace always have them. unit_seconds: seconds per
+    unit of time, if known. Raises InputError as `check_file` does, and if the file cannot be written.
     """
     path = check_file(file)
 
@@ -48,8 +48,8 @@ def draw(
 
 
 def check_file(file: str | Path) -> Path:
-    """The path of a picture to be drawn. Raises InputError for an unknown suffix, for a folder that does not exist, and
-    for .png where nothing is installed that makes one."""
+    """Return the path of a picture. Raises InputError for an unknown suffix, for a folder that does not exist, and for
+    .png if no program is installed that makes one."""
     path = Path(file)
     if path.suffix.lower() not in EXTENSIONS:
         raise InputError(

@@ -12,15 +12,15 @@ from functools import cache
 from evenpipe.schedule import Item, Kind, Pass, TransferKind, parts_of
 
 MOST_SHADES = 16
-"""Stages of a device that are told apart; more are not seen to differ."""
+"""Most shades for the stages of a device; more would look alike."""
 
 IDLE = "#e9ecf0"
-"""Where a device waits."""
+"""Colour of idle time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """words: what the kind is, for legends and tooltips. colour: #rrggbb, before any shade."""
+    """words: description of the kind, for legends and tooltips. colour: #rrggbb, before any shade."""
 
     words: str
     colour: str
@@ -39,7 +39,7 @@ LOOKS: dict[Kind | TransferKind, Look] = {
     Kind.G: Look("embedding gradient", "#74249c"),
     Kind.R: Look("recompute", "#7a6a64"),
     Kind.O: Look("offload to host", "#444b5c"),
-    Kind.D: Look("give memory back", "#737a89"),
+    Kind.D: Look("free memory", "#737a89"),
     Kind.L: Look("load from host", "#a4abb8"),
     Kind.UNSHARD: Look("gather parameters", "#6f7f93"),
     Kind.RESHARD: Look("free gathered parameters", "#6f7f93"),
@@ -54,18 +54,18 @@ LOOKS: dict[Kind | TransferKind, Look] = {
     TransferKind.ROWS: Look("embedding rows", "#e6c6ee"),
     TransferKind.ROW_GRADIENTS: Look("gradients of embedding rows", "#b689cc"),
 }
-"""Every kind, in the order of legends."""
+"""Look of every kind, in the order of legends."""
 
 _NUMBER = {kind: number for number, kind in enumerate(LOOKS)}
 
 
 def number_of(kind: Kind | TransferKind) -> int:
-    """The place of a kind in `LOOKS`."""
+    """Return the position of a kind in `LOOKS`."""
     return _NUMBER[kind]
 
 
 def colours_of(item: Item, stages: tuple[int, ...]) -> tuple[str, ...]:
-    """The colour of a pass on a device that holds `stages`: one, or one per part of passes that run as one."""
+    """Return the colour of a pass on a device that holds `stages`: one, or one per part of passes that run as one."""
     parts = parts_of(item) if isinstance(item, Pass) else (item,)
     return tuple(_shaded(part.kind, part.stage, stages) for part in parts)
 
@@ -77,7 +77,8 @@ def _shaded(kind: Kind | TransferKind, stage: int | None, stages: tuple[int, ...
 
 
 def _shade(colour: str, place: int, shades: int) -> str:
-    """One of so many shades of `colour`: light for the first stage of a device, at place 0, dark for the last."""
+    """Return one of several shades of `colour`: light for the first stage of a device, at place 0, dark for the
+    last."""
     if shades < 2:
         return colour
     reach = 0.18 if shades == 2 else 0.3
@@ -86,30 +87,30 @@ def _shade(colour: str, place: int, shades: int) -> str:
 
 
 def mix(colour: str, other: str, part: float) -> str:
-    """`colour` with that part of `other` in it, both #rrggbb."""
+    """Return `colour` mixed with that share of `other`, both #rrggbb."""
     pairs = zip(channels(colour), channels(other), strict=True)
     return text_of(tuple(a + (b - a) * part for a, b in pairs))
 
 
 def channels(colour: str) -> tuple[int, int, int]:
-    """#rrggbb as three numbers from 0 to 255."""
+    """Return #rrggbb as three numbers from 0 to 255."""
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
 def text_of(rgb: tuple[float, ...]) -> str:
-    """Three numbers from 0 to 255 as #rrggbb."""
+    """Return three numbers from 0 to 255 as #rrggbb."""
     return "#" + "".join(f"{round(value):02x}" for value in rgb)
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance, 0 to 1 (WCAG 2.2)."""
+    """Return the relative luminance, 0 to 1 (WCAG 2.2)."""
     linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in _unit(colour)]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def ink_on(colour: str) -> str:
-    """Black or white, whichever is easier to read on `colour`."""
-    return "#ffffff" if luminance(colour) < 0.179 else "#000000"  # where both have the same contrast
+    """Return black or white, whichever is easier to read on `colour`."""
+    return "#ffffff" if luminance(colour) < 0.179 else "#000000"  # luminance at which both have the same contrast
 
 
 def _unit(colour: str) -> list[float]:
@@ -117,13 +118,13 @@ def _unit(colour: str) -> list[float]:
 
 
 def for_dark(colour: str) -> str:
-    """`colour` for a dark page: the darkest kinds are raised, all shades alike, so that they stand out from the page
+    """Return `colour` for a dark page: dark kinds are lightened, all shades alike, so that they stand out from the page
     and stages from each other."""
     return mix(colour, "#ffffff", 0.28) if luminance(_kinds_colour().get(colour, colour)) < 0.1 else colour
 
 
 @cache
 def _kinds_colour() -> dict[str, str]:
-    """The colour of the kind that a shade belongs to."""
+    """Return the colour of the kind that a shade belongs to."""
     places = [(place, shades) for shades in range(2, MOST_SHADES + 1) for place in range(shades)]
     return {_shade(look.colour, *at): look.colour for look in LOOKS.values() for at in places}

@@ -1,8 +1,8 @@
-"""A page to explore timelines: one HTML file with everything in it, which fetches nothing.
+"""A page to explore timelines: one self-contained HTML file, which loads nothing.
 
-Its parts lie in the folder `page`: a skeleton, a style sheet, and scripts that this module joins in the order of
-`SCRIPTS`. A content security policy admits exactly these and no connection at all. Figures are plain HTML tables, for
-readers without scripts.
+Its parts are in the folder `page`: a skeleton, a style sheet, and scripts that this module joins in the order of
+`SCRIPTS`. A content security policy allows only these, and no connections. Figures are plain HTML tables, for readers
+without scripts.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ SCRIPTS = (
 
 
 def page(timelines: Timelines, *, title: str = "", unit_seconds: float | None = None) -> str:
-    """Timelines as one HTML file, with one axis of time and one zoom for all.
+    """Return timelines as one HTML file, with one time axis and one zoom for all.
 
-    unit_seconds: what one unit of time lasts, where known. The same timelines always give the same text.
+    unit_seconds: seconds per unit of time, if known. The same timelines always give the same text.
     """
     panels = panels_of(timelines)
     scale = Scale(unit_seconds)
@@ -69,7 +69,7 @@ def page(timelines: Timelines, *, title: str = "", unit_seconds: float | None = 
 
 
 def _data(panels: tuple[Panel, ...], scale: Scale) -> str:
-    """What the scripts draw. No `<` stands in it, so that nothing can end the element that holds it."""
+    """Return the data for the scripts. It contains no `<`, so that nothing can end its element."""
     looks = Looks()
     encoded = [encode(panel, looks, scale) for panel in panels]
     content: dict[str, Any] = {
@@ -86,7 +86,7 @@ def _data(panels: tuple[Panel, ...], scale: Scale) -> str:
 
 
 def _figures(panels: tuple[Panel, ...], scale: Scale) -> str:
-    """The figures of all panels side by side."""
+    """Return the figures of all panels side by side."""
     columns = [{figure.name: figure.text for figure in figures(panel, scale)} for panel in panels]
     notes = {figure.name: figure.note for panel in panels for figure in figures(panel, scale)}
     head = "".join(f'<th scope="col">{escape(panel.name or "timeline")}</th>' for panel in panels)
@@ -98,7 +98,7 @@ def _figures(panels: tuple[Panel, ...], scale: Scale) -> str:
 
 
 def _devices(panel: Panel) -> str:
-    """Per device: how busy, its peak, and the time of each kind as a share of the makespan."""
+    """Return, per device, how busy it is, its peak, and the time of each kind as a share of the makespan."""
     kinds = panel.kinds
     head = "".join(f'<th scope="col" title="{escape(LOOKS[kind].words)}">{kind.value}</th>' for kind in kinds)
     whole = panel.timeline.makespan
@@ -118,18 +118,18 @@ def _devices(panel: Panel) -> str:
 
 
 def _filled(text: str, values: dict[str, str]) -> str:
-    """`text` with each @@NAME@@ replaced, in one go: a value that holds such a name stays as it is."""
+    """Return `text` with each @@NAME@@ replaced, in one pass: names inside values are not replaced."""
     return re.sub(r"@@([A-Z_]+)@@", lambda match: values[match[1]], text)
 
 
 def _hash(text: str) -> str:
-    """How a content security policy names an inline element with this content."""
+    """Return the name of an inline element with this content in a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
 
 
 @cache
 def _script() -> str:
-    """All scripts in one function, so that they share names and leave none behind."""
+    """Return all scripts in one function, so that they share names and leave no globals."""
     body = "\n".join(_part(name) for name in SCRIPTS)
     return f'\n"use strict";\n(() => {{\n{body}\n}})();\n'
 

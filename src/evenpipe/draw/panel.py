@@ -14,10 +14,10 @@ from evenpipe.schedule import Event, Item, Kind, Pass, Timeline, TransferKind, p
 from .kinds import LOOKS, colours_of
 
 Timelines = Timeline | Mapping[str, Timeline]
-"""What every output takes: one timeline, or several by name, drawn in this order on one axis of time."""
+"""The input of every output: one timeline, or several by name, drawn in this order on one time axis."""
 
 TRANSFER = "transfer"
-"""The resource of a cause that says: this had to arrive."""
+"""The resource of a cause that means: this had to arrive."""
 
 Curve = list[tuple[float, float]]
 """A step function: (time, value from then on), by time."""
@@ -25,7 +25,7 @@ Curve = list[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A device stood idle until `item`, a transfer or a copy, was complete."""
+    """A device was idle until `item`, a transfer or a copy, was complete."""
 
     item: Item
     start: float
@@ -34,32 +34,32 @@ class Wait:
 
 @dataclass(frozen=True)
 class Panel:
-    """One timeline as it is drawn; times count from the start of its first event."""
+    """One timeline to draw; times count from the start of its first event."""
 
     name: str
     timeline: Timeline
 
     @cached_property
     def rows(self) -> tuple[tuple[Event, ...], ...]:
-        """Compute of each device by start. Measured events may come in any order."""
+        """Return the compute of each device by start. Measured events may come in any order."""
         return tuple(_by_start(row) for row in self.timeline.events)
 
     @cached_property
     def beside(self) -> tuple[tuple[Event, ...], ...]:
-        """What ran beside compute, per device, by start."""
+        """Return the events beside compute, per device, by start."""
         rows = tuple(_by_start(row) for row in self.timeline.beside)
         return rows + ((),) * (self.devices - len(rows))
 
     @cached_property
     def copies(self) -> tuple[tuple[Event, ...], ...]:
-        """Copies to the host and back, per device, by start; those that take no time are left out."""
+        """Return copies to the host and back, per device, by start, without those of length 0."""
         return tuple(
             tuple(event for event in row if event.item.kind in (Kind.O, Kind.L) and event.end > event.start)
             for row in self.beside
         )
 
     def waits(self, device: int) -> list[Wait]:
-        """The idle times of a device that ended with what its next pass waited for, where causes are known."""
+        """Return the idle times of a device that ended with a need of its next pass, if causes are known."""
         found = []
         clock = self.origin
         for event in self.rows[device]:
@@ -71,7 +71,7 @@ class Panel:
 
     @cached_property
     def awaited(self) -> tuple[Kind | TransferKind, ...]:
-        """Kinds of transfer and copy that any device waits for, in the order of legends."""
+        """Return the kinds of transfer and copy that any device waits for, in the order of legends."""
         found = {wait.item.kind for device in range(self.devices) for wait in self.waits(device)}
         return tuple(kind for kind in LOOKS if kind in found)
 
@@ -82,17 +82,17 @@ class Panel:
 
     @cached_property
     def origin(self) -> float:
-        """When the first event starts; 0 when there is none."""
+        """Return the start of the first event; 0 without events."""
         return min((event.start for event in self._all()), default=0.0)
 
     @cached_property
     def length(self) -> float:
-        """From the first start to the last end of anything drawn, so that nothing lies outside."""
+        """Return the time from the first start to the last end of all drawn events."""
         return max((event.end for event in self._all()), default=0.0) - self.origin
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """Per device, the stages that its passes belong to, ascending."""
+        """Return, per device, the stages of its passes, ascending."""
         return tuple(
             tuple(sorted({part.stage for event in row for part in _parts(event) if part.stage is not None}))
             for row in self.rows
@@ -100,13 +100,13 @@ class Panel:
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        """Kinds of pass that take time in compute, in the order of legends."""
+        """Return kinds of pass that take compute time, in the order of legends."""
         timed = [event for row in self.rows for event in row if event.end > event.start]
         found = {part.kind for event in timed for part in _parts(event)}
         return tuple(kind for kind in LOOKS if isinstance(kind, Kind) and kind in found)
 
     def colours(self, event: Event) -> tuple[str, ...]:
-        """One colour, or one per part of passes that run as one."""
+        """Return one colour, or one per part of passes that run as one."""
         item = event.item
         parts = tuple((part.kind, part.stage) for part in item.parts) if isinstance(item, Pass) else ()
         key = (item.kind, item.stage, parts, event.device)
@@ -122,26 +122,26 @@ class Panel:
 
     @property
     def knows_bytes(self) -> bool:
-        """Whether `curve` is in bytes."""
+        """Return whether `curve` is in bytes."""
         return self.timeline.memory is not None
 
     @cached_property
     def peaks(self) -> tuple[float, ...]:
-        """Per device, the most bytes where they are known, else the most stage activations on it."""
+        """Return, per device, the most bytes if known, else the most stage activations on it."""
         if self.knows_bytes:
             return tuple(max((value for _, value in self.curve(device)), default=0.0) for device in range(self.devices))
         return tuple(float(peak) for peak in self.timeline.peak_on_device)
 
     @property
     def held(self) -> str:
-        """Which stage activations `curve` counts where bytes are not known."""
+        """Return which stage activations `curve` counts if bytes are not known."""
         return "in flight" if self.timeline.on_device is None else "on the device"
 
     def curve(self, device: int) -> Curve:
-        """Memory of a device over time: bytes where they are known, else stage activations on the device.
+        """Return the memory of a device over time: bytes if known, else stage activations on the device.
 
         An activation counts from the start of its forward to the end of the backward, or of the weight gradient, that
-        releases it, but for the time that it is on the host.
+        releases it, except for its time on the host.
         """
         memory = self.timeline.on_device if self.timeline.memory is None else self.timeline.memory
         if memory is not None:
@@ -153,7 +153,7 @@ class Panel:
                     steps.append((event.start, 1.0))
                 elif part.kind in (Kind.B, Kind.W):
                     steps.append((event.end, -1.0))
-        # What ends at the moment in which something starts is released first, as on a device.
+        # Events that end when others start are released first, as on a device.
         steps.sort()
         curve: Curve = []
         held = 0.0
@@ -172,7 +172,7 @@ class Panel:
 
 
 def panels_of(timelines: Timelines) -> tuple[Panel, ...]:
-    """One panel per timeline. Raises InputError when there is none."""
+    """Return one panel per timeline. Raises InputError if there is none."""
     named = {"": timelines} if isinstance(timelines, Timeline) else timelines
     if not named:
         raise InputError("there is no timeline to draw; give at least one")
@@ -180,14 +180,15 @@ def panels_of(timelines: Timelines) -> tuple[Panel, ...]:
 
 
 def kinds_in(panels: Iterable[Panel]) -> tuple[Kind, ...]:
-    """Kinds of pass that take time in any of the panels, in the order of legends."""
+    """Return kinds of pass that take time in any of the panels, in the order of legends."""
     found = {kind for panel in panels for kind in panel.kinds}
     return tuple(kind for kind in LOOKS if isinstance(kind, Kind) and kind in found)
 
 
 def lanes(events: Iterable[Event]) -> list[int]:
-    """The lane of each event, given by start, such that events of one lane do not overlap: as few lanes as can be."""
-    free: list[float] = []  # per lane, when its last event ends
+    """Return the lane of each event, given by start, such that events of one lane do not overlap: as few lanes as
+    possible."""
+    free: list[float] = []  # per lane, the end of its last event
     chosen = []
     for event in events:
         lane = next((number for number, end in enumerate(free) if end <= event.start), len(free))

@@ -1,4 +1,4 @@
-"""Pictures as PNG: a browser that is installed turns our SVG into pixels, so evenpipe needs no library for it."""
+"""Pictures as PNG: an installed browser converts our SVG, so evenpipe needs no library for it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from evenpipe.given import plain
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 SECONDS = 120.0
-"""That the browser may take."""
+"""Time limit for the browser."""
 
 
 def find_browser() -> str:
-    """Path of a Chromium or Chrome. Raises InputError where there is none."""
+    """Return the path of a Chromium or Chrome. Raises InputError if there is none."""
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
         raise InputError(
@@ -28,11 +28,11 @@ def find_browser() -> str:
 
 
 def png(picture: str) -> bytes:
-    """An SVG document of ours as PNG, two pixels for each of its own. Raises InputError, or RunError where the browser
+    """Return one of our SVG documents as PNG, at two pixels per unit. Raises InputError, or RunError if the browser
     fails."""
     browser = find_browser()
     size = re.search(r'width="([\d.]+)" height="([\d.]+)"', picture)
-    assert size is not None, "our pictures say how large they are"
+    assert size is not None, "our pictures give their size"
     width, height = (round(float(text)) for text in size.groups())
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         source, target = Path(folder, "picture.svg"), Path(folder, "picture.png")

@@ -1,6 +1,6 @@
-"""Timelines as SVG, for documents: boxes with microbatch numbers, grey where a device waits, one axis of time.
+"""Timelines as SVG, for documents: boxes with microbatch numbers, grey for idle time, one time axis.
 
-Only shapes with plain attributes are used, no script, so every viewer and converter shows the same.
+Only shapes with plain attributes are used, without scripts, so every viewer and converter shows the same.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .panel import Panel, Timelines, kinds_in, lanes, panels_of
 _MEMORY = "#8d97a5"
 _RIGHT, _HEADING, _AXIS, _LEGEND = 14, 34, 30, 22
 _SPEEDUP = 40
-"""Size of its figure."""
+"""Font size of the speedup."""
 _WAIT = 0.3
-"""Height of the bar of a wait, in a row's."""
+"""Height of the bar of a wait, relative to a row."""
 _COPY = 0.4
-"""Height of the lane of copies to the host and back, in a row's."""
+"""Height of the lane of copies to the host and back, relative to a row."""
 
 
 def svg(
@@ -37,12 +37,12 @@ def svg(
     unit: str = "the unit of the costs",
     speedup: bool = False,
 ) -> str:
-    """Timelines as an SVG document, above each other on one axis of time.
+    """Return timelines as an SVG document, above each other on one time axis.
 
     width: in pixels, at least 300. memory: a curve per device under its row. waits: a bar in each idle time, in the
-    colour of the transfer that ended it. unit_seconds: what one unit of time lasts, where known; unit: else its name.
-    speedup: to the right of each step that is shorter than the first one, how many times as fast it is. The same
-    timelines always give the same text.
+    colour of the transfer that ended it. unit_seconds: seconds per unit of time, if known; unit: otherwise its name.
+    speedup: write the speedup to the right of each step that is shorter than the first one. The same timelines always
+    give the same text.
     """
     page = _Page(panels_of(timelines), title, max(300, width), Scale(unit_seconds), memory=memory, waits=waits)
     return page.draw("" if unit_seconds is not None else unit, speedup=speedup)
@@ -115,7 +115,7 @@ class _Page:
         return f"{panel.name}: {words}" if panel.name else words
 
     def _panel(self, panel: Panel, top: float) -> float:
-        """Draw a panel below `top`; returns where it ends."""
+        """Draw a panel below `top`; return where it ends."""
         words = "  ·  ".join(f"{figure.name} {figure.text}" for figure in figures(panel, self.scale))
         self.canvas.text(self.left, top + 22, panel.name, 15, weight="bold")
         if panel.name and self.left + text_width(panel.name, 16) + text_width(words, 12) + 20 > self.width:
@@ -127,7 +127,7 @@ class _Page:
         top += _HEADING
         if self.memory and panel.devices:
             self.canvas.text(self.width - 6, top - 6, "peak", 10, fill=FAINT, anchor="end")
-        every = max(1, -(-11 // max(1, int(self.rows.pitch))))  # names of rows lower than a line of text are left out
+        every = max(1, -(-11 // max(1, int(self.rows.pitch))))  # rows lower than a line of text get no names
         alike = [other for other in self.panels if other.knows_bytes == panel.knows_bytes]
         highest = max((peak for other in alike for peak in other.peaks), default=0.0)
         for device in range(panel.devices):
@@ -157,7 +157,7 @@ class _Page:
             self._box(panel, event, y)
 
     def _copies(self, panel: Panel, device: int, y: float) -> None:
-        """Copies beside compute, on as many lanes as run at a time."""
+        """Draw copies beside compute, on as many lanes as run at a time."""
         events = panel.copies[device]
         chosen = lanes(events)
         height = self.rows.copies / (max(chosen, default=0) + 1)
@@ -190,21 +190,21 @@ class _Page:
             self._number(str(part.microbatch), colour, _Box(x, y + index * height, width, height))
 
     def _number(self, text: str, colour: str, box: _Box) -> None:
-        """`text` in the middle of `box`, if it can be read there."""
+        """Draw `text` in the middle of `box`, if it is readable there."""
         size = min(11.0, box.height - 2, 11 * (box.width - 1) / text_width(text, 11))
         if size >= 8:
             x, y = box.x + box.width / 2, box.y + box.height / 2 + size * 0.36
             self.canvas.text(x, y, text, size, fill=ink_on(colour), anchor="middle")
 
     def _waits(self, panel: Panel, device: int, y: float) -> None:
-        """A slim bar from where a device fell idle to where what it waited for had arrived."""
+        """Draw a slim bar from the start of idle time to the arrival of the awaited item."""
         height = self.rows.height
         for wait in panel.waits(device):
             x, width = self._x(panel, wait.start), (wait.end - wait.start) * self.pixels_per_unit
             self.canvas.rect(x, y + height * (1 - _WAIT) / 2, width, height * _WAIT, LOOKS[wait.item.kind].colour)
 
     def _mean(self, panel: Panel, device: int, y: float, columns: int) -> None:
-        """One rectangle per run of pixels of one colour: what the row would look like from far away."""
+        """Draw one rectangle per run of pixels of one colour: the row as seen from far away."""
         step = self.length / columns
         colours = [mean_colour(panel, pieces, IDLE) for pieces in cut(panel.rows[device], panel.origin, step, columns)]
         start = 0
@@ -216,7 +216,7 @@ class _Page:
                 start = column
 
     def _curve(self, panel: Panel, device: int, y: float, highest: float) -> None:
-        """Memory as an area with its baseline at the lower end, and its peak at the right."""
+        """Draw memory as an area, with its baseline at the lower end and its peak at the right."""
         base, height = y + self.rows.memory, self.rows.memory - 1
         curve = panel.curve(device)
         if not curve or highest <= 0:
@@ -227,7 +227,7 @@ class _Page:
         for time, value in curve:
             x = self._x(panel, time)
             if x - drawn < 0.4 and len(path) > 1 and value <= top:
-                continue  # within a pixel, the highest counts
+                continue  # within a pixel, the highest value counts
             path.append(f"H{n(x)}V{n(base - height * value / highest)}")
             drawn, top = x, value
         path.append(f"H{n(max(x, self._x(panel, curve[-1][0])))}V{n(base)}Z")
@@ -239,7 +239,7 @@ class _Page:
         return amount_text(panel, amount) if panel.knows_bytes else number_text(amount)
 
     def _speedup(self, panel: Panel, bottom: float) -> None:
-        """How many times as fast as the first panel, in the middle of what is free to the right of the rows."""
+        """Write the speedup over the first panel, in the middle of the free space to the right of the rows."""
         first, own = self.panels[0].timeline.makespan, panel.timeline.makespan
         text = f"{first / own:.1f}x" if own else ""
         left, right = self.left + own * self.pixels_per_unit, self.width - self.right

@@ -1,9 +1,9 @@
-"""A timeline as text: one line per device, in colour where the terminal has it, with letters where it has not.
+"""A timeline as text: one line per device, in colour if the terminal supports it, else with letters.
 
 In colour a pass is a block with its microbatch in it; eighths of a character place its edges. Passes narrower than a
 character show as their mean colour. Without colour a pass starts with the letter of its kind, followed by its
-microbatch where there is room and by dashes to its end; a dot is idle. Where most would have no room, time goes on
-below, in as many bands as it takes, up to `MOST_LINES`.
+microbatch if there is room and by dashes to its end; a dot is idle time. If most passes had no room, time continues
+below, in as many bands as needed, up to `MOST_LINES`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .panel import Panel, Timelines, kinds_in, panels_of
 
 SMALLEST_WIDTH = 40
 MOST_LINES = 128
-"""Rows of devices that a picture without colour has at most where one device takes several."""
+"""Most rows of devices in a picture without colour, if a device takes several."""
 _LETTER: dict[Kind | TransferKind, str] = {
     Kind.OVERLAP_F_B: "&",
     Kind.UNSHARD: "u",
@@ -34,7 +34,7 @@ _LETTER: dict[Kind | TransferKind, str] = {
     Kind.REDUCE_GRAD: "g",
 }
 _COUNTED = (Kind.F, Kind.B, Kind.I, Kind.W)
-"""Kinds that a picture in letters has room for; those of vocabulary layers are often much shorter."""
+"""Kinds that a picture in letters must have room for; those of vocabulary layers are often much shorter."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _HEIGHTS = " ▁▂▃▄▅▆▇█"
 _IDLE = "#8a9099"
@@ -50,13 +50,15 @@ def terminal(
     unit_seconds: float | None = None,
     overview: bool = False,
 ) -> str:
-    """Timelines as text that ends with a newline, several above each other on one axis of time.
+    """Return timelines as text that ends with a newline, several above each other on one time axis.
 
-    width: characters per line, that of the terminal by default, at least 40. colour: "none", "256" or "truecolor"; by
-    default what the standard output can show. memory: a second line per device with its memory over time. waits: a
-    line per device that says how long it waited for what, and in colour dots in the colour of what is waited for.
-    unit_seconds: what one unit of time lasts, where known. overview: one line per device without colour too, however
-    narrow the passes are. Raises InputError for an unknown `colour`.
+    width: characters per line, that of the terminal by default, at least 40.
+    colour: "none", "256" or "truecolor"; by default what the standard output can show.
+    memory: a second line per device with its memory over time.
+    waits: a line per device with its waiting times by cause, and with colour, dots in the colour of the awaited item.
+    unit_seconds: seconds per unit of time, if known.
+    overview: one line per device also without colour, however narrow the passes are.
+    Raises InputError for an unknown `colour`.
     """
     panels = panels_of(timelines)
     colour = depth_of_output() if colour is None else colour
@@ -68,7 +70,7 @@ def terminal(
 
 
 def depth_of_output() -> str:
-    """What the standard output can show: "none" where it is no terminal or NO_COLOR is set (no-color.org)."""
+    """Return what the standard output can show: "none" if it is not a terminal or NO_COLOR is set (no-color.org)."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         return "none"
     if "utf" not in (sys.stdout.encoding or "").lower():
@@ -77,7 +79,7 @@ def depth_of_output() -> str:
 
 
 class _Page:
-    """All panels in one width: a column for names, one for the timeline, one for how busy each device is."""
+    """All panels in one width: a column for names, one for the timeline, one for the busy share of each device."""
 
     def __init__(
         self, panels: tuple[Panel, ...], painter: Painter, width: int, scale: Scale, *, waits: bool, overview: bool
@@ -111,8 +113,8 @@ class _Page:
         return self.length / (self.columns * self.bands)
 
     def _bands_wanted(self) -> int:
-        """As many as let a pass of the shortest kind of a stage have its letter and microbatch; 1 where that is too
-        much."""
+        """Return how many bands give a pass of the shortest kind of a stage room for its letter and microbatch; 1 if
+        that is too many."""
         lasting: dict[Kind | TransferKind, list[float]] = {}
         longest = 0
         for event in (event for panel in self.panels for row in panel.rows for event in row):
@@ -126,7 +128,7 @@ class _Page:
         return int(bands) if bands * sum(panel.devices for panel in self.panels) <= MOST_LINES else 1
 
     def _device(self, panel: Panel, device: int, highest: float | None) -> list[list[str]]:
-        """The line of a device, and that of its memory where the `highest` of all is given: each as its bands."""
+        """Return the line of a device, and that of its memory if `highest` is given, each as its bands."""
         cells = cut(panel.rows[device], panel.origin, self._step, self.columns * self.bands)
         busy = f"{100 * busy_share(panel, device):.0f} %".rjust(self.right)
         name = self.painter.faint(f"device {device}".ljust(self.left))
@@ -146,7 +148,7 @@ class _Page:
         return [self.painter.bold(panel.name), *lines] if panel.name else lines
 
     def _dots(self, panel: Panel, device: int) -> dict[int, str]:
-        """Per column, the colour of what a device waits for in it."""
+        """Return, per column, the colour of the item that a device waits for."""
         if not self._step:
             return {}
         colours = {}
@@ -156,7 +158,7 @@ class _Page:
         return colours
 
     def _waited(self, panel: Panel) -> list[str]:
-        """Per device, how long it waited for what, the longest first."""
+        """Return, per device, its waiting times by cause, the longest first."""
         lines = []
         for device in range(panel.devices):
             sums: dict[str, float] = {}
@@ -221,7 +223,7 @@ class _Page:
         entries = []
         kinds = list(kinds_in(self.panels))
         if not self.painter.colourful and any(_has_pairs(panel) for panel in self.panels):
-            kinds.append(Kind.OVERLAP_F_B)  # in colour, its parts show
+            kinds.append(Kind.OVERLAP_F_B)  # in colour, its parts are visible
         for kind in kinds:
             look = LOOKS[kind]
             sample = _LETTER.get(kind, kind.value)
@@ -235,9 +237,9 @@ def _has_pairs(panel: Panel) -> bool:
 
 
 def _labels(cells: list[list[Piece]], step: float) -> dict[int, str]:
-    """Per column, one character of the microbatch of the pass that fills it and enough of its neighbours.
+    """Return, per column, one character of the microbatch of the pass that fills it and enough of its neighbours.
 
-    Passes of less than a column and a half have none: whether they fill one would depend on where they start.
+    Passes of less than a column and a half get no label: whether they fill a column would depend on where they start.
     """
     labels: dict[int, str] = {}
     column = 0
@@ -260,7 +262,8 @@ def _full(pieces: list[Piece]) -> bool:
 
 
 def _striped(panel: Panel, piece: Piece) -> tuple[str, ...]:
-    """Colours of a pass; odd microbatches are a little darker, so that neighbours of one kind stay apart."""
+    """Return the colours of a pass; odd microbatches are a little darker, so that neighbours of one kind are
+    distinct."""
     colours = panel.colours(piece.event)
     odd = (piece.event.item.microbatch or 0) % 2
     return tuple(mix(colour, "#000000", 0.12) for colour in colours) if odd else colours
@@ -271,7 +274,7 @@ def _eighth(place: float) -> str:
 
 
 def _lettered(cells: list[list[Piece]]) -> str:
-    """One character per column: the event with the largest part, or a dot where most of the column is idle."""
+    """Return one character per column: for the event with the largest part, or a dot if most of the column is idle."""
     text = []
     for event, columns in groupby(map(_largest, cells)):
         room = len(list(columns))
@@ -292,7 +295,7 @@ def _largest(pieces: list[Piece]) -> Event | None:
 
 
 def _highest_per_column(panel: Panel, device: int, step: float, columns: int) -> list[float]:
-    """The most memory that a device holds in each column; 0 after its last event."""
+    """Return the highest memory of a device in each column; 0 after its last event."""
     values = [0.0] * columns
     held, column = 0.0, 0
     if step <= 0:

@@ -1,11 +1,11 @@
 """Timelines in the Trace Event format of Chrome, which Perfetto (ui.perfetto.dev) opens.
 
-A device is a process, counted from 1, as Perfetto takes 0 for the kernel's. Its threads are compute, waits (idle times,
-by the transfer that ended them), communication and copies to and from the host, with as many threads of the last two as
-run at the same time. Memory is a counter. An arrow leads from each pass to the pass of another device that takes its
-result.
+A device is a process, counted from 1, because Perfetto uses 0 for the kernel. Its threads are compute, waits (idle
+times, by the transfer that ended them), communication and copies to and from the host, with as many threads of the last
+two as run at the same time. Memory is a counter. An arrow leads from each pass to the pass of another device that takes
+its result.
 
-Times are whole nanoseconds, which is what Perfetto counts in, so that slices that follow each other do not overlap.
+Times are whole nanoseconds, the unit of Perfetto, so that consecutive slices do not overlap.
 
 Format: "Trace Event Format", Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
@@ -28,9 +28,9 @@ _BACKWARD = (Kind.I, Kind.B)
 
 
 def trace(timelines: Timelines, *, unit_seconds: float | None = None) -> str:
-    """Timelines as JSON for Perfetto, one event per line, by time; several become processes below each other.
+    """Return timelines as JSON for Perfetto, one event per line, by time; several become processes below each other.
 
-    unit_seconds: what one unit of time lasts; a millisecond where it is not known.
+    unit_seconds: seconds per unit of time; a millisecond if not known.
     """
     panels = panels_of(timelines)
     unit = (unit_seconds or _DEFAULT_UNIT_SECONDS) * _MICROSECONDS
@@ -58,7 +58,7 @@ class _Writer:
         self.beside = list(self._beside())
 
     def names(self) -> Iterator[dict[str, Any]]:
-        """Metadata: names of processes and threads, and their order."""
+        """Return metadata: names of processes and threads, and their order."""
         for device in range(self.panel.devices):
             name = f"{self.panel.name}: device {device}" if self.panel.name else f"device {device}"
             yield self._metadata(device, "process_name", {"name": name})
@@ -68,7 +68,7 @@ class _Writer:
             yield {**self._metadata(device, "thread_sort_index", {"sort_index": thread}), "tid": thread}
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Slices, counters and arrows."""
+        """Return slices, counters and arrows."""
         for row in self.panel.rows:
             for event in row:
                 yield self._slice(event, _COMPUTE, "compute")
@@ -91,7 +91,7 @@ class _Writer:
             yield from self._arrow(next(self.numbers), source, target)
 
     def _beside(self) -> Iterator[tuple[Event, int, str]]:
-        """What runs beside compute, with its thread; names the threads."""
+        """Return the events beside compute, with their threads; name the threads."""
         groups = (("communication", _THREADS_OF_COMMUNICATION), ("copies", _THREADS_OF_COPIES))
         for device in range(self.panel.devices):
             for category, base in groups:
@@ -133,7 +133,7 @@ class _Writer:
         return {"ph": "M", "name": name, "pid": self.first + device, "ts": 0, "args": args}
 
     def _at(self, time: float) -> float:
-        """Microseconds from the first event on."""
+        """Return microseconds from the first event on."""
         return round((time - self.panel.origin) * self.unit, 3)
 
 
@@ -142,7 +142,8 @@ def _is_copy(event: Event) -> bool:
 
 
 def _hops(panel: Panel) -> Iterator[tuple[Event, Event]]:
-    """Pairs of passes of neighbouring stages on two devices: forward to the next stage, backward to the one before."""
+    """Return pairs of passes of neighbouring stages on two devices: forward to the next stage, backward to the previous
+    one."""
     runs: dict[tuple[bool, int | None, int | None, int], Event] = {}
     for event, part in _passes(panel):
         if part.kind is Kind.F or part.kind in _BACKWARD:

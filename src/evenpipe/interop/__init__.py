@@ -1,5 +1,5 @@
-"""Schedules of others: those of torch.distributed.pipelining, as files both ways and as objects in, and Megatron's
-pipeline layouts, in.
+"""Read and write schedules of others: torch.distributed.pipelining, as files both ways and as objects in, and
+Megatron's pipeline layouts, in.
 
 Nothing here imports torch or Megatron.
 """

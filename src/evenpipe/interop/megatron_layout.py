@@ -1,10 +1,10 @@
-"""Megatron's `--pipeline-model-parallel-layout`: which layers stand on which stage.
+"""Megatron's `--pipeline-model-parallel-layout`: which layers are on which stage.
 
     Et*3|(tt|)*29,m|L      61 decoder layers on 32 stages: embedding and three layers on the first, then 29 stages of
                            two, one with the multi-token prediction alone, one with the loss alone
 
 `E` is the embedding, `t` a decoder layer, `m` a multi-token prediction layer, `L` the output layer with the loss; `|`
-ends a stage, `x*n` repeats what one character says, `(...)*n` a group, commas are passed over. A stage may be empty.
+ends a stage, `x*n` repeats a character, `(...)*n` a group, commas are ignored. A stage may be empty.
 Grammar and rules as in Megatron-LM, megatron/core/transformer/pipeline_parallel_layer_layout.py.
 """
 
@@ -19,51 +19,51 @@ from evenpipe.schedule import Placement
 LETTERS = {"E": "the embedding", "t": "a decoder layer", "m": "a multi-token prediction layer", "L": "the loss"}
 
 LONGEST = 100_000
-"""Layers and stages in a layout. Whoever writes more has mistyped a number."""
+"""Most layers and stages in a layout, against mistyped numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageLayout:
-    """What stands on one stage, in this order."""
+    """The parts of one stage, in this order."""
 
     embedding: bool
     layers: int
     """Decoder layers."""
     prediction_layers: int
-    """Layers that predict more tokens ahead (Megatron's MTP)."""
+    """Layers that predict further tokens (Megatron's MTP)."""
     loss: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A Megatron layout: what stands on each stage."""
+    """A Megatron layout: the parts of each stage."""
 
     stages: tuple[StageLayout, ...]
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Decoder layers of each stage."""
+        """Return the decoder layers of each stage."""
         return tuple(stage.layers for stage in self.stages)
 
     @property
     def embedding_stage(self) -> int:
-        """The stage with the embedding: the first."""
+        """Return the stage with the embedding: the first."""
         return next(number for number, stage in enumerate(self.stages) if stage.embedding)
 
     @property
     def prediction_stage(self) -> int | None:
-        """The stage with the multi-token prediction layers; None when there are none."""
+        """Return the stage with the multi-token prediction layers; None if there are none."""
         return next((number for number, stage in enumerate(self.stages) if stage.prediction_layers), None)
 
     @property
     def loss_stage(self) -> int:
-        """The stage with the output layer and the loss: the last."""
+        """Return the stage with the output layer and the loss: the last."""
         return next(number for number, stage in enumerate(self.stages) if stage.loss)
 
     def placement(self, devices: int) -> Placement:
-        """These stages on `devices`, round and round as Megatron's virtual pipeline places them.
+        """Place these stages on `devices`, round-robin like Megatron's virtual pipeline.
 
-        Raises InputError when there is not the same number of stages for each.
+        Raises InputError unless all devices get the same number of stages.
         """
         if devices < 1 or len(self.stages) % devices:
             raise InputError(
@@ -74,10 +74,10 @@ class Layout:
 
 
 def from_megatron(text: str) -> Layout:
-    """The layout that `text` spells.
+    """Return the layout that `text` spells.
 
-    Raises InputError that names the position (from 1) and what is accepted there, and one for what Megatron refuses in
-    a layout as a whole: exactly one E, first; exactly one L, last; no t behind an m; all m on one stage.
+    Raises InputError that names the position (from 1) and what is accepted there, and for the rules of Megatron:
+    exactly one E, first; exactly one L, last; no t after an m; all m on one stage.
     """
     letters = list(_expanded(text))
     _validate(text, letters)
@@ -97,7 +97,7 @@ Letter = tuple[int, str]
 
 
 def _expanded(text: str) -> Iterator[Letter]:
-    """The letters and bars of `text`, every repetition written out."""
+    """Return the letters and bars of `text`, with every repetition expanded."""
     characters = [(place, character) for place, character in enumerate(text, start=1) if character != ","]
     count = here = 0
     while here < len(characters):
@@ -120,7 +120,7 @@ def _expanded(text: str) -> Iterator[Letter]:
 
 
 def _group(text: str, characters: list[Letter], here: int) -> tuple[list[Letter], int]:
-    """The letters of the group that opens at `here`, and where it ends."""
+    """Return the letters of the group that opens at `here`, and where it ends."""
     opening, body = characters[here][0], []
     here += 1
     while here < len(characters) and characters[here][1] != ")":
@@ -133,14 +133,15 @@ def _group(text: str, characters: list[Letter], here: int) -> tuple[list[Letter]
         times, here = _times(text, characters, here + 1, None)
         body += [letter] * min(1 if times is None else times, LONGEST + 1)
     if here == len(characters):
-        raise _error(text, opening, "a group that does not close")
+        raise _error(text, opening, "a group that is not closed")
     if characters[here - 1][1] == "(":
-        raise _error(text, opening, "a group with nothing in it")
+        raise _error(text, opening, "an empty group")
     return body, here + 1
 
 
 def _times(text: str, characters: list[Letter], here: int, repeated: str | None) -> tuple[int | None, int]:
-    """The number after a `*` at `here`, and where it ends; None without a `*`, which a group (`repeated`) needs."""
+    """Return the number after a `*` at `here`, and where it ends; None without a `*`, which a group (`repeated`)
+    needs."""
     if here == len(characters) or characters[here][1] != "*":
         if repeated:
             place = characters[here][0] if here < len(characters) else len(text) + 1
@@ -157,26 +158,26 @@ def _times(text: str, characters: list[Letter], here: int, repeated: str | None)
 
 
 def _validate(text: str, letters: list[Letter]) -> None:
-    """Raise InputError for a layout that Megatron refuses as a whole."""
+    """Raise InputError for a layout that breaks Megatron's rules."""
     layers = [letter for letter in letters if letter[1] != "|"]
     if not layers:
         raise InputError(f"layout '{text}' has no layers; it must start with E and end with L, as in Et|tL")
     for letter, which, (place, found) in (("E", "first", layers[0]), ("L", "last", layers[-1])):
         if found != letter:
-            raise _error(text, place, f"{found} stands {which}, where {LETTERS[letter]}, {letter}, is expected")
+            raise _error(text, place, f"{found} is {which}, where {LETTERS[letter]}, {letter}, is expected")
     for letter, others in (("E", layers[1:]), ("L", layers[:-1])):
         for place, found in others:
             if found == letter:
-                raise _error(text, place, f"a second {letter}; {LETTERS[letter]} stands exactly once")
+                raise _error(text, place, f"a second {letter}; {LETTERS[letter]} must appear exactly once")
     stage, predicting = 0, None
     for place, found in letters:
         if found == "|":
             stage += 1
         elif found == "t" and predicting is not None:
-            raise _error(text, place, "t behind an m; multi-token prediction comes after all decoder layers")
+            raise _error(text, place, "t after an m; multi-token prediction comes after all decoder layers")
         elif found == "m":
             if predicting not in {None, stage}:
-                raise _error(text, place, "m on a second stage; all multi-token prediction layers stand on one")
+                raise _error(text, place, "m on a second stage; all multi-token prediction layers must be on one stage")
             predicting = stage
 
 

@@ -1,9 +1,9 @@
 """Orders and programs as `torch.distributed.pipelining` (2.13) reads and writes them.
 
 Its runtime knows two formats. "compute_only" is an order of F, B, I, W and OVERLAP_F_B, to which it adds communication
-itself. "compute_comms" says everything: the hops, and the sharding of parameters (UNSHARD, RESHARD) and of gradients
-(REDUCE_GRAD, which also divides them by the number of microbatches, so a file without it trains wrongly). Stages find
-their rank by the rows in both, so any placement will do. The runtime checks little: what is written here is checked.
+itself. "compute_comms" has everything: the hops, and the sharding of parameters (UNSHARD, RESHARD) and of gradients
+(REDUCE_GRAD, which also divides them by the number of microbatches, so a file without it trains wrongly). In both,
+stages find their rank by the rows, so any placement works. The runtime checks little, so we check what we write.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from evenpipe.schedule.text import cell_name
 COMPUTE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B})
 
 GATHERED = 3
-"""Stages of a device whose parameters are gathered at the same time, as many as torch's own lowering keeps."""
+"""Number of stages of a device whose parameters are gathered at the same time, as in torch's own lowering."""
 
 
 def to_torch(schedule: Order | Program, *, lowered: bool | None = None) -> str:
-    """The CSV text of an order or program for `_PipelineScheduleRuntime._load_csv`.
+    """Return the CSV text of an order or program for `_PipelineScheduleRuntime._load_csv`.
 
     lowered: True writes format "compute_comms", with communication and sharding added where they are missing; False
     writes "compute_only", without either. By default a program is lowered, an order is not.
 
-    Raises InputError for a pass that torch's runtime has no word for, for an order that only evaluates (the runtime's
-    `eval` needs none), and for one that is not sound.
+    Raises InputError for a pass that torch's runtime does not have, for an order that only evaluates (the runtime's
+    `eval` needs none), and for an unsound one.
     """
     if schedule.forward_only:
         raise InputError("the order only evaluates, but torch's runtime reads orders that train; its eval() needs none")
@@ -65,10 +65,10 @@ def to_torch(schedule: Order | Program, *, lowered: bool | None = None) -> str:
 
 
 def from_torch(text: str) -> Order | Program:
-    """What a CSV file of torch's says: a Program if it has communication or sharding in it, else an Order.
+    """Read a CSV file of torch: a Program if it has communication or sharding in it, else an Order.
 
-    Placement and number of microbatches follow from the rows. Whether it is sound is for the checker to say: torch
-    writes and reads files that are not. Raises InputError that names row and column of a cell that is not a pass.
+    Placement and number of microbatches follow from the rows. The result may be unsound, as torch writes and reads such
+    files: use the checker. Raises InputError that names row and column of a cell that is not a pass.
     """
     try:
         rows = [[_cell(cell) for cell in row] for row in csv.reader(io.StringIO(text, newline=""))]
@@ -78,11 +78,11 @@ def from_torch(text: str) -> Order | Program:
         for column, cell in enumerate(row, start=1):
             if _OLD_FULL_BACKWARD.fullmatch(cell):
                 raise InputError(
-                    f"{cell_name(number, column)}: '{cell}' is of an older torch, which wrote BW for what is B now, "
-                    "and B for what is I; write the file in the new letters"
+                    f"{cell_name(number, column)}: '{cell}' is from an older torch, which wrote BW for today's B, "
+                    "and B for today's I; write the file in the new letters"
                 )
             if "\n" in cell or "\r" in cell:
-                raise InputError(f"{cell_name(number, column)}: a quoted cell goes over the end of its line")
+                raise InputError(f"{cell_name(number, column)}: a quoted cell continues on the next line")
     plain = "\n".join(",".join(row) for row in rows)
     program = Program.from_csv(plain)
     lowered = any(isinstance(item, Transfer) or (item and item.kind in SHARDING_KINDS) for item in _cells(program))
@@ -90,7 +90,7 @@ def from_torch(text: str) -> Order | Program:
 
 
 def _unspeakable(item: Item | None) -> str:
-    """Why torch's runtime has no word for `item`, and what to do; nothing if it has."""
+    """Return why torch's runtime does not have `item`, and what to do; None if it has."""
     if item is None:
         return ""
     if isinstance(item, Transfer):
@@ -111,7 +111,9 @@ def _unspeakable(item: Item | None) -> str:
 
 
 def _sliced(item: Item, slice_: int) -> str:
-    cut = f"{item} is a part of a sequence, but torch's runtime does not cut sequences; take an order without slices"
+    cut = (
+        f"{item} is for a slice of a sequence, but torch's runtime does not cut sequences; take an order without slices"
+    )
     return cut if slice_ else ""
 
 
@@ -120,10 +122,10 @@ def _text(rows: Iterable[Sequence[Item | None]]) -> str:
 
 
 def _sharded(row: list[Item]) -> list[Item]:
-    """`row` with the passes that gather and free parameters and reduce gradients, where it has none yet.
+    """Return `row` with the passes that gather and free parameters and reduce gradients, if it has none yet.
 
-    A stage's gradients are reduced right after its last backward. The parameters of the next stages that the device
-    runs are gathered ahead, `GATHERED` of them at a time.
+    A stage's gradients are reduced right after its last backward. The parameters of the next stages of the device are
+    gathered ahead, for `GATHERED` of them at a time.
     """
     kinds = {item.kind for item in row}
     reduced = {item.stage for item in row if item.kind is Kind.REDUCE_GRAD}
@@ -152,13 +154,13 @@ def _sharded(row: list[Item]) -> list[Item]:
 
 
 def _stages(item: Item) -> tuple[int, ...]:
-    """The stages whose parameters `item` computes with."""
+    """Return the stages whose parameters `item` uses."""
     parts = parts_of(item) if isinstance(item, Pass) and item.kind in COMPUTE_KINDS else ()
     return tuple(dict.fromkeys(part.stage for part in parts if part.stage is not None))
 
 
 def _next_stages(uses: list[tuple[int, ...]], position: int) -> list[int]:
-    """The stages that the device runs next, from `position` on, as many as may be gathered."""
+    """Return the next stages that the device runs from `position` on, up to `GATHERED`."""
     found: list[int] = []
     for stages in uses[position:]:
         found += [stage for stage in stages if stage not in found]
@@ -172,7 +174,7 @@ def _cells(program: Program) -> Iterator[Item | None]:
 
 
 def _cell(cell: str) -> str:
-    """A cell without the spaces that torch passes over."""
+    """Return a cell without the spaces that torch ignores."""
     return re.sub(r"\s*([();])\s*", r"\1", cell.strip())
 
 

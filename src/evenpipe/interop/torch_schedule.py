@@ -1,10 +1,10 @@
-"""Schedules of `torch.distributed.pipelining` as objects: what an instance executes, or what a class would.
+"""Schedules of `torch.distributed.pipelining` as objects: the order that an instance executes, or a class would.
 
 A schedule of several stages per rank keeps its rows in `pipeline_order`, and the lowered ones in
-`pipeline_order_with_comms`. A schedule of one stage only reports rows, for pictures: what it executes is written as a
-loop. torch 2.13 reports another order than it executes for the last rank of `Schedule1F1B` (its row begins with
-microbatch 1 and ends with one that does not exist). So the loop is run here, for each rank in turn, on a stage that
-computes nothing and notes what it is asked for.
+`pipeline_order_with_comms`. A schedule of one stage reports rows only for pictures, and executes a loop. For the last
+rank of `Schedule1F1B`, torch 2.13 reports another order than it executes (its row starts with microbatch 1 and ends
+with one that does not exist). So we run the loop, for each rank in turn, on a stage that computes nothing and records
+the calls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Rows = Mapping[int, Iterable[Any]]
 
 
 def is_torch_schedule(value: Any) -> bool:
-    """Whether this is a schedule of torch's, an instance or a class. Imports nothing: who has one has its module."""
+    """Return whether this is a schedule of torch, an instance or a class. Imports nothing: if one exists, its module is
+    loaded."""
     module = sys.modules.get(MODULE)
     if module is None:
         return False
@@ -45,13 +46,13 @@ def from_torch_schedule(
     *,
     stages_per_device: int | None = None,
 ) -> Order | Program:
-    """What a schedule of torch's executes: its order; its program where it was loaded from a lowered file.
+    """Return the order that a schedule of torch executes; its program if it was loaded from a lowered file.
 
     Args:
-        schedule: an instance, which knows its size, or a class, which is built with stages that are not there.
-        stages_per_device: for a class; default 1 where it has one stage per rank, else 2.
+        schedule: an instance, which knows its size, or a class, which is built with stand-in stages.
+        stages_per_device: for a class; default 1 if it has one stage per rank, else 2.
 
-    Raises InputError where torch has no such schedule of this size, with torch's own sentence, and for an instance of
+    Raises InputError if torch has no such schedule of this size, with torch's own message, and for an instance of
     another size.
     """
     name = schedule.__name__ if isinstance(schedule, type) else type(schedule).__name__
@@ -74,7 +75,7 @@ def from_torch_schedule(
 
 
 def _built(schedule: type, devices: int, microbatches: int, stages_per_device: int | None) -> Any:
-    """An instance of the class, on stages that are not there."""
+    """Return an instance of the class, with stand-in stages."""
     single = "stage" in inspect.signature(schedule).parameters
     count = stages_per_device or (1 if single else 2)
     if single and count != 1:
@@ -93,7 +94,7 @@ def _is_single(schedule: Any) -> bool:
 
 
 class _Stage(SimpleNamespace):
-    """A stage that is not there, with all that the constructors of schedules ask for."""
+    """A stand-in stage with the attributes that the constructors of schedules need."""
 
     def __init__(self, index: int, devices: int, stages_per_device: int) -> None:
         super().__init__(
@@ -106,7 +107,7 @@ class _Stage(SimpleNamespace):
 
 
 class _NotingStage:
-    """A stage that computes and sends nothing, and notes the passes that it is asked for."""
+    """A stage that computes and sends nothing, and records the passes that it is asked for."""
 
     has_backward = True
 
@@ -134,7 +135,7 @@ class _NotingStage:
 
 
 def _executed(schedule: Any) -> dict[int, list[str]]:
-    """The passes of each rank of a schedule of one stage per rank, in the order in which its loop runs them."""
+    """Return the passes of each rank of a schedule of one stage per rank, in the order in which its loop runs them."""
     rows = {}
     for rank in range(schedule._num_stages):
         stage = _NotingStage(rank, schedule._num_stages)
@@ -148,29 +149,30 @@ def _executed(schedule: Any) -> dict[int, list[str]]:
 
 
 def _tell_what_differs(name: str, reported: Rows | None, executed: Rows) -> None:
-    """Warn where a schedule reports other passes than it executes."""
+    """Warn if a schedule reports other passes than it executes."""
     for rank, row in (reported or {}).items():
         said = [str(action) for action in row if action is not None and "REDUCE_GRAD" not in str(action)]
         done = [str(action) for action in executed[rank]]
         for position, (one, other) in enumerate(zip_longest(said, done, fillvalue="nothing")):
             if one != other:
                 warnings.warn(
-                    f"pipeline_order of torch's {name} is not what it executes (device {rank}, position {position}: "
-                    f"{one} instead of {other}); what it executes is taken",
+                    f"pipeline_order of torch's {name} differs from the order it executes "
+                    f"(device {rank}, position {position}: "
+                    f"{one} instead of {other}); the executed order is used",
                     stacklevel=3,
                 )
                 return
 
 
 def _text(rows: Rows) -> str:
-    """The file that torch would write of rows."""
+    """Return the file that torch would write for these rows."""
     return "".join(
         ",".join("" if action is None else str(action) for action in rows[rank]) + "\n" for rank in sorted(rows)
     )
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Stands for what only stages with tensors need."""
+    """Replaces methods that only stages with tensors need."""
 
 
 def _no_loss(*_: Any) -> None:

@@ -1,8 +1,8 @@
-"""How many bytes every device holds at every moment, before anything runs.
+"""Estimate the memory of every device at every moment, before anything runs.
 
-Two back-ends that must agree say what a stage needs: `closed` (closed forms of layers, `layers`) and `traced` (the
-stage itself, run with tensors that have no memory). `replay` walks a program with these bytes: the most that a device
-holds, when, and what it consists of. `estimate` is all of it for a model, a way of running it in parallel, and a card.
+Two back-ends that must agree give the bytes of a stage: `closed` (closed forms of layers, `layers`) and `traced` (the
+stage itself, run with tensors that have no memory). `replay` replays a program with these bytes: the peak of a device,
+its moment, and its parts. `estimate` does all of this for a model, a layout and a GPU.
 """
 
 from __future__ import annotations

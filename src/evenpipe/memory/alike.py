@@ -1,4 +1,4 @@
-"""Which layers of a model are alike, so that what one of them allocates is what the others do."""
+"""Which layers of a model are alike, so that one of them can stand for all."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _INDEX = re.compile(r"(layer_?)?(idx|index|id|number)")
 
 
 def kinds_of_layers(description: Description) -> tuple[int, ...]:
-    """A number for each layer of a model; layers with the same number have the same modules, shapes and settings.
+    """Return a number for each layer of a model; layers with the same number have the same modules, shapes and
+    settings.
 
-    Settings are what modules keep as plain attributes, but for their own number, and the entries of lists of the config
-    that are as long as the model has layers ("layer_types").
+    Settings are plain attributes of modules, except their own number, and the entries of per-layer lists of the config
+    ("layer_types").
     """
     lists: list[Sequence[Any]] = []
     if description.config is not None:
@@ -38,7 +39,7 @@ def _settings(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _own_settings(module: nn.Module) -> tuple[Any, ...]:
-    # A float decides at most by whether it is 0: a probability of dropout, a factor.
+    # Floats matter only by whether they are 0: a probability of dropout, a factor.
     plain = tuple(
         (name, bool(value) if isinstance(value, float) else value)
         for name, value in sorted(vars(module).items())

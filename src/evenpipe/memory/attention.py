@@ -11,7 +11,7 @@ from evenpipe.model.shape import LayerShape
 
 
 def is_eager(shape: LayerShape, kernels: Kernels) -> bool:
-    """Attention is computed with all of its probabilities."""
+    """Return whether attention stores all of its probabilities."""
     return kernels.attention == "eager" or (kernels.attention == "sdpa" and shape.attention == "eager")
 
 
@@ -19,7 +19,7 @@ class Attention(Norms):
     """Of one layer on one tape.
 
     Args:
-        tables: cosines and sines; empty where nothing is rotated.
+        tables: cosines and sines; empty without rotary embedding.
         masked: attention needs a mask.
     """
 
@@ -39,7 +39,7 @@ class Attention(Norms):
         self._is_flash = not is_eager(shape, kernels)
 
     def _attention(self, hidden: Sketch) -> tuple[Sketch, Sketch | None]:
-        """Result, and the probabilities where there are any."""
+        """Return the result, and the probabilities if there are any."""
         query, key, value = self._projected(hidden)
         if self._shape.rotary_size:
             query, key = self._rotated(query, key)
@@ -91,7 +91,7 @@ class Attention(Norms):
         return query, key, value
 
     def _columns(self, hidden: Sketch, width: int, bias: bool, name: str) -> Sketch:
-        """A product whose result is cut over tensor parallelism, `width` columns here."""
+        """A product whose result is split over tensor parallelism, `width` columns here."""
         sizes = self._sizes
         weight = sizes.hidden * width
         return self._operations.linear(
@@ -99,7 +99,7 @@ class Attention(Norms):
         )
 
     def _turned(self, x: Sketch) -> Sketch:
-        """Heads before tokens, in place; the gradient comes in that order in memory too, and is copied back."""
+        """Heads before tokens, in place; in memory the gradient arrives in that order too, and is copied back."""
         if self._kernels.rotary == "fused" and self._is_flash and not self._shape.packed_qkv:
             return x
         return self._operations.turned(x)
@@ -162,7 +162,7 @@ class Attention(Norms):
         )
         del mask
         if shape.joined_rotary and kernels.attention == "sdpa" and kernels.rotary == "eager":
-            # The result lies in memory as the queries do, which were put together by heads.
+            # The result has the memory layout of the queries, which were concatenated by heads.
             result = operations.turned(result, copies=True, copies_gradient=False, name="attention, by tokens")
         return result, None
 
@@ -172,7 +172,7 @@ class Attention(Norms):
         if groups > 1:
             key, value = operations.repeated(key, groups), operations.repeated(value, groups)
         scores = sizes.tokens * sizes.heads * sizes.context
-        # Matrices of all heads in one row: what lies by tokens has to be copied, unless there is one sequence alone.
+        # Matrices of all heads in one row: tensors ordered by tokens must be copied, unless there is only one sequence.
         lies_by_heads = shape.joined_rotary
         weights = operations.scaled(
             operations.product(

@@ -1,4 +1,4 @@
-"""One stage under the tracker: its passes as the runtime's walker runs them, one microbatch after the other."""
+"""One stage under the tracker: its passes as the runtime executes them, one microbatch after the other."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from evenpipe.runtime.parameters import StageParameters
 from evenpipe.runtime.weight_gradients import Entry, WeightGradients, split_layers
 
 KEY = (0, 0)
-"""Stage and microbatch of the one that is under way."""
+"""Stage and microbatch of the current microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a run of layers told, from which stages with more of the same layers follow."""
+    """Measurements of a run of layers, from which stages with more of the same layers follow."""
 
     hidden: int
     """Bytes of the stage's input."""
     stored: int
     moved: tuple[int, ...]
-    """What copies to the host carry of each layer, and last of the rest of the stage."""
+    """Bytes that copies to the host carry of each layer, and last of the rest of the stage."""
     queued: int
     profiles: dict[str, Profile]
     """By pass: "forward", "bare forward" (without a graph), "recompute", "backward", "input", "weight", and of the last
-    three "first ..." too, where no gradients exist yet."""
+    three also "first ...", before gradients exist."""
     gradients: tuple[int, ...]
-    """Of each layer's parameters, and last of those outside of layers."""
+    """Bytes of gradients of each layer's parameters, and last of those outside of layers."""
     input_gradients: tuple[int, ...]
-    """The part of it that is made in I."""
+    """The part of them that I computes."""
 
     def over(self, places: Sequence[int]) -> StageBytes:
-        """A stage whose i-th layer is like the one at `places[i]`."""
+        """Return the measurements for a stage whose i-th layer is like the one at `places[i]`."""
         itself = range(len(self.gradients) - 1)
         total = {name: profile.over(places) for name, profile in self.profiles.items()}
         more = {name: total[name].kept - profile.over(itself).kept for name, profile in self.profiles.items()}
@@ -77,7 +77,7 @@ class Trace:
 
 
 class _Queue(WeightGradients):
-    """The runtime's queue; says whose parameters W has come to."""
+    """The runtime's queue, which also reports the parameters that W has reached."""
 
     def __init__(self, at: Callable[[nn.Parameter], None]) -> None:
         super().__init__()
@@ -99,8 +99,8 @@ class Bench:
         stage: with tensors that the tracker counts.
         names: of the modules of its layers, first to last.
         choices: the checkpointing of each layer.
-        moves: of each layer, whether what it saves can go to the host; None: of all.
-        argument: what layers call the hidden states.
+        moves: for each layer, whether its saved tensors can go to the host; None: for all.
+        argument: the name of the hidden states in the layers' signature.
         shape: of the hidden states, [sequences, tokens, hidden_size]; `dtype` is theirs.
     """
 
@@ -142,7 +142,7 @@ class Bench:
         self._profiles: dict[str, Profile] = {}
 
     def trace(self, *, split: bool, recompute: bool) -> Trace:
-        """Every pass without gradients of parameters, and with them. `split`, `recompute`: as in `StageTracer`."""
+        """Run every pass without gradients of parameters, and with them. `split`, `recompute`: as in `StageTracer`."""
         self._microbatch(first=True)
         self._find_moved()
         hidden, stored, queued = self._microbatch()
@@ -167,7 +167,7 @@ class Bench:
     # --- one microbatch -----------------------------------------------------------------------------------------
 
     def _microbatch(self, *, first: bool = False, split: bool = False, recompute: bool = False) -> tuple[int, int, int]:
-        """F, R if asked for, and B or I and W. Returns the bytes of the input, stored ones and queued ones."""
+        """Run F, R if wanted, and B or I and W. Return the bytes of the input, and the stored and queued ones."""
         tracker, which = self._tracker, "first " if first else ""
         before = tracker.live
         hidden = torch.empty(self._shape, dtype=self._dtype)
@@ -196,7 +196,7 @@ class Bench:
             with self._passing(f"{which}weight", backwards=True):
                 self._queue.compute(KEY)
         del input_gradient
-        assert first or tracker.live == before, f"{tracker.live - before} bytes are left of a microbatch"
+        assert first or tracker.live == before, f"{tracker.live - before} bytes of a microbatch are not freed"
         return size, stored, queued
 
     def _bare_forward(self, hidden: Tensor) -> None:
@@ -214,7 +214,7 @@ class Bench:
         return get_gradient_edge(output)
 
     def _gradient_sizes(self) -> tuple[int, ...]:
-        """Gradients that exist, per layer and last outside of layers."""
+        """Return bytes of existing gradients, per layer and last outside of layers."""
         sizes = [0] * (len(self._names) + 1)
         for name, master in self._parameters.items():
             places = [place for place, layer in enumerate(self._names) if name.startswith(f"{layer}.")]
@@ -222,15 +222,15 @@ class Bench:
                 sizes[places[0] if places else -1] += master.grad.nbytes
         return tuple(sizes)
 
-    # --- what copies carry --------------------------------------------------------------------------------------
+    # --- bytes of copies ----------------------------------------------------------------------------------------
 
     def _find_moved(self) -> None:
-        """F once more, as `runtime/offload.py` sees it: what is saved, by the layer that saves it first."""
+        """Run F once more, as in `runtime/offload.py`: find the saved tensors, by the layer that saves them first."""
         for tensor in (*self._stage.parameters(), *self._stage.buffers()):
             self._seen[tensor.untyped_storage()._cdata] = False
         self._place = len(self._names)
         hidden = torch.empty(self._shape, dtype=self._dtype)
-        keeps: list[Tensor] = []  # so that no storage gets the number of another
+        keeps: list[Tensor] = []  # so that no storage id is reused
 
         def pack(tensor: Tensor) -> Tensor:
             storage, moves = tensor.untyped_storage(), self._place == len(self._names) or self._moves[self._place]
@@ -250,14 +250,14 @@ class Bench:
     # --- stretches ----------------------------------------------------------------------------------------------
 
     def _mark(self, _: Any = None) -> None:
-        """One stretch ends, and the next one begins."""
+        """End one stretch, and begin the next one."""
         tracker = self._tracker
         self._marks.append(Stretch(tracker.peak - self._began, tracker.live - self._began))
         self._began = tracker.peak = tracker.live
 
     @contextmanager
     def _passing(self, name: str, *, backwards: bool = False) -> Iterator[None]:
-        """A pass runs inside."""
+        """Run a pass inside."""
         self._marks.clear()
         self._weight_places.clear()
         with self._tracker.span():
@@ -278,12 +278,12 @@ class Bench:
         self._profiles[name] = Profile(start, tuple(layers), end, backwards)
 
     def _enters(self, argument: str, place: int, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """A forward comes to a layer, and later the backward leaves it."""
+        """Called when a forward reaches a layer, and later when the backward leaves it."""
         self._place = place
         self._begins_at(args[0] if args else kwargs[argument])
 
     def _leaves_the_last(self, _: nn.Module, args: Any, output: Any) -> None:
-        """A forward leaves the layers, and later the backward comes to them."""
+        """Called when a forward leaves the layers, and later when the backward reaches them."""
         self._place = len(self._names)
         self._begins_at(output[0] if isinstance(output, (tuple, list)) else output)
 
@@ -293,7 +293,7 @@ class Bench:
             hidden.register_hook(self._mark)
 
     def _at_parameter(self, parameter: nn.Parameter) -> None:
-        """W comes to a layer's entries, which stand together."""
+        """Called when W reaches the entries of a layer, which are consecutive."""
         place = self._place_of.get(id(parameter))
         if place is not None and self._weight_places[-1:] != [place]:
             self._mark()

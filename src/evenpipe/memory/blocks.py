@@ -1,7 +1,7 @@
-"""A transformer layer, written down once in the operations that it consists of: every family is one of its shapes.
+"""A transformer layer, written once as a sequence of operations: every family is one of its shapes.
 
-The order of operations and the life of variables are those of transformers' modules, so what `Operations` counts is
-what they hold; where `Kernels` says "fused", one operation stands for several.
+The order of operations and the lifetime of variables are those of transformers' modules, so `Operations` counts what
+they hold; for "fused" `Kernels`, one operation replaces several.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from evenpipe.memory.sketch import Sketch
 
 SAVES_INPUT = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "mish")
 SAVES_RESULT = ("relu", "tanh", "sigmoid")
-"""Activations that are one operation with a backward of its own."""
+"""Activations with a backward of their own that saves the result."""
 
 
 class Block(Attention):
     """One layer on one tape."""
 
     def __call__(self, hidden: Sketch) -> Sketch:
-        """The layer's output from its input."""
+        """Return the layer's output for its input."""
         if self._shape.parallel:
             return self._side_by_side(hidden)
         add, norms = self._operations.add, self._shape.norms
@@ -80,7 +80,7 @@ class Block(Attention):
         )
 
     def _inner(self, hidden: Sketch) -> Sketch:
-        """Between the products."""
+        """Return the tensor between the products."""
         operations, shape, sizes = self._operations, self._shape, self._sizes
         fused = self._kernels.activation == "fused"
         if not shape.gated:

@@ -1,7 +1,7 @@
-"""The bytes of one microbatch, pass by pass: what both back-ends produce and the replay walks with.
+"""The bytes of one microbatch, pass by pass: the output of both back-ends and the input of the replay.
 
-All of one GPU (already divided by tensor and context parallelism). "Above" means above what lived when the pass began:
-its inputs lived, its result did not.
+All bytes are for one GPU (already divided by tensor and context parallelism). "Above" means above the live bytes at the
+start of the pass: its inputs were live, its result was not.
 """
 
 from __future__ import annotations
@@ -11,122 +11,123 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBytes:
-    """Of one stage and one microbatch."""
+    """Bytes of one stage and one microbatch."""
 
     input: int
-    """The stage's input, received or made here: it lives from before F until the end of B (or I)."""
+    """The stage's input, received or computed here: live from before F until the end of B (or I)."""
     output: int
-    """What F hands on, until it is sent or used; the gradient that B receives is as large."""
+    """The output of F, until it is sent or used; the gradient for B is as large."""
     stored: int
-    """What F leaves for the backward beside its input and its output."""
+    """Stored by F for the backward, besides its input and its output."""
     moved: int | None = None
     """The part of `input` and `stored` that copies to the host and back carry; None: all of it."""
     forward_peak: int
-    """The most that lives at one moment within F, above."""
+    """Peak within F, above."""
     backward_peak: int
-    """Within B, above; the gradients of parameters exist already."""
+    """Peak within B, above; the gradients of parameters exist already."""
     input_peak: int
-    """Within I, above."""
+    """Peak within I, above."""
     queued: int
-    """What lives between I and W: inputs and output gradients of linear layers."""
+    """Live between I and W: inputs and output gradients of linear layers."""
     weight_peak: int
-    """Within W, above."""
+    """Peak within W, above."""
     recompute_peak: int = 0
-    """Within R, above; R leaves `stored`, and an F that has an R leaves nothing but its input."""
+    """Peak within R, above; R leaves `stored`, and an F that has an R leaves only its input."""
     bare_forward_peak: int | None = None
-    """Within an F that has an R, above; None: as `forward_peak`."""
+    """Peak within an F that has an R, above; None: as `forward_peak`."""
     recomputed: StageBytes | None = None
-    """Of microbatches that have R, whose layers keep everything whatever their checkpointing; None: the same."""
+    """Bytes of microbatches that have R, whose layers keep everything whatever their checkpointing; None: the same."""
     gradients: int = 0
-    """Of the stage's parameters."""
+    """Gradients of the stage's parameters."""
     input_gradients: int = 0
-    """The part of them that I makes; W makes the rest."""
+    """The part of them that I computes; W computes the rest."""
     first_backward_peak: int | None = None
-    """Within a B that makes the gradients of parameters because there are none yet, above; None: with all of them from
-    its beginning."""
+    """Peak within a B that allocates the gradients of parameters, above; None: as if all of them existed from its
+    start."""
     first_input_peak: int | None = None
-    """The same of I."""
+    """The same for I."""
     first_weight_peak: int | None = None
-    """The same of W."""
+    """The same for W."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyBytes:
-    """Of the vocabulary layers of one device and one microbatch; zeros where it has none of it."""
+    """Bytes of the vocabulary layers of one device and one microbatch; zeros if it has none."""
 
     rows_input: int = 0
     """Rows of the embedding that this device contributes (E), or their gradients (G)."""
     rows_all: int = 0
-    """At the first stage: the rows of all devices, received, or their gradients."""
+    """At the first stage: the received rows of all devices, or their gradients."""
     hidden: int = 0
     """X: the last hidden states as every shard receives them."""
     stored: int = 0
-    """What S (or a forward that contains the output layer) leaves for C and T, without X."""
+    """Stored by S (or by a forward that contains the output layer) for C and T, without X."""
     product: int = 0
-    """The part of `stored` that C takes out (one barrier)."""
+    """The part of `stored` that C frees (one barrier)."""
     handed_on: int = 0
-    """The part of `stored` that T does not give back: the next S takes it over (tensors in the memory of a CPU)."""
+    """The part of `stored` that T does not free: the next S takes it over (tensors in the memory of a CPU)."""
     output_peak: int = 0
-    """Within S, above."""
+    """Peak within S, above."""
     combine_peak: int = 0
-    """While the loss is finished (at the beginning of C, of T with two barriers, at the end of an F that contains the
+    """Peak while the loss is finished (at the start of C, of T with two barriers, at the end of an F that contains the
     output layer), above."""
     combined: int = 0
-    """What that leaves for T."""
+    """Bytes that it leaves for T."""
     gradient_peak: int = 0
-    """While dX is made (in C after the loss is finished, in the I of a stage that contains the output layer), above."""
+    """Peak while dX is computed (in C after the loss is finished, in the I of a stage that contains the output layer),
+    above."""
     backward_peak: int = 0
-    """Within T, above; of an output layer that is part of a stage, at the beginning of its B."""
+    """Peak within T, above; if the output layer is part of a stage, at the start of its B."""
     weight_peak: int = 0
-    """Of an output layer that is part of a stage, at the beginning of its W, above."""
+    """If the output layer is part of a stage, peak at the start of its W, above."""
     statistics: int = 0
     """The gathered table of statistics."""
     own_statistics: int = 0
-    """The part of it that S makes."""
+    """The part of it that S computes."""
     gradient: int = 0
     """dX: one shard's part of the gradient of the last hidden states."""
     embedding_peak: int = 0
-    """Within E, above."""
+    """Peak within E, above."""
     embedding_backward_peak: int = 0
-    """Within G, above."""
+    """Peak within G, above."""
     room: int = 0
-    """Memory that is kept from one microbatch to the next, beside what microbatches in flight hold."""
+    """Memory that is kept from one microbatch to the next, besides that of microbatches in flight."""
     output_gradients: int = 0
-    """Of the rows of the output layer, and of the embedding where it is the same matrix."""
+    """Gradients of the rows of the output layer, and of the embedding if it is the same matrix."""
     embedding_gradients: int = 0
-    """Of the rows of the embedding, where they are others."""
+    """Gradients of the rows of the embedding, if it is a separate matrix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """What a GPU holds for the whole run, whatever runs on it."""
+    """Bytes that a GPU holds for the whole run."""
 
     parameters: int
     gradients: int
     optimizer: int
     copies: int = 0
-    """Parameters in the dtype of the computation, where they are kept in another."""
+    """Parameters in the dtype of the computation, if they are kept in another."""
     unsharded: int = 0
     """With ZeRO-3: the largest parameters that are whole at one moment."""
     step_peak: int = 0
-    """Above all of these, while the optimizer steps."""
+    """Above all of these, during the optimizer step."""
 
     @property
     def total(self) -> int:
-        """All that stays."""
+        """The permanent part."""
         return self.parameters + self.gradients + self.optimizer + self.copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """The most that one device holds, and what it consists of at that moment."""
+    """The peak of one device, and its parts at that moment."""
 
     peak: int
-    """Bytes of tensors: what `torch.cuda.max_memory_allocated` counts, but for the rounding of the allocator."""
+    """Bytes of tensors: as `torch.cuda.max_memory_allocated` counts, except for the rounding of the allocator."""
     binding_event: str
-    """When: "F of stage 0, microbatch 3", "optimizer step", ..."""
+    """The moment: "F of stage 0, microbatch 3", "optimizer step", ..."""
     terms: dict[str, int] = field(default_factory=dict)
     """parameters, gradients, optimizer, activations, vocabulary, buffers, transient: at that moment; they add up to
     `peak`."""
     curve: tuple[int, ...] = ()
-    """Live bytes after each item of the device's row, where they were asked for."""
+    """Live bytes after each item of the device's row, if requested."""

@@ -1,8 +1,8 @@
-"""The bytes of a stage in closed form: its layers one after the other, and its ends.
+"""The bytes of a stage in closed form: its layers one after the other, and the parts before and after them.
 
-Each layer is a stretch of the pass (`stretches.py`): the most that it needs, and what it leaves. So are what the
-model's own forward does before the layers (it runs whole in every stage, on zeros where the stage does not own it) and
-after them (the last norm).
+Each layer is a stretch of the pass (`stretches.py`): its peak, and the bytes that it leaves. So are the operations of
+the model's own forward before the layers (it runs completely in every stage, on zeros for parts that the stage does not
+own) and after them (the last norm).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from evenpipe.model import Description
 from evenpipe.model.shape import LayerShape, layer_shapes
 
 Start = Literal["nothing", "scaled", "multiplied", "positions"]
-"""Scaled by the embedding's own module; multiplied in the model's forward, which every stage does (on zeros, if it is
-not the first); learned positions added, in every stage as well."""
+"""Scaled by the embedding's own module; multiplied in the model's forward, which every stage runs (on zeros, if it is
+not the first); learned positions added, also in every stage."""
 
 
 class ClosedForms:
-    """The stages of one model; what `traced.StageTracer` finds by running them.
+    """The stages of one model; `traced.StageTracer` finds the same by running them.
 
     Raises:
-        InputError: a model that is not known in closed form: by its type, or since it has dropout.
+        InputError: the model has no closed form, because of its type or its dropout.
     """
 
     def __init__(self, description: Description) -> None:
@@ -59,12 +59,12 @@ class ClosedForms:
         sequence_parallel: bool = True,
         cp: int = 1,
     ) -> StageBytes:
-        """Of layers [first, last) with the ends that the stage owns.
+        """Return the bytes of layers [first, last) with the ends that the stage owns.
 
         Args:
             element: bytes of an activation.
             checkpointing: of `layers.REGIONS`, for all layers of the model or one for each of them.
-            kept_layers: those that copies to the host leave alone.
+            kept_layers: layers that are not copied to the host.
             tp, sequence_parallel, cp: as in `Parallelism`.
 
         Raises:
@@ -116,7 +116,7 @@ class ClosedForms:
 
 
 def start_of(description: Description) -> Start:
-    """What the model does to embedded tokens before the first layer."""
+    """Return how the model changes embedded tokens before the first layer."""
     structure, config = description.structure, description.config.get_text_config()
     embedding = description.skeleton.get_submodule(structure.embedding_module)
     if structure.first_parameters:
@@ -128,7 +128,7 @@ def start_of(description: Description) -> Start:
 
 @dataclass(frozen=True, slots=True)
 class _Norm:
-    """The norm behind the layers, or what it does to zeros where the stage does not own it."""
+    """The norm after the layers, or its operations on zeros if the stage does not own it."""
 
     saved: int
     moved: int
@@ -154,7 +154,7 @@ def _norm_bytes(shape: LayerShape, kernels: Kernels, sizes: Sizes, *, owned: boo
     moved = sum(one.bytes for one in storages if one is not hidden.storage and one.bytes >= SMALLEST_MOVED)
     del storages
     del output
-    gradient = tape.new(sizes.stream, sizes.element)  # held by who received it
+    gradient = tape.new(sizes.stream, sizes.element)  # held by its receiver
     live = meter.live
     meter.reset()
     tape.backward(root, [gradient])
@@ -163,12 +163,12 @@ def _norm_bytes(shape: LayerShape, kernels: Kernels, sizes: Sizes, *, owned: boo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ends:
-    """What a stage has beside its layers."""
+    """The parts of a stage besides its layers."""
 
     stream: int
     """Bytes of the hidden states."""
     made: int
-    """Tables, masks and positions that the model's forward makes for all its layers."""
+    """Tables, masks and positions that the model's forward computes for all its layers."""
     start: Start
     is_first: bool
     positions: int
@@ -180,25 +180,25 @@ class _Ends:
 
     @property
     def begins(self) -> bool:
-        """It makes a tensor of its own for the first layer."""
+        """Whether it allocates a tensor for the first layer."""
         return self.is_first and self.start != "nothing"
 
     @property
     def lasting(self) -> int:
-        """What lives while the model's forward runs, beside what layers leave: among it zeros that stand in for the
-        hidden states of other stages."""
+        """Bytes that are live during the model's forward, besides those left by layers; they include zeros that replace
+        the hidden states of other stages."""
         zeros = 0 if self.is_first and self.is_last else self.stream
         multiplied = self.stream if self.start == "multiplied" and not self.is_first else 0
         return self.made + zeros + multiplied + self.positions
 
     @property
     def early(self) -> int:
-        """What goes when the first layer has run."""
+        """Bytes that are freed after the first layer."""
         return self.stream if self.start == "positions" and not self.is_first else 0
 
     @property
     def holds_first(self) -> bool:
-        """The tensor that it begins with stays to the end of the forward."""
+        """Whether its first tensor stays until the end of the forward."""
         return self.begins and self.start != "positions"
 
 
@@ -218,10 +218,10 @@ class _Stage:
         self._shared = sum(shared.values())
         """Bytes that stay for all layers."""
         self._given = sum(self._goes_with.values())
-        """Bytes that stay until the first layer runs again that needs them."""
+        """Bytes that stay until the first layer that needs them is recomputed."""
 
     def bytes(self, recomputed: StageBytes | None) -> StageBytes:
-        """recomputed: of microbatches that have R, where that differs."""
+        """recomputed: for microbatches that have R, if that differs."""
         stream = self._ends.stream
         if not self._layers and not self._ends.is_last and not self._ends.begins:
             return StageBytes(
@@ -251,7 +251,7 @@ class _Stage:
         )
 
     def _moved(self) -> int:
-        """What copies to the host carry."""
+        """Return the bytes of copies to the host."""
         ends = self._ends
         moved, sizes, seen = 0, [ends.indices if ends.begins else 0], set[str]()
         for layer, moves in zip(self._layers, self._moves, strict=True):
@@ -259,7 +259,7 @@ class _Stage:
                 moved += layer.moved
                 sizes.append(ends.stream if layer.saves_input else 0)
             for name, size in layer.tables.items() if layer.moves_tables else ():
-                sizes += [size] if moves and name not in seen else []  # where the first layer keeps it, it stays
+                sizes += [size] if moves and name not in seen else []  # if the first layer keeps it, it stays
                 seen.add(name)
         if ends.is_last:
             moved += ends.norm.moved
@@ -267,7 +267,7 @@ class _Stage:
         return moved + sum(size for size in sizes if size >= SMALLEST_MOVED)
 
     def _input_goes(self, place: int) -> int:
-        """Bytes of a layer's input, which is the layer's before, unless it is the stage's."""
+        """Return the bytes of a layer's input, which the previous layer owns, unless it is the stage's."""
         return self._ends.stream if place or self._ends.begins else 0
 
     def _forward(self, *, bare: bool) -> Stretch:
@@ -298,13 +298,13 @@ class _Stage:
             row.append(Stretch(norm.backward_peak, stream - norm.saved - (stream if norm.saves_input else 0)))
         for place in reversed(range(len(self._layers))):
             layer = self._layers[place]
-            # The gradient that the stage received is held by who received it.
+            # The stage's received gradient is held by its receiver.
             received = place == len(self._layers) - 1 and not ends.is_last
             kept = stream - layer.saved - (self._input_goes(place) if layer.saves_input else 0)
             kept -= 0 if received and not (split and layer.queues_gradient) else stream
             if split:
                 kept += layer.queued - (stream - self._input_goes(place) if layer.queues_input else 0)
-            row.append(Stretch(0, -self._goes_with[place]))  # it has run again
+            row.append(Stretch(0, -self._goes_with[place]))  # recomputed by now
             holds_input = not place and not ends.begins
             row.append(Stretch(layer.peaks[received, holds_input][split], kept))
         return joined([*row, Stretch(0, -self._shared)])

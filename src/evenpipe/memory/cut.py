@@ -1,4 +1,4 @@
-"""What one GPU has of a microbatch and of a layer when both are cut over tensor and context parallelism."""
+"""The share of one GPU in a microbatch and a layer under tensor and context parallelism."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from evenpipe.model.shape import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of one microbatch on one GPU."""
+    """Sizes of one microbatch on one GPU."""
 
     batch: int
     tokens: int
-    """Of this GPU: those of the microbatch over context parallelism."""
+    """Tokens of this GPU: those of the microbatch divided by context parallelism."""
     context: int
-    """Tokens that a token may look at."""
+    """Tokens that a token may attend to."""
     hidden: int
     heads: int
     key_value_heads: int
     mlp: int
     element: int
     stream_tokens: int
-    """Tokens of the residual stream that are here."""
+    """Tokens of the residual stream on this GPU."""
     context_parallel: int
 
     @property
@@ -36,17 +36,17 @@ class Sizes:
 
     @property
     def gathered(self) -> int:
-        """For `Operations.linear`: elements of what has to be put together, 0 where all is here."""
+        """For `Operations.linear`: elements to gather, 0 if all are here."""
         return 0 if self.stream_tokens == self.tokens else self.whole
 
 
 def sizes_of(
     shape: LayerShape, *, tokens: int, sequence: int, element: int, tp: int, sequence_parallel: bool, cp: int
 ) -> Sizes:
-    """Sizes of one GPU.
+    """Return the sizes of one GPU.
 
     Raises:
-        InputError: something cannot be cut as evenly as that.
+        InputError: a size is not divisible.
     """
     batch = divided(tokens, sequence, "tokens of a microbatch over the sequence")
     local = batch * divided(sequence, cp, "sequence over context parallelism")
@@ -54,7 +54,7 @@ def sizes_of(
     key_value_heads = shape.key_value_heads
     if key_value_heads < tp:
         divided(tp, key_value_heads, "tensor parallelism over heads of keys and values")
-        key_value_heads = tp  # every GPU holds one whole head, some the same
+        key_value_heads = tp  # every GPU holds one whole head; some hold the same one
     return Sizes(
         batch=batch,
         tokens=local,
@@ -70,10 +70,10 @@ def sizes_of(
 
 
 def divided(size: int, parts: int, what: str) -> int:
-    """size / parts.
+    """Return size / parts.
 
     Raises:
-        InputError: that is no whole number.
+        InputError: it is not a whole number.
     """
     if size % parts:
         raise InputError(f"{what}: {size} cannot be cut into {parts} equal parts")

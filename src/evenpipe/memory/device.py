@@ -1,4 +1,4 @@
-"""All bytes of one device: what its stages, its vocabulary layers, its parameters and the framework need."""
+"""All bytes of one device: for its stages, its vocabulary layers, its parameters and the framework."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ COPIES_NOTHING = ("full", "attention")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBytes:
-    """Of one device."""
+    """Bytes of one device."""
 
     stages: Mapping[int, StageBytes]
     vocabulary: VocabularyBytes
     state: StateBytes
     fixed: int
-    """From the first step to the last: inputs, workspaces, placeholders."""
+    """Permanent: inputs, workspaces, placeholders."""
 
     @classmethod
     def of(cls, source: ModelBytes, plan: Planned, run: Run, device: int) -> DeviceBytes:
-        """Raises InputError where a stage has no closed form and cannot be traced."""
+        """Raises InputError if a stage has no closed form and cannot be traced."""
         placement, parallelism = plan.program.placement, run.parallelism
         last_stage = placement.stages - 1
         split_backwards = plan.splits(device)
@@ -87,7 +87,7 @@ def _stage(
 
 
 def _attention_copies(source: ModelBytes, run: Run, first: int, last: int) -> int:
-    """The results of attention a second time, where the framework needs them in two orders."""
+    """Return the bytes of second copies of attention results, if the framework needs them in two layouts."""
     exchanged = run.parallelism.cp > 1 and run.parallelism.cp_exchange == "all-to-all"
     if not run.framework.attention_copies or not (run.microbatch_size > 1 or exchanged):
         return 0
@@ -102,7 +102,7 @@ def _attention_copies(source: ModelBytes, run: Run, first: int, last: int) -> in
 
 
 def _rows(source: ModelBytes, plan: Planned, run: Run, device: int) -> tuple[int, int]:
-    """Of the embedding and of the output layer, on each GPU of a device."""
+    """Return the rows of the embedding and of the output layer on each GPU of a device."""
     tp = run.parallelism.tp
     rows = padded_rows(source.description.vocabulary_size, run.framework.vocabulary_multiple * tp)
     placement = plan.program.placement
@@ -159,7 +159,7 @@ def _vocabulary(
 
 
 def _fixed(plan: Planned, run: Run, device: int, *, held: Held, hidden: int) -> int:
-    """What a device holds whatever it is doing, beside states."""
+    """Return the bytes that a device always holds, besides states."""
     framework, placement = run.framework, plan.program.placement
     shards = placement.devices if run.sharded else 1
     total = batch_bytes(run.tokens_here * plan.program.microbatches, machine=run.machine, shards=shards)

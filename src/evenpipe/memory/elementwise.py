@@ -1,9 +1,9 @@
-"""Operations element by element, and norms: what each saves for its backward, and what it takes to run.
+"""Element-wise operations and norms: the tensors that each saves for its backward, and its peak.
 
-One method for each operation of torch, with the tensors that it makes on the CPU, where they can be counted; what
-autograd saves is what `torch/csrc/autograd/generated/Functions.h` of torch 2.13 lists, and the backwards are those of
-its `FunctionsManual.cpp`: temporaries live to the end of a C++ expression, and a gradient that was broadcast is whole
-before it is summed. Small tensors (a number per token, a parameter's vector) count as well.
+One method for each operation of torch, with the tensors that it allocates on the CPU, where they can be counted;
+`torch/csrc/autograd/generated/Functions.h` of torch 2.13 lists the tensors that autograd saves, and
+`FunctionsManual.cpp` has the backwards: temporaries live to the end of a C++ expression, and a broadcast gradient is
+expanded before it is summed. Small tensors (a number per token, a parameter's vector) count as well.
 
     x     full-size: one element per token and column
     row   one element per token (or per token and head)
@@ -39,21 +39,21 @@ class Elementwise:
         return result
 
     def offset(self, x: Sketch, name: str = "") -> Sketch:
-        """Plus a number."""
+        """Add a number."""
         node = self.tape.begin((x,), lambda gradients, saved: gradients)
         result = self._like(x, name)
         self.tape.end(node, result)
         return result
 
     def scaled(self, x: Sketch, name: str = "") -> Sketch:
-        """Times a number, divided by it, or its negative."""
+        """Multiply by a number, divide by it, or negate."""
         node = self.tape.begin((x,), self._one_new(x.elements, x.element))
         result = self._like(x, name)
         self.tape.end(node, result)
         return result
 
     def to(self, x: Sketch, element: int, name: str = "") -> Sketch:
-        """In another dtype; the tensor itself where it is that already."""
+        """Convert to another dtype; return the tensor itself if it already has it."""
         if x.element == element:
             return x
         node = self.tape.begin((x,), self._one_new(x.elements, x.element))
@@ -62,14 +62,14 @@ class Elementwise:
         return result
 
     def clone(self, x: Sketch, name: str = "") -> Sketch:
-        """In another order of dimensions."""
+        """Copy to another order of dimensions."""
         node = self.tape.begin((x,), lambda gradients, saved: gradients)
         result = self._like(x, name)
         self.tape.end(node, result)
         return result
 
     def power(self, x: Sketch, name: str = "") -> Sketch:
-        """Backward: gradient * (exponent * x ** (exponent - 1)), three tensors at the end."""
+        """Backward: gradient * (exponent * x ** (exponent - 1)), three tensors at its end."""
         elements, element = x.elements, x.element
 
         def backward(gradients: list[Sketch], saved: Saved) -> Gradients:
@@ -84,7 +84,7 @@ class Elementwise:
         return result
 
     def elementwise(self, x: Sketch, name: str = "", *, saves_result: bool = False) -> Sketch:
-        """A function with a backward of its own, of its input (SiLU, GELU) or its result (tanh, ReLU)."""
+        """A function with its own backward, of its input (SiLU, GELU) or its result (tanh, ReLU)."""
         node = self.tape.begin((x,), self._one_new(x.elements, x.element), () if saves_result else (x,))
         result = self._like(x, name)
         if saves_result:
@@ -159,7 +159,7 @@ class Elementwise:
         return result
 
     def times_table(self, x: Sketch, table: Sketch) -> Sketch:
-        """A table of sines or cosines, in its own dtype."""
+        """Multiply by a table of sines or cosines, in its own dtype."""
         elements, element, wide = x.elements, x.element, max(x.element, table.element)
 
         def backward(gradients: list[Sketch], saved: Saved) -> Gradients:
@@ -174,12 +174,12 @@ class Elementwise:
     def times_weight(
         self, x: Sketch, size: int, element: int, name: str = "", *, table: Sketch | None = None, first: bool = False
     ) -> Sketch:
-        """Times a weight of `size` elements.
+        """Multiply by a weight of `size` elements.
 
         Args:
             element: of the parameter.
-            table: what the parameter was made into before, where that is a tensor of its own.
-            first: the weight stands before x.
+            table: the converted parameter, if that is a separate tensor.
+            first: the weight is the left operand.
         """
         elements, own = x.elements, x.element
         used = element if table is None else table.element

@@ -1,7 +1,7 @@
-"""Fused kernels for tensors without memory: functions that allocate and save what the kernels of a GPU do.
+"""Fused kernels for tensors without memory: functions that allocate and save the same bytes as GPU kernels.
 
-For a stage under `FakeTensorMode` on the CPU. What comes out has the right shapes and no meaning, so nothing else may
-run inside. Each function allocates its result and what it saves, and its backward the gradients, all uninitialised:
+For a stage under `FakeTensorMode` on the CPU. Results have the right shapes and no meaning, so nothing else may run
+inside. Each function allocates its result and its saved tensors, and its backward the gradients, all uninitialised:
 
     norm           saves its input, and in fp32 one number per row (two with a bias: mean and inverse deviation)
     gate           act(gate) * up: saves gate and up
@@ -10,7 +10,7 @@ run inside. Each function allocates its result and what it saves, and its backwa
     attention      saves q, k, v, the result and an fp32 log-sum-exp per row, for any window and cap
     packed         one product for queries, keys and values, which stay in its result
 
-What each kernel saves: reference implementations of FlashAttention (arXiv 2205.14135, section 3.1), of Megatron-LM
+Sources for saved tensors: reference implementations of FlashAttention (arXiv 2205.14135, section 3.1), of Megatron-LM
 (`megatron/core/fusions`) and of Transformer Engine.
 """
 
@@ -41,15 +41,15 @@ ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 
 @contextmanager
 def emulated(stage: nn.Module, kernels: Kernels) -> Iterator[None]:
-    """While entered, the modules of `stage` run as these kernels do. For a stage whose tensors have no memory.
+    """While entered, the modules of `stage` run like these kernels. For a stage whose tensors have no memory.
 
-    Enter it before layers are compiled or checkpointed; the queue of weight gradients may be there or come later.
+    Enter it before layers are compiled or checkpointed, and before or after the queue of weight gradients is added.
     """
     with ExitStack() as stack:
         modules = list(stage.modules())
         attention = {"flash": KERNEL, "eager": "eager"}.get(kernels.attention)
         for config in {id(module.config): module.config for module in modules if hasattr(module, "config")}.values():
-            if attention is not None:  # else the model's own choice: sdpa, or eager where it refuses that
+            if attention is not None:  # otherwise the model's own choice: sdpa, or eager if it refuses that
                 stack.enter_context(_set(config, "_attn_implementation_internal", attention))
         for module in modules:
             for name, value in _replaced(module, kernels).items():
@@ -68,7 +68,7 @@ def emulated(stage: nn.Module, kernels: Kernels) -> Iterator[None]:
 
 
 def _replaced(module: Any, kernels: Kernels) -> dict[str, Any]:
-    """Attributes of a module that are others with these kernels."""
+    """Yield attributes of a module that these kernels replace."""
     if kernels.norm == "fused" and is_norm(module):
         return {"forward": lambda hidden: _apply(_Norm, hidden, module.weight, getattr(module, "bias", None))}
     if kernels.activation == "fused":
@@ -84,7 +84,7 @@ def _replaced(module: Any, kernels: Kernels) -> dict[str, Any]:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """A norm over the last dimension, of torch or of transformers."""
+    """Return whether a module is a norm over the last dimension, of torch or of transformers."""
     weight = getattr(module, "weight", None)
     return type(module).__name__.endswith("Norm") and isinstance(weight, Tensor) and weight.dim() == 1
 
@@ -95,7 +95,7 @@ def _holds(module: nn.Module, names: tuple[str, ...]) -> bool:
 
 @contextmanager
 def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of an object is another for a while."""
+    """Replace an attribute of an object temporarily."""
     attributes = vars(owner)
     there, before = name in attributes, attributes.get(name)
     attributes[name] = value
@@ -182,13 +182,13 @@ def _rotate(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, *_: Any, *
 
 
 def _heads(like: Tensor) -> Tensor:
-    """A tensor [batch, heads, sequence, size] that lies in memory as [batch, sequence, heads, size]."""
+    """Return a tensor [batch, heads, sequence, size] with the memory layout [batch, sequence, heads, size]."""
     batch, heads, sequence, size = like.shape
     return like.new_empty((batch, sequence, heads, size)).transpose(1, 2)
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer that makes no tensor for its weight's gradient, since it adds to what is there."""
+    """A linear layer that makes no tensor for its weight's gradient, because it adds to the existing gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -221,8 +221,8 @@ class _Attention(torch.autograd.Function):
 
 
 def _flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
-    """A kernel that knows windows, caps and grouped heads by itself."""
-    if _in_rows(query) and value.shape[-1] == query.shape[-1] <= 256:  # what sdpa gives to its kernel as it is
+    """A kernel that handles windows, caps and grouped heads itself."""
+    if _in_rows(query) and value.shape[-1] == query.shape[-1] <= 256:  # as sdpa passes it to its kernel
         return sdpa_attention_forward(module, query, key, value, None, scaling=1.0)
     return _apply(_Attention, query, key, value, None).transpose(1, 2).contiguous(), None
 
@@ -240,7 +240,7 @@ AttentionMaskInterface.register(KERNEL, _no_mask)
 
 
 class _PackedProjections:
-    """Queries, keys and values of an attention module from one product; the first that is asked for makes it."""
+    """Compute queries, keys and values of an attention module in one product, when the first of them is needed."""
 
     def __init__(self, module: nn.Module) -> None:
         self._layers = {name: getattr(module, name) for name in QUERY_NAMES}

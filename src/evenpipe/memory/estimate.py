@@ -1,10 +1,10 @@
-"""Memory of every device of a training run, from a model, a way of running it in parallel, and a card.
+"""Memory of every device of a training run, from a model, a layout, and a GPU.
 
     found = estimate(describe("Qwen/Qwen3-8B"), Parallelism(dp=2, tp=2, pp=2), sequence=8192, memory=80 * 2**30)
     found.verdict, found.devices[0].peak_allocated, found.devices[0].binding_event
 
-Bytes of stages come from closed forms, or from a trace of the stage where a model has none (`traced=True` always); the
-program is the one that `evenpipe train` would run; each row of it is replayed.
+Bytes of stages come from closed forms, or from a trace of the stage if the model has none (always with `traced=True`);
+the program is the one that `evenpipe train` would run, and each of its rows is replayed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from .states import MIXED, SINGLE, Dtypes
 from .verdict import Verdict, verdict_of, worst
 
 TERMS = ("parameters", "gradients", "optimizer", "activations", "vocabulary", "buffers", "transient")
-"""What a device's peak consists of."""
+"""Parts of a device's peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEstimate:
-    """One device of a pipeline: each of its GPUs (all tensor and context ranks, all replicas) holds this. Bytes."""
+    """One device of a pipeline, in bytes; each of its GPUs (all tensor and context ranks, all replicas) holds the
+    same."""
 
     device: int
     stages: tuple[int, ...]
@@ -47,20 +48,20 @@ class DeviceEstimate:
     memory: DeviceMemory
     process: ProcessMemory
     verdict: Verdict | None
-    """None where no card was given."""
+    """None if no GPU memory is given."""
     host: int = 0
-    """Activations in the host's memory at most."""
+    """Most bytes of activations in the host's memory."""
     copied: tuple[int, ...] = ()
-    """By stage of the device: what a copy of one microbatch's activations to the host, or back, carries."""
+    """By stage of the device: bytes of a copy of one microbatch's activations to the host, or back."""
 
     @property
     def binding_event(self) -> str:
-        """When it is full."""
+        """The moment of the peak."""
         return self.memory.binding_event
 
     @property
     def terms(self) -> Mapping[str, int]:
-        """Of `TERMS`, at that moment; they add up to what tensors hold."""
+        """Bytes by `TERMS` at that moment; they add up to the bytes of all tensors."""
         return {name: self.memory.terms.get(name, 0) for name in TERMS}
 
     @property
@@ -70,11 +71,11 @@ class DeviceEstimate:
 
     @property
     def peak_reserved(self) -> int:
-        """`torch.cuda.max_memory_reserved`, likely."""
+        """Likely `torch.cuda.max_memory_reserved`."""
         return self.process.reserved
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         beside = self.process.process
         return {
             "device": self.device,
@@ -104,7 +105,7 @@ class Estimate:
     run: Run
     """Sizes, precisions, kernels."""
     memory: int | None
-    """Of a card."""
+    """Bytes of a GPU."""
 
     @property
     def dtypes(self) -> Dtypes:
@@ -113,22 +114,22 @@ class Estimate:
 
     @property
     def verdict(self) -> Verdict | None:
-        """Of the worst device; None where no card was given."""
+        """Verdict for the worst device; None if no GPU memory is given."""
         verdicts = [device.verdict for device in self.devices if device.verdict is not None]
         return worst(verdicts) if verdicts else None
 
     @property
     def fits(self) -> bool | None:
-        """For certain, as far as calibration goes; None where no card was given."""
+        """Whether it certainly fits, according to calibration; None if no GPU memory is given."""
         return None if self.verdict is None else self.verdict == "fits"
 
     @property
     def fullest(self) -> DeviceEstimate:
-        """The device that holds most."""
+        """The device with the highest peak."""
         return max(self.devices, key=lambda device: device.process.process.most)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         axes = {name: getattr(self.parallelism, name) for name in ("dp", "tp", "cp", "pp", "zero")}
         return {
             "parallelism": {**axes, "gpus": self.parallelism.gpus},
@@ -169,30 +170,31 @@ def estimate(
     foreach: bool = False,
     traced: bool = False,
 ) -> Estimate:
-    """The memory of every device.
+    """Estimate the memory of every device.
 
     Args:
         sequence: tokens of a sequence, before context parallelism.
         microbatch_size: sequences of a microbatch.
-        microbatches: of a step and replica; None: 4 per device, or those of the program.
-        schedule: a name with its generator's `options`, an order, or a program that is planned already.
+        microbatches: per step and replica; None: 4 per device, or those of the program.
+        schedule: a name with its generator's `options`, an order, or a program.
         vocabulary: the mode.
-        kernels: which implementations run, or the name of a preset.
+        kernels: the implementations, or the name of a preset.
         checkpointing: "none", "full" or "selective" for all layers or one for each; in closed form also Megatron-LM's
             selective choices (`layers.REGIONS`).
         layers_per_stage: None: split evenly, and by cost with "redistribute".
-        offload: which activations go to the host, as for `plan_order`; a program stays as it is.
-        kept_layers: those that copies of activations to the host leave alone.
+        offload: which activations go to the host, as for `plan_order`; a program stays unchanged.
+        kept_layers: layers whose activations are not copied to the host.
         dtypes: None: bf16 with fp32 masters and gradients, on a CPU fp32 throughout.
         hardware: None: some NVIDIA GPU.
-        memory: bytes of a card; None: those of the hardware. Without either there is no verdict.
-        framework: None: the one that the preset of kernels belongs to.
-        offloaded: share of the optimizer's state that is in the host's memory.
-        foreach: the optimizer works on all tensors at a time (a fused one does not).
-        traced: run the stages without memory instead of closed forms; without tensor and context parallelism only.
+        memory: bytes of a GPU; None: those of the hardware. Without either there is no verdict.
+        framework: None: the framework of the preset of kernels.
+        offloaded: share of the optimizer state in host memory.
+        foreach: the optimizer processes all tensors at once (a fused one does not).
+        traced: run the stages without memory instead of using closed forms; only without tensor and context
+            parallelism.
 
-    Raises InputError for sizes that do not divide, for unknown names, and where a model has no closed form and the
-    layout cannot be traced.
+    Raises InputError for sizes that do not divide, for unknown names, and if a model has no closed form and the layout
+    cannot be traced.
     """
     parallelism = parallelism or Parallelism()
     for name, value in (("sequence", sequence), ("microbatch_size", microbatch_size)):
@@ -276,7 +278,7 @@ def _device(source: ModelBytes, plan: Planned, run: Run, device: int, memory: in
     )
 
 
-# --- what was asked for ----------------------------------------------------------------------------------------------
+# --- arguments -----------------------------------------------------------------------------------------------------
 
 
 def _kernels(kernels: Kernels | str) -> Kernels:
@@ -301,14 +303,14 @@ def _choices(checkpointing: str | Sequence[str], layers: int) -> tuple[str, ...]
     return choices
 
 
-# --- models that were read already -----------------------------------------------------------------------------------
+# --- cache of models ---------------------------------------------------------------------------------------------
 
 KEPT_MODELS = 4
 _models: OrderedDict[int, tuple[Description, ModelBytes]] = OrderedDict()
 
 
 def model_bytes(description: Description) -> ModelBytes:
-    """What is known of a model, read once: estimates of many layouts of one model share it."""
+    """Return the cached bytes of a model: estimates of many layouts of one model share them."""
     key = id(description)
     found = _models.get(key)
     if found is None or found[0] is not description:

@@ -1,4 +1,4 @@
-"""An estimate for people: a table per device and term, what it comes to on the card, and the paper's beside it."""
+"""An estimate as text: a table per device and term, the verdict for the GPU, and the estimate of the paper."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .sizes import GIB
 
 
 def text(description: Description, found: Estimate, paper: PaperEstimate | None = None) -> str:
-    """All of it."""
+    """Return the report."""
     lines = [*_head(description, found), "", *_table(found), "", *_card(found)]
     if paper is not None:
         lines += ["", *_paper(found, paper)]
@@ -41,7 +41,7 @@ def _table(found: Estimate) -> list[str]:
     unit, size, digits = _unit(max(device.peak_allocated for device in found.devices))
     moves = any(device.host for device in found.devices)
     head = ["device", *(["stages"] if several else []), "layers", *TERMS, "allocated", "reserved"]
-    head += [*(["on the host"] if moves else []), "when it is fullest"]
+    head += [*(["on the host"] if moves else []), "peak during"]
     rows = []
     for device in found.devices:
         figures = [*device.terms.values(), device.peak_allocated, device.peak_reserved]
@@ -55,7 +55,7 @@ def _table(found: Estimate) -> list[str]:
                 device.binding_event,
             ]
         )
-    return [f"{unit} on each GPU of a device, when it is fullest:", *_aligned(head, rows)]
+    return [f"{unit} on each GPU of a device, at its peak:", *_aligned(head, rows)]
 
 
 def _unit(most: int) -> tuple[str, int, int]:
@@ -70,18 +70,18 @@ def _card(found: Estimate) -> list[str]:
     else:
         libraries = count(device.process.communicators, "communicator")
         whole = (
-            f"device {device.device} takes {_size(process.least)} to {_size(process.most)} of the card: allocated"
-            f" {_size(device.peak_allocated)}, and what the driver, {libraries} and the rest"
-            " of the allocator's segments take"
+            f"device {device.device} needs {_size(process.least)} to {_size(process.most)}:"
+            f" {_size(device.peak_allocated)} for tensors, plus the driver, {libraries} and unused parts"
+            " of the allocator's segments"
         )
     if found.memory is None:
-        return [f"{whole}.", "Say --gpu-memory or --hardware to be told whether it fits."]
-    verdict = f"{found.verdict}: {whole}; there are {_size(found.memory)}"
+        return [f"{whole}.", "Give --gpu-memory or --hardware to learn whether it fits."]
+    verdict = f"{found.verdict}: {whole}; available: {_size(found.memory)}"
     lines = [f"{verdict}."]
     for other in ("does not fit", "at risk"):
         same = [str(one.device) for one in found.devices if one.verdict == other and one is not device]
         if same:
-            lines.append(f"{other}, too: device{'s' if len(same) > 1 else ''} {', '.join(same)}.")
+            lines.append(f"{other} too: device{'s' if len(same) > 1 else ''} {', '.join(same)}.")
     return lines
 
 
@@ -90,9 +90,9 @@ def _paper(found: Estimate, paper: PaperEstimate) -> list[str]:
     states = sum(ours.terms[name] for name in ("parameters", "gradients", "optimizer"))
     rest = ours.peak_allocated - states
     lines = [
-        "Beside the formula of arXiv 2411.06465, which looks at the first device alone:",
+        "The formula of arXiv 2411.06465, for the first device only:",
         *_aligned(
-            ["", "states", "activations and all else", "sum"],
+            ["", "states", "activations and the rest", "sum"],
             [
                 ["paper", _size(paper.states), _size(paper.activations), _size(paper.total)],
                 ["device 0", _size(states), _size(rest), _size(ours.peak_allocated)],
@@ -112,7 +112,7 @@ def _size(size: float) -> str:
 
 
 def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Figures to the right, the last column, which may be words, to the left."""
+    """Align figures to the right, and the last column, which may be words, to the left."""
     widths = [max(len(line[column]) for line in (head, *rows)) for column in range(len(head))]
     last = len(head) - 1
     words = head[last][:1].isalpha() and not rows[0][last][:1].isdigit()

@@ -1,8 +1,7 @@
-"""A stage whose tensors have no memory: the real modules of transformers, run for what they would allocate.
+"""A stage whose tensors have no memory: the real modules of transformers, run to see what they allocate.
 
-Three things are taken from a model before its forward runs without values: whether several sequences are packed into a
-row (they are not), whether rotary frequencies have to grow with the length (their number stays the same), and the
-values of its buffers.
+Without values, three questions of a model's forward get fixed answers: several sequences are not packed into a row,
+rotary frequencies do not grow with the length, and buffers have no values.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def without_memory() -> Iterator[Tracker]:
 
 
 class _GroupedProducts(TorchDispatchMode):
-    """Products of experts in fp32: torch computes them on a CPU, but knows the shape of a result for bf16 only."""
+    """fp32 products of experts: torch computes them on a CPU, but infers the shape of a result only for bf16."""
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -46,8 +45,8 @@ class _GroupedProducts(TorchDispatchMode):
 
 @contextmanager
 def _nothing_packed() -> Iterator[None]:
-    """transformers looks at position ids for sequences that share a row; without values it would have to suppose some,
-    and make a mask. What it computes to find out is computed all the same."""
+    """transformers looks at position ids for sequences that share a row; without values it would have to assume some,
+    and make a mask. This computes the same intermediates and answers no."""
     find = masking_utils.find_packed_sequence_indices
 
     def found_none(position_ids: Tensor) -> None:
@@ -71,8 +70,8 @@ def empty_stage(
     dtype: torch.dtype,
     compute_dtype: torch.dtype,
 ) -> Stage | ModuleStage:
-    """Layers [first, last) on the meta device, wherever in the model they are: unlike a stage that is to be trained it
-    may own an end that it does not reach. For `give_storage`."""
+    """Return layers [first, last) on the meta device, from anywhere in the model: unlike a trainable stage it may own
+    an end that it does not reach. For `give_storage`."""
     build: Any = ModuleStage if description.config is None else Stage
     stage: Stage | ModuleStage = build(
         description,
@@ -88,7 +87,7 @@ def empty_stage(
 
 
 def give_storage(stage: Stage | ModuleStage) -> None:
-    """Puts tensors of the mode in the place of a stage's parameters, buffers and tensors that are plain attributes."""
+    """Replace a stage's parameters, buffers and plain tensor attributes by tensors of the mode."""
     made: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -119,7 +118,7 @@ def _modules(stage: Stage | ModuleStage) -> Iterator[nn.Module]:
 
 
 def _as_it_is(rope_type: Any) -> Any:
-    """Of rotary embeddings whose frequencies follow the longest sequence so far ("dynamic"): leaves them."""
+    """Leave rotary embeddings unchanged whose frequencies follow the longest sequence so far ("dynamic")."""
     if isinstance(rope_type, dict):
         return {name: _as_it_is(one) for name, one in rope_type.items()}
     return "default" if isinstance(rope_type, str) and "dynamic" in rope_type else rope_type

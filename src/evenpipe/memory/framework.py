@@ -1,4 +1,4 @@
-"""Who trains: what a framework holds beside the tensors that the model and the schedule need."""
+"""Training frameworks: the memory that each needs besides the tensors of the model and the schedule."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """Habits of a framework that cost memory or time. `EVENPIPE` and `MEGATRON` are the two that are known here."""
+    """Properties of a framework that cost memory or time. `EVENPIPE` and `MEGATRON` are the known ones."""
 
     masters: Literal["parameters", "optimizer"]
-    """Where the parameters in the optimizer's precision belong: "parameters", they are the model's own and products
-    read a copy; "optimizer", they are sharded with its state and the model's own are what products read."""
+    """Where the parameters in the optimizer's precision are: "parameters": they are the model's own, and products read
+    a copy; "optimizer": they are sharded with its state, and products read the model's own."""
     vocabulary_multiple: int = 1
     """Each rank's rows of a vocabulary matrix are a multiple of this."""
     gathered_for: Literal["layer", "step"] = "layer"
@@ -22,27 +22,27 @@ class Framework:
     step_counters: bool = False
     """The optimizer keeps one fp32 number per tensor."""
     placeholders: bool = False
-    """Where products add to the sum of gradients themselves, autograd is handed an empty tensor in a gradient's place:
-    one of each shape is kept, and one more while the output layer's gradient is added. Transformer Engine from 2.3 and
-    `megatron/core/tensor_parallel/layers.py`; their part in the peak is told in SimuMax's notes on its B200 runs."""
+    """If products add to the sum of gradients themselves, autograd gets an empty tensor instead of a gradient: one of
+    each shape is kept, and one more while the output layer's gradient is added. Transformer Engine from 2.3 and
+    `megatron/core/tensor_parallel/layers.py`; SimuMax's notes on its B200 runs give their share of the peak."""
     gathered_head: bool = False
-    """The output layer gathers the sequence-parallel parts of its input, and makes the gradient of all of it."""
+    """The output layer gathers the sequence-parallel parts of its input, and computes the gradient of all of it."""
     holds_sent_gradient: bool = False
-    """The input gradient that was sent last stays until the next microbatch's takes its place: a variable of the
-    function that walks the schedule."""
+    """The last sent input gradient stays until the next microbatch's replaces it: a variable of the scheduling
+    function."""
     attention_copies: bool = False
-    """The result of attention exists twice where a microbatch has several sequences, or where heads are exchanged for
-    tokens over the context axis: as the kernel made it and as the product that follows takes it."""
+    """The result of attention exists twice with several sequences per microbatch, or if heads are exchanged for tokens
+    over the context axis: in the layouts of the kernel and of the next product."""
     gradients_exist: bool = True
-    """Sums of gradients are there when a step begins; else they are made by its first backward."""
+    """Sums of gradients exist when a step begins; otherwise its first backward allocates them."""
     stops_early: bool = False
-    """A checkpointed layer that runs again ends with the last tensor that its backward wants."""
+    """A recomputed layer stops after the last tensor that its backward needs."""
     workspace: int = 0
-    """Bytes of workspace for products that are allocated like tensors."""
+    """Bytes of workspace for products, allocated like tensors."""
     groups: tuple[tuple[str, ...], ...] = ()
-    """Communicators beside those of the schedule's transfers, each by the axes that its members differ in."""
+    """Communicators besides those of the schedule's transfers, each by the axes in which its members differ."""
     transfers: bool = True
-    """Transfers have communicators of their own, as the program says; else those of `groups` carry them."""
+    """Transfers have their own communicators, as in the program; otherwise those of `groups` carry them."""
 
 
 EVENPIPE = Framework(

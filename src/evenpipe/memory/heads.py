@@ -1,9 +1,9 @@
 """The whole output layer and loss of other frameworks on the GPUs of one tensor-parallel group.
 
-`vocabulary.py` has the losses alone. Here stand the input that the layer keeps, what sequence parallelism gathers and
-scatters, and the place of a weight gradient that was added elsewhere:
+`vocabulary.py` has only the losses. This file adds the input that the layer keeps, the tensors that sequence
+parallelism gathers and scatters, and the placeholder of a weight gradient that was added elsewhere:
 
-    forward     X of all tokens is gathered; its part that was given stays; logits [tokens, V / tp]
+    forward     X of all tokens is gathered; its given part stays; logits [tokens, V / tp]
     backward    the logits' gradient, X again, dX of all tokens, its part, and the placeholder [V / tp, hidden]
 """
 
@@ -21,19 +21,19 @@ class Head:
     """Sizes of the output layer on one GPU."""
 
     tokens: int
-    """Of a microbatch, before sequence parallelism."""
+    """Tokens of a microbatch, before sequence parallelism."""
     rows: int
-    """Of the matrix, here."""
+    """Rows of the matrix on this GPU."""
     hidden_size: int
     element: int
     hidden: int
-    """Bytes of the hidden states that the layer is given and whose gradient it hands on."""
+    """Bytes of the hidden states that the layer receives and whose gradient it returns."""
     gathers: bool
-    """Given are parts, and products need all."""
+    """It receives parts, but products need all."""
 
 
 def whole_head(found: VocabularyBytes, head: Head, loss: str, framework: Framework) -> VocabularyBytes:
-    """`found` with the output layer of another framework instead."""
+    """Return `found` with the output layer of another framework instead."""
     if loss == "chunked":
         return replace(found, stored=found.stored + head.hidden)
     logits = head.tokens * head.rows
@@ -42,7 +42,7 @@ def whole_head(found: VocabularyBytes, head: Head, loss: str, framework: Framewo
     gathered = whole if head.gathers and framework.gathered_head else 0
     per_token = 4 * head.tokens
     placeholder = head.rows * head.hidden_size * head.element
-    # The gradient of the logits in the dtype of products, once what the loss kept is gone.
+    # The gradient of the logits in the dtype of products, after the loss has freed its tensors.
     gradient = logits * head.element - stays
     products = gradient + gathered + whole + placeholder + (head.hidden if gathered else 0)
     dx = gradient + gathered + whole + (head.hidden if gathered else 0)

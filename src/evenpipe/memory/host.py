@@ -1,4 +1,4 @@
-"""What a device has on the host: activations, from O until they are asked back for (L)."""
+"""The memory of a device on the host: activations, from O until they are copied back (L)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from evenpipe.schedule import Kind, Pass, Program, parts_of
 
 
 def copied_bytes(stage: StageBytes) -> int:
-    """What a copy of one microbatch's activations carries, where its forward keeps its graph."""
+    """Return the bytes of a copy of one microbatch's activations, if its forward keeps its graph."""
     return stage.input + stage.stored if stage.moved is None else stage.moved
 
 
 def host_bytes(program: Program, device: int, stages: Mapping[int, StageBytes]) -> int:
-    """The most bytes in slots of the host's memory at one moment, but for their rounding to pages.
+    """Return the most bytes in slots of host memory at one moment, without rounding to pages.
 
-    stages: at least those that the device holds, by number.
+    stages: at least those of the device, by number.
     """
-    # A forward that has R keeps its input only.
+    # A forward that has R keeps only its input.
     row = [part for item in program.rows[device] if isinstance(item, Pass) for part in parts_of(item)]
     again = {(part.stage, part.microbatch) for part in row if part.kind is Kind.R}
     held = most = 0

@@ -1,4 +1,4 @@
-"""Which implementations run: what they save for the backward differs, and so does what fits."""
+"""Implementations of operations: they save different tensors for the backward."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from evenpipe.errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """Implementations whose saved bytes differ. Presets: `PRESETS`."""
+    """Implementations with different saved bytes. Presets: `PRESETS`."""
 
     attention: Literal["sdpa", "flash", "eager"] = "sdpa"
-    """"flash": q, k, v, the result and an fp32 log-sum-exp per head and token, whatever the window; "sdpa": what
-    transformers takes by itself, the same while no mask is needed, and a mask and repeated keys and values where a
-    window is shorter than the sequence (models that refuse it run "eager"); "eager": the probabilities as well, which
-    grow with the square of the sequence."""
+    """"flash": q, k, v, the result and an fp32 log-sum-exp per head and token, for any window; "sdpa": transformers'
+    default, the same if no mask is needed, and a mask and repeated keys and values if a window is shorter than the
+    sequence (models that refuse it run "eager"); "eager": also the probabilities, which grow with the square of the
+    sequence."""
     norm: Literal["fused", "eager"] = "eager"
-    """"fused": the input and one fp32 number per token; "eager": what autograd saves of transformers' own modules."""
+    """"fused": the input and one fp32 number per token; "eager": the tensors that autograd saves in transformers' own
+    modules."""
     activation: Literal["fused", "eager"] = "eager"
-    """Of a gated MLP "fused": gate and up alone; "eager": the activated gate too. Of another "fused": its input."""
+    """For a gated MLP, "fused": only gate and up; "eager": also the activated gate. For another, "fused": its input."""
     rotary: Literal["fused", "eager"] = "eager"
-    """Rotary embedding of queries and keys; "eager": as transformers computes it. Both save the tables alone."""
+    """Rotary embedding of queries and keys; "eager": as transformers computes it. Both save only the tables."""
     packed_qkv: bool = False
-    """One product gives queries, keys and values, and whoever saves one of them keeps all three."""
+    """One product gives queries, keys and values, and saving one of them keeps all three."""
     weight_gradient: Literal["fused", "eager"] = "eager"
-    """"fused": the product of a weight's gradient adds to what is there; "eager": it makes a new tensor first."""
+    """"fused": the product for a weight gradient adds to the existing gradient; "eager": it makes a new tensor
+    first."""
     loss: Literal["evenpipe", "fp32", "bf16", "in-place", "fused", "chunked"] = "evenpipe"
-    """Output layer and loss: "evenpipe" are the S, C and T of this library; the others are what the frameworks have:
-    logits in fp32 and the framework's cross-entropy, the same in bf16, vocabulary-parallel in place, one fused kernel
-    that keeps bf16 logits, and a head and loss in chunks that are computed again."""
+    """Output layer and loss: "evenpipe" is S, C and T of this library; the others are those of frameworks: logits in
+    fp32 and the framework's cross-entropy, the same in bf16, vocabulary-parallel in place, one fused kernel that keeps
+    bf16 logits, and a recomputed head and loss in chunks."""
 
     def __post_init__(self) -> None:
         for name, accepted in _CHOICES.items():
@@ -55,5 +57,6 @@ PRESETS = {
     "megatron": replace(_FUSED, weight_gradient="fused", loss="in-place"),
     "transformer-engine": replace(_FUSED, weight_gradient="fused", loss="fused"),
 }
-"""By name: the modules of transformers as `evenpipe train` runs them; the same with fused kernels; what Megatron-LM
-runs (`gradient_accumulation_fusion` is its default), and with Transformer Engine and its fused cross-entropy."""
+"""By name: the modules of transformers as `evenpipe train` runs them; the same with fused kernels; the kernels of
+Megatron-LM (`gradient_accumulation_fusion` is its default), also with Transformer Engine and its fused
+cross-entropy."""

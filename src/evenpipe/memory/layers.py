@@ -1,14 +1,14 @@
-"""Closed forms: what one transformer layer saves and needs, from its shape and the kernels alone.
+"""Closed forms: the bytes that one transformer layer saves and needs, from its shape and the kernels alone.
 
-A layer is the list of operations that `blocks.py` writes down. Each says which named tensors it saves; what the layer
-saves is the sum of the distinct ones, and what it needs while it runs follows from when each comes and goes. For Llama
-with fused kernels, in units of H = sequence * microbatch size * hidden / (tp * cp), this is the known 12 + 4r + 6q
-(r: heads of keys and values per head of queries, q: size of the MLP over hidden size) and 12 + 4r + 8q with the
-activated gate kept: arXiv 2205.05198, section 4, carried over to gated MLPs and grouped heads.
+A layer is the list of operations in `blocks.py`. Each names the tensors that it saves; the layer saves the sum of the
+distinct ones, and its peak follows from their lifetimes. For Llama with fused kernels, in units of H = sequence *
+microbatch size * hidden / (tp * cp), this is the known 12 + 4r + 6q (r: heads of keys and values per head of queries,
+q: size of the MLP over hidden size) and 12 + 4r + 8q with the activated gate kept: arXiv 2205.05198, section 4,
+extended to gated MLPs and grouped heads.
 
     layer_bytes(shape, PRESETS["fused"], tokens=4096, sequence=4096, element=2).saved
 
-Independent of torch: nothing here runs a model. `traced.py` is the judge.
+This file does not use torch and runs no model; tests compare it with `traced.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INPUT, GRADIENT = "input", "gradient of the output"
 """Names of these storages."""
 
 SMALLEST_MOVED = 4096
-"""Bytes: what is smaller is not copied to the host (`runtime/offload.py`)."""
+"""Smaller tensors, in bytes, are not copied to the host (`runtime/offload.py`)."""
 
 REGIONS = {
     "none": frozenset[str](),
@@ -43,68 +43,68 @@ REGIONS = {
     "attention": frozenset({"attention"}),
 }
 """Checkpointing of a layer. The first three are those of `evenpipe train` (`runtime/checkpointing.py`); the others are
-what Megatron-LM calls selective: a part runs again (core attention; MLP with its norm; attention with its norm), or
-the results of norms or of the activation are made again from what is saved anyway."""
+Megatron-LM's selective choices: a part is recomputed (core attention; MLP with its norm; attention with its norm), or
+the results of norms or of the activation are recomputed from tensors that are saved anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
-    """Of one layer, one microbatch and one GPU. "Above": above what lived when the pass began."""
+    """Bytes of one layer, one microbatch and one GPU. "Above": above the live bytes at the start of the pass."""
 
     input: int
     """The layer's input; its output is as large."""
     saved: int
-    """What F leaves for the backward under the layer's checkpointing, beside input and output."""
+    """Bytes left by F for the backward under the layer's checkpointing, besides input and output."""
     saves_input: bool
-    """The input is among what it leaves. Else it can go once the layer has run."""
+    """Whether F keeps the input for the backward. Otherwise it can be freed after the layer."""
     tensors: Mapping[str, int] = field(default_factory=dict)
-    """What the layer saves, by name; the input too, where it is saved. Tensors of one name are summed."""
+    """Tensors that the layer saves, by name, including the input if it is saved. Tensors of one name are summed."""
     tables: Mapping[str, int] = field(default_factory=dict)
-    """Tables of positions, which the layers of a stage have in common and which stay until the backward."""
+    """Tables of positions, which the layers of a stage share and which stay until the backward."""
     moved: int = 0
-    """The part of `saved` that copies to the host carry: what hooks on saved tensors see, if it is large enough."""
+    """The part of `saved` that copies to the host carry: saved tensors that are large enough."""
     moves_tables: bool = False
-    """Whether they carry tables, where those are large enough."""
+    """Whether they carry tables, if those are large enough."""
     given: Mapping[str, int] = field(default_factory=dict)
-    """What else layers have in common and keep until they run again: positions, masks."""
+    """Other tensors that layers share and keep until they are recomputed: positions, masks."""
     forward_peak: int
-    """Within F, above; the layer's output lived not."""
+    """Peak within F, above; the layer's output was not live."""
     bare_forward_peak: int
-    """Within an F without a graph, above."""
+    """Peak within an F without a graph, above."""
     peaks: Mapping[tuple[bool, bool], tuple[int, int]]
-    """(somebody else holds the gradient of the layer's output, somebody else holds its input) -> the most that lives
-    within B and within I, above; both lived before, and the gradients of parameters exist."""
+    """(another owner holds the gradient of the layer's output, another owner holds its input) -> peaks within B and
+    within I, above; both were live before, and the gradients of parameters exist."""
     queued: int
-    """What lives between I and W: inputs and output gradients of linear layers, whatever else holds them."""
+    """Live between I and W: inputs and output gradients of linear layers, even if others hold them too."""
     queues_input: bool
-    """The layer's input is part of it."""
+    """Whether the layer's input is part of it."""
     queues_gradient: bool
-    """The gradient of its output is part of it."""
+    """Whether the gradient of its output is part of it."""
     weight_peak: int
-    """Within W, above."""
+    """Peak within W, above."""
 
     @property
     def backward_peak(self) -> int:
-        """Within B, of a layer that is a stage of its own."""
+        """Peak within B, for a layer that is a stage of its own."""
         return self.peaks[True, True][0]
 
     @property
     def input_peak(self) -> int:
-        """Within I."""
+        """Peak within I."""
         return self.peaks[True, True][1]
 
     @property
     def kept(self) -> int:
-        """What stays of the layer and its input from F to the backward."""
+        """Bytes of the layer and its input that stay from F to the backward."""
         return self.saved + (self.input if self.saves_input else 0)
 
 
 def check_has_closed_form(shape: LayerShape) -> None:
-    """Raises InputError for a layer that can only be traced: a mixture of experts, or one with dropout."""
+    """Raise InputError for a layer that can only be traced: a mixture of experts, or one with dropout."""
     if shape.experts:
         raise InputError(f"experts: {shape.experts} in a layer, whose bytes depend on the routing, expected 0.")
     if shape.dropout:
-        raise InputError("dropout: it is not 0 in this model's config, and its masks are not known in closed form.")
+        raise InputError("dropout: it is not 0 in this model's config, and its masks have no closed form.")
 
 
 @lru_cache(maxsize=4096)
@@ -120,13 +120,13 @@ def layer_bytes(
     cp: int = 1,
     checkpointing: str = "none",
 ) -> LayerBytes:
-    """The bytes of one layer.
+    """Return the bytes of one layer.
 
     Args:
         tokens: of the microbatch, before anything is cut: sequences times `sequence`.
         element: bytes of an activation, 2 or 4.
-        tp, sequence_parallel, cp: as in `Parallelism`. Context parallelism is counted with the keys and values of all
-            other GPUs there while attention runs, and their gradients in its backward (ring or all-gather alike).
+        tp, sequence_parallel, cp: as in `Parallelism`. With context parallelism the keys and values of all other GPUs
+            are counted during attention, and their gradients in its backward (for ring and all-gather alike).
         checkpointing: of `REGIONS`.
 
     Raises:
@@ -151,7 +151,7 @@ _HOLDERS = (True, True), (True, False), (False, True), (False, False)
 
 
 def _measured(shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: str) -> LayerBytes:
-    """Runs the layer, once for what it saves and once for each kind of backward."""
+    """Run the layer, once for its saved tensors and once for each kind of backward."""
     bare, kept = (Run(shape, kernels, sizes, checkpointing) for _ in range(2))
     bare.tape.recording = False
     bare.forward()
@@ -191,7 +191,7 @@ def _measured(shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: 
 
 
 class Run:
-    """One layer on a tape of its own."""
+    """One layer on its own tape."""
 
     def __init__(
         self, shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: str, *, split: bool = False
@@ -211,7 +211,7 @@ class Run:
         self.peak = self.saved = 0
 
     def forward(self) -> None:
-        """Leaves `peak` and `saved`."""
+        """Run the forward; set `peak` and `saved`."""
         tape, meter = self.tape, self.tape.meter
         live = meter.live
         meter.reset()
@@ -225,7 +225,8 @@ class Run:
         self.saved = meter.live - live - self._output.bytes
 
     def backward(self, holds_gradient: bool, holds_input: bool) -> int:
-        """The most that lives, above what lived before. Either is held by somebody else until the end, or is not."""
+        """Return the peak, above the live bytes before. Gradient and input may be held by another owner until the
+        end."""
         tape, meter = self.tape, self.tape.meter
         assert self._output is not None and self._output.node is not None
         given = [tape.new(self._output.elements, self._output.element, GRADIENT)]
@@ -241,13 +242,13 @@ class Run:
         return meter.peak - live
 
     def saved_storages(self) -> list[Storage]:
-        """What the graph holds, but for the tables that layers share."""
+        """Return the storages of the graph, except tables that layers share."""
         assert self._output is not None and self._output.node is not None
         shared = {id(table.storage) for table in self._tables}
         return [one for one in held(self._output.node) if id(one) not in shared]
 
     def holds_input(self) -> bool:
-        """Whether the layer's graph keeps its input. Lets go of it otherwise."""
+        """Return whether the layer's graph keeps its input; otherwise release it."""
         live = self.tape.meter.live
         self.hidden = None
         return self.tape.meter.live == live
@@ -261,8 +262,8 @@ def _by_name(storages: list[Storage]) -> dict[str, int]:
 
 
 def _weight_peak(tape: Tape, queue: list[Queued]) -> int:
-    """W as `runtime/weight_gradients.py` does it: an entry goes when the next one is taken, and the last gradient that
-    was added is let go when the next one is made."""
+    """W as in `runtime/weight_gradients.py`: an entry is freed when the next one is taken, and the last added gradient
+    when the next one is computed."""
     meter = tape.meter
     live = meter.live
     meter.reset()
@@ -276,7 +277,8 @@ def _weight_peak(tape: Tape, queue: list[Queued]) -> int:
     return meter.peak - live
 
 
-# --- what layers share ------------------------------------------------------------------------------------------------
+# --- tensors that layers share
+# -----------------------------------------------------------------------------------------
 
 
 def _table_names(shape: LayerShape) -> tuple[str, ...]:
@@ -284,25 +286,25 @@ def _table_names(shape: LayerShape) -> tuple[str, ...]:
 
 
 def _table(shape: LayerShape, sizes: Sizes) -> tuple[int, int]:
-    """Elements, and bytes of each."""
+    """Return elements, and bytes of each."""
     return sizes.tokens // sizes.batch * shape.rotary_size, WIDE if shape.wide_table else sizes.element
 
 
 def _masked(shape: LayerShape, kernels: Kernels, sizes: Sizes) -> bool:
-    """torch's own attention needs a mask: of a window that is not longer than the sequence."""
+    """torch's own attention needs a mask: for a window that is not longer than the sequence."""
     window = shape.window
     return kernels.attention == "sdpa" and window is not None and sizes.context >= window
 
 
 def _mask_bytes(shape: LayerShape, kernels: Kernels, sizes: Sizes) -> int:
-    """The mask that a layer is given, of truth values or, for eager attention, of numbers for every sequence."""
+    """Return the bytes of a layer's mask: booleans or, for eager attention, numbers for every sequence."""
     if is_eager(shape, kernels):
         return sizes.batch * sizes.context**2 * sizes.element
     return sizes.context**2 if _masked(shape, kernels, sizes) else 0
 
 
 def given(shape: LayerShape, kernels: Kernels, sizes: Sizes) -> dict[str, int]:
-    """Bytes of what the model's forward makes once and gives to every layer of this kind: tables, a mask, positions."""
+    """Return bytes that the model's forward computes once for all layers of this kind: tables, a mask, positions."""
     elements, element = _table(shape, sizes)
     found = dict.fromkeys(_table_names(shape), elements * element)
     found[f"mask of {shape.window or 'all'}"] = _mask_bytes(shape, kernels, sizes)

@@ -1,4 +1,4 @@
-"""The letters that the bytes of the vocabulary layers are made of, for one shard and one microbatch.
+"""The symbols in the formulas for the vocabulary layers, for one shard and one microbatch.
 
 n  tokens of a microbatch      v  those that have a label      o  those whose label this shard owns
 h  hidden size                 R  rows of the shard            P  shards
@@ -18,8 +18,8 @@ from evenpipe.vocabulary.output import BLOCK_LOGITS, rows_per_block
 from evenpipe.vocabulary.products import SLICE_ROWS
 
 Machine = Literal["gpu", "cpu", "cpu without bf16"]
-""""gpu": products write into their accumulators, Triton's kernels work on them, and the allocator hands memory on;
-"cpu": bf16 products have bf16 results; "cpu without bf16": they are made in fp32, piece by piece."""
+""""gpu": products write into their accumulators, Triton's kernels process them, and the allocator reuses memory; "cpu":
+bf16 products have bf16 results; "cpu without bf16": they are computed in fp32, piece by piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +27,12 @@ class VocabularyShape:
     """One model's vocabulary layers and one microbatch."""
 
     rows: int
-    """Of the embedding and of the output layer, whole."""
+    """Rows of the whole embedding and output layer."""
     hidden_size: int
     sequences: int
-    """Of a microbatch."""
+    """Sequences per microbatch."""
     tokens: int
-    """Of one sequence, those on this GPU."""
+    """Tokens of one sequence on this GPU."""
     labelled: int | None = None
     """Tokens of a microbatch that have a label; None: all but the last of each sequence."""
     element: int = 2
@@ -41,14 +41,14 @@ class VocabularyShape:
     """Bytes of the gradients of parameters."""
     options: LossOptions = field(default_factory=LossOptions)
     bias: bool = False
-    """The output layer has one."""
+    """Whether the output layer has one."""
     tied: bool = False
-    """The output layer's matrix is the embedding's."""
+    """Whether the output layer's matrix is the embedding's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Letters:
-    """What the formulas are made of; see above."""
+    """Symbols of the formulas; see above."""
 
     n: int
     v: int
@@ -56,7 +56,7 @@ class Letters:
     h: int
     R: int
     held: int
-    """R with the rows that only pad the matrix."""
+    """R including rows that only pad the matrix."""
     P: int
     e: int
     a: int
@@ -97,12 +97,12 @@ class Letters:
 
     @property
     def fused(self) -> bool:
-        """Kernels make no tensors besides their results."""
+        """Kernels allocate only their results."""
         return self.machine == "gpu"
 
     @property
     def reuses(self) -> bool:
-        """Large tensors of S and T are handed on instead of given back."""
+        """Large tensors of S and T are reused instead of freed."""
         return self.machine != "gpu"
 
     @property
@@ -111,7 +111,7 @@ class Letters:
 
     @property
     def b(self) -> int:
-        """Tokens per block, as `output.py` has it."""
+        """Tokens per block, as in `output.py`."""
         in_place = self.keeps and self.in_place
         block = rows_per_block(self.options, self.R, in_place=in_place, on_gpu=self.machine == "gpu")
         return max(1, min(block, self.v))
@@ -122,21 +122,21 @@ class Letters:
 
     @property
     def again(self) -> int:
-        """Columns of the vocabulary at a time, where T computes the logits again."""
+        """Columns of the vocabulary at a time, if T recomputes the logits."""
         return min(self.R, max(256, BLOCK_LOGITS // max(1, self.v) // 256 * 256))
 
     @property
     def of_logit(self) -> int:
-        """Bytes of a logit as the product leaves it."""
+        """Bytes of a logit as the product returns it."""
         return self.e if self.narrow else self.a
 
     @property
     def in_place(self) -> bool:
-        """Exponentials are made of the logits in the same memory."""
+        """Exponentials overwrite the logits."""
         return self.of_logit == self.q
 
     def rooms(self, rows: int, columns: int) -> int:
-        """Bytes of the memory that so many logits are made in, beside exponentials that are kept."""
+        """Bytes of the memory for this many logits, besides exponentials that are kept."""
         per_logit = 0 if self.in_place else self.of_logit
         if not self.keeps:
             per_logit += self.q * (2 if self.options.needs_derivative else 1)
@@ -147,7 +147,7 @@ class Letters:
 
     @property
     def slow(self) -> bool:
-        """Products are made in fp32, in slices of the vocabulary."""
+        """Products are computed in fp32, in slices of the vocabulary."""
         return self.machine == "cpu without bf16" and self.e != self.a
 
     @property

@@ -1,4 +1,4 @@
-"""What estimates of one model share: its parameters, its stages in closed form, its stages traced."""
+"""Shared by estimates of one model: its parameters, its stages in closed form, its traced stages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ModelBytes:
-    """Stages are found when they are asked for, and kept."""
+    """Stages are computed on first use, and cached."""
 
     def __init__(self, description: Description) -> None:
         self.description = description
@@ -36,11 +36,10 @@ class ModelBytes:
         self._tracers: dict[tuple[object, ...], StageTracer] = {}
 
     def closed_stage(self, bounds: tuple[int, int], ends: tuple[bool, bool], run: Run) -> StageBytes:
-        """In closed form.
+        """Return a stage in closed form.
 
-        bounds: first layer (inclusive) and last (exclusive). ends: whether it is the first and the last stage.
-
-        Raises InputError where there is none.
+        bounds: first layer (inclusive) and last (exclusive). ends: whether it is the first and the last stage. Raises
+        InputError if there is no closed form.
         """
         if self._closed is None:
             raise InputError(self._why_not)
@@ -71,13 +70,14 @@ class ModelBytes:
         return self._stages[key]
 
     def _like(self, first: int, last: int) -> tuple[object, ...]:
-        """What the bytes of a stage depend on, of the layers that it has."""
+        """Return everything that the bytes of a stage depend on, for its layers."""
         assert self._closed is not None
         shapes = self._closed.shapes[first:last]
         return (len(shapes), shapes[0] if len(set(shapes)) == 1 else shapes)
 
     def traced_stage(self, bounds: tuple[int, int], ends: tuple[bool, bool], run: Run, *, split: bool) -> StageBytes:
-        """From running it without memory. Arguments as above; split: some of its backwards are I and W."""
+        """Return a stage from running it without memory. Arguments as above; split: some of its backwards are I and
+        W."""
         key = (run.microbatch_size, run.sequence, run.dtypes, run.kernels, split)
         if key not in self._tracers:
             self._tracers[key] = StageTracer(
@@ -99,10 +99,10 @@ class ModelBytes:
 
     @property
     def has_closed_form(self) -> bool:
-        """Its layers are known in closed form."""
+        """Whether its layers have a closed form."""
         return self._closed is not None
 
     @property
     def shapes(self) -> tuple[LayerShape, ...]:
-        """Of layers that are known in closed form; of others nothing."""
+        """Shapes of layers with a closed form; empty for others."""
         return () if self._closed is None else self._closed.shapes

@@ -1,4 +1,4 @@
-"""The different moments of a device's step: how many of each thing it holds."""
+"""The distinct moments of a device's step, as counts of the things it holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from evenpipe.memory.things import ROOMS, Thing
 
 
 class Moment(NamedTuple):
-    """How many of each thing are held, and what a pass holds on top for a moment."""
+    """Counts of held things, and additional things during a pass."""
 
     counts: tuple[int, ...]
     above: int
@@ -19,23 +19,23 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The different moments of a device's step."""
+    """The distinct moments of a device's step."""
 
     things: tuple[Thing, ...]
     moments: tuple[Moment, ...]
     labels: tuple[str, ...]
-    """Where in the row each moment is first."""
+    """First position of each moment in the row."""
     after: tuple[int, ...]
     """For each item of the row, the moment after it."""
     rooms: tuple[int, ...]
-    """Counts of what is held between steps, gradients aside: buffers that one microbatch hands on to the next."""
+    """Counts of things held between steps, without gradients: buffers that one microbatch passes to the next."""
 
 
 class Moments:
-    """Counts while a row is walked, and remembers every moment that differs from those before it.
+    """Counts things along a row, and records every new moment.
 
     Attributes:
-        label: of the pass or transfer under way.
+        label: of the current pass or transfer.
     """
 
     def __init__(self) -> None:
@@ -54,19 +54,19 @@ class Moments:
         return number
 
     def hold(self, *things: Thing) -> None:
-        """One more of each."""
+        """Hold one more of each."""
         for thing in things:
             self._counts[self._of(thing)] += 1
 
     def drop(self, *things: Thing) -> None:
-        """One less of each."""
+        """Hold one less of each."""
         for thing in things:
             number = self._of(thing)
-            assert self._counts[number] > 0, f"{self.label}: {thing} is dropped and was not held"
+            assert self._counts[number] > 0, f"{self.label}: {thing} is dropped but was not held"
             self._counts[number] -= 1
 
     def moment(self, above: Thing | None = None) -> int:
-        """A moment of the pass under way, with something on top. Returns its number."""
+        """Record a moment of the current pass, with a thing on top. Return its number."""
         number = -1 if above is None else self._of(above)
         key = (tuple(self._counts), number)
         found = self._found.get(key)
@@ -76,15 +76,15 @@ class Moments:
         return found
 
     def ends_item(self) -> None:
-        """An item of the row is over."""
+        """End an item of the row."""
         self._after.append(self.moment())
 
     def held(self) -> Iterator[Thing]:
-        """What is held now."""
+        """Return the things held now."""
         return (thing for thing, number in self._number.items() if self._counts[number])
 
     def walk(self) -> Walk:
-        """What was found. Things that came up late count 0 in earlier moments."""
+        """Return the result. Things that appeared late count 0 in earlier moments."""
         width = len(self._counts)
         moments = tuple(Moment((*counts, *(0,) * (width - len(counts))), above) for counts, above in self._found)
         held = zip(self._number, self._counts, strict=True)

@@ -14,7 +14,7 @@ class Norms:
     """Of one layer on one tape.
 
     Args:
-        again: parts of the layer that run again in the backward, of `layers.REGIONS`.
+        again: recomputed parts of the layer, of `layers.REGIONS`.
     """
 
     def __init__(
@@ -24,13 +24,13 @@ class Norms:
         self._operations = Operations(tape, fuses_weight_gradients=kernels.weight_gradient == "fused")
 
     def _remade(self, made: Sketch, where: str) -> Sketch:
-        """Not kept but made again in the backward, where that is wanted."""
+        """Recompute the result in the backward instead of keeping it, if wanted."""
         if where in self._again:
             made.storage.again = Remade(self._tape, made.bytes, made.storage.name)
         return made
 
     def last_norm(self, hidden: Sketch) -> Sketch:
-        """The norm behind all layers."""
+        """The norm after all layers."""
         return self._norm(hidden, "last norm")
 
     def _norm(self, hidden: Sketch, name: str) -> Sketch:
@@ -38,7 +38,7 @@ class Norms:
         return self._remade(self._normed(hidden, sizes.stream_tokens, sizes.hidden, name), "norms")
 
     def _normed(self, hidden: Sketch, rows: int, size: int, name: str) -> Sketch:
-        """rows: that are normalised for themselves, of `size` elements each."""
+        """rows: normalised separately, of `size` elements each."""
         operations, shape, element = self._operations, self._shape, self._sizes.element
         if self._kernels.norm == "fused":
             return operations.fused_norm(hidden, rows, size, 2 if shape.norm_style == "torch" else 1, name)
@@ -57,7 +57,7 @@ class Norms:
         return operations.to(operations.times_weight(hidden, size, element, first=True), element, name)
 
     def _deviation(self, variance: Sketch) -> Sketch:
-        """Its inverse, after a small number is added to the variance."""
+        """Inverse deviation, after a small number is added to the variance."""
         return self._operations.inverse_root(self._operations.offset(variance), "statistics of norms")
 
     def _plus_one(self, hidden: Sketch, rows: int, size: int, name: str) -> Sketch:

@@ -1,4 +1,4 @@
-"""The operations of a layer that are more than arithmetic element by element: parts of tensors, products, kernels."""
+"""The operations of a layer beyond element-wise arithmetic: parts of tensors, products, kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ class Operations(Elementwise):
     """On one tape.
 
     Args:
-        fuses_weight_gradients: a product adds a weight's gradient to what is there; else it makes a new tensor first.
+        fuses_weight_gradients: a product adds a weight's gradient to the existing one; else it makes a new tensor
+        first.
     """
 
     def __init__(self, tape: Tape, *, fuses_weight_gradients: bool = False) -> None:
@@ -22,21 +23,21 @@ class Operations(Elementwise):
     # --- parts ---------------------------------------------------------------------------------------------------
 
     def part(self, x: Sketch, elements: int) -> Sketch:
-        """Some columns, in place. Their gradient is written into zeros of the whole size."""
+        """Take some columns, in place. Their gradient is written into zeros of the whole size."""
         node = self.tape.begin((x,), self._one_new(x.elements, x.element))
         result = Sketch(x.storage, elements, x.element)
         self.tape.end(node, result)
         return result
 
     def parts(self, x: Sketch, sizes: Sequence[int]) -> list[Sketch]:
-        """All columns in parts, in place; the gradients are put together again."""
+        """Split all columns into parts, in place; the gradients are concatenated."""
         node = self.tape.begin((x,), self._one_new(x.elements, x.element))
         results = [Sketch(x.storage, size, x.element) for size in sizes]
         self.tape.end(node, *results)
         return results
 
     def turned(self, x: Sketch, *, copies: bool = False, copies_gradient: bool = True, name: str = "") -> Sketch:
-        """Two dimensions change places, in place or in a new tensor; the gradient is copied on its way back, or not."""
+        """Transpose two dimensions, in place or in a new tensor; the gradient is copied on its way back, or not."""
         elements, element = x.elements, x.element
 
         def backward(gradients: list[Sketch], saved: Saved) -> Gradients:
@@ -48,7 +49,7 @@ class Operations(Elementwise):
         return result
 
     def together(self, xs: Sequence[Sketch], name: str = "") -> Sketch:
-        """Tensors side by side in a new one; their gradients stand in its gradient."""
+        """Concatenate tensors; their gradients are views of its gradient."""
         sizes = [x.elements for x in xs]
 
         def backward(gradients: list[Sketch], saved: Saved) -> Gradients:
@@ -61,7 +62,7 @@ class Operations(Elementwise):
         return result
 
     def repeated(self, x: Sketch, times: int) -> Sketch:
-        """Heads of keys or values, once for every query head that they serve."""
+        """Repeat heads of keys or values, once for every query head that uses them."""
         node = self.tape.begin((x,), self._one_new(x.elements, x.element))
         result = self.tape.new(x.elements * times, x.element)
         self.tape.end(node, result)
@@ -77,10 +78,10 @@ class Operations(Elementwise):
         Args:
             size: elements of the result.
             weight, bias: their elements.
-            gathered: elements of the input when it is put together from all GPUs of tensor parallelism (its gradient is
-                then as large, before each gets its part); 0: it is whole, or whole here.
-            scattered: elements of the result before it is summed over these GPUs and cut; its gradient is put together
-                in the backward. 0: not cut.
+            gathered: elements of the input gathered from all GPUs of tensor parallelism (its gradient is then as large,
+                before each gets its part); 0: not gathered.
+            scattered: elements of the result before it is summed over these GPUs and scattered; its gradient is
+                gathered in the backward. 0: not scattered.
         """
         tape, elements, element, queue = self.tape, x.elements, x.element, self.tape.queue
         weight_bytes, bias_bytes = (0, 0) if self._fuses else (weight * element, bias * element)
@@ -113,7 +114,7 @@ class Operations(Elementwise):
         return result
 
     def product(self, x: Sketch, y: Sketch, size: int) -> Sketch:
-        """Of two tensors, head by head."""
+        """Multiply two tensors, head by head."""
         sizes = (x.elements, x.element), (y.elements, y.element)
         node = self.tape.begin((x, y), lambda gradients, saved: [self.tape.new(*one) for one in sizes], (x, y))
         result = self.tape.product(size, x.element)
@@ -121,7 +122,7 @@ class Operations(Elementwise):
         return result
 
     def softmax(self, x: Sketch, name: str) -> Sketch:
-        """In the dtype of its input, along rows; saves its result."""
+        """Softmax in the dtype of its input, along rows; saves its result."""
         return self.elementwise(x, name, saves_result=True)
 
     # --- kernels -------------------------------------------------------------------------------------------------
@@ -129,7 +130,7 @@ class Operations(Elementwise):
     def flash_attention(
         self, q: Sketch, k: Sketch, v: Sketch, *, size: int, rows: int, mask: Sketch | None = None, others: int = 0
     ) -> Sketch:
-        """Saves its inputs, its result and the logarithm of the sum of exponentials of each row.
+        """Attention that saves its inputs, its result and the log-sum-exp of each row.
 
         Args:
             size: elements of the result.
@@ -156,7 +157,7 @@ class Operations(Elementwise):
         return result
 
     def fused_gate(self, gate: Sketch, up: Sketch, name: str) -> Sketch:
-        """Activation of the gate, times up: saves both inputs alone."""
+        """Activation of the gate, times up: saves only its two inputs."""
         sizes = (gate.elements, gate.element), (up.elements, up.element)
         node = self.tape.begin((gate, up), lambda gradients, saved: [self.tape.new(*one) for one in sizes], (gate, up))
         result = self._like(gate, name)
@@ -164,14 +165,14 @@ class Operations(Elementwise):
         return result
 
     def fused_packed_gate(self, packed: Sketch, name: str) -> Sketch:
-        """The same, both inputs being the halves of one tensor."""
+        """The same, with both inputs as halves of one tensor."""
         node = self.tape.begin((packed,), self._one_new(packed.elements, packed.element), (packed,))
         result = self.tape.new(packed.elements // 2, packed.element, name)
         self.tape.end(node, result)
         return result
 
     def fused_rotary(self, q: Sketch, k: Sketch, tables: Sequence[Sketch]) -> tuple[Sketch, Sketch]:
-        """Queries and keys at once; saves the tables alone."""
+        """Queries and keys at once; saves only the tables."""
         sizes = (q.elements, q.element), (k.elements, k.element)
         node = self.tape.begin((q, k), lambda gradients, saved: [self.tape.new(*one) for one in sizes], tables)
         results = self._like(q, "queries"), self._like(k, "keys")

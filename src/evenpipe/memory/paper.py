@@ -1,8 +1,8 @@
-"""The estimator of arXiv 2411.06465 (Fujii, Watanabe, Yokota, 2024), as its authors' code computes it, to compare with.
+"""The estimator of arXiv 2411.06465 (Fujii, Watanabe, Yokota, 2024), as its authors' code computes it, for comparison.
 
-It looks at the first device of a pipeline only and rejects what is above 80 % of a card. Formulas, conventions and four
-values to check them by: `okoge-kaz/Megatron-LM`, branch v0.9.0-tsubame, `megatron/training/theoretical_memory_usage.py`
-and `tools/memory_estimate/`. What the code does and a count would not is kept and marked (*).
+It covers only the first device of a pipeline and rejects more than 80 % of a GPU's memory. Formulas, conventions and
+four test values: `okoge-kaz/Megatron-LM`, branch v0.9.0-tsubame, `megatron/training/theoretical_memory_usage.py` and
+`tools/memory_estimate/`. Deviations of the code from an exact count are kept and marked (*).
 
     h hidden, f width of the MLP, a heads of queries, k of keys and values, L layers, v padded vocabulary, s sequence,
     b microbatch size, t TP, c CP, d DP, p PP
@@ -19,12 +19,12 @@ from evenpipe.model import Description
 from .parallelism import Parallelism
 
 FEASIBLE = 0.8
-"""Of a card's memory: below it none of the paper's 454 runs failed."""
+"""Share of a GPU's memory below which none of the paper's 454 runs failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperShape:
-    """What its formula takes of a model."""
+    """The sizes of a model in its formula."""
 
     hidden_size: int
     mlp_size: int
@@ -49,7 +49,7 @@ class PaperEstimate:
         return self.states + self.activations
 
     def fits(self, memory: int) -> bool:
-        """By its rule, on a card with so many bytes."""
+        """Return whether it fits a GPU with this many bytes, by its rule."""
         return self.total <= FEASIBLE * memory
 
 
@@ -62,7 +62,8 @@ def paper_estimate(
     stages_per_device: int = 1,
     gradient_bytes: int = 4,
 ) -> PaperEstimate:
-    """The paper's estimate: sequence parallelism, FlashAttention, no dropout; with `zero` sharded over DP and CP."""
+    """Return the paper's estimate: sequence parallelism, FlashAttention, no dropout; with `zero` sharded over DP and
+    CP."""
     h, f, L, v = shape.hidden_size, shape.mlp_size, shape.layers, shape.vocabulary
     r = shape.key_value_heads / shape.heads
     t, p, b, s = parallelism.tp, parallelism.pp, microbatch_size, sequence / parallelism.cp
@@ -70,11 +71,11 @@ def paper_estimate(
 
     layers = 2 * L * h * h * ((1 + r) + f / h * mlp_matrices + 1 / h)  # (*) norms are divided by t below
     held = (layers / p + h * v) / t
-    if p == 1 and not shape.tied:  # (*) a last device of its own is not looked at
+    if p == 1 and not shape.tied:  # (*) a last device of its own is not considered
         held += h * v / t + h
     per_parameter = 2 + gradient_bytes + 12 / (parallelism.replicas if parallelism.zero else 1)
 
-    layer = s * b * h * (12 + 4 * r) + 8 * s * b * f  # (*) of a gated MLP four tensors, also where a kernel keeps three
+    layer = s * b * h * (12 + 4 * r) + 8 * s * b * f  # (*) four tensors of a gated MLP, even if a kernel keeps three
     tokens = 8 * s * b * h * p  # (*) 8 bytes per token id, times h
     activations = (layer * L + tokens) / t
     if stages_per_device > 1:
@@ -85,7 +86,7 @@ def paper_estimate(
 
 
 def paper_shape(description: Description) -> PaperShape:
-    """Read from a model's config. Raises InputError where a field that the formula needs has no number."""
+    """Read from a model's config. Raises InputError if a field that the formula needs has no number."""
     layers = [description.layer_config(index) for index in range(description.layers)]
 
     def number(*names: str) -> int:
@@ -95,7 +96,7 @@ def paper_shape(description: Description) -> PaperShape:
             if isinstance(value, int) and not values:
                 return value
         raise InputError(
-            f"the paper's formula needs {names[0]}: {description.architecture}'s config has no one number for it"
+            f"the paper's formula needs {names[0]}: {description.architecture}'s config has no single number for it"
         )
 
     heads = number("num_attention_heads")

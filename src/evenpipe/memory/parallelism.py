@@ -1,4 +1,4 @@
-"""How a model is spread over GPUs: the four axes, and what is sharded over the replicas."""
+"""The layout of a model on GPUs: the four axes, and the sharding over replicas."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ class Parallelism:
     dp: int = 1
     """Replicas, each with its own part of the batch."""
     tp: int = 1
-    """Every matrix in so many parts, heads and columns."""
+    """Parts of every matrix, by heads and columns."""
     cp: int = 1
-    """Every sequence in so many parts."""
+    """Parts of every sequence."""
     pp: int = 1
     """Devices of a pipeline."""
     sequence_parallel: bool = True
-    """What tensor parallelism leaves whole (norms, residuals) is cut along the sequence; of no effect with tp = 1."""
+    """Split the tensors that tensor parallelism leaves whole (norms, residuals) along the sequence; no effect with tp =
+    1."""
     cp_exchange: Literal["ring", "all-to-all"] = "ring"
-    """What context parallelism sends: keys and values around a ring, or heads for tokens."""
+    """Context parallelism sends keys and values around a ring, or exchanges heads for tokens."""
     zero: Literal[0, 1, 2, 3] = 0
-    """What is sharded over dp * cp: 1 the optimizer's state, 2 gradients too, 3 parameters too (FSDP2)."""
+    """Sharded over dp * cp: 1 optimizer state, 2 also gradients, 3 also parameters (FSDP2)."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "cp", "pp"):
@@ -39,10 +40,10 @@ class Parallelism:
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """Number of GPUs."""
         return self.dp * self.tp * self.cp * self.pp
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same parameters, over which ZeRO shards: dp * cp."""
+        """Number of ranks with the same parameters, over which ZeRO shards: dp * cp."""
         return self.dp * self.cp

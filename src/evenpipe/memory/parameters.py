@@ -1,10 +1,10 @@
-"""Which parameters a GPU holds: the tensors of the model's skeleton, and what tensor parallelism leaves of each.
+"""The parameters of a GPU: the tensors of the model's skeleton, and the share that tensor parallelism leaves of each.
 
-Tensor parallelism as in Megatron-LM (arXiv 1909.08053, section 3): of two matrices in turn the first is cut by columns
-(outputs) and the second by rows (inputs), biases of the first with it, those of the second, norms and routers are whole
-everywhere. transformers' configs say which is which (`base_model_tp_plan`); where one does not, the last linear module
-of its parent is cut by rows and the others by columns. With fewer heads of keys and values than ranks, each rank holds
-one of them. The vocabulary matrices are cut by rows.
+Tensor parallelism as in Megatron-LM (arXiv 1909.08053, section 3): of two consecutive matrices the first is split by
+columns (outputs) and the second by rows (inputs), biases of the first with it; biases of the second, norms and routers
+are whole everywhere. transformers' configs give the split (`base_model_tp_plan`); if one does not, the last linear
+module of its parent is split by rows and the others by columns. With fewer heads of keys and values than ranks, each
+rank holds one of them. The vocabulary matrices are split by rows.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Tensor:
     """One parameter of the whole model."""
 
     name: str
-    """Within its layer, or whole where it is of none."""
+    """Name within its layer, or its full name if it is outside of layers."""
     shape: tuple[int, ...]
     cut: Cut
     key_value_share: float
-    """Part of its outputs that are keys and values: 1 for their own matrices, 0 for most."""
+    """Share of its outputs that are keys and values: 1 for their own matrices, 0 for most."""
     trained: bool
     linear: bool = False
-    """Of a linear module, whose weight gradient a split backward leaves to W."""
+    """Whether it belongs to a linear module, whose weight gradient a split backward leaves to W."""
 
     def local(self, tp: int, key_value_heads: int) -> int:
-        """Elements that one of `tp` ranks holds."""
+        """Return the elements that one of `tp` ranks holds."""
         elements = math.prod(self.shape)
         if self.cut == "whole" or (self.cut == "rows" and len(self.shape) < 2):
             return elements
@@ -54,23 +54,23 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Parameters that one GPU holds of a part of the model."""
+    """Parameters of a part of the model on one GPU."""
 
     elements: int = 0
     tensors: int = 0
-    """How many."""
+    """Number of tensors."""
     trained: int = 0
-    """Elements that get a gradient."""
+    """Elements with a gradient."""
     trained_tensors: int = 0
     unsplit: int = 0
-    """Elements whose gradient is made in I: of what is no linear module."""
+    """Elements whose gradient is computed in I, because they are outside of linear modules."""
     largest: int = 0
-    """Elements of the largest layer, or of the largest tensor where it is of no layer."""
+    """Elements of the largest layer, or of the largest tensor outside of layers."""
     module: int = 0
-    """Trained elements of the largest part that is sharded by itself: a stage, or a vocabulary matrix."""
+    """Trained elements of the largest part that is sharded separately: a stage, or a vocabulary matrix."""
     products: frozenset[tuple[str, int]] = frozenset()
-    """How matrices are cut and their elements here, each pair once. Matrices of one parent that are cut alike count as
-    one, as frameworks with packed projections hold them."""
+    """Splits of matrices and their elements here, each pair once. Matrices of one parent with the same split count as
+    one, as in frameworks with packed projections."""
 
     def __add__(self, other: Held) -> Held:
         return Held(
@@ -100,7 +100,7 @@ class Parameters:
 
     @cached_property
     def layers(self) -> tuple[tuple[Tensor, ...], ...]:
-        """Of every layer in turn; the same object for layers that are alike."""
+        """Parameters of every layer; the same object for equal layers."""
         known: dict[tuple[Tensor, ...], tuple[Tensor, ...]] = {}
         found = (
             tuple(self._tensors(self._description.layer(index), index)) for index in range(self._description.layers)
@@ -108,7 +108,7 @@ class Parameters:
         return tuple(known.setdefault(layer, layer) for layer in found)
 
     def check(self, tp: int) -> None:
-        """Raises InputError where heads cannot be divided among `tp` ranks."""
+        """Raise InputError if heads cannot be divided among `tp` ranks."""
         if tp == 1:
             return
         if self.heads is not None and self.heads % tp:
@@ -120,8 +120,8 @@ class Parameters:
             )
 
     def stage(self, first: int, last: int, tp: int, *, is_first: bool, is_last: bool) -> Held:
-        """Of the layers from `first` to before `last`, with what stands before all layers and behind them, without the
-        vocabulary matrices."""
+        """Return the parameters of the layers from `first` to before `last`, with those before and after all layers,
+        without the vocabulary matrices."""
         key = (first, last, tp, is_first, is_last)
         if key not in self._held_by_stage:
             structure = self._description.structure
@@ -135,8 +135,8 @@ class Parameters:
         return self._held_by_stage[key]
 
     def buffers(self, first: int, last: int) -> int:
-        """Bytes of what a stage of these layers keeps beside parameters: tables and constants of its own layers, and of
-        all that stands outside of layers."""
+        """Return the bytes that a stage of these layers keeps besides parameters: tables and constants of its own
+        layers, and of all modules outside of layers."""
         key = (first, last)
         if key not in self._buffers_by_stage:
             within = f"{self._description.structure.layers_name}."
@@ -149,7 +149,7 @@ class Parameters:
         return self._buffers_by_stage[key]
 
     def vocabulary(self, embedding_rows: int, head_rows: int, *, one_matrix: bool) -> Held:
-        """Of the vocabulary layers, from the rows that this GPU holds of each.
+        """Return the parameters of the vocabulary layers, from the rows of each on this GPU.
 
         one_matrix: weights are tied, and both are the same rows of one matrix.
         """
@@ -183,7 +183,7 @@ class Parameters:
         return self._held_by_layer[key]
 
     def _trained(self, name: str) -> bool:
-        """A live model says which of its parameters are frozen; others have none."""
+        """A live model knows which of its parameters are frozen; others have none."""
         description = self._description
         model = description.skeleton if description.model is None else description.model
         trained: bool = model.get_parameter(name).requires_grad
@@ -206,7 +206,7 @@ class Parameters:
                 yield Tensor(name, tuple(parameter.shape), own, share, trained, linear)
 
     def _cut(self, layer: nn.Module, name: str, module: nn.Module) -> Cut | None:
-        """How a module's parameters are cut; None: parameter by parameter."""
+        """Return how a module's parameters are split; None: parameter by parameter."""
         if self._plan:
             return self._planned(name)
         if type(module).__name__ not in _LINEAR:
@@ -216,7 +216,7 @@ class Parameters:
         return "rows" if module is linear[-1] and len(linear) > 1 else "columns"
 
     def _planned(self, path: str) -> Cut | None:
-        """What the config's plan says of a module or parameter of a layer; None: nothing, or that it is whole."""
+        """Return the entry of the config's plan for a module or parameter of a layer; None: no entry, or whole."""
         for pattern, way in self._plan.items():
             _, found, rest = pattern.partition(".*.")
             if found and fnmatch.fnmatchcase(path, rest):
@@ -247,12 +247,12 @@ def _one(elements: int, *, trained: bool) -> Held:
 
 
 def padded_rows(rows: int, multiple: int) -> int:
-    """Rows of a vocabulary matrix that is padded to a multiple."""
+    """Return the rows of a vocabulary matrix padded to a multiple."""
     return -(-rows // multiple) * multiple
 
 
 def _common(layers: list[Any], name: str) -> int | None:
-    """The greatest number that divides this number of every layer; None where a layer has no such number."""
+    """Return the greatest common divisor of this number over all layers; None if a layer has no such number."""
     numbers = [getattr(layer, name, None) for layer in layers]
     whole = [number for number in numbers if isinstance(number, int)]
     return math.gcd(*whole) if len(whole) == len(numbers) else None

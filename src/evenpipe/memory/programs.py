@@ -1,4 +1,4 @@
-"""The program that a run walks: planned as the runtime plans it, or given."""
+"""The program of a run: planned as in the runtime, or given."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Planned:
     program: Program
     layers_per_stage: tuple[int, ...]
     mode: str
-    """Of the vocabulary, by its proper name."""
+    """Vocabulary mode, by its canonical name."""
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
@@ -44,7 +44,7 @@ class Planned:
         )
 
     def splits(self, device: int) -> bool:
-        """Backwards of a device are I and W."""
+        """Return whether a device has backwards split into I and W."""
         return self._splits[device]
 
     @cached_property
@@ -52,7 +52,7 @@ class Planned:
         return self.program.communicators
 
     def communicators(self, device: int, parallelism: Parallelism, framework: Framework) -> int:
-        """Of one GPU of a device."""
+        """Return the communicators of one GPU of a device."""
         return communicators_of(device, parallelism, framework, self._transfers)
 
 
@@ -68,10 +68,10 @@ def planned(
     options: Mapping[str, Any] | None,
     offload: str | float = "scheduled",
 ) -> Planned:
-    """The program of a schedule, for sequences of so many tokens. `offload`: as for `plan_order`; a program stays as it
-    is.
+    """Return the program of a schedule, for sequences of this many tokens. `offload`: as for `plan_order`; a program
+    stays unchanged.
 
-    Raises InputError for names and sizes that do not go together.
+    Raises InputError for names and sizes that do not fit together.
     """
     mode = vocabulary_mode(vocabulary)
     split = None if layers_per_stage is None else tuple(layers_per_stage)
@@ -112,7 +112,7 @@ _programs: OrderedDict[tuple[int, tuple[int, ...], str], Planned] = OrderedDict(
 
 
 def _given(program: Program, split: tuple[int, ...], mode: str) -> Planned:
-    """A program that is held here, so that its id stays its own: to compare all of its passes takes longer."""
+    """Cache a program by its id, holding it so that the id stays unique: comparing all of its passes takes longer."""
     key = (id(program), split, mode)
     if key not in _programs:
         _programs[key] = Planned(program, split, mode)

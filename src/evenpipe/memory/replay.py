@@ -1,9 +1,9 @@
-"""The most that a device holds in a step, when, and what it consists of: its row of a program, with bytes.
+"""The peak of a device in a step, its moment and its parts: its row of a program, with bytes.
 
     replay(program, device, stages, vocabulary, state)      # DeviceMemory
 
-A row is walked once for all sizes (`walk`); for one set of sizes there is one product of a small matrix and a vector.
-Communication and what an allocator adds are no tensors and are counted elsewhere (`reserved`).
+A row is replayed once for all sizes (`walk`); each set of sizes then takes one product of a small matrix and a vector.
+Communication and the overhead of an allocator are not tensors and are counted elsewhere (`reserved`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from evenpipe.schedule import Program
 OPTIMIZER_STEP = "optimizer step"
 
 KEPT_WALKS = 256
-"""Of as many rows the walks are kept: a search comes back to the same program with other sizes."""
+"""Number of cached walks: a search uses the same program again with other sizes."""
 
 
 def replay(
@@ -38,15 +38,15 @@ def replay(
     buffers_exist: bool = True,
     curve: bool = False,
 ) -> DeviceMemory:
-    """The peak of one device over a training step and the optimizer's step after it.
+    """Return the peak of one device over a training step and the optimizer's step after it.
 
     Args:
-        stages: at least those that the device holds, by number.
+        stages: at least those of the device, by number.
         vocabulary: of this device.
         state: its gradients are those of all parameters of the device.
         batch: bytes of the step's inputs, which stay from its beginning to its end (`vocabulary.batch_bytes`).
-        gradients_exist: when the step begins. Of our own runtime they do not: `zero_grad` drops them.
-        buffers_exist: as after the first step; of meaning where the vocabulary's bytes have `handed_on` or `room`.
+        gradients_exist: when the step begins. In our own runtime they do not: `zero_grad` drops them.
+        buffers_exist: as after the first step; matters if the vocabulary's bytes have `handed_on` or `room`.
         curve: also the bytes after every item of the row.
     """
     found = _arrays(program, device, gradients_exist=gradients_exist, buffers_exist=buffers_exist)
@@ -57,7 +57,7 @@ class _Arrays:
     """A walk as arrays."""
 
     def __init__(self, program: Program, device: int, walked: Walk, *, gradients_exist: bool) -> None:
-        self._program = program  # held, so that its id stays its own
+        self._program = program  # held, so that its id stays unique
         self._walk = walked
         self._gradients_exist = gradients_exist
         self._counts = np.array([moment.counts for moment in walked.moments], dtype=np.int64)
@@ -102,7 +102,7 @@ class _Arrays:
 
     @staticmethod
     def _fixed(state: StateBytes, batch: int, *, gradients: bool) -> dict[str, int]:
-        """What does not depend on the moment."""
+        """Return the bytes that do not depend on the moment."""
         return {
             "parameters": state.parameters + state.copies,
             "gradients": state.gradients if gradients else 0,
@@ -136,7 +136,7 @@ RECOMPUTED = "recomputed_"
 
 
 def _size(thing: Thing, stages: Mapping[int, StageBytes], vocabulary: VocabularyBytes) -> int:
-    """Bytes of a thing. Its name is a field, or one of those below."""
+    """Return the bytes of a thing. Its name is a field, or one of those below."""
     if thing.stage == NO_STAGE:
         of_vocabulary = _OF_VOCABULARY.get(thing.size)
         size = getattr(vocabulary, thing.size) if of_vocabulary is None else of_vocabulary(vocabulary)
@@ -155,7 +155,7 @@ _OF_VOCABULARY: Mapping[str, Callable[[VocabularyBytes], int]] = {
     "stored": lambda one: one.stored - one.product - one.handed_on,
     "output_peak": lambda one: one.output_peak - one.handed_on,
 }
-"""`product` and `handed_on` are things of their own."""
+"""`product` and `handed_on` are separate things."""
 
 _OF_STAGE: Mapping[str, Callable[[StageBytes], int]] = {
     "moved": lambda one: one.input + one.stored,
@@ -166,4 +166,4 @@ _OF_STAGE: Mapping[str, Callable[[StageBytes], int]] = {
     "first_input_peak": lambda one: one.input_peak + one.input_gradients,
     "first_weight_peak": lambda one: one.weight_peak + one.gradients - one.input_gradients,
 }
-"""What is not given."""
+"""Things that are not given directly."""

@@ -1,11 +1,12 @@
-"""From bytes of tensors to what a card has given out: rounding, the allocator's rest, libraries for communication.
+"""From bytes of tensors to the memory that a GPU has given out: rounding, the allocator's overhead, communication
+libraries.
 
-    tensors      what lives (the replay)
+    tensors      live bytes (the replay)
     allocated    in blocks of 512 bytes: `torch.cuda.max_memory_allocated`
     reserved     in segments, some of them partly empty: `torch.cuda.max_memory_reserved`
-    process      with the context of the driver and the buffers of every communicator: what the card counts
+    process      with the context of the driver and the buffers of every communicator: as the GPU counts it
 
-The first is exact. The others are ranges: what was measured here or published elsewhere, from the least to the most.
+The first is exact. The others are ranges, from the least to the most that was measured here or published elsewhere.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from .framework import MIB, Framework
 from .parallelism import Parallelism
 
 BLOCK = 512
-"""Bytes: the allocator of torch gives out multiples of it."""
+"""torch's allocator gives out multiples of this many bytes."""
 SEGMENT = 2 * MIB
 """It takes multiples of this from the driver."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Of bytes, or of a share."""
+    """A range of bytes, or of a share."""
 
     least: float
     likely: float
@@ -44,17 +45,17 @@ NOTHING = Range(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """What a process holds beside tensors."""
+    """Memory of a process besides tensors."""
 
     context: Range = NOTHING
-    """Bytes of the driver's context, with the kernels that are loaded into it."""
+    """Bytes of the driver's context, with its loaded kernels."""
     communicator: Range = NOTHING
     """Bytes of one communicator."""
     fragments: Range = NOTHING
-    """Of the allocated bytes: what is reserved beyond them."""
+    """Reserved beyond the allocated bytes, as a share of them."""
     context_parallel: Range = NOTHING
-    """Bytes that context parallelism takes: buffers for sends and receives, and blocks that another stream has used,
-    which are free for compute only when that stream is done."""
+    """Bytes for context parallelism: buffers for sends and receives, and blocks used by another stream, which compute
+    can reuse only when that stream is done."""
 
 
 CUDA = Overheads(
@@ -67,25 +68,25 @@ CUDA = Overheads(
 
 context: 300 to 500 MB bare (the paper's authors), and the kernels of attention, products and communication.
 communicator: of 2 and of more GPUs on 4 A100 (NVIDIA/nccl #964). Others report 0.5 to 4 GB, by version and network.
-fragments: of 17 published layouts on B200 (SimuMax, 2 steps each) the fullest of the GPUs reserved 2 to 9 % more than
-    was allocated, 4 % in the median. The least is fitted: at 5 % those of the published runs on A100 that failed
-    without context parallelism do not fit.
+fragments: in 17 published layouts on B200 (SimuMax, 2 steps each) the fullest GPU reserved 2 to 9 % more than was
+    allocated, 4 % in the median. The lower end is fitted: with 5 % the published runs on A100 that failed without
+    context parallelism do not fit.
 context_parallel: fitted to the published runs on A100 with 40 GB (`okoge-kaz/Megatron-LM`, TE 1.x, NCCL 2.17, without
-    TORCH_NCCL_AVOID_RECORD_STREAMS), where layouts that hold as much with and without it differ by so much. NCCL's
-    buffers for sends and receives alone are reported at 1 to 4.3 GB (NVIDIA/nccl #1685). The same authors' runs on H100
-    need less than the most: 6 of 52 that ran with context parallelism are called at risk.
+    TORCH_NCCL_AVOID_RECORD_STREAMS), where equal layouts with and without it differ by this much. NCCL's buffers for
+    sends and receives alone are reported at 1 to 4.3 GB (NVIDIA/nccl #1685). The same authors' runs on H100 need less
+    than the upper end: 6 of 52 that ran with context parallelism are called at risk.
 """
 
 HOST = Overheads()
-"""Processes on a CPU: tensors alone are counted."""
+"""Processes on a CPU: only tensors are counted."""
 
 
 MORE_CONTEXT = 200 * MIB
-"""A context may grow by so much beyond what was measured, with kernels that were not needed then."""
+"""A context may grow by this much beyond the measurement, with kernels that were not needed then."""
 
 
 def overheads_of(hardware: Hardware | None) -> Overheads:
-    """Of a piece of hardware, with the context that was measured on it; None: of some NVIDIA GPU."""
+    """Return the overheads of hardware, with its measured context; None: of some NVIDIA GPU."""
     if hardware is None:
         return CUDA
     if hardware.torch_device == "cpu":
@@ -102,17 +103,17 @@ class ProcessMemory:
 
     allocated: int
     reserved: int
-    """Likely."""
+    """The likely value."""
     communicators: int
-    """How many."""
+    """Number of communicators."""
     process: Range
-    """All that the card counts for it."""
+    """Everything that the GPU counts for it."""
 
 
 def process_memory(
     tensors: int, overheads: Overheads, *, communicators: int = 0, context_parallel: bool = False
 ) -> ProcessMemory:
-    """What a process holds whose tensors are `tensors` bytes at most."""
+    """Return the memory of a process whose tensors take at most `tensors` bytes."""
     on_card = overheads is not HOST
     allocated = _multiple(tensors, BLOCK) if on_card else tensors
     fragments = overheads.fragments.times(allocated)
@@ -132,9 +133,9 @@ def process_memory(
 def communicators_of(
     device: int, parallelism: Parallelism, framework: Framework, transfers: Mapping[str, Iterable[int]]
 ) -> int:
-    """How many communicators one GPU of a pipeline's device is a member of.
+    """Return the number of communicators that one GPU of a pipeline's device is a member of.
 
-    transfers: members (devices) of those of the program, by name.
+    transfers: members (devices) of the program's communicators, by name.
     """
     sizes = {"dp": parallelism.dp, "tp": parallelism.tp, "cp": parallelism.cp, "pp": parallelism.pp}
     count = 0

@@ -1,4 +1,4 @@
-"""Everything that bytes depend on beside the model and the program."""
+"""Everything that bytes depend on besides the model and the program."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .vocabulary import Machine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One way of training."""
+    """Settings of a training run."""
 
     parallelism: Parallelism
     sequence: int
     microbatch_size: int
     kernels: Kernels
     checkpointing: tuple[str, ...]
-    """Of each layer."""
+    """Checkpointing of each layer."""
     kept_layers: frozenset[int] = frozenset()
-    """Those that copies of activations to the host leave alone."""
+    """Layers whose activations are not copied to the host."""
     dtypes: Dtypes
     framework: Framework
     vocabulary: str
-    """Mode."""
+    """Vocabulary mode."""
     on_cpu: bool
     overheads: Overheads
     offloaded: float
@@ -43,20 +43,20 @@ class Run:
 
     @property
     def machine(self) -> Machine:
-        """For the vocabulary layers."""
+        """Machine of the vocabulary layers."""
         return "cpu" if self.on_cpu else "gpu"
 
     @property
     def tokens_here(self) -> int:
-        """Of a microbatch, before sequence parallelism."""
+        """Tokens of a microbatch, before sequence parallelism."""
         return self.microbatch_size * self.sequence // self.parallelism.cp
 
     @property
     def sequence_parallel(self) -> bool:
-        """Norms and residuals are cut along the sequence."""
+        """Whether norms and residuals are split along the sequence."""
         return self.parallelism.sequence_parallel and self.parallelism.tp > 1
 
     @property
     def sharded(self) -> bool:
-        """Every device holds a part of the vocabulary."""
+        """Whether every device holds a part of the vocabulary."""
         return BARRIERS[self.vocabulary] > 0

@@ -10,7 +10,7 @@ from evenpipe.given import plain, shortened
 GIB = 1 << 30
 
 MOST = 2**63
-"""Bytes: 8 EiB, what a system can count."""
+"""8 EiB, the most bytes that a system can count."""
 
 UNITS = {
     "B": 1,
@@ -28,12 +28,13 @@ _BY_LETTERS = {unit.lower(): size for unit, size in UNITS.items()}
 
 
 def gib_text(size: float) -> str:
-    """Bytes as GiB, or as MiB below a tenth of one."""
+    """Return bytes as GiB, or as MiB below a tenth of one."""
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
 
 
 def parse_size(text: str, what: str = "memory") -> int:
-    """Bytes of, say, "80GiB" or "40 GB". Raises InputError that names `what`, for no number, no unit and nothing."""
+    """Return the bytes of, say, "80GiB" or "40 GB". Raises InputError that names `what`, for a missing number or unit
+    and for 0."""
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = "" if found is None else found[2]
     quoted = f"'{shortened(plain(text))}'"
@@ -42,5 +43,5 @@ def parse_size(text: str, what: str = "memory") -> int:
         raise InputError(f"{what} is {quoted}{why}, expected a number and a unit, as in 80GiB")
     size = float(found[1]) * _BY_LETTERS[unit.lower()]
     if not 0.5 < size < MOST:
-        raise InputError(f"{what} is {quoted}, expected more than nothing and less than 8 EiB")
+        raise InputError(f"{what} is {quoted}, expected more than 0 and less than 8 EiB")
     return round(size)

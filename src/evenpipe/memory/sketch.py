@@ -1,17 +1,16 @@
-"""Tensors without elements, and an autograd that runs on them: what memory is taken when, in plain integers.
+"""Tensors without elements, and an autograd for them: which memory is allocated when, in plain integers.
 
-A `Sketch` knows how many elements it has and which `Storage` they stand in. A storage counts its bytes from the moment
-that it is made to the moment that nobody refers to it any more, as a real one does: whoever writes an operation down
-with sketches, variable for variable, finds what it holds and for how long. Operations leave a node on the `Tape`, with
-the storages that their backward wants and a function that turns gradients into gradients; `Tape.backward` walks the
-nodes as torch's engine does:
+A `Sketch` knows its number of elements and their `Storage`. A storage counts its bytes from its creation until the last
+reference is gone, as a real one does: an operation written with sketches, variable by variable, shows what it holds and
+for how long. Operations leave a node on the `Tape`, with the storages that their backward needs and a function from
+gradients to gradients; `Tape.backward` runs the nodes as torch's engine does:
 
-    the node that was made last among those that are ready comes first;
-    a node lets go of what it saved when its gradients are made, and of its output's gradient after that;
-    gradients that meet are summed into a new tensor. (Torch sums in place where it can, but not while anybody looks at
-    its operations, so this is what is counted in a real run. Elsewhere it may need one such tensor less.)
+    of the ready nodes the newest comes first;
+    a node releases its saved storages when its gradients are computed, and its output's gradient after that;
+    gradients of one tensor are summed into a new tensor. (Torch sums in place if it can, but not while its operations
+    are watched, so a counted run does the same. Other runs may need one such tensor less.)
 
-A part of the layer whose forward runs again in the backward is a `Call`; it does what `runtime/checkpointing.py` does.
+A recomputed part of the layer is a `Call`, which works like `runtime/checkpointing.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from weakref import ReferenceType, ref
 
 
 class Meter:
-    """Bytes that live, and the most that lived since `reset`."""
+    """Live bytes, and their peak since `reset`."""
 
     __slots__ = ("live", "peak")
 
@@ -36,14 +35,14 @@ class Meter:
 
 
 class Storage:
-    """Bytes under one or more sketches."""
+    """Bytes shared by one or more sketches."""
 
     __slots__ = ("again", "bytes", "meter", "name")
 
     def __init__(self, size: int, meter: Meter, name: str = "") -> None:
         self.bytes, self.meter, self.name = size, meter, name
         self.again: Remade | None = None
-        """Set where nobody who saves it keeps it, since it is made again in the backward."""
+        """Set if nodes that save it do not keep it, because it is recomputed in the backward."""
         meter.live += size
         meter.peak = max(meter.peak, meter.live)
 
@@ -57,7 +56,7 @@ Backward = Callable[[list["Sketch"], list[Storage]], Gradients]
 
 
 class Node:
-    """One operation, seen from the backward."""
+    """One operation, as the backward sees it."""
 
     __slots__ = ("backward", "edges", "order", "saved")
 
@@ -68,42 +67,42 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class Sketch:
-    """A tensor: how many elements of how many bytes, and where they stand."""
+    """A tensor: its number of elements, their size, and their storage."""
 
     storage: Storage
     elements: int
     element: int
     node: Node | None = None
-    """Made it, and gets its gradient; None: needs no gradient."""
+    """The node that made it and gets its gradient; None: needs no gradient."""
     slot: int = 0
-    """Which of the node's outputs it is."""
+    """Its number among the node's outputs."""
 
     @property
     def bytes(self) -> int:
         return self.elements * self.element
 
     def detached(self, node: Node | None = None) -> Sketch:
-        """The same elements in another graph, or in none."""
+        """Return the same elements in another graph, or in none."""
         return Sketch(self.storage, self.elements, self.element, node)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Placeholder:
-    """Stands in a node for a storage that is made again when it is asked for."""
+    """Replaces a storage in a node that is recomputed on demand."""
 
     owner: Call | Remade
     storage: Storage | None = None
 
 
 class AllComputed(Exception):  # noqa: N818  (a way out, not a failure)
-    """Ends a forward that runs again: the last storage that was wanted of it is there."""
+    """Ends a recomputed forward: the last needed storage is there."""
 
 
 class Call:
-    """A run of operations that saves nothing but its inputs, and runs again when the backward comes to it.
+    """A sequence of operations that saves only its inputs, and is recomputed in the backward.
 
     Args:
-        keeps_products: the results of products and of attention stay, and are not computed again.
+        keeps_products: keep the results of products and of attention instead of recomputing them.
     """
 
     def __init__(self, tape: Tape, function: Callable[..., Sketch], inputs: tuple[Sketch, ...], keeps_products: bool):
@@ -113,17 +112,17 @@ class Call:
         self._saved: list[ReferenceType[Placeholder]] = []
         self._found = 0
         self.products: list[Storage] | None = [] if keeps_products else None
-        """Results that stay; taken out one after the other when it runs again."""
+        """Kept results; taken out one after the other during recomputation."""
         self.again = False
 
     def forget(self, storage: Storage) -> Storage | Placeholder:
-        """In place of a storage of the first run."""
+        """Return a placeholder for a storage of the first run."""
         placeholder = Placeholder(self)
         self._saved.append(ref(placeholder))
         return placeholder
 
     def find(self, storage: Storage) -> Storage | Placeholder:
-        """What is saved while it runs again goes to who wanted it."""
+        """Pass a storage saved during recomputation to the node that needs it."""
         placeholder = self._saved[self._found]()
         if placeholder is not None:
             placeholder.storage = storage
@@ -133,20 +132,20 @@ class Call:
         return storage
 
     def kept(self) -> list[Storage]:
-        """What stays until it runs again."""
+        """Return the storages that stay until recomputation."""
         return [one.storage for one, _ in self._inputs] + (self.products or [])
 
     @property
     def wants_one_more(self) -> bool:
-        """It runs again, all of it, and the next storage is the last one."""
+        """Recompute all of it; the next storage is the last needed one."""
         return self.again and self.products is None and self._found == len(self._saved) - 1
 
     def recall(self) -> None:
-        """Runs it again."""
+        """Recompute it."""
         function, given, self._function = self._function, self._inputs, None
         if function is None:
             return
-        if self.products is None:  # torch's own keeps its inputs until the last of its nodes has gone
+        if self.products is None:  # torch's own keeps its inputs until the last of its nodes is gone
             self._inputs = []
         inputs = [one.detached(self._tape.leaf() if differentiable else None) for one, differentiable in given]
         del given
@@ -157,7 +156,8 @@ class Call:
 
 
 class Remade:
-    """A storage that is let go after the forward, and made again for all who saved it when the first of them asks."""
+    """A storage that is freed after the forward, and recomputed for all nodes that saved it when the first of them
+    needs it."""
 
     def __init__(self, tape: Tape, size: int, name: str) -> None:
         self._tape, self._size, self._name = tape, size, name
@@ -169,11 +169,11 @@ class Remade:
         return placeholder
 
     def kept(self) -> list[Storage]:
-        """What stays until then: nothing."""
+        """Nothing stays until then."""
         return []
 
     def recall(self) -> None:
-        """Makes it again."""
+        """Recompute it."""
         storage = Storage(self._size, self._tape.meter, self._name)
         for reference in self._saved:
             placeholder = reference()
@@ -188,29 +188,29 @@ class Queued:
     hidden: Storage
     gradient: Storage
     weight: int
-    """Bytes of the gradient that W makes, and of the bias's."""
+    """Bytes of the gradients that W computes, of the weight and the bias."""
     bias: int
 
 
 class Tape:
-    """Makes sketches, notes operations, runs backwards."""
+    """Makes sketches, records operations, runs backwards."""
 
     def __init__(self) -> None:
         self.meter = Meter()
         self.recording = True
         self.queue: list[Queued] | None = None
-        """Where linear layers leave what W needs; None: the backward is not split."""
+        """Where linear layers leave the inputs of W; None: the backward is not split."""
         self._order = 0
         self._call: Call | None = None
 
     # --- forward -----------------------------------------------------------------------------------------------
 
     def new(self, elements: int, element: int, name: str = "") -> Sketch:
-        """A new tensor. `name` is for those who want to know what is saved."""
+        """Return a new tensor. `name` labels saved storages."""
         return Sketch(Storage(elements * element, self.meter, name), elements, element)
 
     def product(self, elements: int, element: int, name: str = "") -> Sketch:
-        """The result of a product or of attention, which "selective" checkpointing keeps."""
+        """Return the result of a product or of attention, which "selective" checkpointing keeps."""
         call = self._call
         if call is None or call.products is None:
             return self.new(elements, element, name)
@@ -221,11 +221,11 @@ class Tape:
         return made
 
     def leaf(self) -> Node:
-        """Where a gradient ends."""
+        """Return a tensor at which gradients end."""
         return Node(-1, [], lambda gradients, saved: ())
 
     def begin(self, inputs: Iterable[Sketch], backward: Backward, saves: Iterable[Sketch] = ()) -> Node | None:
-        """Notes an operation before its result is made, with those of its inputs that it saves.
+        """Record an operation before its result is made, with the inputs that it saves.
 
         Returns: the node, for `end`; None where no input needs a gradient.
         """
@@ -239,19 +239,19 @@ class Tape:
         return node
 
     def save(self, node: Node | None, *sketches: Sketch) -> None:
-        """Keeps storages for the node's backward."""
+        """Keep storages for the node's backward."""
         if node is not None:
             for sketch in sketches:
                 node.saved.append(self._packed(sketch.storage))
 
     def end(self, node: Node | None, *outputs: Sketch) -> None:
-        """The results, after they are made."""
+        """Add the results, after they are made."""
         for slot, output in enumerate(outputs):
             output.node, output.slot = node, slot
 
     @property
     def only_saves(self) -> bool:
-        """A forward runs again, and only one more storage is wanted of it."""
+        """Record that a recomputation needs only one more storage."""
         return self._call is not None and self._call.wants_one_more
 
     def _packed(self, storage: Storage) -> Storage | Placeholder:
@@ -260,14 +260,14 @@ class Tape:
         return storage if storage.again is None else storage.again.forget()
 
     def checkpointed(self, function: Callable[..., Sketch], *inputs: Sketch, keeps_products: bool = False) -> Sketch:
-        """`function(*inputs)`, of which only the inputs stay (and the results of products, where they are kept)."""
+        """Run `function(*inputs)`, keeping only the inputs (and the results of products, if these are kept)."""
         call = Call(self, function, inputs, keeps_products)
         with self.within(call):
             return function(*inputs)
 
     @contextmanager
     def within(self, call: Call) -> Iterator[None]:
-        """What is noted inside belongs to that call."""
+        """Assign operations recorded inside to that call."""
         outer, self._call = self._call, call
         try:
             yield
@@ -277,11 +277,11 @@ class Tape:
     # --- backward ----------------------------------------------------------------------------------------------
 
     def backward(self, root: Node, arrived: list[Sketch]) -> list[Sketch]:
-        """From an output back to the leaves.
+        """Run from an output back to the leaves.
 
         Args:
             root: the node of the output.
-            arrived: the output's gradient alone. It is taken out, so that it lives no longer than it has to.
+            arrived: a list with only the output's gradient. It is removed from the list, so that it is freed early.
 
         Returns: the gradients of the leaves.
         """
@@ -300,7 +300,7 @@ class Tape:
                 one = made.pop(0)
                 if edge is None:
                     continue
-                assert one is not None, "an operation left out a gradient"
+                assert one is not None, "an operation returned too few gradients"
                 follower, slot = edge
                 there = waiting.setdefault(follower, {})
                 there[slot] = self._sum(there.pop(slot), one) if slot in there else one
@@ -308,7 +308,7 @@ class Tape:
                 awaited[follower] -= 1
                 if not awaited[follower]:
                     number += 1
-                    # The gradient of a leaf is put away before anything else is done.
+                    # The gradient of a leaf is stored before anything else.
                     heapq.heappush(ready, (-follower.order if follower.edges else -self._order - 1, number, follower))
         return gradients
 
@@ -317,7 +317,7 @@ class Tape:
 
 
 def _run(node: Node, waiting: dict[Node, dict[int, Sketch]]) -> list[Sketch | None]:
-    """The node's backward. What it saved and its output's gradients are let go when this returns."""
+    """Run the node's backward. Its saved storages and its output's gradients are released when this returns."""
     arrived = waiting.pop(node)
     saved = [_unpacked(one) for one in node.saved]
     made = node.backward([arrived[slot] for slot in sorted(arrived)], saved)
@@ -335,7 +335,7 @@ def _unpacked(saved: Storage | Placeholder) -> Storage:
 
 
 def _awaited(root: Node) -> dict[Node, int]:
-    """How many gradients come to every node."""
+    """Return the number of gradients that each node receives."""
     awaited: dict[Node, int] = {root: 0}
     stack = [root]
     while stack:
@@ -349,7 +349,7 @@ def _awaited(root: Node) -> dict[Node, int]:
 
 
 def held(root: Node) -> list[Storage]:
-    """The storages that a graph keeps, each once."""
+    """Return the storages of a graph, each once."""
     found: dict[int, Storage] = {}
     for node in _awaited(root):
         for saved in node.saved:

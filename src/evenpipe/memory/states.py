@@ -1,4 +1,4 @@
-"""What a GPU holds for the whole run: parameters, gradients, optimizer state, in every way of sharding them.
+"""Permanent memory of a GPU: parameters, gradients, optimizer state, for every way of sharding them.
 
 Bytes per parameter that this reproduces, D = replicas that shard (dp * cp):
 
@@ -9,7 +9,7 @@ Bytes per parameter that this reproduces, D = replicas that shard (dp * cp):
     ZeRO-2                                                                   2 + (g + 12)/D and two layers' gradients
     ZeRO-3 / FSDP2, masters in the optimizer                                 (2 + g + 12)/D and two whole layers
     ZeRO-3 / FSDP2, fp32 parameters that are sharded                         (4 + g + 8)/D and two whole layers
-    an optimizer that chooses its precision                                  parameter + gradient + (main + m + v)/D
+    an optimizer with configurable precision                                 parameter + gradient + (main + m + v)/D
 
 Sources: Megatron-LM, docs/user-guide/features/dist_optimizer.md; arXiv 1910.02054 (ZeRO); `runtime/parameters.py` and
 `parallel/fsdp.py` for this library's own.
@@ -29,7 +29,7 @@ from .parameters import Held
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 STEP_COUNTER = 4
 BUCKET_ELEMENTS = 1 << 24
-"""Of gradients that are summed over replicas together, as `parallel/fsdp.py` has it."""
+"""Gradients that are summed over replicas together, as in `parallel/fsdp.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +37,13 @@ class Dtypes:
     """Precisions of a run, by the names in `ELEMENT_BYTES`."""
 
     compute: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Of products and activations."""
+    """Type of products and activations."""
     gradients: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of the sums over microbatches."""
+    """Type of the sums over microbatches."""
     masters: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of the parameters that the optimizer changes; where it is that of `compute` there is one set of them."""
+    """Type of the parameters that the optimizer changes; if it is that of `compute`, there is only one set of them."""
     moments: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
-    """Of the two moments of Adam."""
+    """Type of the two moments of Adam."""
 
     def __post_init__(self) -> None:
         for name, accepted in _ACCEPTED.items():
@@ -59,9 +59,9 @@ _ACCEPTED = {
 }
 
 MIXED = Dtypes()
-"""What `evenpipe train` does on GPU."""
+"""Precisions of `evenpipe train` on GPU."""
 SINGLE = Dtypes(compute="fp32")
-"""And on CPU."""
+"""Precisions on CPU."""
 
 
 def state_bytes(
@@ -74,12 +74,12 @@ def state_bytes(
     offloaded: float = 0.0,
     foreach: bool = False,
 ) -> StateBytes:
-    """What one GPU holds of the parameters `held`.
+    """Return the bytes on one GPU for the parameters `held`.
 
     Args:
-        zero: what is sharded over `replicas`: 1 the optimizer's state, 2 gradients too, 3 parameters too.
-        offloaded: share of the optimizer's state that is kept in the host's memory, 0 to 1.
-        foreach: the optimizer works on all tensors at a time and needs a temporary copy of them; a fused one does not.
+        zero: sharded over `replicas`: 1 optimizer state, 2 also gradients, 3 also parameters.
+        offloaded: share of the optimizer state in host memory, 0 to 1.
+        foreach: the optimizer processes all tensors at once and needs a temporary copy of them; a fused one does not.
 
     Raises InputError for a share outside 0 to 1.
     """
@@ -98,7 +98,7 @@ def state_bytes(
     if two_sets and not masters_of_model:
         in_optimizer += master
     if dtypes.gradients == "fp16":
-        in_optimizer += ELEMENT_BYTES["fp32"]  # the loss's scale is taken out of gradients in fp32
+        in_optimizer += ELEMENT_BYTES["fp32"]  # the loss scale is removed from gradients in fp32
     optimizer = _part(held.trained * in_optimizer, shards)
     step_peak = _part(held.trained * master, shards) if foreach else 0
     optimizer = round(optimizer * (1 - offloaded)) + STEP_COUNTER * held.trained_tensors * framework.step_counters

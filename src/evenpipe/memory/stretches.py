@@ -1,6 +1,6 @@
 """A pass as a row of stretches, one per layer, and the same pass over more layers of the same kinds.
 
-What lives while a stage runs is a sum: what the layers before have left, and what the one under way needs on top. So a
+The live bytes of a running stage are a sum: the bytes left by earlier layers, and the needs of the current one. So a
 stage of forty layers follows from one of three: each of its layers is like the first, the last, or one between them.
 """
 
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A part of a pass. Bytes, relative to what lives at its beginning."""
+    """A part of a pass. Bytes are relative to the live bytes at its start."""
 
     above: int = 0
-    """The most that lives at one moment."""
+    """Its peak."""
     kept: int = 0
-    """What lives at its end; negative where it gives back more than it makes."""
+    """Bytes that are live at its end; negative if it frees more than it allocates."""
 
 
 def joined(stretches: Iterable[Stretch]) -> Stretch:
-    """One after the other."""
+    """Return both as one stretch, one after the other."""
     above = kept = 0
     for stretch in stretches:
         above = max(above, kept + stretch.above)
@@ -34,26 +34,26 @@ class Profile:
     """One pass of a stage."""
 
     start: Stretch
-    """Before the first of the layers that it comes to."""
+    """Before the first layer that it reaches."""
     layers: tuple[Stretch, ...]
-    """By their place in the stage, in whatever direction the pass goes."""
+    """By position in the stage, for passes in either direction."""
     end: Stretch
     backwards: bool
-    """It comes to the last layer first."""
+    """Whether it reaches the last layer first."""
 
     def over(self, places: Sequence[int]) -> Stretch:
-        """Of a stage whose i-th layer is like the one at `places[i]`."""
+        """Return the profile of a stage whose i-th layer is like the one at `places[i]`."""
         order = reversed(places) if self.backwards else places
         return joined((self.start, *(self.layers[place] for place in order), self.end))
 
 
 def window(kinds: Sequence[int]) -> tuple[int, int, tuple[int, ...]]:
-    """The shortest run of a stage's layers that has one for each place of the stage.
+    """Return the shortest run of a stage's layers that has one for each position in the stage.
 
     kinds: of each layer; layers of one kind need the same bytes.
 
-    Returns where the run starts and how long it is, and for each layer of the stage the place in the run of one that is
-    like it: the first is like the first, the last like the last, and one between them like one of its kind there.
+    Returns the start and the length of the run, and for each layer of the stage the position in the run of a layer that
+    is like it: first for first, last for last, and for others one of the same kind.
     """
     count = len(kinds)
     if count < 4:

@@ -1,15 +1,15 @@
-"""What a device can hold, by name: each has its bytes in `StageBytes` or `VocabularyBytes` (`replay`)."""
+"""The things that a device can hold, by name: each has its bytes in `StageBytes` or `VocabularyBytes` (`replay`)."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 NO_STAGE = -1
-"""In place of a stage."""
+"""Stage number of things without a stage."""
 
 
 class Thing(NamedTuple):
-    """What can be held, and whose bytes it has: a field, or one of those that `replay` derives."""
+    """A thing and the source of its bytes: a field, or one of those that `replay` derives."""
 
     size: str
     stage: int
@@ -34,12 +34,13 @@ def output_of(stage: int) -> Thing:
 
 
 def moved_of(stage: int) -> tuple[Thing, Thing]:
-    """What a forward with copies leaves, its input included: what goes to the host, and what stays."""
+    """Return the bytes left by a forward with copies, including its input: those that go to the host, and those that
+    stay."""
     return Thing("moved", stage, ACTIVATIONS), Thing("unmoved", stage, ACTIVATIONS)
 
 
 def gradient_of(stage: int) -> Thing:
-    """What B works on: the gradient of the stage's output."""
+    """Return the input of B: the gradient of the stage's output."""
     return Thing("output", stage, ACTIVATIONS)
 
 
@@ -52,7 +53,7 @@ def received(stage: int, size: str) -> Thing:
 
 
 def gradient_parts(stage: int) -> tuple[Thing, Thing]:
-    """Of the stage's parameters: what I makes, and the rest."""
+    """Return gradients of the stage's parameters: those that I computes, and the rest."""
     return Thing("input_gradients", stage, GRADIENTS), Thing("weight_gradients", stage, GRADIENTS)
 
 
@@ -84,4 +85,4 @@ OUTPUT_GRADIENTS = _of_vocabulary("output_gradients", GRADIENTS)
 EMBEDDING_GRADIENTS = _of_vocabulary("embedding_gradients", GRADIENTS)
 
 ROOMS = ("handed_on", "room")
-"""Sizes of what is held between steps."""
+"""Things that are held between steps."""

@@ -1,13 +1,13 @@
-"""What the passes of a stage allocate, found by running them: for every module, and to judge the closed forms by.
+"""The allocations of a stage's passes, found by running them: for any module, and to test the closed forms.
 
 The stage is the one that `evenpipe train` runs, with its queue of weight gradients and its checkpointing, but its
-tensors have no memory (`FakeTensorMode` on the CPU), and a tracker counts their storages. Of layers that are alike a
-few stand for all (`stretches.window`).
+tensors have no memory (`FakeTensorMode` on the CPU), and a tracker counts their storages. A few layers stand for all
+that are alike (`stretches.window`).
 
     tracer = StageTracer(description, microbatch_size=1, sequence=4096, compute_dtype=torch.bfloat16)
     tracer.stage(0, 8, is_first=True, is_last=False)         # StageBytes
 
-Kernels that transformers does not run by itself are functions that save what those kernels save (`emulation`).
+Kernels that transformers does not run itself are replaced by functions that save the same tensors (`emulation`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def trace_stage(
     recompute: bool = False,
     kernels: Kernels = PRESETS["transformers"],
 ) -> StageBytes:
-    """Of one stage, as `StageTracer.stage`; for several stages of a model keep a tracer."""
+    """Return the bytes of one stage, as `StageTracer.stage`; for several stages of a model keep a tracer."""
     tracer = StageTracer(
         description,
         microbatch_size=microbatch_size,
@@ -104,10 +104,10 @@ class StageTracer:
         checkpointing: str | Sequence[str] = "none",
         kept_layers: Collection[int] = (),
     ) -> StageBytes:
-        """The bytes of layers [first, last) with the ends that the stage owns.
+        """Return the bytes of layers [first, last) with the ends that the stage owns.
 
         checkpointing: of all layers of the model, or one choice for each of them.
-        kept_layers: those that copies to the host leave alone.
+        kept_layers: layers that are not copied to the host.
 
         Raises:
             InputError: the stage cannot be run without values.
@@ -134,7 +134,7 @@ class StageTracer:
         return trace.over(places)
 
     def _run(self, first: int, run: Sequence[tuple[Any, str, bool]], ends: dict[str, bool]) -> Trace:
-        """run: kind, checkpointing and whether it is moved, of each layer."""
+        """run: for each layer, its kind, its checkpointing and whether it is moved."""
         description = self._description
         choices = [choice for _, choice, _ in run]
         stage = empty_stage(

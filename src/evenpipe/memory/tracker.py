@@ -1,4 +1,4 @@
-"""Bytes of tensors that live while code runs, of tensors without memory (`FakeTensorMode`) and of real ones alike.
+"""Count the bytes of live tensors while code runs, for tensors without memory (`FakeTensorMode`) and real ones alike.
 
     with FakeTensorMode(), Tracker() as tracker:    # in this order: the tracker sees what the fake mode returns
         hidden = torch.empty(...)
@@ -7,14 +7,14 @@
     forward.peak - forward.before                   # the most that lived at one moment, above what was there
     forward.after - forward.before                  # what is kept
 
-Counted are storages, each once, however many tensors share it, from the operation that returns its first tensor to the
-moment that it is given back: no collector is waited for. Operations in backwards are seen like all others. Not seen is
-what an operation allocates and frees within itself. The counterpart for steps of a pipeline, with every pass by name,
-is `evenpipe.runtime.accounting`: what both count is the same.
+Storages are counted once, however many tensors share them, from the operation that returns the first tensor until they
+are freed, without waiting for a garbage collector. Operations in backwards are counted too; temporaries inside an
+operation are not. The counterpart for steps of a pipeline, with every pass by name, is `evenpipe.runtime.accounting`,
+which counts the same.
 
-While anything watches operations, autograd sums gradients of one tensor out of place instead of in place
-(`can_accumulate_inplace` of torch's input_buffer.cpp): both count one tensor of the size of such a gradient that an
-unwatched run does not make.
+While operations are watched, autograd sums gradients of one tensor out of place instead of in place
+(`can_accumulate_inplace` of torch's input_buffer.cpp): both count one tensor of that size that an unwatched run does
+not allocate.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 @dataclass(slots=True)
 class Span:
-    """Live bytes around a piece of code; `peak` and `after` are known when it is over."""
+    """Live bytes around a piece of code; `peak` and `after` are known at its end."""
 
     before: int
     peak: int = 0
@@ -44,21 +44,21 @@ class Span:
 
     @property
     def above(self) -> int:
-        """The most that lived at one moment, above what lived at the beginning."""
+        """Peak, above the live bytes at the start."""
         return self.peak - self.before
 
     @property
     def kept(self) -> int:
-        """What lives at the end and did not at the beginning, less what lived at the beginning only."""
+        """Bytes live at the end but not at the start, minus those live only at the start."""
         return self.after - self.before
 
 
 class Tracker(TorchDispatchMode):
-    """Counts while it is entered; what is made outside is counted from `add` on.
+    """Counts while it is entered; tensors made outside are counted from `add` on.
 
     Attributes:
         live: bytes that live now.
-        peak: the most that lived at one moment since the tracker was made, or the innermost span began.
+        peak: the most live bytes since the tracker was made, or the innermost span began.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Tracker(TorchDispatchMode):
         self._living: dict[int, tuple[int, str, weakref.ref[Any]]] = {}
 
     def add(self, *tensors: Tensor) -> int:
-        """Counts tensors that are there already. Returns the bytes that are new."""
+        """Count existing tensors. Return the new bytes."""
         before = self.live
         for tensor in tensors:
             self._see(tensor, "")
@@ -76,7 +76,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def span(self) -> Iterator[Span]:
-        """What happens inside; spans may contain spans."""
+        """Measure the code inside; spans may be nested."""
         outer, self.peak = self.peak, self.live
         span = Span(self.live)
         try:
@@ -86,12 +86,12 @@ class Tracker(TorchDispatchMode):
             self.peak = max(outer, self.peak)
 
     def living(self) -> list[tuple[int, str]]:
-        """(bytes, operation that made it) of all that lives now, largest first; no name for what was added."""
+        """Return (bytes, operation that made it) of all live storages, largest first; added ones have no name."""
         return sorted(((size, name) for size, name, _ in list(self._living.values())), reverse=True)
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # made of other tensors, as DTensor is: what it does with those comes here by itself
+            return NotImplemented  # consists of other tensors, like DTensor: their operations are counted separately
         result = operation(*args, **(kwargs or {}))
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -111,7 +111,7 @@ class Tracker(TorchDispatchMode):
         def gone(_: object) -> None:
             self.live -= living.pop(address)[0]
 
-        # A storage that an operation has given another size is counted anew; the first reference goes, and its call.
+        # A resized storage is counted anew, without its first reference and callback.
         self.live += size - (0 if known is None else known[0])
         living[address] = (size, name, weakref.ref(storage, gone))
         self.peak = max(self.peak, self.live)

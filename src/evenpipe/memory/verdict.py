@@ -1,4 +1,4 @@
-"""Does it fit? An answer with a margin that is a range in bytes, not one factor for all cards."""
+"""Whether it fits, with a margin that is a range in bytes, not one factor for all GPUs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Verdict = Literal["fits", "at risk", "does not fit"]
 
 
 def verdict_of(process: ProcessMemory, memory: int) -> Verdict:
-    """Of one device on a card with `memory` bytes.
+    """Return the verdict for one device on a GPU with `memory` bytes.
 
-    "fits": also when everything beside tensors is as large as was ever seen. "does not fit": not even when it is as
-    small as was ever seen. "at risk": between them.
+    "fits": even if everything besides tensors is as large as was ever seen. "does not fit": not even if it is as small
+    as was ever seen. "at risk": in between.
     """
     if process.process.most <= memory:
         return "fits"
@@ -22,7 +22,7 @@ def verdict_of(process: ProcessMemory, memory: int) -> Verdict:
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
-    """Of all devices together."""
+    """Return the verdict for all devices together."""
     for one in ("does not fit", "at risk"):
         if one in verdicts:
             return one  # type: ignore[return-value]  # a literal of the loop above

@@ -1,9 +1,8 @@
 """Bytes of the embedding and the output layer: closed forms of what E, G, S, C and T allocate.
 
-They follow `evenpipe/vocabulary` line by line: every term is a tensor there. The letters are those of `letters`.
-
-Where a device's share of the tokens is not given, tokens are taken to be spread over the vocabulary evenly. Text is
-not: small ids are frequent, and the first shard owns most of them.
+They follow `evenpipe/vocabulary` line by line: every term is a tensor there. The symbols are those of `letters`.
+Without a device's share of the tokens, tokens are assumed to be spread evenly over the vocabulary. Real text is not:
+small ids are frequent, and the first shard owns most of them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from evenpipe.vocabulary.kernels.plain import cached_rows
 INDEX = 8
 """Bytes of an index or a token id."""
 FP64 = 8
-"""The loss is finished in fp64."""
+"""Bytes of fp64, in which the loss is finished."""
 
 
 def vocabulary_bytes(
@@ -36,13 +35,13 @@ def vocabulary_bytes(
     tensor_parallel: int = 1,
     token_share: float | None = None,
 ) -> VocabularyBytes:
-    """Of one device and one microbatch.
+    """Return the bytes of one device and one microbatch.
 
     Args:
-        mode: of the vocabulary; where it is whole ("first-last", "redistribute") only the first and the last stage's
-            device have something, and the kernel of the loss is that of `kernels`. Sharded, it is always our own.
+        mode: of the vocabulary; if it is whole ("first-last", "redistribute"), only the devices of the first and last
+            stage have bytes, and the loss is that of `kernels`. Sharded modes always use our own.
         tensor_parallel: ranks that share a device's rows.
-        token_share: of all tokens, those whose rows and labels are in this device's shard; None: its share of the rows.
+        token_share: share of tokens whose rows and labels are in this device's shard; None: its share of the rows.
     """
     barriers = BARRIERS[vocabulary_mode(mode)]
     if barriers:
@@ -76,10 +75,10 @@ def _shards(rows: int, parts: int) -> list[Shard]:
 
 
 def batch_bytes(tokens: int, *, machine: Machine = "gpu", shards: int = 1, accumulator: int = 4) -> int:
-    """The inputs of one step on one device, from its beginning to its end.
+    """Return the bytes of the inputs of one step on one device, which stay from its beginning to its end.
 
-    Weights of tokens; where every device holds a part of the embedding, the tokens sorted by owner; and on a CPU token
-    ids, labels and targets, which otherwise stay in the host's memory.
+    Token weights; the tokens sorted by owner if every device holds a part of the embedding; and on a CPU token ids,
+    labels and targets, which otherwise stay in host memory.
 
     Args:
         tokens: of the whole step, all microbatches.
@@ -97,14 +96,14 @@ def batch_bytes(tokens: int, *, machine: Machine = "gpu", shards: int = 1, accum
 
 
 def _left(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
-    """What S leaves: `stored`, `product`, `handed_on`, `room`."""
+    """Return the bytes left by S: `stored`, `product`, `handed_on`, `room`."""
     if not x.R or not x.v:
         return VocabularyBytes(stored=_indices(x) + _copied_hidden(x))
     factors = 2 if x.options.needs_derivative else 1
     exponentials = x.n * x.distance(x.R) * x.q * factors if x.keeps else 0
     product = x.v * x.h * x.a * factors if one_barrier else 0
     rooms = x.rooms(x.b, x.R)
-    if x.reuses and not x.keeps:  # the same is enough for T
+    if x.reuses and not x.keeps:  # the same suffices for T
         rooms = max(rooms, x.rooms(x.v, x.again))
     maximum = x.v * x.a
     return VocabularyBytes(
@@ -117,22 +116,23 @@ def _left(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
 
 
 def _indices(x: Letters) -> int:
-    """Which tokens have labels, and which of these this shard owns: rows and columns; for kernels a column for all."""
+    """Indices of tokens with labels, and of those whose label this shard owns: rows and columns; for kernels a column
+    for all."""
     return INDEX * ((x.v if x.v < x.n else 0) + 2 * x.o + (x.v if x.fused else 0))
 
 
 def _copied_hidden(x: Letters) -> int:
-    """X of the tokens that have labels; where all have one it is X itself, which stays."""
+    """X of the tokens that have labels; if all have one it is X itself, which stays."""
     return x.v * x.h * x.e
 
 
 def _first_half(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
     left = _left(x, one_barrier=one_barrier)
     statistics = x.n * x.k * x.a
-    beside = left.output_peak  # rooms that are given back
+    beside = left.output_peak  # freed rooms
     rows = cached_rows(x.b, x.R)
     per_row = 0 if x.fused else 2 * rows * x.a + INDEX * (x.o * rows // max(1, x.v))  # maximum, sum, owned targets
-    if x.options.entropy and not x.fused:  # what every exponential adds to it
+    if x.options.entropy and not x.fused:  # terms added to every exponential
         per_row += rows * x.R * x.a
     blocks = max(x.of_logits(x.b, x.R), per_row, x.of_hidden(x.v if x.keeps else x.b) if one_barrier else 0)
     stored = left.stored if x.v < x.n else left.stored - _copied_hidden(x)
@@ -143,25 +143,25 @@ def _first_half(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
 
 
 def _combine(x: Letters) -> tuple[int, int]:
-    """(peak, what stays): `combination.py`, in fp64 numbers per token and shard."""
+    """Return (peak, bytes that stay): `combination.py`, in fp64 numbers per token and shard."""
     vectors = 6 + (x.options.label_smoothing > 0) + x.options.entropy
     if x.fused:
         return vectors * x.n * x.a, vectors * x.n * x.a
     table = x.P * x.n * x.k * FP64
-    # The exponential of every shard's maximum and its product with the sum, beside the maximum over all shards.
+    # The exponential of every shard's maximum and its product with the sum, besides the maximum over all shards.
     over_shards = (1 + 2 * x.P) * FP64
     # Maximum, total, target, odds, negative log-probability, against, towards, log-sum-exp, tilt, weights, the two
-    # coefficients; all but the last result; the one under way in fp64, and whether a token counts.
+    # coefficients; all but the last result; the current one in fp64, and whether a token counts.
     over_tokens = 12 * FP64 + (vectors - 1) * x.a + FP64 + x.a + 1
-    if x.options.label_smoothing:  # what every shard says beside it, its sum, the losses, and the last product
+    if x.options.label_smoothing:  # the other statistics of every shard, their sum, the losses, and the last product
         over_tokens += (x.P + 3) * FP64
-    if x.options.entropy:  # itself; and what the others of every shard add, beside eight vectors
+    if x.options.entropy:  # itself; and the others of every shard, besides eight vectors
         over_tokens = max(over_tokens + FP64, (8 + 2 * x.P + (x.P + 2) * (x.options.label_smoothing > 0)) * FP64)
     return table + x.n * max(over_shards, over_tokens), vectors * x.n * x.a
 
 
 def _hidden_gradient(x: Letters) -> int:
-    """The peak of making dX out of the product, beside the product."""
+    """Return the peak of computing dX from the product, besides the product."""
     spread = x.n * x.h * x.a if x.v < x.n else 0
     if x.fused:
         return spread + (x.h * x.a if x.options.adds_constant else 0)
@@ -171,7 +171,7 @@ def _hidden_gradient(x: Letters) -> int:
 
 
 def _second_half(x: Letters, *, makes_hidden_gradient: bool) -> int:
-    """The peak of adding to the weight gradient, with two barriers also of making dX."""
+    """Return the peak of adding to the weight gradient, with two barriers also of computing dX."""
     if not x.R or not x.v:
         return x.n * x.h * x.a if makes_hidden_gradient else 0
     factors = 2 if x.options.needs_derivative else 1
@@ -192,7 +192,7 @@ def _second_half(x: Letters, *, makes_hidden_gradient: bool) -> int:
 
 
 def _sharded(x: Letters, shape: VocabularyShape, *, one_barrier: bool) -> VocabularyBytes:
-    """Modes with shards: passes of their own on every device."""
+    """Sharded modes: separate passes on every device."""
     left = _first_half(x, one_barrier=one_barrier)
     combine_peak, combined = _combine(x)
     rows = _embedding(x, shape)
@@ -236,7 +236,7 @@ def _output_gradients(x: Letters, shape: VocabularyShape) -> int:
 
 
 def _embedding(x: Letters, shape: VocabularyShape) -> VocabularyBytes:
-    """E and G on this shard's rows; where the embedding is whole, in the first stage's F and B."""
+    """E and G on this shard's rows; if the embedding is whole, in the first stage's F and B."""
     rows = x.c * x.h * x.e
     shifted = INDEX * x.c
     wide = x.c * x.h * shape.gradient_element if x.e != shape.gradient_element else 0
@@ -252,11 +252,11 @@ def _embedding(x: Letters, shape: VocabularyShape) -> VocabularyBytes:
 
 
 CHUNKS = 8
-"""Of the loss in chunks."""
+"""Number of chunks of the loss in chunks."""
 
 
 def per_logit(loss: str, element: int) -> tuple[int, int, int]:
-    """Bytes per logit that stay after the forward, live at most in it, and come on top in the backward."""
+    """Return bytes per logit that stay after the forward, its peak, and the additional peak of the backward."""
     e, wide = element, 4
     return {
         "fp32": (wide, e + 2 * wide, 2 * wide),
@@ -270,11 +270,11 @@ def per_logit(loss: str, element: int) -> tuple[int, int, int]:
 def _framework(x: Letters, shape: VocabularyShape, loss: str) -> VocabularyBytes:
     """A linear layer and a cross-entropy at the end of the last stage, on all n tokens. In bytes per logit:
 
-    fp32       logits in bf16, then in fp32, and their log-softmax, which alone stays; two gradients in fp32
+    fp32       logits in bf16, then in fp32, and their log-softmax, the only one that stays; two gradients in fp32
     bf16       all of it in bf16
     in-place   Megatron-LM's vocabulary-parallel cross-entropy: bf16 logits become fp32 probabilities in place
     fused      Transformer Engine's: the logits become their own gradient
-    chunked    a head and loss over chunks of the tokens, computed again in the backward, as torchtitan has it
+    chunked    a head and loss over chunks of the tokens, recomputed in the backward, as in torchtitan
     """
     logits = x.n * x.R
     e, wide = x.e, 4

@@ -1,17 +1,17 @@
-"""What a device holds at every moment of its row, as counts: how many inputs, stored activations, buffers, ...
+"""The things that a device holds at every moment of its row, as counts: inputs, stored activations, buffers, ...
 
-A row is walked once, as `runtime/walker.py` walks it; how many bytes each thing has comes later (`replay`). Rows repeat
-themselves, so a walk has few different moments, and bytes are had for all of them at once.
+A row is walked once, as in `runtime/walker.py`; the bytes of each thing come later (`replay`). Rows are repetitive, so
+a walk has few distinct moments, and the bytes of all of them are computed at once.
 
     receive buffer   from where the transfer is issued; with F it becomes the stage's input, which lives until B or I
     output           from F until it has been sent and is known to have arrived, or until a local stage's F takes it
     gradient         likewise from B or I to the B or I of the stage before
     stored           from F, or R, to B or I; an end's F contains the vocabulary layer that is whole there
-    moved            of microbatches with copies a part of the input and of what is stored: not from D to L
+    moved            the moved part of input and stored, for microbatches with copies: not from D to L
     queued           from I to W
     X, statistics, exponentials, dX, rows: as `runtime/vocabulary_passes.py` puts and takes them
 
-Gradients of parameters are there, or are made by the first pass that adds to them, since `zero_grad` drops them.
+Gradients of parameters exist, or are allocated by the first pass that adds to them, because `zero_grad` drops them.
 """
 
 from __future__ import annotations
@@ -60,27 +60,28 @@ from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind,
 from evenpipe.schedule.releases import releases
 
 SENDS_IN_FLIGHT = 2
-"""What `runtime/values.py` allows: a third transfer of one kind to the same device waits for the first."""
+"""As in `runtime/values.py`: a third transfer of one kind to the same device waits for the first."""
 
 Key = tuple[int, int, int]
 """Stage, microbatch and slice."""
 
 
 def walk(program: Program, device: int, *, gradients_exist: bool, buffers_exist: bool) -> Walk:
-    """Walks a device's row of a training program that is sound.
+    """Walk a device's row of a sound training program.
 
     Args:
-        gradients_exist: when the step begins; they do where nothing drops them.
+        gradients_exist: whether gradients exist when the step begins.
         buffers_exist: as after the first step.
     """
-    assert not program.forward_only, "a program that evaluates holds nothing but what its passes are working on"
+    assert not program.forward_only, "a program that evaluates keeps nothing between passes"
     buffers = _most_in_use(program, device) if buffers_exist else 0
     walker = _Walker(program, device, gradients_exist=gradients_exist, buffers=buffers)
     return walker.walk()
 
 
 def _most_in_use(program: Program, device: int) -> int:
-    """Microbatches between S and T at most; of a whole output layer, between the last stage's F and its B, or W."""
+    """Return the most microbatches between S and T; for a whole output layer, between the last stage's F and its B, or
+    W."""
     last = program.placement.stages - 1
     changes: dict[tuple[Kind, int | None], int]
     if program.barriers:
@@ -96,7 +97,7 @@ def _most_in_use(program: Program, device: int) -> int:
 
 
 class _Walker:
-    """One walk. `buffers`: of those that S takes and T gives back, how many there are from the step before."""
+    """One walk. `buffers`: number of buffers that S takes and T returns, left from the previous step."""
 
     def __init__(self, program: Program, device: int, *, gradients_exist: bool, buffers: int) -> None:
         self._program, self._device = program, device
@@ -109,7 +110,7 @@ class _Walker:
         self._hold, self._drop, self._moment = self._moments.hold, self._moments.drop, self._moments.moment
         self._sent: dict[Transfer, tuple[Thing, ...]] = {}
         self._shares: Counter[int] = Counter()
-        """Holders of the one tensor of row gradients of a microbatch: who sends it, and who uses its own part."""
+        """Holders of the one tensor of row gradients of a microbatch: the sender, and the user of its own part."""
         self._recomputed: set[Key] = set()
         self._offloaded: set[Key] = set()
         self._made: set[Thing] = set()
@@ -129,7 +130,7 @@ class _Walker:
             Kind.T: self._output_gradient,
         }
 
-    # --- walking ------------------------------------------------------------------------------------------------
+    # --- items of the row -------------------------------------------------------------------------------------------
 
     def walk(self) -> Walk:
         moments = self._moments
@@ -155,7 +156,7 @@ class _Walker:
                 for part in parts_of(item):
                     moments.label = _name(part)
                     handler = self._handlers.get(part.kind)
-                    if handler is not None:  # what gathers and frees parameters holds nothing here
+                    if handler is not None:  # gathering and freeing parameters holds nothing here
                         handler(part)
                 for sent in arrived.get(position, ()):
                     self._arrived(sent)
@@ -187,7 +188,7 @@ class _Walker:
         elif not bare:
             self._hold(self._stored(item))
         if stage == 0 and self._spread and not self._alone:
-            self._drop(ROWS_ALL)  # the caller of the forward keeps them until it is over
+            self._drop(ROWS_ALL)  # the caller of the forward keeps them until its end
         if stage == self._last and not self._spread:
             self._take_buffer()
             self._moment(OUTPUT_PEAK)
@@ -204,7 +205,7 @@ class _Walker:
         return Thing("recomputed_stored" if recomputed else "stored", _stage(item), ACTIVATIONS)
 
     def _backward(self, item: Pass) -> None:
-        """B, or I."""
+        """Walk B, or I."""
         stage, split = _stage(item), item.kind is Kind.I
         gradient = gradient_of(stage)
         if stage < self._last:
@@ -234,7 +235,7 @@ class _Walker:
             self._drop(input_of(stage))
 
     def _rows_gradient(self) -> None:
-        """At the first stage: the gradient of the input becomes one of rows; what B works on is still there."""
+        """At the first stage: the gradient of the input becomes one of rows; the input of B still exists."""
         if not self._spread:
             self._make(EMBEDDING_GRADIENTS)
             self._moment(EMBEDDING_BACKWARD_PEAK)
@@ -255,7 +256,7 @@ class _Walker:
             self._make(part)
 
     def _make(self, gradients: Thing) -> None:
-        """Gradients of parameters that nobody has made in this step are made."""
+        """Allocate gradients of parameters that do not exist yet in this step."""
         if not self._gradients_exist and gradients not in self._made:
             self._made.add(gradients)
             self._hold(gradients)
@@ -278,7 +279,7 @@ class _Walker:
         self._hold(self._stored(item))
 
     def _moves_graph(self, item: Pass) -> bool:
-        """Whether what F stores goes to the host. With R it is the stage's input."""
+        """Return whether the stored tensors of F go to the host. With R only the stage's input does."""
         return _key(item) in self._offloaded and _key(item) not in self._recomputed
 
     def _moved(self, item: Pass) -> Thing:
@@ -293,7 +294,7 @@ class _Walker:
     # --- an output layer that is part of the last stage ---------------------------------------------------------
 
     def _whole_output_gradient(self, *, split: bool) -> None:
-        if split:  # what W needs stays
+        if split:  # the inputs of W stay
             self._moment(OUTPUT_GRADIENT_PEAK)
             self._hold(DX)
             return
@@ -307,7 +308,7 @@ class _Walker:
         self._free_buffers += 1
 
     def _take_buffer(self) -> None:
-        """S needs room for exponentials: what a T has given back, or new memory."""
+        """Provide memory for the exponentials of S: memory returned by a T, or new memory."""
         if self._free_buffers:
             self._free_buffers -= 1
             return
@@ -400,7 +401,7 @@ class _Walker:
                 self._hold(ROWS_RECEIVED)
 
     def _send(self, item: Transfer, *things: Thing) -> None:
-        """Given away, and held until it is known to have arrived, or until too many like it are under way."""
+        """Hold sent data until its arrival is known, or until too many such transfers are in progress."""
         self._sent[item] = things
         alike = [other for other in self._sent if other.kind is item.kind and other.members == item.members]
         if len(alike) > SENDS_IN_FLIGHT:

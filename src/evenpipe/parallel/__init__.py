@@ -1,5 +1,5 @@
-"""The mesh and what crosses it outside the program: which processes form a pipeline and which are replicas of each
-other, sums of gradients over replicas, parameters in shards over them, and gradient clipping over all."""
+"""The mesh and the communication outside the program: which processes form a pipeline and which are replicas, sums of
+gradients over replicas, parameters in shards over them, and gradient clipping over all."""
 
 from evenpipe.parallel.clipping import clip_gradients, total_norm
 from evenpipe.parallel.fsdp import ShardedModule

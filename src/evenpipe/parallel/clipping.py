@@ -11,10 +11,10 @@ from torch import Tensor
 def total_norm(
     gradients: Iterable[Tensor], torch_device: torch.device, sum_over_devices: Callable[[Tensor], Tensor] | None
 ) -> Tensor:
-    """Euclidean norm of all gradients of the model, equal on every process.
+    """Return the Euclidean norm of all gradients of the model, equal on every process.
 
-    Each process gives the gradients that it counts: a matrix that two processes hold (tied weights without
-    vocabulary parallelism) is given by one of them only, a sharded one by all, each its rows.
+    Each process passes the gradients that it counts: a matrix on two processes (tied weights without vocabulary
+    parallelism) only on one of them, a sharded matrix on all, each with its rows.
 
     The squares are added in fp64, so that the norm hardly depends on how the parameters are spread over processes.
 
@@ -32,7 +32,7 @@ def total_norm(
 
 
 def clip_gradients(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scales gradients in place so that their global norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_.
+    """Scale gradients in place so that their global norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_.
 
     The factor is `max_norm / (norm + 1e-6)`, at most 1; nothing is read back to the host, and all plain gradients of a
     dtype on a device are scaled together.

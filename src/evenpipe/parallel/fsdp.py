@@ -1,18 +1,18 @@
-"""Parameters in shards over replicas: torch's FSDP2 keeps and gathers them, gradients are summed when we say so.
+"""Parameters in shards over replicas: torch's FSDP2 stores and gathers them, and we decide when gradients are summed.
 
-FSDP2 reduces gradients in a hook at the end of the backward through a module. With a backward in two passes that is
-the end of I, before W has added what matters, and with several microbatches in flight it is not the last one anyway. So
-its hooks are never reached here: `fully_shard` is called on a holder that has the layers as children and whose forward
-nobody calls. What remains is what we want of it, through public names alone:
+FSDP2 reduces gradients in a hook at the end of the backward through a module. With a split backward that is the end of
+I, before W has added the weight gradients, and with several microbatches in flight it is not the last backward anyway.
+So its hooks never run here: `fully_shard` is called on a holder that has the layers as children and whose forward is
+never called. We use only its public functions:
 
     gather    holder.unshard()     all-gather in the dtype of the products; the layers' parameters are whole
     ready                          waits for it
-    F B I W                        as ever: gradients add up in the whole parameters, or beside them in masters' dtype
+    F B I W                        as usual: gradients add up in the whole parameters, or beside them in masters' dtype
     reduce    holder.reshard()     reduce-scatter of the sums over microbatches; the whole parameters are freed
     finish                         waits for it, adds this process's rows to the gradients of the masters
 
-The masters, which optimizer and checkpoints see, are plain tensors on the memory that FSDP2 gathers from: this
-process's rows of each parameter, `torch.chunk`'s rule over the replicas.
+The masters, which optimizer and checkpoints use, are plain tensors that share the memory that FSDP2 gathers from: this
+process's rows of each parameter, split over the replicas as by `torch.chunk`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from torch.distributed.tensor import DTensor
 from evenpipe.parallel.gradients import Pending
 
 BUCKET_ELEMENTS = 1 << 24
-"""About so many elements are reduced together: bounds the memory of the buffers, which is twice that of one bucket."""
+"""Approximate number of elements that are reduced together: bounds the memory of the buffers, which is twice that of
+one bucket."""
 
 
 class Shards(Protocol):
     """The communicator of the processes that hold shards of the same parameters: this device in every pipeline."""
 
     def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
-        """Puts member i's tensor into row i of the output, on every member; the tensor may be the member's own row."""
+        """Put member i's tensor into row i of the output, on every member; the tensor may be the member's own row."""
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
-        """Adds the members' tensors [members, ...] and puts row i of the sum into member i's output."""
+        """Add the members' tensors [members, ...] and put row i of the sum into member i's output."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,22 +51,22 @@ class _Sharded:
 
     name: str
     shape: torch.Size
-    """Of the whole."""
+    """Shape of the whole parameter."""
     master: nn.Parameter
     """This process's rows."""
     start: int
-    """First of them."""
+    """First of these rows."""
     chunk: int
-    """Rows of the first replica, and of all others but the last ones."""
+    """Rows of every replica except the last ones."""
     shard: nn.Parameter
-    """What FSDP2 holds between steps; each gathering trains `whole` as this one is trained."""
+    """FSDP2's shard between steps; `whole` requires gradients as it does."""
     whole: nn.Parameter | None = None
-    """What the layers hold between gather and reduce; the same object from step to step."""
+    """The parameter of the layers between gather and reduce; the same object in every step."""
     gradient: Tensor | None = None
-    """Sum over microbatches in the master's dtype, where `whole` has another one."""
+    """Sum over microbatches in the master's dtype, if `whole` has another one."""
 
     def add(self, whole: Tensor) -> None:
-        """Moves a finished gradient from the computing dtype to the master's."""
+        """Add a finished gradient, converted from the computing dtype to the master's."""
         assert whole.grad is not None
         if self.gradient is None:
             self.gradient = whole.grad.to(self.master.dtype)
@@ -74,7 +75,7 @@ class _Sharded:
         whole.grad = None
 
     def take_gradient(self) -> Tensor | None:
-        """The whole gradient of the step so far, which is forgotten here."""
+        """Return the whole gradient of the step so far, and forget it."""
         gradient, self.gradient = self.gradient, None
         if gradient is None and self.whole is not None:
             gradient, self.whole.grad = self.whole.grad, None
@@ -83,7 +84,7 @@ class _Sharded:
 
 @dataclass(slots=True)
 class _Reduction:
-    """A reduce-scatter under way."""
+    """A reduce-scatter in progress."""
 
     handle: Pending
     output: Tensor
@@ -102,7 +103,7 @@ class _Holder:
 
 
 class ShardedModule:
-    """A module whose parameters live in shards over replicas.
+    """A module whose parameters are in shards over replicas.
 
     Args:
         module: with its whole parameters, the same on all replicas.
@@ -157,23 +158,23 @@ class ShardedModule:
         return _Holder(holder, gather)
 
     def __iter__(self) -> Iterator[tuple[str, nn.Parameter, int, torch.Size]]:
-        """(name, this process's rows, the first of them, shape of the whole)."""
+        """Yield (name, this process's rows, the first of them, shape of the whole)."""
         return ((one.name, one.master, one.start, one.shape) for one in self._parameters)
 
     def follow_flags(self) -> None:
-        """Trains those parameters whose masters are trained now. Between steps, on all replicas."""
+        """Make parameters trainable if their masters are trainable now. Between steps, on all replicas."""
         for parameter in self._parameters:
             parameter.shard.requires_grad_(parameter.master.requires_grad)
 
     def gather(self) -> None:
-        """Issues the all-gathers, in the same order on all replicas. Masters must not change until `reduce`."""
-        self._reductions.clear()  # what a step that failed may have left
+        """Issue the all-gathers, in the same order on all replicas. Masters must not change until `reduce`."""
+        self._reductions.clear()  # left over from a failed step
         self.free()
         for holder in self._holders:
             holder.unsharding = holder.module.unshard(async_op=True)
 
     def ready(self) -> None:
-        """Waits for them: from here on the module has whole parameters. A second call does nothing."""
+        """Wait for them: from here on the module has whole parameters. A second call does nothing."""
         for holder in self._holders:
             if holder.unsharding is not None:
                 holder.gather.wait()
@@ -187,7 +188,7 @@ class ShardedModule:
                     whole.requires_grad_(parameter.master.requires_grad)
 
     def gradient(self, name: str) -> Tensor:
-        """The buffer that gradients of a parameter are added to, whole, in the master's dtype; zeros at first."""
+        """Return the buffer that gradients of a parameter are added to, whole, in the master's dtype, initially 0."""
         (parameter,) = (one for one in self._parameters if one.name == name)
         if parameter.gradient is None:
             parameter.gradient = torch.zeros(
@@ -197,8 +198,8 @@ class ShardedModule:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """After the last gradient of the step: issues the sums over replicas, in the same order on all of them, and
-        frees the whole parameters."""
+        """After the last gradient of the step: issue the sums over replicas, in the same order on all of them, and free
+        the whole parameters."""
         bucket: list[_Sharded] = []
         elements = 0
         for parameter in self._parameters:
@@ -214,7 +215,7 @@ class ShardedModule:
         self.free()
 
     def free(self) -> None:
-        """Frees the whole parameters, and gradients that were not reduced."""
+        """Free the whole parameters, and gradients that were not reduced."""
         for holder in self._holders:
             if holder.unsharding is not None:
                 holder.gather.wait()
@@ -248,7 +249,7 @@ class ShardedModule:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Waits for the sums and adds them to the gradients of the masters.
+        """Wait for the sums and add them to the gradients of the masters.
 
         A parameter that no replica has a gradient for stays without one, as in one process.
         """
@@ -286,7 +287,7 @@ class _AllGather:
         if input_tensor.numel():
             output = output_tensor.view(group.size(), -1)
             self._pending = self._shards.all_gather(output, input_tensor, self._what)
-        return self  # that something is there tells FSDP2 not to wait itself
+        return self  # a non-None value tells FSDP2 not to wait itself
 
     def wait(self) -> None:
         if self._pending is not None:
@@ -295,7 +296,7 @@ class _AllGather:
 
 
 class _NeverCalled(nn.Module):
-    """Holds a module whose parameters FSDP2 is to manage, out of reach of its hooks."""
+    """Holds a module whose parameters FSDP2 manages, out of reach of its hooks."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -303,9 +304,9 @@ class _NeverCalled(nn.Module):
 
 
 def _units(module: nn.Module, units: Sequence[nn.Module]) -> list[tuple[nn.Module, Sequence[nn.Module]]]:
-    """Modules to gather, and modules in them that are gathered by themselves.
+    """Return the modules to gather, and modules in them that are gathered separately.
 
-    A parameter that two units share cannot be gathered with either: then all are gathered together.
+    A parameter that two units share cannot be gathered with either of them: then all are gathered together.
     """
     held = [set(unit.parameters()) for unit in units]
     inside = set[nn.Parameter]().union(*held)

@@ -1,16 +1,15 @@
-"""Sums of gradients over replicas: every replica holds all parameters of its devices, and all get the same sums.
+"""Sums of gradients over replicas: every replica has all parameters of its devices, and all get the same sums.
 
-A device sums in parts (its stages, its rows of the vocabulary), each as soon as the step has added the last gradient of
-the part, while other passes go on:
+A device sums in parts (its stages, its rows of the vocabulary), each as soon as its last gradient of the step is added,
+while other passes go on:
 
     replica 0   ... W  [sum of stage 1, under way ........]
     replica 1   ... W  [sum of stage 1, under way ........]   finish: waits, puts the sums in place
 
-The weights of tokens are normalised over all replicas beforehand, so sums are all that is needed, no means.
+Token weights are normalised over all replicas beforehand, so gradients need sums, not means.
 
 Gradients may accumulate over several steps. Those of earlier steps are sums already: the first replica keeps them, the
-others begin each step without, so that they enter the next sum once. On the host this needs no memory beyond one
-bucket per part.
+others start each step without, so that they enter the next sum once. This needs no memory beyond one bucket per part.
 """
 
 from __future__ import annotations
@@ -24,41 +23,41 @@ import torch
 from torch import Tensor, nn
 
 ALONE_ELEMENTS = 1 << 18
-"""A gradient of so many elements is summed where it lies; smaller ones of a part are copied into a bucket together."""
+"""Larger gradients are summed in place; smaller ones of a part are copied into one bucket."""
 
 
 class Pending(Protocol):
-    """A collective under way."""
+    """A collective in progress."""
 
     def wait(self, needed_by: str = "", /) -> None:
-        """Returns when the result may be read."""
+        """Return when the result may be read."""
 
 
 class Sums(Protocol):
     """The communicator of the processes that hold the same parameters: this device in every pipeline."""
 
     def all_reduce(self, tensor: Tensor, what: str) -> Pending:
-        """Adds the members' tensors; each finds the sum in its own."""
+        """Add the members' tensors; each gets the sum in its own tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """One sum under way."""
+    """One sum in progress."""
 
     handle: Pending
     buffer: Tensor
     parameters: Sequence[nn.Parameter]
-    """Whose gradients lie in the buffer, one after the other; a single one lies there in its own shape."""
+    """Parameters whose gradients are in the buffer, one after the other; a single one has its own shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The sums of one part under way."""
+    """The sums of one part in progress."""
 
     what: str
     buckets: list[_Bucket]
     missing: Mapping[nn.Parameter, int]
-    """Those that got no gradient here, and where in the first bucket the number of replicas stands that have one."""
+    """Parameters without a gradient here, and where the first bucket has the number of replicas with one."""
 
 
 class ReplicatedGradients:
@@ -78,11 +77,11 @@ class ReplicatedGradients:
         self.follow_flags()
 
     def follow_flags(self) -> None:
-        """Sums the gradients of those parameters that are trained now. Between steps, on all replicas."""
+        """Sum only the gradients of parameters that are trainable now. Between steps, on all replicas."""
         self._parts = {name: [one for one in held if one.requires_grad] for name, held in self._all.items()}
 
     def begin(self) -> None:
-        """Before the first backward of a step."""
+        """Prepare for the first backward of a step."""
         self._under_way.clear()
         if not self._is_first:
             for parameter in chain.from_iterable(self._parts.values()):
@@ -90,7 +89,7 @@ class ReplicatedGradients:
 
     @torch.no_grad()
     def reduce(self, part: str) -> None:
-        """After the last gradient of a part: issues its sums. In the same order on all replicas."""
+        """After the last gradient of a part: issue its sums. In the same order on all replicas."""
         parameters = self._parts[part]
         if not parameters:
             return
@@ -111,7 +110,7 @@ class ReplicatedGradients:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """At the end of the step: waits for all sums and puts them in place.
+        """At the end of the step: wait for all sums and put them in place.
 
         A parameter that no replica has a gradient for stays without one, as in one process.
         """

@@ -1,4 +1,4 @@
-"""Which processes form a pipeline, how many pipelines there are side by side, and where this process stands.
+"""Which processes form a pipeline, how many pipelines there are side by side, and the position of this process.
 
 axis "pp" --->        device 0   device 1   device 2
 axis "dp"  replica 0     0          1          2        each row is a pipeline with the whole model and its own data;
@@ -25,18 +25,18 @@ class Grid:
     pipelines: tuple[tuple[int, ...], ...]
     """[replica][device]; the same on every process."""
     replica: int
-    """The pipeline that this process belongs to."""
+    """The pipeline of this process."""
     device: int
-    """The device of it that this process is."""
+    """The position of this process in it."""
 
     @property
     def devices(self) -> int:
-        """Of one pipeline."""
+        """Number of devices of one pipeline."""
         return len(self.pipelines[0])
 
     @property
     def replicas(self) -> int:
-        """Pipelines side by side."""
+        """Number of pipelines side by side."""
         return len(self.pipelines)
 
     @property
@@ -50,17 +50,17 @@ class Grid:
         return tuple(rank for pipeline in self.pipelines for rank in pipeline)
 
     def column(self, device: int) -> tuple[int, ...]:
-        """The processes that are this device in their pipelines, by rank."""
+        """The processes with this position in all pipelines, by rank."""
         return tuple(sorted(pipeline[device] for pipeline in self.pipelines))
 
 
 def process_grid(mesh: DeviceMesh | None, replicas: int | None = None) -> Grid:
-    """Where this process stands.
+    """Return the position of this process.
 
     Args:
         mesh: with an axis "pp", and "dp" for several pipelines, in any order. None: all processes, neighbours in one
             pipeline.
-        replicas: pipelines side by side; None: as many as the mesh says, one without a mesh.
+        replicas: pipelines side by side; None: as many as in the mesh, one without a mesh.
 
     Without an initialised process group it is one pipeline of one device.
 
@@ -94,7 +94,7 @@ def process_grid(mesh: DeviceMesh | None, replicas: int | None = None) -> Grid:
 
 
 def _rows(mesh: DeviceMesh) -> list[list[int]]:
-    """Ranks by (dp, pp)."""
+    """Return ranks by (dp, pp)."""
     names = mesh.mesh_dim_names or ()
     if PIPELINE_AXIS not in names:
         raise InputError(f'mesh: axes are {names}, expected one named "pp" (the pipeline)')

@@ -1,6 +1,6 @@
-"""Which schedule: named ones compared in one case, and a search for the best order, with what no order can beat.
+"""Compare named schedules in one case, search for the best order, and search for the best configuration.
 
-`plan_cases` simulates schedules side by side; `search` looks for the shortest order of a small `problem_of` any kind.
+`plan_cases` simulates schedules side by side; `search` finds the shortest order of a small problem (`problem_of`).
 """
 
 from __future__ import annotations

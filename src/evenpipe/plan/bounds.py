@@ -1,12 +1,13 @@
-"""What no configuration can beat, in microseconds: so that the search need not look at it.
+"""Lower bounds on configurations, in microseconds of computation, so that the search can skip most of them.
 
     layout          (work of all devices / devices) x microbatches + the end of the step
-    configuration   first the busiest device's work with what it has to compute again, then the bound of
-                    `simulate.best_bound` (no order of these passes is shorter); + the end of the step
+    configuration   first the busiest device's work with its recomputation, then the bound of `simulate.best_bound`;
+                    + the end of the step
 
-What has to be computed again follows from a floor of the memory: parameters and their states, and of every layer in
-flight before vocabulary passes are added, what the gradients of its products need; of the output layer one exponential
-per logit of a microbatch. A device over its memory even when every layer keeps its input only cannot be helped.
+The necessary recomputation follows from a lower bound on memory: parameters and their states; for every layer in flight
+before vocabulary passes are added, the tensors that the gradients of its products need; and for the output layer one
+exponential per logit of a microbatch. If a device exceeds its memory even when every layer keeps only its input, the
+configuration cannot fit.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from .programs import InFlight, in_flight, steps_of
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """No step is shorter. lacking: bytes that the device `device` lacks at least, whatever it computes again; 0 where
-    that is not known to be so."""
+    """A lower bound on the step. lacking: bytes that `device` lacks at least, with full recomputation; 0 if it may
+    fit."""
 
     seconds: float
     lacking: int = 0
@@ -46,7 +47,8 @@ class Bound:
 
 
 def layout_bound(problem: Problem, layout: Layout, host_share: float = 0.0) -> Bound:
-    """Over all configurations of a layout. host_share: the largest of the optimizer's moments that is on the host."""
+    """Return the bound of all configurations of a layout. host_share: the largest share of the optimizer's moments on
+    the host."""
     parallelism = layout.parallelism
     setting = problem.setting(layout)
     description = problem.description
@@ -54,7 +56,7 @@ def layout_bound(problem: Problem, layout: Layout, host_share: float = 0.0) -> B
         sum(time.forward + time.backward for time in layer_times(problem, layout, mode))
         for mode in ("first-last", "vocab-2")
     )
-    # Without waves: a shard of the output layer may fill its last wave better than the whole.
+    # Without waves: a shard of the output layer may fill its last wave better than the whole layer.
     smooth = replace(setting, hardware=replace(setting.hardware, units=1))
     shape = description.hidden_size, description.vocabulary_size
     work += min(head_time(*shape, smooth).seconds, whole_head_time(*shape, smooth).seconds)
@@ -69,7 +71,7 @@ def layout_bound(problem: Problem, layout: Layout, host_share: float = 0.0) -> B
 
 
 def work_bound(problem: Problem, configuration: Configuration) -> Bound:
-    """Of one configuration: the work of its busiest device, with what has to be computed again."""
+    """Return the bound of one configuration: the work of its busiest device, including recomputation."""
     shape = _shape(configuration)
     costs = costs_of(problem, configuration, shape.placement)
     again, lacking, device = _memory_floor(problem, configuration, shape)
@@ -79,8 +81,8 @@ def work_bound(problem: Problem, configuration: Configuration) -> Bound:
 
 
 def order_bound(problem: Problem, configuration: Configuration) -> float:
-    """Of one configuration: no order of its passes that holds as few microbatches is shorter, with nothing computed
-    again."""
+    """Return a bound of one configuration without recomputation: no order of its passes that holds as few microbatches
+    is shorter."""
     shape, barriers = _shape(configuration), BARRIERS[configuration.vocabulary]
     stages = shape.placement.stages // shape.placement.devices
     costs = costs_of(problem, configuration, shape.placement)
@@ -112,8 +114,8 @@ def _shape(configuration: Configuration) -> Shape:
 
 
 def usable(problem: Problem, layout: Layout, *, transfers: int = 0) -> float:
-    """Bytes of tensors that a device has room for, when all else is as large as was ever seen. transfers: communicators
-    of the pipeline."""
+    """Return the bytes that a device has for tensors, if everything else is as large as was ever seen. transfers:
+    communicators of the pipeline."""
     if problem.hardware.torch_device == "cpu":
         return problem.memory_bytes
     framework, parallelism = FRAMEWORKS[problem.kernels_name], layout.parallelism
@@ -127,7 +129,8 @@ def usable(problem: Problem, layout: Layout, *, transfers: int = 0) -> float:
 
 
 def _memory_floor(problem: Problem, configuration: Configuration, shape: Shape) -> tuple[list[float], int, int]:
-    """Seconds per microbatch that each device computes again at least; bytes that one lacks all the same, and which."""
+    """Return the least seconds of recomputation of each device per microbatch; and the bytes that a device lacks even
+    so, and which."""
     layout = configuration.layout
     setting = problem.setting(layout)
     devices = layout.parallelism.pp
@@ -138,7 +141,7 @@ def _memory_floor(problem: Problem, configuration: Configuration, shape: Shape) 
     flight = _in_flight(configuration)
     logits = _logits(problem, configuration, shape, setting)
     saved = tuple(map(min, zip(*(saved_floor(work, setting) for work in problem.kinds), strict=True)))
-    if configuration.moves:  # what is on the host may be anything
+    if configuration.moves:  # any amount may be on the host
         saved = (0.0, 0.0, 0.0)
     turns_back = shape.placement == Placement.v_shape(devices)
     times = layer_times(problem, layout, configuration.vocabulary)
@@ -147,7 +150,7 @@ def _memory_floor(problem: Problem, configuration: Configuration, shape: Shape) 
     tolerance = 0.1 * problem.memory_bytes if shape.by_costs else 0.0
     for device, layers in enumerate(layers_of_devices(configuration, shape.placement)):
         stages = shape.placement.stages_of(device)
-        # Each barrier keeps every stage's activation of one microbatch more; of looped stages, of one stage.
+        # Each barrier keeps every stage's activation of one microbatch more; for looped stages, of one stage.
         more = barriers * (len(layers) if turns_back else len(layers) / len(stages))
         hops = 0 if devices == 1 else 2 if device in (0, devices - 1) else 4
         room = usable(problem, layout, transfers=hops + (4 if barriers and devices > 1 else 0))
@@ -178,7 +181,7 @@ def _memory_floor(problem: Problem, configuration: Configuration, shape: Shape) 
 
 
 def _logits(problem: Problem, configuration: Configuration, shape: Shape, setting: Setting) -> list[float]:
-    """Bytes of one microbatch's logits, or of what is made of them, per device."""
+    """Return the bytes of one microbatch's logits, or of tensors of that size, per device."""
     devices = shape.placement.devices
     if setting.loss == "chunked":
         return [0.0] * devices
@@ -189,10 +192,10 @@ def _logits(problem: Problem, configuration: Configuration, shape: Shape, settin
 
 
 def saved_floor(work: LayerWork, setting: Setting) -> tuple[float, float, float]:
-    """Bytes that a layer keeps of one microbatch at least, under the policies none, selective and full.
+    """Return the least bytes that a layer keeps of one microbatch, under the policies none, selective and full.
 
-    None: inputs of products and norms, queries, keys and values, what the activation reads. Selective: results of
-    products and of attention. Full: its input.
+    None: inputs of products, norms and the activation, queries, keys and values. Selective: results of products and of
+    attention. Full: its input.
     """
     tokens = setting.tokens * setting.element
     wide = work.hidden_size * setting.hidden_share

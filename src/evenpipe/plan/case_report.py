@@ -1,4 +1,4 @@
-"""Cases in words: one in detail, several in a table."""
+"""Cases as text: one in detail, several in a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EQUAL_COPIES = "copies to the host and back: 0.75 each; bytes: a forward of a st
 
 
 def summary(case: Case, costs: str | None) -> str:
-    """Everything of one case. `costs`: the file that they come from, None for equal ones."""
+    """Return one case in detail. `costs`: the name of their file, None for equal ones."""
     simulation, timeline = case.simulation, case.simulation.timeline
     schedule = case.schedule
     lines = [
@@ -60,19 +60,19 @@ SORTED_BY: dict[str, Callable[[Case], float]] = {
     "on-device": lambda case: _microbatches(case, max(case.simulation.timeline.peak_on_device)),
     "bytes": lambda case: max(case.simulation.timeline.peak_bytes or (math.inf,)),
 }
-"""What the rows of `table` can be sorted by, the best first: least, or busiest."""
+"""Sort keys for the rows of `table`, the best first: least, or busiest."""
 
 _EQUALLY_SHORT = 1e-9
-"""Steps that differ by no more than this, relatively, are equally short."""
+"""Steps with a smaller relative difference count as equal."""
 
 
 def sorted_cases(cases: Sequence[Case], by: str | None) -> list[Case]:
-    """`cases` by a name of `SORTED_BY`, or as they stand. Equal ones stay in their order."""
+    """Return `cases` sorted by a name of `SORTED_BY`, or unsorted. Equal cases keep their order."""
     return list(cases) if by is None else sorted(cases, key=SORTED_BY[by])
 
 
 def table(cases: Sequence[Case], costs: str | None, *, sort: str | None = None) -> str:
-    """One row per case, the shortest step marked. `costs` as in `summary`; sort: a name of `SORTED_BY`."""
+    """Return one row per case, the shortest step marked. `costs` as in `summary`; sort: a name of `SORTED_BY`."""
     modes = any(case.mode not in (None, *WHOLE) for case in cases)
     with_bytes = any(case.simulation.timeline.peak_bytes for case in cases)
     copied = any(case.simulation.timeline.on_device for case in cases)
@@ -86,7 +86,7 @@ def table(cases: Sequence[Case], costs: str | None, *, sort: str | None = None) 
         timeline = case.simulation.timeline
         count = case.stages_per_device
         peak, here = max(timeline.peak_in_flight), max(timeline.peak_on_device)
-        row = [case.name, *_if(modes, case.mode or "as it stands")]
+        row = [case.name, *_if(modes, case.mode or "unchanged")]
         row += ["-" if count is None else str(count), _number(timeline.makespan)]
         row += [_number(case.simulation.bounds["makespan"].value), f"{100 * timeline.mean_busy:.1f}"]
         row += [_number(timeline.span), f"{100 * timeline.bubble_rate:.1f}"]
@@ -98,17 +98,17 @@ def table(cases: Sequence[Case], costs: str | None, *, sort: str | None = None) 
         rows.append(row)
     notes = [EQUAL_COPIES] if costs is None and copied else []
     if len({case.schedule.placement.stages for case in cases}) > 1:
-        notes.append(f"a stage of {first.name} has these costs; in the others a device does the same work")
+        notes.append(f"costs are those of a stage of {first.name}; in all schedules a device does the same work")
     if modes and any(case.mode in WHOLE for case in cases):
-        notes.append("where the vocabulary is not sharded, the first and last stage do that work too")
+        notes.append("without sharding, the first and last stage also do the vocabulary work")
     return "\n".join(
         [
             _size(first),
             f"costs: {EQUAL if costs is None else costs}",
             *notes,
-            "step: from the first start to the last end; bound: no order of these passes has a shorter step",
+            "step: from the first start to the last end; bound: lower bound for all orders of these passes",
             "busy: share of the step that devices compute, on average over all of them",
-            "in flight: most activations of one device, by stage, and as microbatches through all layers of the device",
+            "in flight: most activations on a device, counted per stage, and as microbatches through all its layers",
             "",
             *_table(head, rows, left=2 if modes else 1),
         ]
@@ -116,17 +116,17 @@ def table(cases: Sequence[Case], costs: str | None, *, sort: str | None = None) 
 
 
 def _if(condition: object, column: str) -> list[str]:
-    """A column that only some tables have."""
+    """Return a column that only some tables have."""
     return [column] if condition else []
 
 
 def _microbatches(case: Case, stages: float) -> float:
-    """So many stage activations as microbatches through all layers of a device."""
+    """Return stage activations converted to microbatches through all layers of a device."""
     return stages * case.schedule.devices / case.schedule.placement.stages
 
 
 def to_dict(cases: Sequence[Case], costs: str | None, *, several: bool, sort: str | None = None) -> dict[str, Any]:
-    """For JSON: a case, or with `several` a list of them under "schedules", sorted as in `table`."""
+    """Return a dict for JSON: a case, or with `several` a list of them under "schedules", sorted as in `table`."""
     source = {"costs": costs or "equal"}
     if several:
         return {**source, "schedules": [case.to_dict() for case in sorted_cases(cases, sort)]}
@@ -134,7 +134,7 @@ def to_dict(cases: Sequence[Case], costs: str | None, *, several: bool, sort: st
 
 
 def labels(cases: Sequence[Case]) -> list[str]:
-    """Names, and modes if any of them adds passes."""
+    """Return names, with modes if any of them adds passes."""
     modes = any(case.mode not in (None, *WHOLE) for case in cases)
     return [f"{case.name}, {case.mode}" if modes and case.mode else case.name for case in cases]
 
@@ -166,8 +166,8 @@ def _critical_path(case: Case) -> list[str]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Aligned columns; the first `left` and one without a heading to the left, figures to the right. Headings may have
-    two lines."""
+    """Return aligned columns; the first `left` and one without a heading to the left, figures to the right. Headings
+    may have two lines."""
     above = [name.rpartition("\n")[0] for name in head]
     lines = [*([above] if any(above) else []), [name.rpartition("\n")[2] for name in head], *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
@@ -181,7 +181,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) ->
 
 
 def _number(value: float) -> str:
-    """Six digits at most, thousands apart."""
+    """Return a number with at most six digits, with thousands separators."""
     if abs(value) >= 10000:
         return f"{value:,.0f}"
     return f"{value:.6g}"

@@ -1,9 +1,8 @@
-"""From what a user names to figures: schedules at one size, with costs, in vocabulary modes, each simulated.
+"""Simulate schedules that a user names: at one size, with costs, in vocabulary modes.
 
-Several schedules are compared for one model: each device does the same work whichever schedule it follows, so costs per
-stage, which are those of the first schedule, are divided where another has more stages (`stage_costs`). Likewise with
-vocabulary modes: where one that shards the vocabulary layers stands beside one that does not, the latter has their work
-in its first and last stage.
+Several schedules are compared for one model: each device does the same work in every schedule, so costs per stage,
+which are those of the first schedule, are divided if another has more stages (`stage_costs`). Likewise, if modes with
+and without sharded vocabulary layers are compared, the latter do the vocabulary work in the first and last stage.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from evenpipe.simulate import Simulation, simulate
 from .stage_costs import costs_for_stages, with_whole_vocabulary
 
 WHOLE = tuple(mode for mode in MODES if not BARRIERS[mode])
-"""Modes whose vocabulary layers are whole, on the first and last stage."""
+"""Modes with whole vocabulary layers, on the first and last stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One schedule in one vocabulary mode, and what came of it.
+    """One schedule in one vocabulary mode, and its simulation.
 
-    name: as the user wrote it. mode: None for a file that is taken as it stands. costs: those of its own stages.
+    name: as the user wrote it. mode: None for an unchanged file. costs: those of its own stages.
     """
 
     name: str
@@ -45,13 +44,13 @@ class Case:
 
     @property
     def stages_per_device(self) -> int | None:
-        """None where devices hold different numbers of stages."""
+        """Number of stages per device, or None if devices have different numbers."""
         placement = self.schedule.placement
         counts = {len(placement.stages_of(device)) for device in range(placement.devices)}
         return counts.pop() if len(counts) == 1 else None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         return {
             "schedule": self.name,
             "vocabulary": self.mode,
@@ -71,14 +70,14 @@ def plan_cases(
     options: Mapping[str, Any] | None = None,
     offload: str | float = "scheduled",
 ) -> list[Case]:
-    """Every schedule of `names` (names, or CSV files, whose names end in .csv) in every mode of `vocabularies`.
+    """Return every schedule of `names` (names, or CSV files, whose names end in .csv) in every mode of `vocabularies`.
 
-    devices, microbatches: those of the first file where not given. vocabularies: none takes named schedules without
-    vocabulary passes, and files as they stand. costs: equal ones by default, where `offload` asks for
-    copies with bytes in which one forward of a stage stores 1. options: of the generators; with several
-    schedules each takes those that it has. offload: as for `plan_order`; programs stay as they are.
+    devices, microbatches: by default those of the first file. vocabularies: if empty, named schedules get no vocabulary
+    passes, and files are unchanged. costs: equal ones by default; with `offload`, one forward of a stage stores 1 byte.
+    options: of the generators; with several schedules each takes those that it has. offload: as for `plan_order`;
+    programs stay unchanged.
 
-    Raises InputError for names, sizes, options and files that are wrong, with every fault of a file that is not sound.
+    Raises InputError for wrong names, sizes, options and files, with every fault of an unsound file.
     """
     files = {name: _sound(name) for name in names if name.endswith(".csv")}
     for schedule in files.values():
@@ -113,7 +112,7 @@ def plan_cases(
                     used = with_whole_vocabulary(own_costs, base.placement)
                 file = files.get(name)
                 if mode is None:
-                    assert file is not None, "only files are taken as they stand"
+                    assert file is not None, "only files stay unchanged"
                     schedule = with_offload(file, used, offload) if isinstance(file, Order) else file
                 elif isinstance(file, Program):
                     schedule = _program_in_mode(name, file, mode, used)
@@ -127,7 +126,7 @@ def plan_cases(
 
 @contextmanager
 def _errors_of(name: str, *, among: Sequence[str]) -> Iterator[None]:
-    """Where there are several schedules, errors say which one they are of."""
+    """Add the name of the schedule to errors, if there are several."""
     try:
         yield
     except InputError as error:
@@ -147,7 +146,7 @@ def _sound(path: str) -> Order | Program:
 
 
 def _program_in_mode(name: str, program: Program, mode: str, costs: Costs) -> Program:
-    """A program has the passes that it has; another mode would need other transfers too."""
+    """A program has fixed passes; another mode would also need other transfers."""
     order = program.order
     if plan_order(order, order.devices, order.microbatches, mode, costs) != order:
         raise InputError(f"schedule '{name}' has transfers, so no passes can be added for vocabulary mode {mode}")
@@ -155,7 +154,8 @@ def _program_in_mode(name: str, program: Program, mode: str, costs: Costs) -> Pr
 
 
 def _options(name: str, given: Mapping[str, Any], *, alone: bool) -> dict[str, Any]:
-    """The options that go to a schedule: all, for `generate` to refuse, or those that it has, among several."""
+    """Return the options for a schedule: all, for `generate` to refuse, or, among several schedules, those that it
+    has."""
     if name.endswith(".csv"):
         return {}
     return dict(given) if alone else {option: value for option, value in given.items() if option in options_of(name)}

@@ -1,16 +1,16 @@
-"""The fastest configurations that fit, found without looking at all of them.
+"""Find the fastest configurations that fit, without evaluating all of them.
 
-Best first: layouts by a bound on their time, their configurations by a sharper one (`bounds`), and what comes out on
-top is evaluated. As soon as no bound is below the time of the last plan that is wanted, by half a percent, nothing
-better is left. So the result is that of an exhaustive search, but for two rules, the second one of experience:
+Best-first search: layouts are sorted by a bound on their time, their configurations by a sharper one (`bounds`), and
+the first are evaluated. When no bound is below the time of the last wanted plan by half a percent, the search ends. So
+the result is that of an exhaustive search, except for two rules, the second one empirical:
 
-    more sequences per microbatch never need less memory: where a configuration does not fit, larger ones are skipped
-    what a schedule loses against its bound on one layout, it loses at least half of on another with as many devices
+    more sequences per microbatch never need less memory: if a configuration does not fit, larger ones are skipped
+    a schedule loses on a layout at least half of what it loses against its bound on others with as many devices
 
-That the least model parallelism that fits is the fastest (arXiv 2411.06465: within twice the least) is no rule here: it
-was found with 1F1B and whole vocabulary layers, and would leave out deep pipelines that have the bubbles of neither.
+The search does not assume that the least model parallelism that fits is the fastest (arXiv 2411.06465: within twice the
+least): that was found with 1F1B and whole vocabulary layers, and would exclude deep pipelines without their bubbles.
 
-Evaluations run in processes, so many at a time whatever the number of processes: the result does not depend on it.
+Evaluations run in processes, a fixed number at a time, so the result does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ TOGETHER = 8
 """Configurations that are evaluated at the same time."""
 
 LOSS_SHARE = 0.5
-"""Of what a schedule lost on the layout where it lost least, what it is expected to lose on others."""
+"""Share of the smallest loss of a schedule on any layout that it is expected to lose on others."""
 
 WORTH = 0.995
-"""A plan that cannot be better than this part of the time of the last one that is wanted is not looked for: pass times
-are not known that well, and there are many plans that differ by less."""
+"""The search ignores plans that cannot be faster than this share of the time of the last wanted plan: pass times are
+not known more precisely, and many plans differ by less."""
 
 Progress = Callable[[int, int, float], None]
 """Called with evaluations done, configurations waiting, and the time of the best plan so far (infinite without)."""
@@ -50,7 +50,7 @@ Progress = Callable[[int, int, float], None]
 @dataclass(frozen=True, slots=True)
 class Rejected:
     """A configuration, or a whole layout, whose device `device` lacks `lacking` bytes at least; found without a full
-    evaluation. seconds: no step of it is shorter."""
+    evaluation. seconds: lower bound on its step."""
 
     layout: Layout
     configuration: Configuration | None
@@ -61,7 +61,7 @@ class Rejected:
 
 @dataclass(slots=True)
 class Found:
-    """What a search has seen. plans: those that fit, fastest first. failed: evaluated, and do not fit."""
+    """The results of a search. plans: those that fit, fastest first. failed: evaluated, but do not fit."""
 
     problem: Problem
     space: Space
@@ -69,19 +69,19 @@ class Found:
     failed: list[Evaluation] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     late: list[Evaluation] = field(default_factory=list)
-    """They fit, and are slower than what is wanted."""
+    """Plans that fit, but are too slow."""
     evaluated: int = 0
     bounded: int = 0
-    """Configurations of which a bound was enough."""
+    """Number of configurations excluded by a bound alone."""
     layouts: int = 0
 
     @property
     def best(self) -> Evaluation | None:
-        """The fastest plan."""
+        """Return the fastest plan."""
         return self.plans[0] if self.plans else None
 
     def best_of(self, vocabulary: str) -> Evaluation | None:
-        """The fastest pipeline with a vocabulary mode among the plans seen."""
+        """Return the fastest pipeline with a vocabulary mode among the plans seen."""
         return next((plan for plan in self.plans if _mode(plan.configuration) == vocabulary), None)
 
 
@@ -95,9 +95,9 @@ def search_configurations(
     cache: EvaluationCache | None = None,
     progress: Progress | None = None,
 ) -> Found:
-    """The `wanted` fastest plans; with `each_vocabulary` the fastest pipeline of every vocabulary mode, too.
+    """Return the `wanted` fastest plans; with `each_vocabulary` also the fastest pipeline of every vocabulary mode.
 
-    workers: processes, as many as the machine has cores by default; 1 evaluates here. Raises InputError as `layouts`.
+    workers: processes, by default one per core; 1 evaluates in this process. Raises InputError as `layouts`.
     """
     run = _Search(problem, space or Space(), wanted, each_vocabulary, cache or EvaluationCache.none())
     with _pool(problem, workers) as evaluate_all:
@@ -116,12 +116,12 @@ class _Search:
         self.found = Found(problem, space)
         self.numbers = count()
         self.heap: list[tuple[float, int, Layout | Configuration]] = []
-        self.sharp: set[Configuration] = set()  # whose bound is that of `order_bound` already
-        self.times: list[float] = []  # of the plans that fit, ascending
+        self.sharp: set[Configuration] = set()  # those with the bound of `order_bound`
+        self.times: list[float] = []  # times of the plans that fit, ascending
         self.best_of: dict[str, float] = {}  # by vocabulary mode
         self.losses: dict[Any, float] = {}  # by schedule, mode and devices: least time over bound so far
-        self.bounds: dict[Configuration, float] = {}  # of what is being evaluated
-        self.too_large: dict[Any, int] = {}  # by all but it, sequences per microbatch that do not fit
+        self.bounds: dict[Configuration, float] = {}  # configurations being evaluated
+        self.too_large: dict[Any, int] = {}  # by the other fields: sequences per microbatch that do not fit
         most_on_host = max(1.0 if share is None else share for share in space.host_shares)
         for layout in layouts(problem, space):
             self.found.layouts += 1
@@ -132,7 +132,7 @@ class _Search:
                 self._push(bound.seconds, layout)
 
     def to_the_end(self, evaluate_all: _EvaluateAll, progress: Progress | None) -> None:
-        """Until nothing better can come."""
+        """Search until no better plan is possible."""
         while batch := self._next():
             limits = [self._limit_of(one) for one in batch]
             for one, evaluation in zip(batch, self.cache.evaluated(batch, limits, evaluate_all), strict=True):
@@ -147,7 +147,7 @@ class _Search:
         heapq.heappush(self.heap, (bound, next(self.numbers), node))
 
     def _next(self) -> list[Configuration]:
-        """What to evaluate together next; empty at the end."""
+        """Return the configurations to evaluate together next; none at the end."""
         batch: list[Configuration] = []
         while self.heap and len(batch) < TOGETHER:
             seconds, _, node = heapq.heappop(self.heap)
@@ -166,27 +166,27 @@ class _Search:
         return batch
 
     def _limit(self) -> float:
-        """What is not below this is not worth a look."""
+        """Return the time that a plan must beat."""
         return WORTH * self.times[self.wanted - 1] if len(self.times) >= self.wanted else math.inf
 
     def _horizon(self) -> float:
-        """What is at least as slow as this is not wanted, whatever its vocabulary mode."""
+        """Return the time that a plan must beat, whatever its vocabulary mode."""
         modes = self.space.vocabularies if self.each else ()
         return max([self._limit(), *(WORTH * self.best_of.get(mode, math.inf) for mode in modes)])
 
     def _loss(self, one: Configuration) -> float:
-        """What its bound is to be multiplied with, by experience."""
+        """Return the empirical factor on the bound."""
         return 1 + LOSS_SHARE * (self.losses.get(_family(one), 1.0) - 1)
 
     def _limit_of(self, one: Configuration) -> float:
-        """The same for one configuration, which may be the first of its vocabulary mode."""
+        """Return the same for one configuration, which may be the first of its vocabulary mode."""
         mode = _mode(one)
         if not self.each or mode is None:
             return self._limit()
         return max(self._limit(), WORTH * self.best_of.get(mode, math.inf))
 
     def _open(self, layout: Layout) -> None:
-        """Bounds of all configurations of a layout."""
+        """Compute bounds of all configurations of a layout."""
         for one in configurations(self.problem, self.space, layout, head_layers(self.problem, layout)):
             bound = work_bound(self.problem, one)
             self.found.bounded += 1
@@ -220,7 +220,7 @@ class _Search:
 
 
 def head_layers(problem: Problem, layout: Layout) -> float:
-    """The time of the whole output layer, in layers."""
+    """Return the time of the whole output layer, in layers."""
     setting = problem.setting(layout)
     description = problem.description
     head = whole_head_time(description.hidden_size, description.vocabulary_size, setting)
@@ -229,7 +229,7 @@ def head_layers(problem: Problem, layout: Layout) -> float:
 
 
 def _mode(one: Configuration) -> str | None:
-    """The vocabulary mode of a pipeline; a single device has none."""
+    """Return the vocabulary mode of a pipeline; None for a single device."""
     return one.vocabulary if one.layout.parallelism.pp > 1 else None
 
 
@@ -245,15 +245,15 @@ def _all_but_size(one: Configuration) -> Any:
 # --- processes -----------------------------------------------------------------------------------------------
 
 _EvaluateAll = Callable[[Sequence[Configuration], Sequence[float]], Iterator[Evaluation]]
-"""Of configurations, each with its limit."""
+"""Evaluates configurations, each with its limit."""
 
 _problem: Problem | None = None
-"""Of this process, where it evaluates for another one."""
+"""Problem of this process, if it is a worker."""
 
 
 @contextmanager
 def _pool(problem: Problem, workers: int | None) -> Iterator[_EvaluateAll]:
-    """Processes that evaluate. Forked where that is possible, so that they have the model and the libraries at once."""
+    """Return worker processes. They are forked if possible, so that they have the model and the libraries at once."""
     processes = cores() if workers is None else workers
     if processes == 1 or "fork" not in multiprocessing.get_all_start_methods():
         yield lambda batch, limits: (evaluate(problem, one, limit) for one, limit in zip(batch, limits, strict=True))
@@ -274,5 +274,5 @@ def _evaluate_here(one: Configuration, limit: float) -> Evaluation:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return the number of cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,11 +1,10 @@
-"""Ways of running a model on a number of GPUs: what a search chooses among.
+"""Ways of running a model on a number of GPUs: the space of the search.
 
-    layout           sizes of the four axes, sequences per microbatch, what is sharded over replicas
+    layout           sizes of the four axes, sequences per microbatch, level of sharding over replicas
     configuration    a layout with a schedule, a vocabulary mode, and the layers of every stage
 
-Left out from the start is what cannot be (heads that do not divide, more stages than layers, a batch that does not
-divide) and what is known to be slow: tensor and context parallelism across nodes (memory page, section 2: a third of
-the speed is lost).
+Excluded are impossible layouts (heads that do not divide, more stages than layers, a batch that does not divide) and
+slow ones: tensor and context parallelism across nodes, which loses a third of the speed.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from evenpipe.schedule.registry import options_of
 from evenpipe.schedule.transforms.offload import offloaded
 
 LEAST = "least"
-"""In the place of a checkpointing policy: on every device as little recomputation as its memory allows. In the place of
-what is said about copies to the host: as "free", where not everything has room on the devices, else as "scheduled"."""
+"""Instead of a checkpointing policy: on every device only as much recomputation as its memory requires. Instead of a
+choice for copies to the host: "free" if not everything fits on the devices, else "scheduled"."""
 
 OFFLOAD = (*planning.OFFLOAD, LEAST)
 
@@ -59,43 +58,43 @@ Options = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is given: the model, the machine and the batch."""
+    """The model, the machine and the batch."""
 
     description: Description
     works: tuple[LayerWork, ...]
-    """Of each layer."""
+    """Work of each layer."""
     flops: tuple[float, ...]
-    """Forward FLOPs per token of each layer: what the runtime arranges orders by."""
+    """Forward FLOPs per token of each layer: the runtime arranges orders by them."""
     head_flops: float
     hardware: Hardware
     gpus: int
     memory_bytes: int
-    """That a GPU has."""
+    """Memory of a GPU."""
     sequence: int
     sequences_per_step: int
     dtype: str = "bf16"
     kernels_name: str = "transformers"
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What was computed already, by what it is of: layers and output layers of a layout."""
+    """Cached results: layers and output layers of a layout."""
 
     @property
     def kernels(self) -> Kernels:
-        """What runs."""
+        """The kernels that run."""
         return PRESETS[self.kernels_name]
 
     @property
     def layers(self) -> int:
-        """Of the model."""
+        """Number of layers."""
         return len(self.works)
 
     @property
     def kinds(self) -> tuple[LayerWork, ...]:
-        """Of the layers, those that differ."""
+        """The distinct layers."""
         return tuple({id(work): work for work in self.works}.values())
 
     def setting(self, layout: Layout, *, together: bool = False) -> Setting:
-        """How a device computes under `layout`, beside the replicas of it that share its machine; `together`: while all
-        devices of all of them compute."""
+        """Return how a device computes under `layout`, beside the replicas that share its machine; `together`: while
+        all devices of all of them compute."""
         kernels, parallelism = self.kernels, layout.parallelism
         others = parallelism.gpus - 1 if together else parallelism.dp - 1
         correction = self.correction(layout.microbatch_size)
@@ -115,8 +114,8 @@ class Problem:
         )
 
     def contention(self, layout: Layout) -> float:
-        """What compute takes longer while all devices of a pipeline compute, beside `setting`'s figures: with j of them
-        computing, so do dp * j of all replicas."""
+        """Return the slowdown of compute while all devices of a pipeline compute, beyond the figures of `setting`: if j
+        of them compute, so do dp * j of all replicas."""
         parallelism = layout.parallelism
         if parallelism.pp == 1:
             return 1.0
@@ -124,16 +123,16 @@ class Problem:
         return self._slower(parallelism.gpus - 1, correction) / self._slower(parallelism.dp - 1, correction)
 
     def _slower(self, others: int, correction: Correction) -> float:
-        """Factor on compute beside so many other devices that compute: in proportion to what all of a node do."""
+        """Return the slowdown of compute beside this many other devices: in proportion to that of a whole node."""
         most = self.hardware.contention if correction.contention is None else correction.contention
         per_other = (most - 1) / max(1, self.hardware.devices_per_node - 1)
         return 1 + per_other * min(others, self.hardware.devices_per_node - 1)
 
-    # --- what was measured of this model ---------------------------------------------------------------------
+    # --- measured passes of this model ---------------------------------------------------------------------------
 
     @property
     def measured(self) -> tuple[MeasuredPasses, ...]:
-        """Passes of this model, with this length of sequence and these kernels, on this hardware."""
+        """Return the passes of this model, with this sequence length and these kernels, on this hardware."""
         if self.kernels_name != EVENPIPE:
             return ()
         description = self.description
@@ -145,7 +144,7 @@ class Problem:
         )
 
     def correction(self, microbatch_size: int) -> Correction:
-        """Of analytic times, by what was measured; none without."""
+        """Return the correction of analytic times by measurements, if there are any."""
         if not self.hardware.passes:
             return NO_CORRECTION
         found: dict[int, Correction] | None = self.known.get("corrections")
@@ -189,19 +188,17 @@ def problem_of(
     dtype: str = "bf16",
     kernels: str = "transformers",
 ) -> Problem:
-    """A problem in a user's words. Raises InputError for numbers that cannot be."""
+    """Return the problem for the values of a user. Raises InputError for impossible numbers."""
     for name, value in (("gpus", gpus), ("sequence", sequence), ("sequences per step", sequences_per_step)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{name} is {value!r}, expected a whole number of at least 1")
     if memory_bytes is not None and memory_bytes < 1:
-        raise InputError(f"gpu memory is {memory_bytes} bytes, expected more than none")
+        raise InputError(f"gpu memory is {memory_bytes} bytes, expected more than 0")
     if kernels not in PRESETS:
         raise InputError(f"kernels is '{kernels}', expected one of {', '.join(PRESETS)}")
     longest = description.maximum_length
     if longest is not None and sequence > longest and description.position_rows is not None:
-        raise InputError(
-            f"sequence is {sequence}, expected at most {longest}, the longest that the model has positions for"
-        )
+        raise InputError(f"sequence is {sequence}, expected at most {longest}, the longest that the model supports")
     if dtype not in ELEMENT_BYTES:
         raise InputError(f"dtype is '{dtype}', expected one of {', '.join(ELEMENT_BYTES)}")
     hardware.peak(dtype)
@@ -223,14 +220,14 @@ def problem_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What the search may choose. None: everything that is possible."""
+    """The choices of the search. None: everything that is possible."""
 
     dp: tuple[int, ...] | None = None
     tp: tuple[int, ...] | None = None
     cp: tuple[int, ...] | None = None
     pp: tuple[int, ...] | None = None
     zero: tuple[Literal[0, 1, 2, 3], ...] = (1, 3)
-    """Levels for layouts with replicas; the others have nothing to shard."""
+    """Levels for layouts with replicas; others have nothing to shard."""
     microbatch_sizes: tuple[int, ...] | None = None
     schedules: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min")
     stages_per_device: tuple[int, ...] = (2, 4)
@@ -241,7 +238,7 @@ class Space:
     offload: tuple[str, ...] = ("scheduled",)
     """Some of `OFFLOAD`."""
     host_shares: tuple[float | None, ...] = (0.0,)
-    """Of the optimizer's moments, that are on the host, 0 to 1; None: as large as memory asks for and time allows."""
+    """Shares of the optimizer's moments on the host, 0 to 1; None: as large as memory requires and time allows."""
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -253,7 +250,7 @@ class Space:
         ):
             given = getattr(self, name)
             if not given:
-                raise InputError(f"{name}: none is given, expected some of {', '.join(map(str, known))}")
+                raise InputError(f"{name}: nothing is given, expected some of {', '.join(map(str, known))}")
             for value in given:
                 if value not in known:
                     raise InputError(f"{name}: {value!r} is unknown, expected some of {', '.join(map(str, known))}")
@@ -267,7 +264,7 @@ class Space:
 
 
 RUNNABLE = Space(tp=(1,), cp=(1,), zero=(0, 3))
-"""What `evenpipe train` runs today."""
+"""The choices that `evenpipe train` can run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,13 +273,13 @@ class Layout:
 
     parallelism: Parallelism
     microbatch_size: int
-    """Sequences."""
+    """Sequences per microbatch."""
     microbatches: int
-    """Of a step and replica."""
+    """Microbatches per step and replica."""
 
     @property
     def model_parallel(self) -> int:
-        """GPUs that share one copy of the model."""
+        """Return the number of GPUs that share one copy of the model."""
         return self.parallelism.tp * self.parallelism.cp * self.parallelism.pp
 
 
@@ -293,23 +290,24 @@ class Configuration:
     layout: Layout
     schedule: str
     options: Options
-    """Of the schedule's generator."""
+    """Options of the schedule's generator."""
     vocabulary: str
     layers_per_stage: tuple[int, ...]
     checkpointing: tuple[str, ...]
     """`LEAST` or a policy, alone: for all layers; in an evaluated plan, one policy per layer."""
     offload: str = "scheduled"
-    """One of `OFFLOAD`; in an evaluated plan, none of `LEAST`."""
+    """One of `OFFLOAD`; never `LEAST` in an evaluated plan."""
     copy_time: tuple[float, ...] = ()
-    """By stage, what copies are arranged by, as `OffloadOptions.copy_time`; of an evaluated plan with copies."""
+    """By stage, the relative copy times that arrange copies, as `OffloadOptions.copy_time`; for an evaluated plan with
+    copies."""
     copy_seconds: tuple[float, ...] = ()
-    """By stage, what one copy takes; of such a plan."""
+    """By stage, the time of one copy; for such a plan."""
     host_share: float | None = 0.0
-    """Of the optimizer's moments, that are on the host; None, in no evaluated plan: left open."""
+    """Share of the optimizer's moments on the host; None: open (not in an evaluated plan)."""
 
     @property
     def name(self) -> str:
-        """In one line, for people."""
+        """Return the configuration in one line."""
         parallelism = self.layout.parallelism
         axes = [f"{axis}{size}" for axis in ("dp", "tp", "cp", "pp") if (size := getattr(parallelism, axis)) > 1]
         parts = ["·".join(axes) or "one GPU"]
@@ -327,7 +325,7 @@ class Configuration:
 
     @property
     def moves(self) -> bool:
-        """Whether it has activations on the host, or may have."""
+        """Return whether it has activations on the host, or may have."""
         if self.offload != "scheduled":
             return self.offload != "none"
         shape = shape_of(self.schedule, self.options, self.layout.parallelism.pp)
@@ -335,16 +333,16 @@ class Configuration:
 
     @property
     def schedule_name(self) -> str:
-        """With the stages per device where there is a choice."""
+        """Return the name, with the stages per device if there is a choice."""
         stages = dict(self.options).get("stages_per_device")
         return self.schedule if stages is None else f"{self.schedule}/{stages}"
 
 
-# --- how long its passes take --------------------------------------------------------------------------------
+# --- pass times ----------------------------------------------------------------------------------------------
 
 
 def layer_times(problem: Problem, layout: Layout, vocabulary: str) -> tuple[LayerTime, ...]:
-    """Of every layer beside vocabulary layers of a mode; alike ones are computed once."""
+    """Return times of every layer, beside vocabulary layers of a mode; equal layers are computed once."""
     whole = vocabulary in WHOLE
     found: tuple[LayerTime, ...] | None = problem.known.get((layout, whole))
     if found is None:
@@ -357,7 +355,7 @@ def layer_times(problem: Problem, layout: Layout, vocabulary: str) -> tuple[Laye
 
 
 def costs_of(problem: Problem, configuration: Configuration, placement: Placement) -> Costs:
-    """Seconds of passes and transfers."""
+    """Return the seconds of passes and transfers."""
     setting = problem.setting(configuration.layout)
     checkpointing = configuration.checkpointing
     if len(checkpointing) == 1:
@@ -380,11 +378,11 @@ def costs_of(problem: Problem, configuration: Configuration, placement: Placemen
     return replace(costs, O=copies, L=copies) if copies else costs
 
 
-# --- what there is to choose from ----------------------------------------------------------------------------
+# --- choices -------------------------------------------------------------------------------------------------
 
 
 def layouts(problem: Problem, space: Space) -> list[Layout]:
-    """All layouts in the space. Raises InputError when there is none, with what is in the way."""
+    """Return all layouts in the space. Raises InputError if there is none, with the reason."""
     found = list(_layouts(problem, space))
     if not found:
         given = [f"{name} {getattr(space, name)}" for name in ("dp", "tp", "cp", "pp") if getattr(space, name)]
@@ -419,7 +417,7 @@ def _layouts(problem: Problem, space: Space) -> Iterator[Layout]:
 
 
 def _microbatch_sizes(share: int, allowed: tuple[int, ...] | None) -> Iterator[int]:
-    """Powers of two, or those given, that divide a replica's part of the batch."""
+    """Return powers of two, or the given sizes, that divide a replica's part of the batch."""
     sizes = allowed or tuple(2**power for power in range(share.bit_length()))
     return (size for size in sizes if share % size == 0)
 
@@ -430,12 +428,12 @@ def _allowed(size: int, allowed: tuple[int, ...] | None) -> bool:
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """Ascending."""
+    """Return all divisors, ascending."""
     return tuple(one for one in range(1, number + 1) if number % one == 0)
 
 
 def configurations(problem: Problem, space: Space, layout: Layout, head_layers: float) -> Iterator[Configuration]:
-    """All configurations of a layout. head_layers: the output layer's time, in layers."""
+    """Return all configurations of a layout. head_layers: the output layer's time, in layers."""
     devices = layout.parallelism.pp
     schedules = space.schedules if devices > 1 else space.schedules[:1]
     modes = space.vocabularies if devices > 1 else space.vocabularies[:1]
@@ -446,7 +444,7 @@ def configurations(problem: Problem, space: Space, layout: Layout, head_layers: 
             continue
         for mode in modes:
             for split in splits(problem.layers, shape.placement, mode, round(head_layers, 2)):
-                # Modes with whole vocabulary layers differ in their splits only.
+                # Modes with whole vocabulary layers differ only in their splits.
                 key = (schedule, options, split, mode if BARRIERS[mode] else "")
                 if key in seen:
                     continue
@@ -479,20 +477,20 @@ def _schedules(names: Sequence[str], space: Space, layers: int, devices: int) ->
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a schedule does not depend on its size."""
+    """Properties of a schedule that do not depend on its size."""
 
     placement: Placement
     split: bool
-    """Its backwards are cut into I and W."""
+    """Whether its backwards are split into I and W."""
     by_costs: bool
-    """Its generator plans by costs, so what is in flight is only nearly that of equal stages."""
+    """Whether its generator plans by costs, so activations in flight are only nearly those of equal stages."""
     moves: bool
-    """It moves activations to the host."""
+    """Whether it moves activations to the host."""
 
 
 @cache
 def shape_of(schedule: str, options: Options, devices: int) -> Shape | None:
-    """The shape of a schedule on so many devices; None where it has no order for them."""
+    """Return the shape of a schedule on this many devices; None if it has no order for them."""
     try:
         order: Order = generate(schedule, devices, 2 * devices, **dict(options))
     except InputError:
@@ -507,11 +505,11 @@ def shape_of(schedule: str, options: Options, devices: int) -> Shape | None:
 
 @cache
 def splits(layers: int, placement: Placement, mode: str, head_layers: float) -> tuple[tuple[int, ...], ...]:
-    """Layers per stage that are worth a try, each once.
+    """Return the candidate splits of layers over stages, each once.
 
-    Even ones, with what is left over on the first stages or on the last, where 1F1B holds fewer microbatches; with
-    "redistribute" such that the longest stage is as short as possible, and such that the busiest device is: where
-    devices hold several stages, that is another split.
+    Even splits, with the remainder on the first stages, or on the last, where 1F1B holds fewer microbatches; with
+    "redistribute", the splits that minimise the longest stage, and the busiest device, which differ if devices hold
+    several stages.
     """
     stages = placement.stages
     if mode != "redistribute":
@@ -525,7 +523,7 @@ def splits(layers: int, placement: Placement, mode: str, head_layers: float) -> 
 
 
 def _by_device(layers: int, placement: Placement, head_layers: float) -> tuple[int, ...]:
-    """The busiest device does as little as possible; its layers are spread evenly over its stages."""
+    """Minimise the work of the busiest device, with its layers spread evenly over its stages."""
     load = [0.0] * placement.devices
     load[placement.last_device] += head_layers
     held = [0] * placement.devices

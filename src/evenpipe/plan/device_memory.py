@@ -1,4 +1,4 @@
-"""What every device of a configuration holds, as `evenpipe estimate` says it."""
+"""Memory of every device of a configuration, as `evenpipe estimate` computes it."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ class DeviceUse:
     """The memory of one device."""
 
     peak_bytes: int
-    """Allocated at most."""
+    """Most bytes allocated."""
     spare: int
-    """Of the card, what is left when everything beside tensors is as large as was ever seen; below 0 it is lacking."""
+    """Memory left if everything beside tensors is as large as was ever seen; negative if it does not fit."""
     event: str
-    """When it is full."""
+    """The moment of the peak."""
     host_bytes: int = 0
-    """Activations in the host's memory at most."""
+    """Most bytes of activations in the host's memory."""
 
     @property
     def fits(self) -> bool:
-        """For certain, as far as calibration goes."""
+        """Whether it certainly fits, according to calibration."""
         return self.spare >= 0
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         return asdict(self)
 
 
 def device_uses(
     problem: Problem, configuration: Configuration, program: Program, policies: tuple[str, ...]
 ) -> tuple[DeviceUse, ...]:
-    """Of all devices, with one checkpointing policy per layer. Raises InputError for a model that cannot be cut so."""
+    """Return the memory of all devices, with one checkpointing policy per layer. Raises InputError for a model that
+    cannot be cut this way."""
     return tuple(
         DeviceUse(
             peak_bytes=device.peak_allocated,
@@ -55,7 +56,7 @@ def device_uses(
 def copied(
     problem: Problem, configuration: Configuration, program: Program, policies: tuple[str, ...]
 ) -> tuple[int, ...]:
-    """By stage, the bytes that a copy of one microbatch's activations to the host carries; arguments and errors as of
+    """Return, by stage, the bytes of a copy of one microbatch's activations to the host; arguments and errors as for
     `device_uses`."""
     found = [0] * program.placement.stages
     for device in _estimated(problem, configuration, program, policies).devices:
@@ -85,8 +86,8 @@ def _estimated(problem: Problem, configuration: Configuration, program: Program,
 
 
 def state_floor(problem: Problem, layout: Layout, host_share: float) -> tuple[float, float]:
-    """Bytes per parameter: of parameters and the optimizer's state, which are always there, and of gradients, which may
-    come with the first backward. host_share: of that state, which is on the host."""
+    """Return bytes per parameter: of parameters and optimizer state, which are always present, and of gradients, which
+    may come with the first backward. host_share: share of that state on the host."""
     parallelism, framework = layout.parallelism, FRAMEWORKS[problem.kernels_name]
     many = 10**6
     state = state_bytes(

@@ -1,14 +1,14 @@
-"""One configuration: what every device holds, how much it has to compute again for that, and how long a step takes.
+"""Evaluate one configuration: the memory of every device, the recomputation that it needs, and the time of a step.
 
-Recomputation where it is left open (`LEAST`): a device keeps everything if that fits; else as many of its layers as
-needed keep the results of products only ("selective"); else all do, and as many as needed keep their input only
-("full"). Layers of the device's first stages come first: there most microbatches are in flight.
+Recomputation, if it is open (`LEAST`): a device keeps everything if that fits; else as many of its layers as needed
+keep only the results of products ("selective"); else all do, and as many as needed keep only their input ("full").
+Layers of the device's first stages come first, because most of their microbatches are in flight.
 
-Copies to the host where they are left open: none if everything fits; else those that cost no time ("free"), and
-recomputation for what is still too much.
+Copies to the host, if they are open: no copies if everything fits; else those that cost no time ("free"), and
+recomputation for the rest.
 
-The share of the optimizer's moments that is on the host, where that is left open: none if everything fits; else none,
-or the least with which nothing is computed again, whatever is faster.
+The share of the optimizer's moments on the host, if it is open: 0 if everything fits; else 0, or the least share that
+avoids recomputation, whichever is faster.
 """
 
 from __future__ import annotations
@@ -31,66 +31,67 @@ from .device_memory import DeviceUse, copied, device_uses, state_floor
 from .programs import arranged, extended, program_of, steps_of
 
 TRIES = 4
-"""How often layers are added to those that are computed again, where the first guess does not fit."""
+"""Rounds of adding layers to recompute, if the first guess does not fit."""
 
 SHARES = 4
-"""Of the optimizer's moments, parts that may be on the host."""
+"""The share of the optimizer's moments on the host is a multiple of 1 over this number."""
 
 COPY_STEPS = 100
-"""`Configuration.copy_time` is rounded up to whole parts of so many: orders are arranged by it, and few differ."""
+"""`Configuration.copy_time` is rounded up to multiples of 1 over this number: orders are arranged by it, so that few
+differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What came of a configuration. Times in seconds, lists per device."""
+    """Result for a configuration. Times in seconds, lists per device."""
 
     configuration: Configuration
-    """With one checkpointing policy per layer where it fits."""
+    """With one checkpointing policy per layer if it fits."""
     devices: tuple[DeviceUse, ...]
-    """Memory; of a plan that does not fit, with the policy that needs least."""
+    """Memory; if the plan does not fit, with the policy that needs the least."""
     kept: tuple[DeviceUse, ...] = ()
-    """Memory if nothing were computed again, where that does not fit."""
+    """Memory without recomputation, if that does not fit."""
     seconds: float = math.inf
-    """Of a step; infinite where it does not fit."""
+    """Time of a step; infinite if it does not fit."""
     pipeline_seconds: float = 0.0
-    """Of that, passes and transfers."""
+    """Part of it for passes and transfers."""
     end_seconds: float = 0.0
-    """Of that, the sum over replicas and the optimizer."""
+    """Part of it for the sum over replicas and the optimizer."""
     busy: tuple[float, ...] = ()
     """Time in passes per microbatch."""
     again: tuple[float, ...] = ()
-    """Of that, what is computed a second time."""
+    """Part of it for recomputation."""
     fault: str = ""
     """Why there is no such plan, apart from memory."""
     late: bool = False
-    """It was given up: `seconds` is what its step takes at least."""
+    """Evaluation was abandoned: `seconds` is a lower bound on its step."""
 
     @property
     def fits(self) -> bool:
-        """On every device."""
+        """Whether it fits on every device."""
         return not self.fault and all(device.fits for device in self.devices)
 
     @property
     def worst(self) -> int:
-        """The device that lacks most memory, or has least to spare."""
+        """Return the device that lacks the most memory, or has the least left."""
         return min(range(len(self.devices)), key=lambda device: self.devices[device].spare)
 
     @property
     def bubble_rate(self) -> float:
-        """Idle share of the passes' time on the busiest device."""
+        """Idle share of the pass time on the busiest device."""
         return 1 - self._share(max(self.busy)) if self.pipeline_seconds else 0.0
 
     @property
     def mean_busy(self) -> float:
-        """Share of the passes' time that devices compute, on average over all of them."""
+        """Share of the pass time that devices compute, on average over all of them."""
         return self._share(sum(self.busy) / len(self.busy)) if self.pipeline_seconds else 0.0
 
     def _share(self, busy: float) -> float:
-        """Of the passes' time, `busy` seconds per microbatch."""
+        """Return `busy` seconds per microbatch as a share of the pass time."""
         return busy * self.configuration.layout.microbatches / self.pipeline_seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON and for the cache."""
+        """Return a dict for JSON and for the cache."""
         layout = self.configuration.layout
         parallelism = layout.parallelism
         return {
@@ -121,8 +122,8 @@ class Evaluation:
 
 
 def evaluate(problem: Problem, configuration: Configuration, limit: float = math.inf) -> Evaluation:
-    """Memory first, then time. A configuration that has no order is told apart from one that does not fit; one whose
-    step turns out to take `limit` seconds or more is not looked at any further."""
+    """Evaluate memory, then time. A configuration without an order is distinguished from one that does not fit; one
+    whose step turns out to take `limit` seconds or more is not evaluated further."""
     if configuration.host_share is not None:
         return _evaluate(problem, configuration, limit)
     resident = _evaluate(problem, replace(configuration, host_share=0.0), limit)
@@ -134,7 +135,7 @@ def evaluate(problem: Problem, configuration: Configuration, limit: float = math
 
 
 def _share_on_host(problem: Problem, resident: Evaluation) -> float:
-    """The least with which everything else is sure to fit on the devices, in quarters; else all of it."""
+    """Return the least share, in quarters, with which everything else certainly fits on the devices; else 1."""
     one, uses = resident.configuration, resident.kept or resident.devices
     shape = shape_of(one.schedule, one.options, one.layout.parallelism.pp)
     assert shape is not None
@@ -145,7 +146,7 @@ def _share_on_host(problem: Problem, resident: Evaluation) -> float:
 
 
 def _evaluate(problem: Problem, configuration: Configuration, limit: float) -> Evaluation:
-    """With a share of the optimizer that is given."""
+    """Evaluate with a given share of the optimizer."""
     try:
         held, kept = _memory(problem, configuration, steps_of(configuration)[0])
     except InputError as error:
@@ -156,8 +157,8 @@ def _evaluate(problem: Problem, configuration: Configuration, limit: float) -> E
 
 
 def timed(problem: Problem, configuration: Configuration, limit: float = math.inf) -> Evaluation:
-    """Time only, of an evaluated configuration, or one without copies with one checkpointing policy per layer. `limit`
-    as for `evaluate`."""
+    """Evaluate only the time of an evaluated configuration, or of one without copies with one checkpointing policy per
+    layer. `limit` as for `evaluate`."""
     layout, sizes = configuration.layout, steps_of(configuration)
     program = program_of(arranged(problem, configuration, sizes[0]))[1]
     placement = program.placement
@@ -193,14 +194,14 @@ def timed(problem: Problem, configuration: Configuration, limit: float = math.in
 
 
 def work_of(program: Program, costs: Costs) -> list[float]:
-    """Seconds in passes per microbatch, per device."""
+    """Return the seconds in passes per microbatch, per device."""
     order, times = program.order, PassTimes(costs, program.placement)
     whole = [math.fsum(times.of(item, device) for item in order.passes(device)) for device in range(order.devices)]
     return [seconds / order.microbatches for seconds in whole]
 
 
 def least_work(costs: Costs, placement: Placement, mode: str) -> list[float]:
-    """As `work_of`, of an order of any kind: backwards are whole or split, whatever is shorter."""
+    """As `work_of`, for an order of any kind: with whole or split backwards, whichever is shorter."""
     work = [0.0] * placement.devices
     by_kind = costs.stage_times(placement)
     forward, backward, inputs, weights = (by_kind[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
@@ -214,25 +215,26 @@ def least_work(costs: Costs, placement: Placement, mode: str) -> list[float]:
 
 
 def end_seconds(problem: Problem, configuration: Configuration, placement: Placement) -> float:
-    """What follows the last pass, on the device with the most parameters. All devices are busy with it."""
+    """Return the time after the last pass, on the device with the most parameters. All devices are busy with it."""
     layout = configuration.layout
     setting = problem.setting(layout, together=True)
     most = max(parameters_per_device(problem, configuration, placement))
     seconds = step_end_seconds(most, setting, zero=layout.parallelism.zero)
     if not configuration.host_share:
         return seconds
-    # What is on the host comes and goes at the same time, while the update itself takes less (`HostAdamW`).
+    # Moments on the host are copied in and out at the same time, while the update itself takes less (`HostAdamW`).
     moved = configuration.host_share * most * _moments(problem, layout)
     return seconds + moved / problem.hardware.host_bandwidth
 
 
 def _moments(problem: Problem, layout: Layout) -> float:
-    """Bytes per parameter of what may be on the host."""
+    """Return the bytes per parameter that may be on the host."""
     return state_floor(problem, layout, 0.0)[0] - state_floor(problem, layout, 1.0)[0]
 
 
 def parameters_per_device(problem: Problem, configuration: Configuration, placement: Placement) -> list[float]:
-    """As many as a device holds, all divided by the tensor axis: norms are not, and are a few thousandths."""
+    """Return the number of parameters of each device, all divided by the tensor axis, although norms are not: they are
+    a few thousandths."""
     held = [0.0] * placement.devices
     first = 0
     for stage, count in enumerate(configuration.layers_per_stage):
@@ -254,7 +256,7 @@ def parameters_per_device(problem: Problem, configuration: Configuration, placem
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What devices hold, and with which policies and copies."""
+    """Memory of devices, with its policies and copies."""
 
     configuration: Configuration
     devices: tuple[DeviceUse, ...]
@@ -265,7 +267,7 @@ class _Held:
 
 
 def _memory(problem: Problem, one: Configuration, microbatches: int) -> tuple[_Held, tuple[DeviceUse, ...]]:
-    """Of a configuration, and what devices would hold if everything were kept on them where that does not fit."""
+    """Return the memory of a configuration, and the memory without recomputation and copies if that does not fit."""
     if one.offload != LEAST:
         return _recomputing(problem, one, microbatches)
     policies = _given(problem, one) or ("none",) * problem.layers
@@ -276,7 +278,7 @@ def _memory(problem: Problem, one: Configuration, microbatches: int) -> tuple[_H
 
 
 def _given(problem: Problem, one: Configuration) -> tuple[str, ...] | None:
-    """Policies, one per layer; None where they are left open."""
+    """Return policies, one per layer; None if they are open."""
     given = one.checkpointing
     if given == (LEAST,):
         return None
@@ -284,7 +286,7 @@ def _given(problem: Problem, one: Configuration) -> tuple[str, ...] | None:
 
 
 def _held(problem: Problem, one: Configuration, policies: tuple[str, ...], microbatches: int) -> _Held:
-    """With these policies."""
+    """Return the memory with these policies."""
     one = replace(one, checkpointing=policies)
     if one.moves:
         one = _with_copies(problem, one, microbatches)
@@ -293,7 +295,8 @@ def _held(problem: Problem, one: Configuration, policies: tuple[str, ...], micro
 
 
 def _with_copies(problem: Problem, one: Configuration, microbatches: int) -> Configuration:
-    """With what a copy of each stage takes on this hardware, and that over its forward and backward."""
+    """Return the configuration with the time of a copy of each stage on this hardware, also relative to its forward and
+    backward."""
     program = program_of(arranged(problem, replace(one, offload="none"), microbatches))[1]
     sizes = copied(problem, one, program, one.checkpointing)
     seconds = tuple(size / problem.hardware.host_bandwidth for size in sizes)
@@ -306,7 +309,7 @@ def _with_copies(problem: Problem, one: Configuration, microbatches: int) -> Con
 
 
 def _recomputing(problem: Problem, one: Configuration, microbatches: int) -> tuple[_Held, tuple[DeviceUse, ...]]:
-    """With as little recomputation as needed, where that is left open; and what devices would hold with none."""
+    """Return the memory with as little recomputation as needed, if that is open; and the memory without any."""
     layers = problem.layers
     given = _given(problem, one)
     if given is not None:
@@ -342,7 +345,7 @@ def _recomputing(problem: Problem, one: Configuration, microbatches: int) -> tup
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """`count` layers of a device have the policy; the others keep more, as `others` says."""
+    """`count` layers of a device have the policy; the others keep more, as in `others`."""
 
     policy: str
     count: int
@@ -350,15 +353,15 @@ class _Wanted:
 
     @classmethod
     def of(cls, none: DeviceUse, selective: DeviceUse, full: DeviceUse, layers: int) -> _Wanted:
-        """By straight lines between what was evaluated."""
-        if selective.peak_bytes >= none.peak_bytes:  # what the host takes of "none" is more than what this leaves out
+        """Interpolate linearly between evaluated numbers of layers."""
+        if selective.peak_bytes >= none.peak_bytes:  # the host holds more for "none" than this accounts for
             return cls("full", _share(none, full, layers))
         if selective.fits:
             return cls("selective", _share(none, selective, layers))
         return cls("full", _share(selective, full, layers), "selective")
 
     def more(self, layers: int) -> _Wanted:
-        """One layer more."""
+        """Add one layer."""
         if self.count < layers:
             return replace(self, count=self.count + 1)
         return self if self.policy == "full" else _Wanted("full", 1, "selective")
@@ -378,7 +381,7 @@ def _policies(layers: int, held: Sequence[Sequence[int]], wanted: dict[int, _Wan
 
 
 def layers_of_devices(configuration: Configuration, placement: Placement) -> list[list[int]]:
-    """Numbers of the layers that each device holds, in the order of its stages."""
+    """Return the numbers of the layers of each device, in the order of its stages."""
     held: list[list[int]] = [[] for _ in range(placement.devices)]
     first = 0
     for stage, count in enumerate(configuration.layers_per_stage):

@@ -1,7 +1,7 @@
-"""Evaluations that are kept on disk: the same question again costs nothing.
+"""Cache of evaluations on disk: repeating a question costs nothing.
 
-One file per problem, named by a hash of all that an evaluation depends on: model, hardware, batch, and the sources of
-this package, so that figures of another version are never taken.
+One file per problem, named by a hash of everything that an evaluation depends on: model, hardware, batch, and the
+sources of this package, so that results of another version are never used.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .device_memory import DeviceUse
 from .evaluation import Evaluation
 
 ROOMS = ("costs", "memory", "model", "plan", "schedule", "simulate", "vocabulary")
-"""Whose sources decide what an evaluation says."""
+"""Folders whose sources affect an evaluation."""
 
 _FIELDS = ("seconds", "pipeline_seconds", "end_seconds", "busy", "again", "fault", "late")
 _CHOSEN = ("checkpointing", "offload", "copy_time", "copy_seconds", "host_share")
-"""Of the configuration, what an evaluation decides."""
+"""Fields of the configuration that an evaluation decides."""
 
 
 class EvaluationCache:
-    """Evaluations of one problem by configuration."""
+    """Evaluations of one problem, by configuration."""
 
     def __init__(self, path: Path | None, entries: dict[str, Any]) -> None:
         self._path, self._entries = path, entries
@@ -36,12 +36,12 @@ class EvaluationCache:
 
     @classmethod
     def none(cls) -> EvaluationCache:
-        """Keeps nothing on disk."""
+        """Return a cache that keeps nothing on disk."""
         return cls(None, {})
 
     @classmethod
     def of(cls, problem: Problem, folder: Path | None = None) -> EvaluationCache:
-        """That of a problem; an unreadable file is as good as none."""
+        """Return the cache of a problem; an unreadable file is ignored."""
         folder = default_folder() if folder is None else folder
         path = folder / f"{_key(problem)}.json"
         try:
@@ -56,8 +56,8 @@ class EvaluationCache:
         limits: Sequence[float],
         evaluate_all: Callable[[Sequence[Configuration], Sequence[float]], Iterable[Evaluation]],
     ) -> Iterator[Evaluation]:
-        """Evaluations of `batch` in its order; what is not known is evaluated, all together. One that was given up
-        counts as known where it is beyond today's limit, too."""
+        """Return evaluations of `batch` in its order, evaluating the unknown ones together. An abandoned one counts as
+        known if it is beyond today's limit too."""
         unknown = [(one, limit) for one, limit in zip(batch, limits, strict=True) if not self._knows(repr(one), limit)]
         if unknown:
             todo, their_limits = zip(*unknown, strict=True)
@@ -72,7 +72,7 @@ class EvaluationCache:
         return entry is not None and not (entry["late"] and entry["seconds"] < limit)
 
     def save(self) -> None:
-        """Write the file, whole or not at all. A disk that is full or read-only is no reason to lose a result."""
+        """Write the file atomically. A full or read-only disk must not lose a result."""
         if self._path is None:
             return
         try:
@@ -85,7 +85,7 @@ class EvaluationCache:
 
 
 def default_folder() -> Path:
-    """Of the user: $XDG_CACHE_HOME/evenpipe/plan."""
+    """Return the user's cache folder: $XDG_CACHE_HOME/evenpipe/plan."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenpipe" / "plan"
 
 
@@ -124,7 +124,7 @@ def _key(problem: Problem) -> str:
 
 @lru_cache(maxsize=1)
 def _sources() -> str:
-    """A hash of the sources of `ROOMS`."""
+    """Return a hash of the sources of `ROOMS`."""
     root = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for room in ROOMS:

@@ -1,7 +1,7 @@
-"""What is out of balance in a model, and what evenpipe would change: for somebody who sees it for the first time.
+"""Show the imbalance of a model, and the gain of each alternative, for people who see it for the first time.
 
-One layout of the GPUs is taken, the fastest with 1F1B and vocab-2; in it the usual way (1F1B, the whole output layer on
-the last device) is set beside other vocabulary modes and schedules. `search_configurations` compares all layouts.
+In one layout of the GPUs, the fastest with 1F1B and vocab-2, the usual configuration (1F1B, the whole output layer on
+the last device) is compared with other vocabulary modes and schedules. `search_configurations` compares all layouts.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .evaluation import Evaluation, evaluate
 from .programs import arranged, program_of
 
 SHALLOWEST = 4
-"""Devices that a pipeline should have for its imbalance to be worth a picture, if there are so many GPUs."""
+"""Least number of devices of the pipeline, if there are so many GPUs: shorter ones show little imbalance."""
 
 USUAL = ("1f1b", "first-last")
-"""Schedule and vocabulary mode that all others are compared with."""
+"""Usual schedule and vocabulary mode, the baseline of all comparisons."""
 
 OTHERS = (
     ("1f1b", "redistribute"),
@@ -37,8 +37,8 @@ OTHERS = (
     ("v-half", "vocab-2"),
     ("v-half", "vocab-2", "free"),
 )
-"""Schedules and modes, and which activations go to the host. Orders that are made in a moment, also for deep pipelines;
-the search has them all."""
+"""Schedules, modes, and choices for activations on the host. Their orders are quick to generate, also for deep
+pipelines; the search covers all schedules."""
 
 DRAWN = 2
 """Microbatches per device in the picture: enough for warm-up, a steady part, and the end."""
@@ -46,41 +46,41 @@ DRAWN = 2
 HEADER = ("schedule", "vocabulary", "step", "speed", "busy", "busiest/mean", "fullest", "emptiest", "recomputed", "")
 
 BAR = 24
-"""Characters of the longest bar."""
+"""Length of the longest bar, in characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Of one model on one machine."""
+    """The comparison for one model on one machine."""
 
     problem: Problem
     name: str
-    """Of the model, as it was given."""
+    """Name of the model, as given."""
     head_layers: float
-    """How many transformer layers take as long as the output layer."""
+    """Time of the output layer, in transformer layers."""
     layer_parameters: float
-    """Of a layer, on average."""
+    """Parameters of a layer, on average."""
     usual: Evaluation
     others: tuple[Evaluation, ...]
 
     @property
     def all(self) -> tuple[Evaluation, ...]:
-        """The usual way first."""
+        """Return all evaluations, the usual one first."""
         return (self.usual, *self.others)
 
     @property
     def best(self) -> Evaluation:
-        """The fastest that fits; the usual one where none does."""
+        """Return the fastest one that fits; the usual one if none does."""
         return min((one for one in self.all if one.fits), key=lambda one: one.seconds, default=self.usual)
 
     @property
     def matrix_layers(self) -> float:
-        """How many layers have as many parameters as the output layer."""
+        """Return the number of layers that have as many parameters as the output layer."""
         description = self.problem.description
         return description.vocabulary_size * description.hidden_size / self.layer_parameters
 
     def timelines(self) -> dict[str, Timeline]:
-        """Short steps of the usual way and of vocab-2 in the same schedule, for a picture. Times in seconds."""
+        """Return short steps of the usual mode and of vocab-2 in the same schedule, for a picture. Times in seconds."""
         chosen = [one for one in self.all if one.configuration.schedule == USUAL[0]]
         drawn = [one for one in chosen if one.configuration.vocabulary in (USUAL[1], "vocab-2") and not one.fault]
         return {
@@ -88,10 +88,10 @@ class Explanation:
             for one in drawn
         }
 
-    # --- words -----------------------------------------------------------------------------------------------
+    # --- text ----------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         problem = self.problem
         return {
             "model": self.name,
@@ -107,7 +107,7 @@ class Explanation:
         }
 
     def text(self) -> str:
-        """For people, without the picture."""
+        """Return the report as text, without the picture."""
         return "\n".join([*self._head(), "", *self._devices(), "", *self._gains()])
 
     def _head(self) -> Iterator[str]:
@@ -131,14 +131,14 @@ class Explanation:
         )
 
     def _devices(self) -> Iterator[str]:
-        """How uneven the usual way is, device by device."""
+        """Return the imbalance of the usual configuration, device by device."""
         one = self.usual
         yield f"Out of balance: {' + '.join(USUAL)}"
         if one.fault:
             yield f"  {one.fault}"
             return
         if not one.busy:
-            yield "  it does not fit, whatever is computed again"
+            yield "  does not fit, even with full recomputation"
         times = one.busy or (0.0,) * len(one.devices)
         most, mean = max(times), sum(times) / len(times)
         held = _layers_held(one)
@@ -160,12 +160,12 @@ class Explanation:
             )
 
     def _gains(self) -> Iterator[str]:
-        """A table of what there is instead."""
+        """Return a table of the alternatives."""
         rows: list[tuple[str, ...]] = [HEADER]
         for one in self.all:
             rows.append((_name(one), one.configuration.vocabulary, *self._cells(one)))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        yield "What there is instead"
+        yield "Alternatives"
         for row in rows:
             cells = (
                 cell.ljust(width) if column < 2 or column > 7 else cell.rjust(width)
@@ -176,7 +176,7 @@ class Explanation:
         if best is not self.usual and not math.isinf(self.usual.seconds):
             yield (
                 f"  {_name(best)} + {best.configuration.vocabulary}:"
-                f" {self.usual.seconds / best.seconds:.2f} times as fast as the usual way"
+                f" {self.usual.seconds / best.seconds:.2f} times as fast as {' + '.join(USUAL)}"
             )
 
     def _cells(self, one: Evaluation) -> tuple[str, ...]:
@@ -201,7 +201,7 @@ class Explanation:
         )
 
     def commands(self) -> tuple[str, ...]:
-        """What to go on with."""
+        """Return the commands to run next."""
         problem = self.problem
         size = f"--gpus {problem.gpus} --hardware {problem.hardware.name} --sequence {problem.sequence}"
         plan = f"evenpipe plan --model {shlex.quote(self.name)} {size} --explain"
@@ -212,14 +212,14 @@ class Explanation:
 
 
 def explain(problem: Problem, name: str, *, pp: int | None = None, tp: int | None = None) -> Explanation:
-    """Evaluates the usual way and the others in one layout.
+    """Evaluate the usual configuration and the alternatives in one layout.
 
     Args:
         name: of the model, for the report and the commands in it.
         pp: devices of the pipeline; None: 4 or more, if there are so many GPUs.
-        tp: parts of every matrix; None: any number.
+        tp: size of the tensor axis; None: any.
 
-    Raises InputError where there is no such layout, and for one GPU.
+    Raises InputError if there is no such layout, and for one GPU.
     """
     if problem.gpus < 2:
         raise InputError(f"gpus is {problem.gpus}, expected at least 2: one GPU is no pipeline")
@@ -237,11 +237,11 @@ def explain(problem: Problem, name: str, *, pp: int | None = None, tp: int | Non
 
 
 def _layout(problem: Problem, pp: int | None, tp: int | None) -> Layout:
-    """The fastest with 1F1B and vocab-2, or the one with the most model parallelism where none fits."""
+    """Return the fastest layout with 1F1B and vocab-2, or the one with the most model parallelism if none fits."""
     least = max(2, min(SHALLOWEST, problem.gpus, problem.layers))
     deep = tuple(size for size in divisors(problem.gpus) if least <= size <= problem.layers)
     if pp is None and not deep:
-        raise InputError(f"gpus is {problem.gpus}, which no pipeline of at least {least} devices divides: give pp")
+        raise InputError(f"gpus is {problem.gpus}, but no pipeline of at least {least} devices divides it: give pp")
     space = Space(
         pp=deep if pp is None else (pp,),
         tp=None if tp is None else (tp,),
@@ -276,7 +276,7 @@ def _configuration(
 
 
 def drawn_step(problem: Problem, configuration: Configuration) -> Timeline:
-    """A short step of a configuration, in seconds."""
+    """Return a short step of a configuration, in seconds."""
     devices = configuration.layout.parallelism.pp
     microbatches = min(configuration.layout.microbatches, DRAWN * devices)
     _, program = program_of(arranged(problem, configuration, microbatches))
@@ -284,13 +284,13 @@ def drawn_step(problem: Problem, configuration: Configuration) -> Timeline:
 
 
 def _name(one: Evaluation) -> str:
-    """Of a schedule, with what is done about its activations."""
+    """Return the name of a schedule, with its choice for activations."""
     configuration = one.configuration
     return f"{configuration.schedule_name}, offload" if configuration.offload == "free" else configuration.schedule_name
 
 
 def _layers_held(one: Evaluation) -> Sequence[int]:
-    """Of a linear placement: a stage is a device."""
+    """Return the layers per device of a linear placement, where a stage is a device."""
     return one.configuration.layers_per_stage
 
 

@@ -1,4 +1,4 @@
-"""A measured step beside the step that is predicted for the same program."""
+"""Compare a measured step with the predicted step of the same program."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from evenpipe.simulate import Simulation, simulate
 
 @dataclass(frozen=True)
 class Comparison:
-    """A trace and the simulation of its program. Times of both in seconds."""
+    """A trace and the simulation of its program. Times of both are in seconds."""
 
     trace: Trace
     simulation: Simulation
     unit_seconds: float
-    """Of the costs that it was simulated with."""
+    """Time unit of the costs of the simulation, in seconds."""
 
     @property
     def timelines(self) -> Mapping[str, Timeline]:
-        """Both by name, the measured one first."""
+        """Return both by name, the measured one first."""
         return {"measured": self.measured, "predicted": self.predicted}
 
     @property
     def measured(self) -> Timeline:
-        """What ran."""
+        """Return the measured step."""
         return self.trace.timeline()
 
     @property
     def predicted(self) -> Timeline:
-        """What was to be expected, in seconds."""
+        """Return the predicted step, in seconds."""
         timeline, unit = self.simulation.timeline, self.unit_seconds
         return timeline if unit == 1 else scaled(timeline, unit)
 
     @property
     def title(self) -> str:
-        """The schedule, its vocabulary mode and its size, as far as the trace says them."""
+        """Return the schedule, its vocabulary mode and its size, as far as the trace knows them."""
         about, program = self.trace.about, self.trace.program
         names = [shortened(plain(about[key])) for key in ("schedule", "vocabulary") if about.get(key)]
         step = [f"step {shortened(plain(about['step']))}"] if "step" in about else []
@@ -50,7 +50,8 @@ class Comparison:
 
     @property
     def allocations(self) -> str:
-        """How often devices called the driver for memory, as a line; empty where none has counted, as on a CPU."""
+        """Return a line that says how often devices asked the driver for memory; empty if nobody counted, as on a
+        CPU."""
         counted = [device.allocations for device in self.trace.devices]
         if not any(counted):
             return ""
@@ -58,7 +59,7 @@ class Comparison:
         return f"calls of the CUDA driver for memory in the step, per device: {calls}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Step and idle time of both, in seconds, lists per device."""
+        """Return step and idle time of both, in seconds, lists per device."""
         measured, predicted = self.measured, self.predicted
         return {
             "measured": measured.makespan,
@@ -71,8 +72,8 @@ class Comparison:
 def compare(trace: Trace, costs: Costs | None = None, *, unit_seconds: float = 1.0) -> Comparison:
     """Simulate the program of `trace`.
 
-    costs: by default those of the trace itself. unit_seconds: of `costs`. Raises InputError when they lack a kind
-    of pass that the program has.
+    costs: by default those of the trace itself. unit_seconds: of `costs`. Raises InputError if they lack a kind of pass
+    of the program.
     """
     own = costs is None
     used = costs_of([trace]) if costs is None else costs
@@ -80,7 +81,7 @@ def compare(trace: Trace, costs: Costs | None = None, *, unit_seconds: float = 1
 
 
 def scaled(timeline: Timeline, factor: float) -> Timeline:
-    """`timeline` in another unit of time."""
+    """Return `timeline` in another unit of time."""
 
     def row(events: tuple[Event, ...]) -> tuple[Event, ...]:
         return tuple(replace(event, start=event.start * factor, end=event.end * factor) for event in events)

@@ -1,4 +1,4 @@
-"""What the schedules that have names reach in a case: where a search begins, and what it is compared with."""
+"""Orders of named schedules in a case: the start of a search, and its baseline."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class NamedOrder:
 
 
 def named_orders(problem: Problem) -> list[NamedOrder]:
-    """Every named schedule that has the passes of `problem` in its placement, within its memory; best first, and of
-    equal ones the one that holds least.
+    """Return every named schedule that has the passes of `problem` in its placement, within its memory; best first, and
+    with equal values the one with the lowest memory first.
 
-    Where the backward is split, schedules that do not split it take part too, each B as I and W.
+    If the backward is split, schedules that do not split it are included, each B as I and W.
     """
     found: list[NamedOrder] = []
     for name in SCHEDULES:
@@ -45,7 +45,7 @@ def named_orders(problem: Problem) -> list[NamedOrder]:
             limits = problem.memory_limit or timeline.peak_in_flight
             if all(peak <= limit for peak, limit in zip(timeline.peak_in_flight, limits, strict=True)):
                 found.append(NamedOrder(name, order, timeline, problem.value(timeline)))
-    best = {one.name: one for one in sorted(found, key=_rank, reverse=True)}  # of the same name the last one stays
+    best = {one.name: one for one in sorted(found, key=_rank, reverse=True)}  # per name, the last one stays
     return sorted(best.values(), key=_rank)
 
 
@@ -54,12 +54,12 @@ def _rank(one: NamedOrder) -> tuple[float, int]:
 
 
 def _orders(name: str, problem: Problem) -> Iterator[Order]:
-    """The orders of a schedule in the problem's size and placement, if it has any there."""
+    """Return the orders of a schedule in the problem's size and placement, if there are any."""
     placement = problem.placement
     known = options_of(name)
     options: dict[str, Any] = {"stages_per_device": placement.stages // placement.devices}
     if "weight_share" in known:
-        options["weight_share"] = 1.0  # a limit on what is in flight, as the problem's
+        options["weight_share"] = 1.0  # a limit on activations in flight, like that of the problem
     limits: list[list[int] | None] = [None]
     if "memory_limit" in known:
         whole = list(problem.memory_limit or ())
@@ -75,13 +75,14 @@ def _orders(name: str, problem: Problem) -> Iterator[Order]:
                 **({} if limit is None else {"memory_limit": limit}),
             )
         except InputError:
-            continue  # it has no order of this size, or within this memory
+            continue  # no order of this size, or within this memory
         if order.placement == placement:
             yield order
 
 
 def _in_the_same_passes(order: Order, problem: Problem) -> Order | None:
-    """`order` without compound passes, and with its backwards split if the problem's are; None where they cannot."""
+    """Return `order` without compound passes, and with its backwards split if the problem's are; None if that is
+    impossible."""
     rows = []
     for device in range(order.devices):
         row: list[Pass] = []

@@ -1,13 +1,13 @@
 """The best order of a small case, found and proved by constraint programming (OR-tools CP-SAT).
 
-Every pass is an interval of a known length with an unknown start. On a device no two overlap; what a pass needs ends
+Every pass is an interval of known length with an unknown start. On a device no two overlap; the needs of a pass end
 before it starts, transfers included (`schedule.dependencies`, as in the event model); and the stage activations of a
 device, each held from the start of its F to the end of the pass that releases it, never exceed the limit.
 
-Two things are taken for granted because they cost nothing. Microbatches are alike, so each kind of pass runs them in
-turn: exchanging the names of two of them turns any order into such a one. And a device that runs a stage whose
-predecessors are all first stages of their devices starts when the first microbatch arrives: nothing else can come
-first. Span is therefore counted from that instant, as the event model does.
+Two assumptions exclude no better order. Microbatches are alike, so each kind of pass runs them in turn: exchanging two
+of them turns any order into such an order. And a device that runs a stage whose predecessors are all first stages of
+their devices starts when the first microbatch arrives, because no other pass can come first. The span is therefore
+counted from that instant, as in the event model.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from evenpipe.schedule.timing import time_order
 from .whole_costs import WholeCosts
 
 LARGEST = 4000
-"""Passes of the largest case that is tried."""
+"""Passes of the largest accepted case."""
 
 RANK = {Kind.E: 0, Kind.S: 1, Kind.C: 2, Kind.T: 3, Kind.G: 4}
-"""Of vocabulary passes without duration that start together, the one that others need comes first."""
+"""Order of vocabulary passes without duration that start together: those that others need come first."""
 
 Where = tuple[int, Kind, int | None, int]
 """Device, role (B for I), stage and microbatch of a pass."""
@@ -41,11 +41,11 @@ Where = tuple[int, Kind, int | None, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is looked for: the shortest order with these passes.
+    """Find the shortest order with these passes.
 
-    memory_limit: stage activations that a device may hold, per device; None for no limit.
+    memory_limit: most stage activations, per device; None for no limit.
     objective: "span", the longest of any device, or "makespan", the whole step.
-    split_backward: I and W in the place of B.
+    split_backward: I and W instead of B.
     """
 
     placement: Placement
@@ -57,7 +57,7 @@ class Problem:
     objective: str = "span"
 
     def passes(self) -> list[list[Pass]]:
-        """Per device, all that it has to run."""
+        """Return, per device, all passes that it must run."""
         kinds = (Kind.F, Kind.I, Kind.W) if self.split_backward else (Kind.F, Kind.B)
         shared = sorted(vocabulary_kinds(self.barriers, False))
         rows = []
@@ -71,27 +71,27 @@ class Problem:
 
     @property
     def size(self) -> int:
-        """How many passes these are."""
+        """Return the number of passes."""
         shared = len(vocabulary_kinds(self.barriers, False)) * self.placement.devices
         return self.microbatches * ((3 if self.split_backward else 2) * self.placement.stages + shared)
 
     def value(self, timeline: Timeline) -> float:
-        """What is to be as small as possible."""
+        """Return the value to minimise."""
         return timeline.span if self.objective == "span" else timeline.makespan
 
 
 def refuse_large(passes: int) -> None:
-    """Raise InputError for a case of more passes than are tried."""
+    """Raise InputError for a case with too many passes."""
     if passes > LARGEST:
         raise InputError(f"search is for small cases: this one has {passes} passes, expected at most {LARGEST}")
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What the solver found within its time: an order, if any, and what no order can be shorter than.
+    """The result of the solver within its time: an order, if any, and a lower bound for all orders.
 
-    bound holds for the true times; `exact` says that the solver did not have to round them. impossible: no order at all
-    fits the memory limit.
+    bound is valid for the true times; `exact`: the solver did not have to round them. impossible: no order fits the
+    memory limit.
     """
 
     order: Order | None
@@ -109,22 +109,22 @@ def solve(
     workers: int = 1,
     seed: int = 0,
 ) -> Solution:
-    """Look for the shortest order, for at most `seconds`.
+    """Search for the shortest order, for at most `seconds`.
 
-    hint: an order of the same passes, to begin with. bound: what is known not to be possible below.
-    The same arguments give the same order wherever the search ends by itself; ended by the clock it depends on it.
-    Raises InputError when OR-tools is not installed, when the case is too large, and for stage passes without duration.
+    hint: an order of the same passes, as a start. bound: a known lower bound.
+    The same arguments give the same order if the search ends before its time limit.
+    Raises InputError if OR-tools is not installed, if the case is too large, and for stage passes without duration.
     """
     cp_model = _solver_module()
     refuse_large(problem.size)
     rows = problem.passes()
     kinds = {item.kind.value for row in rows for item in row}
     if problem.costs.B is None:
-        kinds |= {"I", "W"}  # of which B is the sum
+        kinds |= {"I", "W"}  # B is their sum
     whole = WholeCosts.of(problem.costs, "".join(kinds))
     model = _Model(cp_model, problem, rows, PassTimes(whole.costs, problem.placement), whole)
     model.limit_memory()
-    # A bound of the true times, rounded away from them by less than one unit per pass, stays one.
+    # A bound on the true times, rounded away from them by less than one unit per pass, stays a bound.
     model.minimise(math.ceil(bound / whole.unit * (1 - 1e-9) - 1e-6) if whole.exact else 0)
     if hint is not None:
         model.suggest(time_order(hint, whole.costs))
@@ -133,7 +133,7 @@ def solve(
     parameters.max_time_in_seconds = seconds
     parameters.random_seed = seed
     parameters.num_workers = workers
-    parameters.interleave_search = True  # all strategies in turn: the outcome does not depend on their speed
+    parameters.interleave_search = True  # all strategies in turn: the result does not depend on their speed
     status = solver.solve(model.model)
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     return Solution(
@@ -175,11 +175,11 @@ class _Model:
         return Dependencies(self.problem.placement, self.problem.barriers)
 
     def end(self, where: Where) -> Any:
-        """When a pass has ended."""
+        """Return when a pass has ended."""
         return self.start[where] + self.takes[where]
 
     def _require(self, costs: Costs) -> None:
-        """Needs between passes, and microbatches in turn."""
+        """Add needs between passes, and the order of microbatches."""
         dependencies = self._dependencies
         for device, row in enumerate(self.rows):
             for item in row:
@@ -197,7 +197,7 @@ class _Model:
                     self.model.add(start >= self.end((*here[:3], i - 1)))
 
     def _start_at_once(self, costs: Costs) -> None:
-        """When each device can only begin, by device; None where that depends on the order."""
+        """Return when each device must start, by device; None if that depends on the order."""
         placement = self.problem.placement
         self.heads: list[int | None] = [None] * placement.devices
         if self.problem.barriers:  # E(0) comes first everywhere: the first F waits for all of them
@@ -213,7 +213,7 @@ class _Model:
             clock += self.takes[where] + int(costs.p2p)
 
     def limit_memory(self) -> None:
-        """Stage activations: [start of F, end of the pass that releases], at most so many at a time."""
+        """Limit stage activations: [start of F, end of the pass that releases], at most this many at a time."""
         limits = self.problem.memory_limit
         if limits is None:
             return
@@ -225,7 +225,7 @@ class _Model:
             for stage in stages:
                 for i in range(count):
                     start, end = self.start[device, Kind.F, stage, i], self.end((device, released_by, stage, i))
-                    if i + limit < count:  # alone it holds no more either
+                    if i + limit < count:  # the other limit implies it
                         self.model.add(self.start[device, Kind.F, stage, i + limit] >= end)
                     if len(stages) > 1:
                         length = self.model.new_int_var(0, self.horizon, "")
@@ -234,12 +234,12 @@ class _Model:
                 self.model.add_cumulative(held, [1] * len(held), limit)
 
     def minimise(self, bound: int) -> None:
-        """The objective; `bound` is known not to be possible below."""
+        """Set the objective; `bound` is a known lower bound."""
         objective = self.model.new_int_var(bound, max(bound, self.horizon), "objective")
         last = self.problem.microbatches - 1
         for device, row in enumerate(self.rows):
             head: Any = self.heads[device]
-            if head is None:  # whichever F comes first: the one of the first stage
+            if head is None:  # whichever F comes first: that of the first stage
                 head = self.start[device, Kind.F, self.problem.placement.stages_of(device)[0], 0]
             begin = head if self.problem.objective == "span" else 0
             for item in row:
@@ -248,16 +248,17 @@ class _Model:
         self.model.minimize(objective)
 
     def suggest(self, timeline: Timeline) -> None:
-        """Begin with a run in the same whole units."""
+        """Start with a run in the same whole units."""
         for row in timeline.events:
             for event in row:
                 if isinstance(event.item, Pass):
                     self.model.add_hint(self.start[_where(event.device, event.item)], round(event.start))
 
     def order(self, solver: Any) -> Order:
-        """The passes by start. Of those that start together the ones without duration come first, as they are needed.
+        """Return the passes by start. Among those that start together, passes without duration come first, in the order
+        of their needs.
 
-        What a pass needs ends before it starts, so no pass stands before what it needs.
+        The needs of a pass end before it starts, so it comes after them.
         """
         rows = []
         for device, row in enumerate(self.rows):

@@ -1,9 +1,9 @@
-"""Orders and programs of configurations, arranged as the runtime arranges them, and steps of many microbatches.
+"""Orders and programs of configurations, arranged as in the runtime, and extrapolated steps of many microbatches.
 
 Between its warm-up and its end a pipeline repeats itself, so the time of a step grows by the same amount for every
-`devices` microbatches more. Two short steps are simulated, whose microbatches leave the same rest when divided by the
-devices (groups of interleaved schedules depend on it), and extended. What a device holds does not grow any more, so the
-shorter one says it.
+`devices` microbatches more. Two short steps are simulated, whose microbatches leave the same remainder when divided by
+the devices (groups of interleaved schedules depend on it), and extrapolated. The memory of a device does not grow any
+more, so the shorter step gives it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from evenpipe.schedule.transforms.offload import without_offload
 from .configurations import Configuration, Options, Problem, shape_of
 
 SHORT, LONG = {False: 2, True: 3}, {False: 3, True: 4}
-"""Microbatches per device of the two steps that are simulated, beside the rest, without vocabulary passes or copies to
-the host, and with them. The lists of the vocabulary transform repeat themselves from three on: with two, steps of
-V-shaped schedules came out up to 2 % off."""
+"""Microbatches per device, besides the remainder, of the two simulated steps, without and with vocabulary passes or
+copies to the host. The lists of the vocabulary transform become periodic from three on: with two, steps of V-shaped
+schedules were off by up to 2 %."""
 
 Arranged = tuple[str, Options, int, int, str, tuple[int, ...], tuple[float, ...], float, str, tuple[float, ...]]
-"""All that an order depends on: schedule, its options, devices, microbatches, vocabulary mode, layers per stage,
-forward FLOPs per token of each layer, and of the output layer; which activations go to the host, as for `plan_order`,
-and how long their copies take, as `OffloadOptions.copy_time`."""
+"""Everything an order depends on: schedule, its options, devices, microbatches, vocabulary mode, layers per stage,
+forward FLOPs per token of each layer, and of the output layer; the choice for activations on the host, as for
+`plan_order`, and the relative time of copies, as `OffloadOptions.copy_time`."""
 
 
 def arranged(problem: Problem, configuration: Configuration, microbatches: int) -> Arranged:
-    """What the order of a configuration depends on, for a step of `microbatches`."""
+    """Return everything that the order of a configuration depends on, for a step of `microbatches`."""
     offload, options = configuration.offload, configuration.options
     shape = shape_of(configuration.schedule, options, configuration.layout.parallelism.pp)
     if offload == "none" and not (shape is not None and shape.moves):
@@ -54,16 +54,16 @@ def arranged(problem: Problem, configuration: Configuration, microbatches: int) 
 
 @lru_cache(maxsize=32)
 def program_of(key: Arranged) -> tuple[Order, Program]:
-    """The order and the checked program. Raises InputError where there is none of this size."""
+    """Return the order and the checked program. Raises InputError if there is none of this size."""
     schedule, options, devices, microbatches, mode, layers_per_stage, flops, head, offload, copy_time = key
     costs = costs_of_work(flops, head, layers_per_stage, devices, mode)
     shape = shape_of(schedule, options, devices)
     moves = shape is not None and shape.moves
     if shape is not None:
         costs = costs.with_copies(shape.placement, copy_time or ASSUMED_COPY)
-    if offload != "scheduled" and not moves:  # an order with copies is the one without, and copies
+    if offload != "scheduled" and not moves:  # an order with copies is the order without copies, plus copies
         order, _ = program_of((*key[:-2], "scheduled", ()))
-    else:  # modes with the same costs of stages have the same order below their vocabulary passes
+    else:  # modes with the same stage costs have the same order below their vocabulary passes
         copies = costs.O if moves else None
         order = _base_order(schedule, options, devices, microbatches, costs.F, costs.B, copies)
     return plan_program(order, devices, microbatches, mode, costs, offload=offload)
@@ -85,21 +85,21 @@ def _base_order(  # noqa: PLR0917 - all of it is the key
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """What an order without vocabulary passes holds. Lists are per device."""
+    """Activations in flight of an order without vocabulary passes. Lists are per device."""
 
     stages: tuple[int, ...]
-    """Stage activations at most."""
+    """Most stage activations."""
     moments: tuple[tuple[tuple[int, int, int], ...], ...]
-    """At the same moment: layers that are forwarded and wait for B or I; layers that wait for W; layers of the device
-    that have had a backward, so that their gradients exist. Moments that another one exceeds in all are left out."""
+    """At the same moment: forwarded layers that wait for B or I; layers that wait for W; layers of the device that have
+    had a backward, so that their gradients exist. Moments that another one exceeds in all three are left out."""
 
 
 @lru_cache(maxsize=512)
 def in_flight(
     schedule: str, options: Options, devices: int, microbatches: int, layers_per_stage: tuple[int, ...]
 ) -> InFlight:
-    """Of a schedule's order for equal stages, with everything on the device. With the costs of a model some generators
-    hold as much, arranged otherwise."""
+    """Return the activations in flight of a schedule's order for equal stages, with everything on the device. With the
+    costs of a model some generators hold as much, arranged otherwise."""
     order = _equal_order(schedule, options, devices, microbatches)
     rows = [list(order.passes(device)) for device in range(devices)]
     return InFlight(
@@ -134,29 +134,29 @@ def _moments(row: list[Pass], layers_per_stage: tuple[int, ...]) -> tuple[tuple[
                 queued += layers if part.kind is Kind.I else 0
             seen.add((waiting, queued, gradients))
     kept: list[tuple[int, int, int]] = []
-    for one in sorted(seen, reverse=True):  # by falling number of layers that wait: only earlier ones can exceed it
+    for one in sorted(seen, reverse=True):  # by falling number of waiting layers: only earlier ones can exceed it
         if not any(other[1] >= one[1] and other[2] >= one[2] for other in kept):
             kept.append(one)
     return tuple(kept)
 
 
 def short_steps(devices: int, microbatches: int, *, planned: bool) -> tuple[int, ...]:
-    """Numbers of microbatches to simulate for a step of `microbatches`: two short ones, or the step itself. planned:
-    the order has vocabulary passes or copies to the host."""
+    """Return the numbers of microbatches to simulate for a step of `microbatches`: two short ones, or the step itself.
+    planned: the order has vocabulary passes or copies to the host."""
     rest = microbatches % devices
     short, long = SHORT[planned] * devices + rest, LONG[planned] * devices + rest
     return (short, long) if microbatches > long else (microbatches,)
 
 
 def steps_of(configuration: Configuration) -> tuple[int, ...]:
-    """The same for a configuration."""
+    """Return the same for a configuration."""
     layout, planned = configuration.layout, bool(BARRIERS[configuration.vocabulary]) or configuration.moves
     return short_steps(layout.parallelism.pp, layout.microbatches, planned=planned)
 
 
 def extended(times: Sequence[float], sizes: Sequence[int], microbatches: int, least: float) -> float:
-    """The time of a step of `microbatches` from those of `sizes`, which `short_steps` gave. least: what the busiest
-    device works per microbatch, below which a step cannot grow."""
+    """Return the time of a step of `microbatches` from those of `sizes`, which `short_steps` gave. least: the work of
+    the busiest device per microbatch, the least growth of a step."""
     if len(sizes) == 1:
         return times[0]
     slope = max(least, (times[1] - times[0]) / (sizes[1] - sizes[0]))

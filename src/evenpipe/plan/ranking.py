@@ -1,4 +1,4 @@
-"""What a search found, for people and for programs: a ranked table, what binds each plan, what was rejected and why."""
+"""The result of a search as text and JSON: a ranked table, the limits of each plan, and the rejected configurations."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .configurations import Problem
 from .evaluation import Evaluation
 
 REJECTED = 8
-"""So many are explained."""
+"""Number of rejected configurations to explain."""
 
 FIXES = 3
-"""So many are offered for each."""
+"""Number of fixes to offer for each."""
 
 DIMENSIONS = (
     *("dp", "tp", "cp", "pp", "zero", "microbatch size", "schedule", "vocabulary", "layers"),
@@ -33,19 +33,20 @@ DIMENSIONS = (
 
 
 def model_flops(problem: Problem) -> float:
-    """Of one step, forward and backward, without what is computed again; masked pairs of attention do not count."""
+    """Return the FLOPs of one step, forward and backward, without recomputation; masked pairs of attention do not
+    count."""
     tokens = problem.sequence * problem.sequences_per_step
     layers = sum(work.flops + work.attention_flops(problem.sequence) for work in problem.works)
     return 3.0 * tokens * (layers + problem.head_flops)
 
 
 def utilization(problem: Problem, plan: Evaluation) -> float:
-    """Model FLOPs over what all GPUs could do at their peak (MFU)."""
+    """Return model FLOPs over the peak of all GPUs (MFU)."""
     return model_flops(problem) / plan.seconds / problem.gpus / problem.hardware.peak(problem.dtype)
 
 
 def recomputation(plan: Evaluation) -> str:
-    """Checkpointing in a few words."""
+    """Return the checkpointing in a few words."""
     policies = plan.configuration.checkpointing
     counts = {policy: policies.count(policy) for policy in dict.fromkeys(policies)}
     if len(counts) == 1:
@@ -54,27 +55,27 @@ def recomputation(plan: Evaluation) -> str:
 
 
 def binding(problem: Problem, plan: Evaluation) -> str:
-    """What keeps a plan from being faster, in a sentence."""
+    """Return what limits the speed of a plan, in a sentence."""
     memory = plan.devices[plan.worst] if plan.devices else None
     parts = []
     work = plan.busy
     busiest = max(range(len(work)), key=work.__getitem__)
     mean = sum(work) / len(work)
     if work[busiest] > 1.03 * mean:
-        parts.append(f"device {busiest} works {100 * (work[busiest] / mean - 1):.0f} % more than the mean")
+        parts.append(f"device {busiest} with {100 * (work[busiest] / mean - 1):.0f} % more work than the mean")
     if plan.bubble_rate > 0.03:
-        parts.append(f"bubble of the busiest device {100 * plan.bubble_rate:.0f} %")
+        parts.append(f"bubble of {100 * plan.bubble_rate:.0f} % on the busiest device")
     if max(plan.again) > 0:
         again = sum(plan.again) / sum(work)
-        parts.append(f"{100 * again:.0f} % of the work is done again")
+        parts.append(f"recomputation, {100 * again:.0f} % of the work")
     if plan.end_seconds > 0.03 * plan.seconds:
-        parts.append(f"gradients and optimizer {100 * plan.end_seconds / plan.seconds:.0f} %")
+        parts.append(f"gradients and optimizer, {100 * plan.end_seconds / plan.seconds:.0f} % of the step")
     host = max((use.host_bytes for use in plan.devices), default=0)
     if host:
         parts.append(f"up to {gib_text(host)} of activations on the host per device")
     if memory is not None and memory.spare < 0.1 * problem.memory_bytes:
-        parts.append(f"memory: {gib_text(memory.spare)} to spare on device {plan.worst}, {memory.event}")
-    return "; ".join(parts) or "nothing: compute"
+        parts.append(f"memory: {gib_text(memory.spare)} left on device {plan.worst}, {memory.event}")
+    return "; ".join(parts) or "compute only"
 
 
 # --- the table -----------------------------------------------------------------------------------------------
@@ -89,11 +90,11 @@ class Ranking:
 
     @property
     def plans(self) -> list[Evaluation]:
-        """Those that are shown."""
+        """The plans to show."""
         return self.found.plans[: self.wanted]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         problem, found = self.found.problem, self.found
         return {
             "gpus": problem.gpus,
@@ -119,7 +120,7 @@ class Ranking:
         }
 
     def text(self, *, explain: bool = False) -> str:
-        """For people."""
+        """Return the table as text."""
         lines = [*self._table()]
         if explain:
             lines += ["", *self._gains(), "", *self._rejections()]
@@ -130,7 +131,7 @@ class Ranking:
         yield (
             f"{count(problem.gpus, 'GPU')} ({problem.hardware.name}, {gib_text(problem.memory_bytes)}),"
             f" {problem.sequences_per_step} sequences of {problem.sequence} tokens per step:"
-            f" {count(found.layouts, 'layout')}, {count(found.bounded, 'configuration')} looked at,"
+            f" {count(found.layouts, 'layout')}, {count(found.bounded, 'configuration')} considered,"
             f" {found.evaluated} simulated"
         )
         yield from _about_measured(problem)
@@ -162,7 +163,7 @@ class Ranking:
             ).rstrip()
         yield ""
         for place, plan in enumerate(self.plans, 1):
-            yield f"{place:>{widths[0]}}  bound by {binding(problem, plan)}"
+            yield f"{place:>{widths[0]}}  limited by {binding(problem, plan)}"
 
     def _gains(self) -> Iterator[str]:
         compared = gains(self.found)
@@ -180,17 +181,17 @@ class Ranking:
 
 
 def runnable(plan: Evaluation) -> bool:
-    """Whether `evenpipe train` runs it today: data and pipeline parallelism, replicas or whole sharding (FSDP2)."""
+    """Return whether `evenpipe train` can run it: data and pipeline parallelism, replicas or full sharding (FSDP2)."""
     parallelism = plan.configuration.layout.parallelism
     return parallelism.tp == parallelism.cp == 1 and parallelism.zero in (0, 3)
 
 
-# --- what balance gains --------------------------------------------------------------------------------------
+# --- gain of vocabulary modes ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """The best plan of a vocabulary mode against the best of all others. factor: how much longer its step is."""
+    """The best plan of a vocabulary mode against the best of all others. factor: ratio of their steps."""
 
     mode: str
     plan: Evaluation
@@ -198,7 +199,7 @@ class Gain:
     words: str
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         return {
             "vocabulary": self.mode,
             "seconds": self.plan.seconds,
@@ -209,7 +210,8 @@ class Gain:
 
 
 def gains(found: Found) -> list[Gain]:
-    """The best plan of every vocabulary mode among those seen, fastest first, each with the reason for its time."""
+    """Return the best plan of every vocabulary mode among those seen, fastest first, each with the reason for its
+    time."""
     best = [plan for mode in found.space.vocabularies if (plan := found.best_of(mode)) is not None]
     best = [plan for plan in best if plan.configuration.layout.parallelism.pp > 1]
     best.sort(key=lambda plan: plan.seconds)
@@ -237,24 +239,24 @@ def _why(problem: Problem, plan: Evaluation, factor: float) -> str:
     else:
         words += f", {_seconds(busy[idlest])} on device {idlest}"
         if not BARRIERS[one.vocabulary]:
-            words += f": the output layer ({head_words(problem, plan)}) stands whole on one device"
+            words += f": the output layer ({head_words(problem, plan)}) is whole on one device"
     worst = plan.devices[plan.worst] if plan.devices else None
     return words if worst is None else f"{words}; at most {gib_text(worst.peak_bytes)}"
 
 
 def head_words(problem: Problem, plan: Evaluation) -> str:
-    """The output layer's time in layers, with what the last stage has beside it."""
+    """Return the output layer's time in layers, and the number of layers of the last stage."""
 
     layers = head_layers(problem, plan.configuration.layout)
     return f"{layers:.1f} layers' time, beside {plan.configuration.layers_per_stage[-1]} layers"
 
 
-# --- what does not fit ---------------------------------------------------------------------------------------
+# --- configurations that do not fit ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Why a configuration is no plan, and the plans nearest to it. fixes: (what is changed, its plan)."""
+    """Why a configuration does not fit, and the plans nearest to it. fixes: (the change, its plan)."""
 
     name: str
     lacking: int
@@ -263,7 +265,7 @@ class Rejection:
     fixes: tuple[tuple[str, Evaluation], ...]
 
     def text(self) -> str:
-        """In a line."""
+        """Return it in one line."""
         line = f"{self.name}: out of memory by {gib_text(self.lacking)} {self.where}"
         if not self.fixes:
             return line
@@ -271,7 +273,7 @@ class Rejection:
         return f"{line}; cheapest fixes: {offers}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         return {
             "name": self.name,
             "lacking_bytes": self.lacking,
@@ -283,7 +285,7 @@ class Rejection:
 
 
 def explained(found: Found) -> list[Rejection]:
-    """What would be the fastest if memory were no limit, each with the plans that differ least from it."""
+    """Return the fastest configurations if memory were no limit, each with the plans that differ least from it."""
     candidates: list[tuple[float, str, Evaluation]] = []
     for plan in (*found.failed, *found.plans):
         if plan.kept or (plan.devices and not plan.fits):
@@ -301,7 +303,7 @@ def explained(found: Found) -> list[Rejection]:
 
 
 def _of_plan(found: Found, plan: Evaluation, name: str, seconds: float) -> Rejection:
-    """Why a plan cannot be as fast as it would be with memory enough."""
+    """Return why a plan is slower than it would be with enough memory."""
     uses = plan.kept or plan.devices
     device = min(range(len(uses)), key=lambda device: uses[device].spare)
     where = f"on device {device}, {uses[device].event}"
@@ -310,14 +312,14 @@ def _of_plan(found: Found, plan: Evaluation, name: str, seconds: float) -> Rejec
         fixes.append((_measures(plan), plan))
     elif plan.kept:
         worst = plan.devices[plan.worst]
-        where += f"; by {gib_text(-worst.spare)} on device {plan.worst} when all layers keep their input only"
+        where += f"; by {gib_text(-worst.spare)} on device {plan.worst} even if all layers keep only their input"
     others = (fix for fix in _fixes(found, plan) if fix[1] is not plan)
     fixes += islice(others, FIXES - len(fixes))
     return Rejection(name, max(0, -uses[device].spare), where, seconds, tuple(fixes))
 
 
 def _measures(plan: Evaluation) -> str:
-    """What is done so that a plan fits."""
+    """Return the measures with which a plan fits."""
     one = plan.configuration
     policies = one.checkpointing
     again = [f"{policies.count(name)} layers {name}" for name in ("selective", "full") if name in policies]
@@ -325,12 +327,12 @@ def _measures(plan: Evaluation) -> str:
     if one.host_share:
         words.append(f"{100 * one.host_share:.0f} % of the moments to the host")
     if again:
-        words.append(f"compute again ({', '.join(again)})")
+        words.append(f"recompute ({', '.join(again)})")
     return " and ".join(words)
 
 
 def _floors(rejected: Iterable[Rejected]) -> list[Rejected]:
-    """One for each size of the axes, the fastest."""
+    """Return one for each size of the axes, the fastest."""
     best: dict[Any, Rejected] = {}
     for one in sorted(rejected, key=lambda one: one.seconds):
         best.setdefault(one.layout.parallelism, one)
@@ -339,17 +341,17 @@ def _floors(rejected: Iterable[Rejected]) -> list[Rejected]:
 
 def _of_floor(one: Rejected) -> Rejection:
     if one.configuration is not None:
-        name, where = one.configuration.name, f"on device {one.device} at least, whatever is computed again"
+        name, where = one.configuration.name, f"at least on device {one.device}, even with full recomputation"
     else:
         parallelism = one.layout.parallelism
         axes = [f"{axis}{size}" for axis in ("dp", "tp", "cp", "pp") if (size := getattr(parallelism, axis)) > 1]
         name = f"{'·'.join(axes) or 'one GPU'} zero-{parallelism.zero}"
-        where = "at least: parameters, gradients and optimizer alone"
+        where = "at least, for parameters, gradients and optimizer state alone"
     return Rejection(name, one.lacking, where, one.seconds, ())
 
 
 def _fixes(found: Found, failed: Evaluation) -> Iterator[tuple[str, Evaluation]]:
-    """The fastest plans that differ from one that does not fit in fewest choices."""
+    """Return the fastest plans with the fewest changes to a configuration that does not fit."""
     mine = _choices(failed)
     ranked = []
     for plan in found.plans:
@@ -384,18 +386,18 @@ def _choices(plan: Evaluation) -> dict[str, Any]:
     return dict(zip(DIMENSIONS, values, strict=True))
 
 
-# --- words ---------------------------------------------------------------------------------------------------
+# --- text --------------------------------------------------------------------------------------------------------
 
 
 def _about_measured(problem: Problem) -> Iterator[str]:
-    """Where the hardware's file has measured passes: whether they are of this model."""
+    """If the hardware file has measured passes, return whether they are used for this model."""
     if not problem.hardware.passes:
         return
     sizes = sorted({one.microbatch_size for one in problem.measured})
     if sizes:
-        yield f"pass times as measured of this model with microbatches of {', '.join(map(str, sizes))}"
+        yield f"pass times corrected by measurements of this model with microbatches of {', '.join(map(str, sizes))}"
     else:
-        yield "pass times from shapes alone: the hardware file has those of other models, lengths or kernels"
+        yield "pass times from shapes alone: the hardware file measured other models, lengths or kernels"
 
 
 def _seconds(seconds: float) -> str:

@@ -27,18 +27,18 @@ from .named_orders import NamedOrder, named_orders
 from .optimal_order import Problem, Solution, refuse_large, solve
 
 SEARCHED = tuple(mode for mode in MODES if mode != "interlaced")
-"""Modes that can be searched; in the interlaced one S and T leave no choice."""
+"""Modes that can be searched; in interlaced mode S and T leave no choice."""
 
 EXACT, ROUNDED = 1e-9, 1e-4
-"""Distance to the bound at which an order counts as best, relative; the second where the solver had to round times."""
+"""Relative distance to the bound at which an order counts as best; the second if the solver had to round times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The best order known, and how good it can be at most.
+    """The best known order, and a bound on how good it can be.
 
-    source: "search", or the name of the schedule that nothing shorter was found than. value: what was minimised. bound:
-    no order is below. proved: the order is best. named: what the named schedules reach, best first.
+    source: "search", or the name of the schedule if no shorter order was found. value: the minimised value. bound:
+    lower bound. proved: the order is best. named: values of the named schedules, best first.
     """
 
     problem: Problem
@@ -52,11 +52,11 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """How far above the bound, relative to it."""
+        """Return the relative distance to the bound."""
         return above(self.value, self.bound)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         return {
             "objective": self.problem.objective,
             "value": self.value,
@@ -71,17 +71,15 @@ class SearchResult:
         }
 
     def text(self) -> str:
-        """For people."""
+        """Return the result as text."""
         what = self.problem.objective
         timeline = self.timeline
         step = f"step {timeline.makespan:g}, devices busy {100 * timeline.mean_busy:.1f} % of it on average"
         if self.proved:
             verdict = f"{what} {self.value:g}: no order is shorter"
         else:
-            verdict = (
-                f"{what} {self.value:g}: no order is below {self.bound:g}, so at most {100 * self.gap:.1f} % is left"
-            )
-        who = "found by search" if self.source == "search" else f"'{self.source}' as it is; nothing shorter was found"
+            verdict = f"{what} {self.value:g}: the lower bound is {self.bound:g}, at most {100 * self.gap:.1f} % less"
+        who = "found by search" if self.source == "search" else f"'{self.source}'; no shorter order was found"
         lines = [step, verdict, f"order: {who}"]
         if self.named:
             ranks = [f"{one.name} {one.value:g} (+{100 * above(one.value, self.value):.1f} %)" for one in self.named]
@@ -96,15 +94,15 @@ class SearchResult:
 
 
 def above(value: float, other: float) -> float:
-    """How far `value` is above `other`, relative to that; 0 where nothing takes time."""
+    """Return how far `value` is above `other`, relative to that; 0 if nothing takes time."""
     return value / other - 1 if other else 0.0
 
 
 def search(problem: Problem, *, seconds: float = 30.0, workers: int = 1, seed: int = 0) -> SearchResult | None:
-    """The shortest order within the limits of `problem` that can be found in `seconds`; None when none fits.
+    """Return the shortest order within the limits of `problem` that can be found in `seconds`; None if none fits.
 
-    Starts from the best named schedule, so it is never worse. Raises InputError as `solve` does, and when
-    the time is up before there is any order.
+    Starts from the best named schedule, so the result is never worse. Raises InputError as `solve` does, and if the
+    time is up before any order is found.
     """
     if not 0 < seconds < math.inf:
         raise InputError(f"seconds must be a number above 0, not {seconds:g}")
@@ -137,7 +135,7 @@ def search(problem: Problem, *, seconds: float = 30.0, workers: int = 1, seed: i
 
 
 def lower_bound(problem: Problem) -> float:
-    """What no order of `problem` is below, without a search."""
+    """Return a lower bound on all orders of `problem`, without a search."""
     links = {name: link for name, link in problem.costs.links.items() if name in LINKS}
     return best_bound(
         problem.placement,
@@ -182,7 +180,8 @@ def problem_of(
     memory_limit: float | Sequence[float] | None = None,
     objective: str = "span",
 ) -> Problem:
-    """The problem in a user's words; costs are equal by default. Raises InputError for what cannot be."""
+    """Return the problem for the values of a user; costs are equal by default. Raises InputError for impossible
+    ones."""
     for name, value in (
         ("devices", devices),
         ("microbatches", microbatches),
@@ -211,9 +210,9 @@ def problem_of(
 
 
 def placement_of(text: str, devices: int, stages_per_device: int | None) -> Placement:
-    """The placement that a user names: linear, looped, v, or the device of each stage as in 0,1,1,0.
+    """Return the placement that a user names: linear, looped, v, or the device of each stage as in 0,1,1,0.
 
-    Raises InputError for anything else, and where it does not fit the numbers.
+    Raises InputError for anything else, and if it does not fit the numbers.
     """
     count = stages_per_device
     if text == "linear" and count in (None, 1):

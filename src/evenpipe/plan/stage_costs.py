@@ -1,4 +1,4 @@
-"""The costs of the same model cut into another number of stages, or with whole vocabulary layers at its ends."""
+"""Costs of the same model with another number of stages, or with whole vocabulary layers at its ends."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ PER_STAGE = ("F", "B", "I", "W", "R", "O", "L", "bytes")
 
 
 def costs_for_stages(costs: Costs, stages: int, wanted: int, who: str = "the schedule") -> Costs:
-    """`costs`, which are for `stages` stages, for `wanted` stages that do the same work in all.
+    """Convert `costs` for `stages` stages to `wanted` stages that do the same work in total.
 
-    A number is divided evenly. A list, one number per stage, is added up when each new stage is made of whole old ones;
-    it says nothing of parts of a stage, so InputError is raised otherwise, which calls the schedule `who`. What does
-    not belong to stages stays.
+    A number is divided evenly. A list, one number per stage, is added up if each new stage consists of whole old ones;
+    otherwise InputError is raised, which calls the schedule `who`. Costs that do not belong to stages stay.
     """
     if stages == wanted:
         return costs
@@ -49,7 +48,7 @@ def costs_for_stages(costs: Costs, stages: int, wanted: int, who: str = "the sch
 
 
 def with_whole_vocabulary(costs: Costs, placement: Placement) -> Costs:
-    """`costs` with the work of S, C, T, E and G of all devices in the passes of the first and the last stage.
+    """Return `costs` with the work of S, C, T, E and G of all devices in the passes of the first and the last stage.
 
     An output layer is three products of equal size (logits, their gradients with respect to its input and its
     weights), so the last stage's F, I and W take a third of it each, and B two. E goes to the first F, G to the first W

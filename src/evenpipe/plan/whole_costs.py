@@ -1,8 +1,8 @@
-"""Costs in whole numbers, for solvers that count.
+"""Costs in whole numbers, for solvers with integers.
 
-Times with few digits become whole numbers exactly: 0.4 and 1 become 2 and 5, in units of 0.2. Where no unit of at most
-a millionth fits all of them, each time is rounded *down* to a millionth of the longest one: what is then impossible is
-impossible with the true times too, so lower bounds hold, and an order that is found is timed again with the true ones.
+Times with few digits become whole numbers exactly: 0.4 and 1 become 2 and 5, in units of 0.2. If no unit of at least a
+millionth fits all of them, each time is rounded *down* to a millionth of the longest one: then lower bounds are valid
+for the true times too, and an order that is found is timed again with the true ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from evenpipe.schedule.costs import Cost, Costs
 from evenpipe.schedule.passes import TransferKind
 
 RESOLUTION = 10**6
-"""Times are rounded to no coarser than this part of the longest one."""
+"""Times are rounded to multiples of this part of the longest one, at most."""
 
 _CARRIES = {
     "broadcast": TransferKind.X,
@@ -30,8 +30,7 @@ KINDS = ("F", "B", "I", "W", "S", "C", "T", "E", "G")
 
 @dataclass(frozen=True, slots=True)
 class WholeCosts:
-    """`costs` with whole numbers in the place of times; one of them is `unit` of the caller's. `exact`: none was
-    rounded."""
+    """`costs` with whole numbers instead of times; 1 is `unit` of the original costs. `exact`: none was rounded."""
 
     costs: Costs
     unit: float
@@ -39,7 +38,7 @@ class WholeCosts:
 
     @classmethod
     def of(cls, costs: Costs, used: str = "FBIWSCTEG") -> WholeCosts:
-        """Those nearest to `costs` from below, of the kinds of pass `used`; the unit need not fit the others.
+        """Return the largest ones not above `costs`, for the kinds of pass `used`; the unit need not fit the others.
 
         Collectives belong to the vocabulary kinds.
         """
@@ -48,7 +47,7 @@ class WholeCosts:
         costs = replace(
             costs, **unused, p2p=costs.transfer_time(TransferKind.SEND_F), collectives=collectives, links={}
         )
-        # The digits that a person writes, not those of the binary number: 0.4 is 2/5.
+        # The decimal digits that a person writes, not those of the binary number: 0.4 is 2/5.
         times = [Fraction(repr(time)) for time in _times(costs) if time > 0]
         if not times:
             return cls(costs, 1.0, True)

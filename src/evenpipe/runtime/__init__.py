@@ -1,6 +1,6 @@
-"""Executes a program on this device: compute, communication, and what failed when a process dies.
+"""Executes a program on this device: compute, communication, and the cause when a process fails.
 
-`Pipeline` is what users hold; the walker, the communicators and the watch stand behind it.
+`Pipeline` is the class for users; the walker, the communicators and the watch work behind it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """A process that only launches others does not need the models that `Pipeline` imports."""
+    """Import lazily: a process that only launches others does not need the models that `Pipeline` imports."""
     if name in _PUBLIC:
         from importlib import import_module
 

@@ -1,16 +1,15 @@
-"""Bytes of tensors in a real run: how many live, what was the most, which operation made what is left over.
+"""Bytes of tensors in a real run: live, at the peak, left over, and by which operation they were made.
 
     with pipeline.count_bytes() as counted:
         result = pipeline.step(input_ids)
         optimizer.step()
-    counted.peak                    # bytes: parameters, gradients and everything else that lived at one moment
-    counted.passes()                # before, at most and after every pass of the program
-    del result; counted.survivors() # what was made inside and still lives, and by which operation
+    counted.peak                    # most live bytes: parameters, gradients and everything else
+    counted.passes()                # bytes before, during and after every pass of the program
+    del result; counted.survivors() # storages made inside that are still live, with their operations
 
-Counted is what tensors stand on: storages, each once, however many tensors share it, from the operation that makes it
-to the moment that it is given back. Operations inside autograd functions and in backwards are seen like all others, and
-so are buffers for communication. Not seen is what an operation allocates and frees within itself, and what libraries
-for communication hold. About 10 microseconds per operation.
+Storages are counted once, however many tensors share them, from the operation that makes them until they are freed.
+Operations inside autograd functions and in backwards are counted too, and so are buffers for communication. Temporaries
+inside an operation and memory of communication libraries are not. Counting takes about 10 microseconds per operation.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """One storage: its size, and where it comes from."""
+    """One storage: its size and its origin."""
 
     bytes: int
     operation: str
-    """Name of the operation that returned its first tensor; empty for what was there before."""
+    """Name of the operation that returned its first tensor; empty if it existed before."""
     item: Pass | Transfer | None
-    """Under way at that moment; None outside of a program."""
+    """The current item at that moment; None outside of a program."""
 
     def __str__(self) -> str:
-        return f"{self.bytes} bytes by {self.operation or 'nobody (there before)'} in {self.item or 'no pass'}"
+        return f"{self.bytes} bytes by {self.operation or 'nobody (existed before)'} in {self.item or 'no pass'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +55,24 @@ class ItemBytes:
 
 
 class Most(NamedTuple):
-    """The most that lived at one moment: of bytes and of storages, which need not be the same moment."""
+    """The most live bytes and live storages, which need not be at the same moment."""
 
     bytes: int
     storages: int
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages that these tensors stand on, each counted once."""
+    """Return the bytes of the storages of these tensors, each counted once."""
     storages = {storage._cdata: storage for tensor in tensors for storage in (_local(tensor).untyped_storage(),)}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 class ByteCounter(TorchDispatchMode):
-    """Counts while it is entered. `Pipeline.count_bytes` makes one that knows what is there already.
+    """Counts while it is entered. `Pipeline.count_bytes` makes one that knows the existing tensors.
 
     Args:
-        there: tensors from before, by name; `started` tells their bytes.
-        follow: called with the counter when it is entered and with None when it is left: whoever walks a program calls
-            `at` before each of its items.
+        there: existing tensors, by name; `started` gives their bytes.
+        follow: called with the counter on entry and with None on exit: the walker then calls `at` before each item.
     """
 
     def __init__(
@@ -86,11 +84,11 @@ class ByteCounter(TorchDispatchMode):
         self._there = there or {}
         self._follow = follow
         self.started: dict[str, int] = {}
-        """Bytes that were there when it was entered; a storage counts for the first name that has it."""
+        """Bytes at entry; a shared storage counts for its first name."""
         self._item: Pass | Transfer | None = None
         self._made: list[Made] = []
-        # A storage may be given back on any thread, so events are appended (one step of the interpreter) and summed
-        # later. An event is the number of a storage, or its complement where the storage goes.
+        # A storage may be freed on any thread, so events are appended (one step of the interpreter) and summed later.
+        # An event is the number of a storage, or its complement when the storage is freed.
         self._events: list[int] = []
         self._marks: list[tuple[int, Pass | Transfer | None]] = []
         self._living: dict[int, tuple[int, weakref.ref[Any]]] = {}
@@ -113,15 +111,15 @@ class ByteCounter(TorchDispatchMode):
             self._follow(None)
 
     def at(self, item: Pass | Transfer | None) -> None:
-        """The walk of a program has come to this item; None: to its end."""
+        """The walk has reached this item; None: its end."""
         self._item = item
         self._marks.append((len(self._events), item))
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # made of other tensors, as DTensor is: what it does with those comes here by itself
+            return NotImplemented  # consists of other tensors, like DTensor: their operations are counted separately
         result = operation(*args, **(kwargs or {}))
-        maker = "" if operation.is_view else operation  # what a view shows first was there before
+        maker = "" if operation.is_view else operation  # the base of a new view existed before
         if isinstance(result, Tensor):
             self._see(result, maker)
         elif isinstance(result, (tuple, list)):
@@ -131,7 +129,7 @@ class ByteCounter(TorchDispatchMode):
         return result
 
     def _see(self, tensor: Tensor, operation: Any) -> int:
-        """Takes note of the storage of a tensor. Returns its bytes if it is new."""
+        """Count the storage of a tensor. Return its bytes if it is new."""
         tensor = _local(tensor)
         if isinstance(tensor, FakeTensor) or tensor.device.type == "meta" or tensor.layout is not torch.strided:
             return 0
@@ -142,7 +140,7 @@ class ByteCounter(TorchDispatchMode):
             number = known[0]
             if self._made[number].bytes == size:
                 return 0
-            self._events.append(~number)  # an operation with `out` has given it another size
+            self._events.append(~number)  # an operation with `out` has resized it
         number = len(self._made)
         self._made.append(Made(size, str(operation), self._item))
 
@@ -155,25 +153,25 @@ class ByteCounter(TorchDispatchMode):
         self._events.append(number)
         return size
 
-    # --- what was counted ------------------------------------------------------------------------------------
+    # --- results -------------------------------------------------------------------------------------------------
 
     @property
     def live(self) -> int:
-        """Bytes that live now."""
+        """Bytes that are live now."""
         return sum(self._made[number].bytes for number, _ in list(self._living.values()))
 
     @property
     def peak(self) -> int:
-        """The most bytes that lived at one moment since it was entered."""
+        """The most live bytes since it was entered."""
         return self.most(lambda made: True).bytes
 
     def survivors(self) -> list[Made]:
-        """What was made inside and lives now, largest first."""
+        """Return storages made inside that are live now, largest first."""
         alive = (self._made[number] for number, _ in list(self._living.values()))
         return sorted((made for made in alive if made.operation), key=lambda made: -made.bytes)
 
     def most(self, chosen: Callable[[Made], bool]) -> Most:
-        """The most that lived at one moment of those storages that `chosen` chooses."""
+        """Return the most live bytes and storages among those that `chosen` selects."""
         take = [chosen(made) for made in self._made]
         live = count = most_bytes = most_count = 0
         for event in self._events:
@@ -186,11 +184,12 @@ class ByteCounter(TorchDispatchMode):
         return Most(most_bytes, most_count)
 
     def items(self) -> list[ItemBytes]:
-        """Live bytes around every pass and transfer, in the order of the program; of several steps one by one."""
+        """Return live bytes around every pass and transfer, in the order of the program; for several steps one by
+        one."""
         return list(self._items())
 
     def passes(self) -> list[ItemBytes]:
-        """The same of passes only."""
+        """Return the same for passes only."""
         return [one for one in self._items() if isinstance(one.item, Pass)]
 
     def _items(self) -> Iterator[ItemBytes]:
@@ -215,6 +214,6 @@ class ByteCounter(TorchDispatchMode):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The part of a distributed tensor that is here."""
+    """Return the local part of a distributed tensor."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()

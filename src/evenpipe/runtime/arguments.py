@@ -1,4 +1,4 @@
-"""What a caller gives to a `Pipeline`, checked before anything is built: one sentence for each mistake."""
+"""Checks the arguments of a `Pipeline` before anything is built: one sentence for each mistake."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ LARGEST_SEED = 2**64 - 1
 
 
 def check_kinds(**given: Any) -> None:
-    """Of the arguments whose values are checked where they are used: that they are of a kind that has such values.
+    """Check the types of arguments whose values are checked later.
 
-    Raises InputError that names the first one that is not, and what would be accepted.
+    Raises InputError that names the first wrong one, and the accepted values.
     """
     for name, value in given.items():
         accepted, fits = _KINDS[name]
@@ -37,7 +37,7 @@ def check_kinds(**given: Any) -> None:
 
 
 def check_no_autocast(torch_device: torch.device) -> None:
-    """Autocast would round some products of a step and not others: not those that a W makes, nor what devices send."""
+    """Autocast would round some products of a step but not others: not those of W, nor transfers between devices."""
     if torch.is_autocast_enabled(torch_device.type):
         dtype = torch.get_autocast_dtype(torch_device.type)
         raise InputError(
@@ -50,16 +50,16 @@ _NORMS = {"clip_grad_norm_", "get_total_norm", "_get_total_norm"}
 
 
 def refuse_norm_of_one_process() -> None:
-    """For parameters as they are handed out: torch's norm of one process's part would clip every process differently.
+    """Called when parameters are handed out: torch's norm of one process's part would clip every process differently.
 
-    Raises InputError inside of `torch.nn.utils.clip_grad_norm_` or `get_total_norm`, which may draw them from
-    generators of the caller's.
+    Raises InputError inside of `torch.nn.utils.clip_grad_norm_` or `get_total_norm`, which may take them from
+    generators of the caller.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == clip_grad.__name__ and frame.f_code.co_name in _NORMS:
             raise InputError(
-                f"torch.nn.utils.{frame.f_code.co_name} sees the gradients of this process alone, and would scale each"
+                f"torch.nn.utils.{frame.f_code.co_name} sees only the gradients of this process, and would scale each"
                 " process by another norm; expected pipeline.clip_gradients(max_norm), which scales all by the norm of"
                 " all gradients and returns it"
             )
@@ -82,7 +82,7 @@ _KINDS: Mapping[str, tuple[str, Any]] = {
     "vocabulary": ("the name of a vocabulary mode", lambda value: isinstance(value, str)),
     "step": ("a whole number of steps, 0 or more", lambda value: _whole(value) and value >= 0),
     "optimizer": ("an optimizer as in torch.optim, or None", _or_none(torch.optim.Optimizer)),
-    "extra": ("a table of what JSON can hold, or None", _or_none(Mapping)),
+    "extra": ("a table of JSON values, or None", _or_none(Mapping)),
     "schedule_options": ("a dictionary of options by name, or None", _or_none(Mapping)),
     "mesh": ("a torch.distributed DeviceMesh, or None", _or_none(DeviceMesh)),
     "loss": ("LossOptions, or None", _or_none(LossOptions)),
@@ -97,7 +97,7 @@ _KINDS: Mapping[str, tuple[str, Any]] = {
 
 
 def check_positive(name: str, value: Any, *, whole: bool = False) -> None:
-    """Raises InputError for anything but a number above 0, or with `whole` a whole one."""
+    """Raise InputError for anything but a number above 0, or with `whole` a whole number above 0."""
     number = _whole(value) if whole else isinstance(value, Real) and not isinstance(value, bool)
     if not number or not value > 0:
         raise InputError(
@@ -106,7 +106,8 @@ def check_positive(name: str, value: Any, *, whole: bool = False) -> None:
 
 
 def device_of_torch(given: torch.device | str) -> torch.device:
-    """Where a process computes. Raises InputError for what is no device, or none that models are trained on here."""
+    """Return the device on which a process computes. Raises InputError for an unknown device, or one that is not
+    available."""
     try:
         found = torch.device(given)
     except (RuntimeError, TypeError):
@@ -119,7 +120,8 @@ def device_of_torch(given: torch.device | str) -> torch.device:
 
 
 def dtype_of_compute(parameter: torch.dtype, given: torch.dtype | None, torch_device: torch.device) -> torch.dtype:
-    """Of activations and products, where the caller gives `given`. Raises InputError for a pair that there is not."""
+    """Return the dtype of activations and products; `given` is the caller's. Raises InputError for an unsupported
+    pair."""
     if parameter not in (torch.float32, torch.float64):
         raise InputError(f"parameter_dtype: {parameter}, expected torch.float32 or torch.float64")
     narrow = parameter == torch.float32
@@ -132,29 +134,32 @@ def dtype_of_compute(parameter: torch.dtype, given: torch.dtype | None, torch_de
 
 
 def loss_of_model(given: LossOptions, description: Description) -> LossOptions:
-    """The caller's options with what the model itself does to its logits. Raises InputError where they disagree."""
+    """Return the caller's options together with the model's own changes to its logits. Raises InputError if they
+    disagree."""
     if given.ignore_index != IGNORE_INDEX:
         raise InputError(f"loss: ignore_index is {given.ignore_index}, expected {IGNORE_INDEX}, as in transformers")
-    if description.config is None:  # plain modules: the caller says it
+    if description.config is None:  # plain modules: the caller decides
         return given
     for name, plain in (("soft_cap", None), ("logit_scale", 1.0)):
         if getattr(given, name) != plain:
             raise InputError(
-                f"loss: {name} is {getattr(given, name)}, expected {plain}: what {description.architecture} does to its"
+                f"loss: {name} is {getattr(given, name)}, expected {plain}: how {description.architecture} changes its"
                 " logits follows from the model"
             )
     return replace(given, logit_scale=description.logit_scale, soft_cap=description.soft_cap)
 
 
 def is_sharded(data_parallel: str) -> bool:
-    """Whether replicas hold rows of parameters only. Raises InputError for what is no way of data parallelism."""
+    """Return whether replicas hold only rows of parameters. Raises InputError for an unknown kind of data
+    parallelism."""
     if data_parallel not in ("replicate", "shard"):
         raise InputError(f"data_parallel: {data_parallel!r}, expected 'replicate' or 'shard'")
     return data_parallel == "shard"
 
 
 def check_shardable(description: Description) -> None:
-    """FSDP2 splits the rows of a parameter; one number has none. Raises InputError for a model that has one."""
+    """FSDP2 splits the rows of a parameter; a scalar has none. Raises InputError for a model with a scalar
+    parameter."""
     for name, shape in description.shapes.items():
         if not shape:
             raise InputError(

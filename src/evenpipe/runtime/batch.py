@@ -1,11 +1,11 @@
 """The inputs of one step: checked once, sent to every device once, cut into microbatches.
 
-With several pipelines side by side each first process has a batch of its own. They tell each other what their tokens
-weigh before anything else, so that the weights of all tokens of all batches add up to 1, and so that a batch that one
-of them refuses is refused by all. On the same way processes find out whether they agree on what is trained.
+With several pipelines side by side each first process has its own batch. They first exchange the total weights of their
+tokens, so that the weights of all tokens of all batches add up to 1, and a batch that one of them refuses is refused by
+all. The same exchange shows whether processes agree on the trainable parameters.
 
-Every device knows every token id and every label. This is what lets the loss be finished wherever the statistics of
-the vocabulary shards meet, and lets both ends of an exchange of embedding rows know its size without asking.
+Every device knows every token id and every label. So every device can finish the loss from the statistics of the
+vocabulary shards, and both ends of an exchange of embedding rows know its size.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Microbatch:
     token_ids: Tensor
     """[sequences, tokens] int64, on the host: the sizes of messages are read from them."""
     targets: Tensor
-    """[n] int64, on the host: the token that each position predicts, IGNORE_INDEX where there is none."""
+    """[n] int64, on the host: the token that each position predicts, IGNORE_INDEX if there is none."""
     weights: Tensor
-    """[n] fp32 or fp64: each position's share of the loss of all steps that one update takes; over the microbatches of
-    all replicas they add up to 1 / `accumulate`."""
+    """[n] fp32 or fp64: each position's share of the loss of all steps of one update; over the microbatches of all
+    replicas they add up to 1 / `accumulate`."""
     position_ids: Tensor | None
     """[sequences, tokens] int64, or None for 0, 1, 2, ..."""
     attention_mask: Tensor | None
@@ -58,12 +58,12 @@ class Batch:
     sequences: int
     sequence_length: int
     valid_tokens: int
-    """Positions with a label that counts, of all replicas."""
+    """Positions with a label that counts, over all replicas."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a caller gives for one step: tensors are [batch, sequence]; None where the caller gives none."""
+    """The caller's inputs of one step: tensors are [batch, sequence]; None if not given."""
 
     input_ids: Tensor | None
     labels: Tensor | None = None
@@ -71,21 +71,21 @@ class Inputs:
     attention_mask: Tensor | None = None
     token_weights: Tensor | None = None
     accumulate: int = 1
-    """Steps whose gradients are added up before one update."""
+    """Number of steps whose gradients are added up before one update."""
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What the batches of all replicas have in all."""
+    """Totals of the batches of all replicas."""
 
     weight: float
-    """Sum of the weights of all positions with a label that counts: their number, where none are given."""
+    """Sum of the weights of all positions with a label that counts; without weights, their number."""
     valid_tokens: int
     accumulate: int = 1
 
 
 def check(inputs: Inputs, *, microbatches: int, model: Description) -> None:
-    """Checks what the first process was given.
+    """Check the inputs of the first process.
 
     Raises:
         InputError: a shape, a dtype or a value is off; the sentence names the argument, what it is and what it may be.
@@ -113,7 +113,7 @@ def check(inputs: Inputs, *, microbatches: int, model: Description) -> None:
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocabulary:
         raise InputError(
-            f"input_ids: holds token {low if low < 0 else high}, expected 0 to {vocabulary - 1} (the vocabulary)"
+            f"input_ids: contains token {low if low < 0 else high}, expected 0 to {vocabulary - 1} (the vocabulary)"
         )
     others = {
         "labels": (labels, torch.int64),
@@ -132,14 +132,14 @@ def check(inputs: Inputs, *, microbatches: int, model: Description) -> None:
         if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= vocabulary):
             wrong = int(counted.min()) if int(counted.min()) < 0 else int(counted.max())
             raise InputError(
-                f"labels: holds {wrong}, expected 0 to {vocabulary - 1} or {IGNORE_INDEX} for positions without one"
+                f"labels: contains {wrong}, expected 0 to {vocabulary - 1} or {IGNORE_INDEX} for positions without one"
             )
     for name, tensor, taken in (
         ("position_ids", position_ids, model.takes_position_ids),
         ("attention_mask", attention_mask, model.takes_attention_mask),
     ):
         if tensor is not None and not taken:
-            raise InputError(f"{name}: {model.architecture} takes none, expected None")
+            raise InputError(f"{name}: {model.architecture} does not take it, expected None")
     rows = model.position_rows
     if position_ids is not None and (int(position_ids.min()) < 0 or int(position_ids.max()) >= (rows or 2**63)):
         accepted = "at least 0" if rows is None else f"0 to {rows - 1}"
@@ -152,9 +152,9 @@ def check(inputs: Inputs, *, microbatches: int, model: Description) -> None:
             raise InputError("attention_mask: expected rows of ones followed by zeros (padding on the right)")
     if token_weights is not None:
         if token_weights.is_complex() or not bool(torch.isfinite(token_weights).all()):
-            raise InputError("token_weights: holds a value that is not a finite number")
+            raise InputError("token_weights: contains a value that is not a finite number")
         if bool((token_weights < 0).any()):
-            raise InputError(f"token_weights: holds {token_weights.min().item():g}, expected 0 or more: a mean is made")
+            raise InputError(f"token_weights: contains {token_weights.min().item():g}, expected 0 or more for a mean")
 
 
 def distribute(
@@ -167,26 +167,24 @@ def distribute(
     trained: Trained,
     torch_device: torch.device,
 ) -> tuple[Inputs, Totals]:
-    """Checks the step's inputs on the first process of the pipeline and sends them to all others.
+    """Check the step's inputs on the first process of the pipeline and send them to all others.
 
-    Collective. Over the data axis: all gather five numbers of each, four of which count from first processes only.
-    Then over the pipeline axis: all gather the first process's header of nine numbers and what the others say of their
-    parameters; the first one broadcasts an int64 tensor with everything that is an integer, then the weights where
-    there are any.
+    Collective. Over the data axis: all gather five numbers of each, four of which count only from first processes. Then
+    over the pipeline axis: all gather the first process's header of nine numbers and the flags of the others'
+    parameters; the first one broadcasts an int64 tensor with all integers, then the weights if there are any.
 
     Args:
         communicator: of the pipeline's processes; None for one device.
         replicas: of the processes that are this device in their pipelines; None for one pipeline.
-        trained: as read for this step.
+        trained: flags read for this step.
 
     Returns:
-        The same inputs on every process of the pipeline, with labels: those given, or the ids themselves without the
-        positions of padding; ids, labels and mask on the host, the rest on `torch_device`. And the totals of all
-        replicas.
+        The same inputs on every process of the pipeline, with labels: those given, or the ids without padding; ids,
+        labels and mask on the host, the rest on `torch_device`. And the totals of all replicas.
 
     Raises:
-        InputError: on every process of all pipelines, when one of the first ones was given something wrong, or when
-            they disagree on which parameters are trained.
+        InputError: on every process of all pipelines, if one of the first processes got wrong inputs, or if processes
+            disagree on the trainable parameters.
     """
     fault: InputError | None = None
     is_source = communicator is None or communicator.rank == communicator.members[0]
@@ -206,7 +204,7 @@ def distribute(
     if len({fingerprint for *_, fingerprint in table}) > 1:
         trained.dispute(_gather(replicas, list(map(int, trained.flags)), "which parameters are trained", torch_device))
     header = [0] * 9
-    if all(good for good, *_ in table):  # as first processes see it
+    if all(good for good, *_ in table):  # as the first processes see it
         steps = [accumulate for *_, accumulate, _ in table]
         if len(set(steps)) > 1:
             fault = InputError(f"accumulate: {steps} by replica, expected the same number of steps in all of them")
@@ -214,13 +212,13 @@ def distribute(
             weight = sum(_as_float(weight) for _, weight, *_ in table)
             header = _header(inputs, Totals(weight, sum(valid for _, _, valid, *_ in table), inputs.accumulate))
     elif fault is None:
-        fault = InputError("input_ids: refused by the first process of another pipeline, which says why")
+        fault = InputError("input_ids: refused by the first process of another pipeline; see its error")
     table = _gather(communicator, [*header, *trained.for_devices()], "the size of the batch", torch_device)
     head = table[0][: len(header)]
     sequences, tokens, has_positions, has_mask, has_weights, wide, total_weight, valid_tokens, accumulate = head
     if not sequences:
         if not is_source:
-            fault = InputError("input_ids: refused by the first process of the pipeline, which says why")
+            fault = InputError("input_ids: refused by the first process of the pipeline; see its error")
         assert fault is not None
         raise fault
     trained.check([numbers[len(header) :] for numbers in table])
@@ -252,7 +250,7 @@ def distribute(
         else:
             weights = torch.empty((sequences, tokens), dtype=dtype, device=torch_device)
         broadcast(weights, "token weights")
-    on_host = integers.cpu()  # with all that is read there: one wait
+    on_host = integers.cpu()  # with everything that is read there: one wait
     received = Inputs(
         input_ids=on_host[0],
         labels=on_host[1],
@@ -264,7 +262,7 @@ def distribute(
 
 
 def _header(inputs: Inputs, totals: Totals) -> list[int]:
-    """What others have to know before they can receive the inputs: nine numbers, the first one not 0."""
+    """Return the header that others need to receive the inputs: nine numbers, the first one not 0."""
     assert inputs.input_ids is not None
     present = [tensor is not None for tensor in (inputs.position_ids, inputs.attention_mask, inputs.token_weights)]
     wide = inputs.token_weights is not None and inputs.token_weights.dtype == torch.float64
@@ -274,7 +272,7 @@ def _header(inputs: Inputs, totals: Totals) -> list[int]:
 def _gather(
     communicator: Communicator | None, numbers: list[int], what: str, torch_device: torch.device
 ) -> list[list[int]]:
-    """The numbers of all members, in their order, on each of them; one's own without others."""
+    """Return the numbers of all members, in order, on each of them; only one's own without others."""
     if communicator is None:
         return [numbers]
     own = torch.tensor(numbers, dtype=torch.int64, device=torch_device)
@@ -288,7 +286,7 @@ def _own_total(targets: Tensor, weights: Tensor) -> Totals:
 
 
 def _as_integer(number: float) -> int:
-    """The bits of an fp64 number, to travel among integers."""
+    """Return the bits of an fp64 number as an integer, for a message of integers."""
     return int.from_bytes(struct.pack("<d", number), "little", signed=True)
 
 
@@ -317,23 +315,22 @@ def cut(
     dtype: torch.dtype,
     torch_device: torch.device | str = "cpu",
 ) -> Batch:
-    """Shifts the labels, turns them into weights that add up to 1 / `accumulate` over all replicas, and cuts into
+    """Shift the labels, turn them into weights that add up to 1 / `accumulate` over all replicas, and cut into
     microbatches.
 
-    Labels are aligned with `input_ids`, as in transformers: position t predicts label t + 1. A position's weight is
-    the token weight of the label that it predicts (1 by default) over the step's sum of weights, so that the step's
-    loss is the (weighted) mean over all its valid tokens and not a mean of means. Of several steps that one update
-    takes each counts as much as the others. Where no label of the step counts,
-    all weights are 0: the loss and every gradient are then 0.
+    Labels are aligned with `input_ids`, as in transformers: position t predicts label t + 1. A position's weight is the
+    token weight of the label that it predicts (1 by default) over the step's sum of weights, so that the step's loss is
+    the (weighted) mean over all its valid tokens and not a mean of means. Several steps of one update count equally. If
+    no label of the step counts, all weights, the loss and every gradient are 0.
 
-    A microbatch without padding has no mask, so that no stage has to look into one. With position ids it keeps it: a
-    mask tells transformers not to look for several sequences in a row.
+    A microbatch without padding has no mask, so that no stage has to read one. With position ids it keeps the mask: it
+    tells transformers that a row does not contain several sequences.
 
     Args:
-        inputs: as `distribute` gives them.
+        inputs: as returned by `distribute`.
         totals: of all replicas; None: those of this batch.
-        dtype: of the weights; fp64 where the model computes in fp64, fp32 elsewhere.
-        torch_device: where weights and masks are wanted.
+        dtype: of the weights; fp64 if the model computes in fp64, else fp32.
+        torch_device: device of weights and masks.
     """
     input_ids, _, position_ids, attention_mask, _ = _fields(inputs)
     assert input_ids is not None
@@ -373,7 +370,7 @@ def cut(
 
 
 def _targets(inputs: Inputs) -> Tensor:
-    """[sequences, tokens]: the label of the next position, IGNORE_INDEX where there is none."""
+    """Return [sequences, tokens]: the label of the next position, IGNORE_INDEX if there is none."""
     assert inputs.labels is not None
     targets = torch.full_like(inputs.labels, IGNORE_INDEX)
     targets[:, :-1] = inputs.labels[:, 1:]
@@ -381,7 +378,7 @@ def _targets(inputs: Inputs) -> Tensor:
 
 
 def _weights(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Targets and their weights, not yet normalised, both [sequences, tokens]; weights fp64, 0 where none counts."""
+    """Return targets and their unnormalised weights, both [sequences, tokens]; weights are fp64, 0 for ignored ones."""
     targets = _targets(inputs)
     weights = (targets != IGNORE_INDEX).to(torch.float64)
     if inputs.token_weights is not None:

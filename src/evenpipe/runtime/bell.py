@@ -1,7 +1,8 @@
-"""What wakes the thread of the watch: the end of the process's work, and signals, even while the main thread is deaf.
+"""Wakes the thread of the watch: at the end of the process's work, and on signals, even while the main thread is
+blocked.
 
-Python runs signal handlers on the main thread alone, which hears nothing during a wait in gloo. But what receives the
-signal is C code of Python's, and that can write the signal's number into a pipe at once (`signal.set_wakeup_fd`).
+Python runs signal handlers only on the main thread, which is blocked during a wait in gloo. But Python's C code
+receives the signal, and can write the signal's number into a pipe at once (`signal.set_wakeup_fd`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import signal
 import threading
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
-"""The signals by which a program is asked to stop."""
+"""The signals that ask a program to stop."""
 
 
 class Bell:
@@ -26,12 +27,12 @@ class Bell:
         self._heard: set[int] = set()
 
     def ring(self, number: int = 0) -> None:
-        """Wakes who waits; the number is that of a signal or 0."""
+        """Wake the waiting thread; the number is that of a signal or 0."""
         with contextlib.suppress(BlockingIOError):  # full: it rings already
             os.write(self._write, bytes([number]))
 
     def wait(self, seconds: float) -> bytes:
-        """The numbers rung, after at most so many seconds; several at once where several were."""
+        """Return the numbers rung, after at most this many seconds; several at once if there were several."""
         if not select.select([self._read], [], [], seconds)[0]:
             return b""
         with contextlib.suppress(BlockingIOError):
@@ -41,7 +42,7 @@ class Bell:
     def hear(self, *signals: int) -> None:
         """From now on these signals ring instead of ending the process, unless the program handles them itself.
 
-        Not in processes forked from this one: there they end them, as always.
+        In processes forked from this one the signals keep their default effect.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -51,8 +52,8 @@ class Bell:
         if not self._heard:
             before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             if before != -1:
-                signal.set_wakeup_fd(before)  # somebody else's loop; then the handler alone rings
-            # A signal to the child must not come before the child has let go of the pipe, which rings here.
+                signal.set_wakeup_fd(before)  # another library's loop; then only the handler rings
+            # A signal to the child must not arrive before the child has released the pipe, which would ring here.
             os.register_at_fork(
                 before=lambda: self._hold(signal.SIG_BLOCK),
                 after_in_parent=lambda: self._hold(signal.SIG_UNBLOCK),
@@ -72,7 +73,7 @@ class Bell:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
 
     def fall_silent(self) -> None:
-        """The signals end the process again."""
+        """Restore the default effect of the signals."""
         if not self._heard or threading.current_thread() is not threading.main_thread():
             return
         if (descriptor := signal.set_wakeup_fd(-1)) != self._write:
@@ -82,7 +83,7 @@ class Bell:
         self._heard.clear()
 
     def close(self) -> None:
-        """For when nobody waits any more."""
+        """Close the pipe, when no thread waits any more."""
         self.fall_silent()
         os.close(self._read)
         os.close(self._write)

@@ -1,23 +1,23 @@
-"""Activation checkpointing of single layers: what a layer computed is computed again when its backward asks for it.
+"""Activation checkpointing of single layers: a layer's activations are recomputed when its backward needs them.
 
     "none"        everything that autograd saves stays from F to B (or I)
-    "full"        only the layer's input stays; its forward runs a second time in B (or I), never in W
-    "selective"   the results of products and of attention stay too; only what lies between them runs again
+    "full"        only the layer's input stays; its forward is repeated in B (or I), never in W
+    "selective"   the results of products and of attention stay too; only the operations between them are repeated
 
-"full" is ours, "selective" is `torch.utils.checkpoint` with its standard policy; where activations go to the host, with
-one that hands what it keeps over to them. Both replace what autograd saves in one graph ("non-reentrant"): gradients
-are summed in the order of the plain backward, and hooks of parameters run once. The backward of a microbatch with R in
-its order finds everything, so layers keep all of it there: see `Switch`.
+"full" is our own implementation, "selective" is `torch.utils.checkpoint` with its standard policy, or if activations go
+to the host, with a policy that passes kept tensors to them. Both replace the tensors that autograd saves within one
+graph ("non-reentrant"): gradients are summed in the order of the plain backward, and hooks of parameters run once. A
+microbatch with R in its order has all activations before its backward, so layers keep all of them there: see `Switch`.
 
-Why "full" is not torch's: host time. In processor time of a small Llama layer on the CPU (F and B together, 645 us
-without checkpointing; `benchmarks/layer_host_time.py`) torch's adds 1070 us and this one 670, of which 275 are the
-second forward. A function of autograd's with a backward inside of its backward adds 460, but it sums the gradients of a
-parameter that several layers share in another order and runs its hooks several times; and it cannot stop early. This
-one does, as torch's does: the second forward ends with the last tensor that is wanted of it, so the last product of the
-layer (a quarter of a Llama layer's work) is not computed again.
+"full" does not use torch's implementation because of host time. For a small Llama layer on the CPU (F and B together
+take 645 us of processor time without checkpointing; `benchmarks/layer_host_time.py`) torch's adds 1070 us and this one
+670, of which the second forward takes 275. An autograd function with a backward inside its backward adds 460, but it
+sums the gradients of a parameter that several layers share in another order, runs its hooks several times, and cannot
+stop early. This one does, like torch's: the second forward stops after the last tensor that the backward needs, so the
+last product of the layer (a quarter of a Llama layer's work) is not repeated.
 
-The input is saved through autograd, so that a change in place is noticed, and so that hooks on saved tensors around
-the layer see that one tensor.
+The input is saved through autograd, so that changes in place are detected, and hooks on saved tensors around the layer
+see it.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class Switch:
     """Shared by all layers of a device."""
 
     off: bool = False
-    """While True, checkpointed layers keep everything, as plain ones do: the microbatch under way has R."""
+    """While True, checkpointed layers keep everything, like plain ones: the current microbatch has R."""
     hooks: tuple[Pack, Unpack] | None = None
-    """Where set, "selective" keeps what the first one makes of a tensor, and computes with what the second one makes of
-    that: torch keeps products where hooks on saved tensors do not see them."""
+    """If set, "selective" stores the result of the first hook for a tensor, and computes with the result of the second:
+    torch keeps products where hooks on saved tensors do not see them."""
 
 
 def checkpointing_of_layers(given: str | Sequence[str], layers: int) -> tuple[str, ...]:
-    """One choice for each layer of the model.
+    """Return one choice for each layer of the model.
 
     Raises:
-        InputError: an unknown choice, or not as many as the model has layers.
+        InputError: an unknown choice, or not one per layer.
     """
     accepted = ", ".join(f'"{choice}"' for choice in CHOICES)
     choices = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,) * layers
@@ -75,9 +75,9 @@ def checkpointing_of_layers(given: str | Sequence[str], layers: int) -> tuple[st
 
 
 def checkpoint_layer(layer: nn.Module, choice: str, switch: Switch, torch_device: torch.device) -> None:
-    """Puts the choice around a layer's forward; hooks of the layer stay outside and run once.
+    """Wrap a layer's forward with the choice; hooks of the layer stay outside and run once.
 
-    A layer of transformers has a mechanism of its own, which is switched off.
+    The layer's own checkpointing in transformers is switched off.
     """
     if choice == "none":
         return
@@ -87,7 +87,8 @@ def checkpoint_layer(layer: nn.Module, choice: str, switch: Switch, torch_device
 
 
 def checkpointed(forward: Forward, choice: str, switch: Switch, torch_device: torch.device) -> Forward:
-    """`forward` with the same arguments and results, checkpointed where a graph is made and the switch is not off."""
+    """Return `forward` with the same arguments and results, checkpointed if a graph is made and the switch is not
+    off."""
     if choice == "full":
         run = functools.partial(_fully, torch_device=torch_device)
     else:
@@ -119,7 +120,7 @@ PRODUCTS = [
     _aten._scaled_dot_product_attention_math.default,
     torch._higher_order_ops.flex_attention,
 ]
-"""What "selective" keeps: these cost far more time than the bytes of their results are worth."""
+"""Kept by "selective": these cost far more time than the bytes of their results are worth."""
 
 
 def _selectively(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], switch: Switch) -> Any:
@@ -131,20 +132,20 @@ def _selectively(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """A tensor that is kept."""
+    """A kept tensor."""
 
     packed: Any
     version: int
 
 
 def _handing_over(pack: Pack, unpack: Unpack) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """What a layer runs in, and what it runs in again."""
+    """Return the contexts for a layer's first run and for its recomputation."""
     kept: deque[tuple[Any, Any]] = deque()
     return _Keeping(kept, pack), _Taking(kept, unpack)
 
 
 class _Keeping(TorchDispatchMode):
-    """Keeps results of products, in the order in which they are computed."""
+    """Keeps results of products, in the order of computation."""
 
     def __init__(self, kept: deque[tuple[Any, Any]], pack: Pack) -> None:
         super().__init__()
@@ -157,13 +158,13 @@ class _Keeping(TorchDispatchMode):
         return result
 
     def _keep(self, tensor: Tensor) -> _Product:
-        # Below autograd a view has a version of its own, unless this key is there.
+        # Below autograd a view has its own version counter, unless this key is present.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             return _Product(self._pack(tensor), tensor._version)
 
 
 class _Taking(TorchDispatchMode):
-    """Takes them instead of computing them again."""
+    """Returns kept results instead of recomputing them."""
 
     def __init__(self, kept: deque[tuple[Any, Any]], unpack: Unpack) -> None:
         super().__init__()
@@ -175,8 +176,8 @@ class _Taking(TorchDispatchMode):
         known, result = self._kept.popleft() if self._kept else (None, None)
         if known is not func:
             raise RuntimeError(
-                f"a checkpointed layer computed {known or 'nothing more'}, and {func} when it ran again: its forward"
-                " depends on something else than its arguments"
+                f"a checkpointed layer computed {known or 'nothing more'}, but {func} in its recomputation: its forward"
+                " depends on more than its arguments"
             )
         return tree_map_only(_Product, self._take, result)
 
@@ -184,7 +185,7 @@ class _Taking(TorchDispatchMode):
         tensor = self._unpack(product.packed)
         if isinstance(product.packed, Tensor) and tensor._version != product.version:
             raise RuntimeError(
-                f"a product {list(tensor.shape)} {tensor.dtype} that a checkpointed layer keeps was changed in place"
+                f"a product {list(tensor.shape)} {tensor.dtype} kept by a checkpointed layer was changed in place"
                 f" (version {product.version}, now {tensor._version})"
             )
         return tensor
@@ -195,7 +196,7 @@ for _mode in (_Keeping, _Taking):
 
 
 def run_checkpointed(forward: Forward, choice: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch's own checkpointing, "full" or "selective"; torch.compile knows it."""
+    """torch's own checkpointing, "full" or "selective", which torch.compile supports."""
     if choice == "full":
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     contexts = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
@@ -212,7 +213,7 @@ def _fully(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], torc
 
 
 class _Saved:
-    """Stands in the graph for one tensor that autograd wanted to save; owned by the graph alone."""
+    """Replaces one tensor that autograd wanted to save; owned only by the graph."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -221,17 +222,17 @@ class _Saved:
 
 
 def only_saves() -> bool:
-    """Whether a layer's forward is running again, and the next tensor saved is the last one that is wanted of it: what
-    is computed beside it is not looked at."""
+    """Return whether a layer's forward is being repeated and the next saved tensor is the last one needed: other
+    results are ignored then."""
     return _running_again is not None and _running_again.wants_one_more
 
 
 class _AllComputed(BaseException):
-    """Ends a forward that runs again as soon as it has everything that the backward needs of it."""
+    """Ends a repeated forward as soon as it has computed everything that the backward needs."""
 
 
 class _Call:
-    """One call of a layer: how to repeat it, and what the graph will want of it."""
+    """One call of a layer: how to repeat it, and which tensors the graph will need."""
 
     def __init__(
         self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], torch_device: torch.device
@@ -240,7 +241,8 @@ class _Call:
         self._random_state: RandomState | None = RandomState.of(torch_device)
         self._saved: list[ReferenceType[_Saved]] = []
         self._found = 0
-        # Inputs with a gradient (the hidden states) are saved by a node of the graph, everything else is kept as it is.
+        # Inputs with a gradient (the hidden states) are saved by a node of the graph, other arguments are kept as they
+        # are.
         self._arguments: dict[Any, Any] = dict(enumerate(args)) | kwargs
         self._differentiable = [
             key for key, value in self._arguments.items() if isinstance(value, Tensor) and value.requires_grad
@@ -249,13 +251,13 @@ class _Call:
         self._inputs: Any = _Inputs.apply(*inputs).grad_fn if inputs else None
 
     def forget(self, tensor: Tensor) -> _Saved:
-        """In place of a tensor of the first run."""
+        """Return a placeholder for a tensor of the first run."""
         saved = _Saved()
         self._saved.append(ref(saved))
         return saved
 
     def recall(self, saved: _Saved) -> Tensor:
-        """That tensor, from the second run; the backward's first question starts it."""
+        """Return that tensor from the second run, which the backward's first request starts."""
         if self._forward is not None:
             self._run_again()
         assert saved.tensor is not None
@@ -283,8 +285,8 @@ class _Call:
                 _running_again = None
         if self._found != len(self._saved):
             raise RuntimeError(
-                f"a checkpointed layer saved {len(self._saved)} tensors for its backward, and {self._found} when it ran"
-                " again: its forward depends on something else than its arguments"
+                f"a checkpointed layer saved {len(self._saved)} tensors for its backward, but {self._found} in its"
+                " recomputation: its forward depends on more than its arguments"
             )
 
     @property
@@ -294,21 +296,21 @@ class _Call:
     def _found_again(self, tensor: Tensor) -> None:
         saved = self._saved[self._found]()
         if saved is not None:
-            saved.tensor = tensor.detach()  # with its graph it would keep all of the second run alive
+            saved.tensor = tensor.detach()  # its graph would keep all of the second run alive
         self._found += 1
         if self._found == len(self._saved):
             raise _AllComputed
 
 
 def _never(packed: None) -> Tensor:
-    raise AssertionError("the graph of a forward that ran again is never run backwards")
+    raise AssertionError("the graph of a repeated forward has no backward")
 
 
 _running_again: _Call | None = None
 
 
 class _Inputs(torch.autograd.Function):
-    """Saves tensors and does nothing else; no gradient ever comes here."""
+    """Only saves tensors; never gets a gradient."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:

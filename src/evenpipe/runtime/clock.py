@@ -1,13 +1,13 @@
-"""This process's clock, and what lies between it and the clocks of others.
+"""This process's clock, and its offset to the clocks of others.
 
-Processes of one machine mostly share a clock, those of two do not, and no list says which. The first process
-and another one send a number to and fro: the first notes when its question left and when the answer was there, the
-other writes into the answer what its own clock shows. Whatever the way took, the other clock was read between the two,
-so its offset is known to half a round trip; the shortest of many counts (as in the Network Time Protocol, RFC 5905,
-section 8, whose filter takes the sample of the smallest delay too). Measured before and after a step, the offset also
-shows how far the clocks drift meanwhile.
+Processes of one machine usually share a clock, those of two machines do not, and we cannot know in advance. The first
+process and another one exchange a number: the first notes when it sent its question and when the answer arrived, the
+other answers with its own time. The other clock was read between these two times, so its offset is known to half a
+round trip; the shortest of many counts (as in the Network Time Protocol, RFC 5905, section 8, whose filter takes the
+sample of the smallest delay too). Measured before and after a step, the offset also shows how far the clocks drift
+meanwhile.
 
-An offset within its uncertainty is 0: the two share a clock, which tells the order of their events exactly, while the
+An offset within its uncertainty counts as 0: the two share a clock, so the order of their events is exact, while the
 error of an offset would make quick messages arrive before they left.
 """
 
@@ -25,15 +25,15 @@ now: Callable[[], float] = time.perf_counter
 """Seconds on this process's clock; only differences mean anything."""
 
 ROUNDS = 12
-"""Questions per process: some milliseconds in all on one machine."""
+"""Questions per process: they take some milliseconds on one machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One measurement of the clock of a process against that of the first.
+    """One comparison of a process's clock with that of the first.
 
-    at: this process's clock when it was made. offset: by how much it is ahead of the first one's. uncertainty: half of
-    the round trip. Seconds.
+    at: this process's time of the comparison. offset: how far it is ahead of the first one's. uncertainty: half of the
+    round trip. All in seconds.
     """
 
     at: float
@@ -42,9 +42,9 @@ class Reading:
 
 
 def read_clocks(communicator: Communicator | None, torch_device: torch.device) -> Reading:
-    """The offset of this process's clock. Collective over the communicator, one process after the other.
+    """Return the offset of this process's clock. Collective over the communicator, one process after the other.
 
-    communicator: of all processes, the first member's clock is the measure; None for one process alone.
+    communicator: of all processes, the first member's clock is the reference; None for a single process.
     """
     if communicator is None or len(communicator.members) == 1:
         return Reading(now(), 0.0, 0.0)
@@ -62,7 +62,7 @@ def read_clocks(communicator: Communicator | None, torch_device: torch.device) -
 
 
 def _ask(communicator: Communicator, member: int, torch_device: torch.device) -> tuple[float, float, float]:
-    """At the first process: (clock of `member`, its offset, uncertainty), from the shortest of all round trips."""
+    """On the first process: return (clock of `member`, its offset, uncertainty), from the shortest round trip."""
     number = torch.zeros(1, dtype=torch.float64, device=torch_device)
     best = (0.0, 0.0, float("inf"))
     for _ in range(ROUNDS):
@@ -80,30 +80,30 @@ def _answer(communicator: Communicator, first: int, torch_device: torch.device) 
     number = torch.zeros(1, dtype=torch.float64, device=torch_device)
     for _ in range(ROUNDS):
         communicator.receive(number, first, "a question for the time").wait("the clocks")
-        number.item()  # on a GPU the wait is the stream's, not ours
+        number.item()  # on a GPU the stream waits, not the host
         number.fill_(now())
         communicator.send(number, first, "the time").wait("the clocks")
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """From this process's clock to the first one's, by readings before and after a step."""
+    """Converts times of this process's clock to the first one's, by readings before and after a step."""
 
     before: Reading
     after: Reading
 
     @property
     def drift(self) -> float:
-        """By how much more this clock is ahead after the step than before."""
+        """Change of this clock's offset from before to after the step."""
         return self.after.offset - self.before.offset
 
     @property
     def uncertainty(self) -> float:
-        """Of converted times."""
+        """Uncertainty of converted times."""
         return max(self.before.uncertainty, self.after.uncertainty)
 
     def __call__(self, time: float) -> float:
-        """A time of this clock on the first one's."""
+        """Convert a time of this clock to the first one's."""
         length = self.after.at - self.before.at
         share = (time - self.before.at) / length if length > 0 else 0.0
         return time - self.before.offset - share * self.drift

@@ -1,18 +1,19 @@
-"""The seam between the walker of a program and torch.distributed: communicators, and handles of what is under way.
+"""The interface between the walker of a program and torch.distributed: communicators, and handles of pending
+operations.
 
 Every operation is asynchronous and returns a `Handle`. The handle owns the library's Work objects *and* the tensors
 until `wait()`: gloo loses a message whose Work is dropped, and both libraries read and write the tensors until the
 wait. From the call to the wait
 
-- what is sent must not be written to (nothing may have left yet: a changed tensor arrives changed);
-- what is received must not be read.
+- sent tensors must not be written to (they may not have been sent yet: a changed tensor arrives changed);
+- received tensors must not be read.
 
-Operations of one communicator are matched by their order alone (no tags: NCCL ignores them). The caller vouches for
-that order, and for equal shapes and dtypes on all members; the libraries check neither. Tensors must be contiguous.
+Operations of one communicator are matched only by their order (no tags: NCCL ignores them). The caller guarantees that
+order, and equal shapes and dtypes on all members; the libraries check neither. Tensors must be contiguous.
 
-Where all operations go: gloo for tensors on the CPU, NCCL for tensors on a GPU of one's own. Where the default process
-group has no NCCL, because several processes share a GPU, tensors on a GPU are staged through pinned host memory and
-sent by gloo. That path, like NCCL's, was written without a GPU at hand and has not been run on one.
+Operations use gloo for tensors on the CPU, and NCCL for tensors on a GPU of one process. If the default process group
+has no NCCL, because several processes share a GPU, tensors on a GPU are staged through pinned host memory and sent by
+gloo. Neither GPU path has been run yet.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ logger = logging.getLogger(__name__)
 
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Their names since torch 2.13, which warns of the older ones."""
+"""Names since torch 2.13, which warns about the older ones."""
 
 NCCL_LATER_SECONDS = 60.0
-"""How much longer than the limit of a wait NCCL waits before it ends the process itself."""
+"""Time that NCCL waits beyond the limit of a wait before it ends the process itself."""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What this process has put into a communicator and taken out of it. Only messages that were really sent count."""
+    """Bytes and messages that this process has sent and received. Only real messages count."""
 
     messages: int = 0
     sent_bytes: int = 0
@@ -56,7 +57,7 @@ class Traffic:
 
 
 class Handle:
-    """One operation under way. Keep it until `wait()` has returned."""
+    """One pending operation. Keep it until `wait()` has returned."""
 
     __slots__ = ("_communicator", "_finish", "_peers", "_tensors", "_works", "what")
 
@@ -78,14 +79,15 @@ class Handle:
         self._finish = finish
 
     def wait(self, needed_by: str = "") -> None:
-        """Waits for the operation and lets go of its tensors; a second call does nothing.
+        """Wait for the operation and release its tensors; a second call does nothing.
 
-        On NCCL only the current stream waits, not the host.
+        With NCCL only the current stream waits, not the host.
 
-        needed_by: text of the pass that cannot start before, for the message of a failure.
+        needed_by: text of the waiting pass, for error messages.
 
         Raises:
-            RunError: the operation failed, or another process did. Names the first cause, what was awaited, from whom.
+            RunError: the operation failed, or another process did. Names the first cause, the awaited transfer and
+            peer.
         """
         if not self._works:
             return
@@ -126,7 +128,7 @@ class Communicator:
     ) -> None:
         """
         Args:
-            arrivals: of the GPU that waits in place of the host; None where waits block.
+            arrivals: of the GPU that waits instead of the host; None if waits block the host.
         """
         self.name = name
         self.timeout_seconds = timeout_seconds
@@ -144,28 +146,28 @@ class Communicator:
     # -- messages ----------------------------------------------------------------------------------
 
     def send(self, tensor: Tensor, peer: int, what: str) -> Handle:
-        """Sends `tensor` to `peer`, which receives the same shape and dtype. It may be written to after the wait."""
+        """Send `tensor` to `peer`, which receives the same shape and dtype. It may be written to after the wait."""
         assert peer in self.others, f"{what}: process {peer} is not another member of {self.name} {self.members}"
         return self._start(what, (peer,), lambda host: [dist.isend(host, peer, self.group)], reads=tensor)
 
     def receive(self, buffer: Tensor, peer: int, what: str) -> Handle:
-        """Fills `buffer` with what `peer` sends. `buffer` may be read after the wait."""
+        """Fill `buffer` with data from `peer`. `buffer` may be read after the wait."""
         assert peer in self.others, f"{what}: process {peer} is not another member of {self.name} {self.members}"
         return self._start(what, (peer,), lambda host: [dist.irecv(host, peer, self.group)], writes=buffer)
 
     # -- collectives: every member calls them in the same order ------------------------------------
 
     def broadcast(self, tensor: Tensor, root: int, what: str) -> Handle:
-        """Root's `tensor` goes to all other members, into their `tensor`."""
+        """Send root's `tensor` to all other members, into their `tensor`."""
         given = {"reads": tensor} if root == self.rank else {"writes": tensor}
         return self._collective(what, root, lambda host: dist.broadcast(host, root, self.group, async_op=True), **given)
 
     def reduce(self, tensor: Tensor, root: int, what: str) -> Handle:
-        """Adds the members' `tensor`s into root's.
+        """Add the members' `tensor`s into root's.
 
         `tensor` belongs to the communicator from now on: root finds the sum in it after the wait, on all others its
-        content is destroyed. Hand over a scratch tensor. The sum is taken in the tensor's dtype (use fp32), and for
-        three and more members in an order of the library's choice: the same every time, but not that of the members.
+        content is destroyed. Pass a scratch tensor. The sum is computed in the tensor's dtype (use fp32), and for three
+        or more members in an order that the library chooses: the same every time, but not that of the members.
         """
         given = {"both": tensor} if root == self.rank else {"reads": tensor}
         return self._collective(
@@ -173,7 +175,7 @@ class Communicator:
         )
 
     def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Handle:
-        """Puts the `tensor` [...] of member i into row i of `output` [members, ...], on every member.
+        """Put the `tensor` [...] of member i into row i of `output` [members, ...], on every member.
 
         `tensor` may be this member's row of `output`.
         """
@@ -192,15 +194,15 @@ class Communicator:
         return self._collective(what, None, start, reads=tensor, writes=output, own_bytes=tensor.nbytes)
 
     def all_reduce(self, tensor: Tensor, what: str) -> Handle:
-        """Adds the members' `tensor`s, in their dtype; every member finds the same sum in its own after the wait."""
+        """Add the members' `tensor`s, in their dtype; every member finds the same sum in its own after the wait."""
         return self._collective(
             what, None, lambda host: dist.all_reduce(host, group=self.group, async_op=True), both=tensor
         )
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, what: str) -> Handle:
-        """Adds the members' `tensor`s [members, ...] in their dtype; row i of the sum goes into member i's `output`.
+        """Add the members' `tensor`s [members, ...] in their dtype; row i of the sum goes into member i's `output`.
 
-        `tensor` is scratch: its content is destroyed. For members that are named in the order of their ranks.
+        `tensor` is scratch: its content is destroyed. Members must be listed in the order of their ranks.
         """
         assert self._by_rank, f"{what}: the members of {self.name}, {self.members}, are not in the order of their ranks"
         assert tensor.shape == (len(self.members), *output.shape), f"{what}: output is {tuple(output.shape)}"
@@ -217,24 +219,25 @@ class Communicator:
     # -- rows: as many for each member as all know beforehand --------------------------------------
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int], root: int, what: str) -> Handle:
-        """Brings every member's rows to root, where they lie one after the other in the order of the members.
+        """Bring every member's rows to root, concatenated in the order of the members.
 
         rows: [counts[position], ...] on a member; [sum(counts), ...] on root, with root's own rows in place already
             (`rows[own_rows(counts)]`) and the others' to be filled in.
-        counts: rows of each member, in the order of `members`; the same list on all. No rows, no message.
+        counts: rows of each member, in the order of `members`; the same list on all. A member without rows sends no
+        message.
         """
         return self._rows(rows, counts, root, what, to_root=True)
 
     def scatter_rows(self, rows: Tensor, counts: Sequence[int], root: int, what: str) -> Handle:
-        """Brings from root to every member its rows: gather_rows backwards, with the same shapes.
+        """Bring from root to every member its rows: the inverse of gather_rows, with the same shapes.
 
-        rows: [sum(counts), ...] on root, in the order of the members; its own stay where they are.
+        rows: [sum(counts), ...] on root, in the order of the members; its own stay in place.
             [counts[position], ...] on the others, to be filled.
         """
         return self._rows(rows, counts, root, what, to_root=False)
 
     def own_rows(self, counts: Sequence[int]) -> slice:
-        """Where this member's rows lie in root's tensor."""
+        """Return the slice of root's tensor with this member's rows."""
         return self._parts(counts)[self.position]
 
     def _parts(self, counts: Sequence[int]) -> list[slice]:
@@ -270,7 +273,7 @@ class Communicator:
                 [dist.P2POp(operation, host[part], member, self.group) for member, part in messages]
             )
 
-        # Where root receives, its own rows lie in the same tensor: a staged copy back must not lose them, hence "both".
+        # If root receives, its own rows are in the same tensor: a staged copy back must not lose them, hence "both".
         given = {"reads": rows} if sends else {"both": rows} if at_root else {"writes": rows}
         peers = tuple(member for member, _ in messages)
         return self._start(what, peers, start, **given, messages=len(messages), own_bytes=own_bytes)
@@ -298,9 +301,9 @@ class Communicator:
         messages: int = 1,
         own_bytes: int = 0,
     ) -> Handle:
-        """Calls `start` with the tensors read, written, or both, in this order, or with their copies in host memory.
+        """Call `start` with the tensors read, written, or both, in this order, or with their copies in host memory.
 
-        own_bytes: how much of what is received (or else of what is sent) is this member's own and does not travel.
+        own_bytes: this member's own part of the received (or else sent) bytes, which is not transferred.
         """
         tensors = [tensor for tensor in (reads, writes, both) if tensor is not None]
         for tensor in tensors:
@@ -321,7 +324,7 @@ class Communicator:
         return Handle(self, what, peers, works, tensors=tensors, finish=finish)
 
     def failed(self, error: RuntimeError, what: str, needed_by: str, peers: tuple[int, ...]) -> RunError:
-        """The error to raise when an operation failed; the watch finds out the cause."""
+        """Return the error to raise when an operation failed; the watch finds the cause."""
         if self.watch is not None:
             self.watch.awaiting(what, needed_by, self.name, peers)
             return self.watch.explain(error)
@@ -334,7 +337,7 @@ class Communicator:
 class Communicators:
     """All communicators of this process, by name.
 
-    Making it is itself collective over all processes. In a program of one device (or outside torch.distributed) every
+    Creating it is collective over all processes. In a program of one device (or outside torch.distributed) every
     communicator has one member, and operations return at once.
     """
 
@@ -347,19 +350,19 @@ class Communicators:
         watch: Watch | None = None,
         nccl: NcclOptions | None = None,
     ) -> None:
-        """Makes one process group per entry, in the order given.
+        """Make one process group per entry, in the order given.
 
-        groups: (name, global ranks of the members). Every process passes the same list in the same order, including
-            the groups that it does not belong to: making a group takes all processes. With several pipelines a name
-            stands there once per pipeline.
-        timeout_seconds: limit of every operation. A process that dies or hangs is found much earlier by the watch;
-            this one is for processes that live and wait for each other.
-        torch_device: where the tensors are.
-        watch: is told what this process waits for, and asked for the cause when a wait fails.
-        nccl: of every group, where NCCL communicates; default: those of `NcclOptions`.
+            groups: (name, global ranks of the members). Every process passes the same list in the same order, including
+                groups that it does not belong to: creating a group involves all processes. With several pipelines a
+                name occurs once per pipeline.
+            timeout_seconds: limit of every operation. The watch finds a dead or hung process much earlier; this limit
+                is for live processes that wait for each other.
+        torch_device: device of the tensors.
+        watch: is told what this process waits for, and finds the cause when a wait fails.
+        nccl: options of every NCCL group; default: those of `NcclOptions`.
         """
         self.torch_device = torch.device(torch_device)
-        if self.torch_device == torch.device("cuda"):  # without a number: the one that this process uses
+        if self.torch_device == torch.device("cuda"):  # without an index: the current GPU of this process
             self.torch_device = torch.device("cuda", torch.cuda.current_device())
         rank = dist.get_rank() if dist.is_initialized() else 0
         on_gpu = self.torch_device.type == "cuda"
@@ -370,11 +373,11 @@ class Communicators:
             staging = Staging(self.torch_device)
             if rank == 0:
                 logger.warning(
-                    "processes share a GPU: communication goes through host memory, for tests rather than for speed"
+                    "processes share a GPU: communication goes through host memory, which is slow and meant for tests"
                 )
         self._by_name: dict[str, Communicator] = {}
         world = dist.get_world_size() if dist.is_initialized() else 1
-        others = tuple(other for other in range(world) if other != rank)  # making a group takes all of them
+        others = tuple(other for other in range(world) if other != rank)  # creating a group involves all of them
         arrivals = None
         if by_nccl:
             quieten()
@@ -385,8 +388,8 @@ class Communicators:
             group = None
             if len(members) > 1:
                 # A group does not inherit the timeout of the default one. Eager initialisation (device_id) gives NCCL
-                # one communicator per group from the start, and none per pair at the first message.
-                # What NCCL does when the limit has passed names nobody: the watch comes first.
+                # one communicator per group from the start, and none per pair at the first message. NCCL's own action
+                # after the limit names no process: the watch comes first.
                 timeout = timedelta(seconds=timeout_seconds + (NCCL_LATER_SECONDS if by_nccl else 0.0))
                 with watch.during(f"communicator {name}", "default", others) if watch else nullcontext():
                     group = dist.new_group(
@@ -416,14 +419,14 @@ class Communicators:
         return self._by_name[name]
 
     def __iter__(self) -> Iterator[Communicator]:
-        """The communicators in the order in which they were made."""
+        """Iterate over the communicators in the order of their creation."""
         return iter(self._by_name.values())
 
     def warm_up(self) -> None:
-        """Opens every connection once, one communicator after the other, all processes in the same order.
+        """Open every connection once, one communicator after the other, all processes in the same order.
 
         NCCL connects two processes at their first message and needs both there; in the middle of a step that can block
-        for ever. Each communicator carries one broadcast, reduce and all-gather, and rows from its first member to all
+        forever. Each communicator carries one broadcast, reduce and all-gather, and rows from its first member to all
         others and back.
         """
         for communicator in self:
@@ -447,11 +450,11 @@ class Communicators:
             communicator.traffic = before
 
     def traffic(self) -> dict[str, Traffic]:
-        """What this process has sent and received since the start, warm-up aside, by communicator."""
+        """Return the traffic of this process since the start, without warm-up, by communicator."""
         return {communicator.name: communicator.traffic for communicator in self}
 
     def close(self) -> None:
-        """Destroys the groups. Every member calls it, when nothing is under way."""
+        """Destroy the groups. Every member calls it, when no operation is pending."""
         for communicator in self:
             if communicator.group is not None:
                 dist.destroy_process_group(communicator.group)
@@ -459,7 +462,7 @@ class Communicators:
 
 
 def bound_device() -> torch.device | None:
-    """The GPU that the default process group is bound to, by `init_process_group(device_id=...)`. All groups then are:
+    """Return the GPU of the default process group, from `init_process_group(device_id=...)`. All groups then use it:
     torch refuses another device."""
     if not dist.is_initialized():
         return None
@@ -468,11 +471,11 @@ def bound_device() -> torch.device | None:
 
 
 def _wait_for_all() -> None:
-    """Returns when all processes have come, for which one may load a model and another not.
+    """Return when all processes have arrived; until then one may load a model and another not.
 
-    Where the default group is bound to GPUs each new group splits its communicator, for which NCCL needs all processes,
-    and torch keeps the interpreter's lock while one waits that is no member (`perform_nocolor_split`): its watch could
-    not beat. Here it can. From then on nobody waits for longer than a group takes to make.
+    If the default group is bound to GPUs, each new group splits its communicator, for which NCCL needs all processes,
+    and torch keeps the interpreter's lock while a non-member waits (`perform_nocolor_split`), so its watch could not
+    send heartbeats. During this wait it can. Afterwards no process waits longer than the creation of a group takes.
     """
     if "cpu:gloo" in dist.get_backend_config():
         dist.all_reduce(torch.zeros(1, device="cpu"))

@@ -1,25 +1,25 @@
 """Layers compiled by torch.compile, whose backward can still be split.
 
-A compiled region cannot put tensors into a queue: its backward is a graph of its own, which would use the memory of a
-queued tensor for something else. So what W needs leaves the region as gradients. Each linear layer that is split gets
-two more inputs, *taps*, with the shapes of its input and of its output's gradient; they take no memory and nobody reads
-them. The region's backward returns the input and the output's gradient as "the gradients of the taps", and the node
-outside of the region where the taps come from queues them. No break in the graph and no copy, and what stays between I
-and W is what stays without compilation.
+A compiled region cannot put tensors into a queue: its backward is a separate graph, which would reuse the memory of a
+queued tensor. So the inputs of W leave the region as gradients. Each split linear layer gets two more inputs, *taps*,
+with the shapes of its input and of its output's gradient; they take no memory and are never read. The region's backward
+returns the input and the output's gradient as "the gradients of the taps", and the node outside of the region that
+makes the taps queues them. This needs no graph break and no copy, and the same tensors stay between I and W as without
+compilation.
 
     hidden ---> _Taps ---> taps, detached weights, hidden ---> [ compiled layer ] ---> output
     queue  <--- _Taps <--- x and g of every linear layer  <--- [ its backward   ] <--- gradient
 
-Weights go in detached: a compiled region gives every parameter that it sees a gradient, if only an empty one, and hooks
-of the parameter would run in I.
+Weights go in detached: a compiled region gives every parameter that it sees a gradient, even if empty, and hooks of the
+parameter would run in I.
 
-Compiled are the decoder layers, one by one; layers of one structure share what was compiled. Not compiled: the rest of
-the model's own forward (masks, rotary tables, what stands before and after the layers), the vocabulary layers and the
-loss, W, and the first forward whose backward is split: it shows how a layer uses its linear layers. One that is used
-several times, or on something else than all tokens, has its weight gradient in I. Checkpointing of a compiled layer is
-torch's own inside of the region: there it costs no host time, and the compiler leaves out what the backward does not
-need. Where torch.compile finds no single graph (experts that loop over their tokens), a layer without checkpointing is
-compiled in pieces, and one with it is not compiled, which is logged.
+The decoder layers are compiled one by one; layers of one structure share the compiled code. Not compiled are the rest
+of the model's own forward (masks, rotary tables, modules before and after the layers), the vocabulary layers and the
+loss, W, and the first forward with a split backward, which shows how a layer uses its linear layers. A linear layer
+that is used several times, or not on all tokens, has its weight gradient in I. Checkpointing of a compiled layer is
+torch's own, inside of the region: there it costs no host time, and the compiler drops what the backward does not need.
+If torch.compile finds no single graph (experts that loop over their tokens), a layer without checkpointing is compiled
+in pieces, and a checkpointed one is not compiled, which is logged.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def compile_layer(
     *,
     backend: str = "inductor",
 ) -> None:
-    """Compiles a layer's forward, and its backward with it, when it is first called; hooks of the layer stay outside.
+    """Compile a layer's forward, and its backward with it, on the first call; hooks of the layer stay outside.
 
     Args:
-        queue: the one that `split_layers` got.
+        queue: as for `split_layers`.
         checkpointing: "none", "full" or "selective".
         switch: while it is off, the layer keeps everything for its backward.
         backend: of torch.compile.
@@ -78,7 +78,7 @@ def compile_layer(
 
 
 class _CompiledLayer:
-    """In place of a layer's forward."""
+    """Replaces a layer's forward."""
 
     def __init__(
         self,
@@ -93,13 +93,13 @@ class _CompiledLayer:
     ) -> None:
         self._layer, self._forward, self._queue = layer, forward, queue
         self._eager = eager
-        """The layer without compilation."""
+        """The uncompiled layer."""
         self._checkpointing, self._switch, self._backend = checkpointing, switch, backend
         self._once: list[Linear] | None = None
-        """Linear layers used once, on all tokens; known when a microbatch with a split backward has come by."""
+        """Linear layers used once, on all tokens; known after a microbatch with a split backward."""
         self._trained: list[bool] = []
         self._linears: list[Linear] = []
-        """Those that get taps while these weights of theirs are trained."""
+        """Linear layers with taps, as long as these weights are trainable."""
         self._gave_up = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ class _CompiledLayer:
         try:
             return self._call(args, kwargs)
         except _unsupported() as error:
-            # A graph in pieces cannot be checkpointed: what is compiled may not be in the same pieces the second time.
+            # A graph in pieces cannot be checkpointed: the second run may be split into different pieces.
             self._gave_up = True
             _report(type(self._layer).__name__, str(error).strip().splitlines()[0])
             return self._eager(*args, **kwargs)
@@ -138,7 +138,7 @@ class _CompiledLayer:
             raise
 
     def _find_linears(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The layer without compilation, for the first time: it tells which linear layers can have taps."""
+        """Run the layer uncompiled for the first time, to find the linear layers that can have taps."""
         tokens = hidden.numel() // hidden.shape[-1]
         uses: Counter[nn.Module] = Counter()
         partial: set[nn.Module] = set()
@@ -159,7 +159,7 @@ class _CompiledLayer:
         return result
 
     def _choose_linears(self, once: list[Linear]) -> list[Linear]:
-        """Those that are trained, where no layer without taps uses their parameters."""
+        """Return those that are trainable, if no layer without taps uses their parameters."""
         tapped = {one for one in once if is_trained(one)}
         others = {
             parameter
@@ -172,15 +172,15 @@ class _CompiledLayer:
 
 @functools.cache  # once
 def _report(kind: str, reason: str) -> None:
-    logger.warning("layers not compiled, since they are checkpointed and no single graph: %s (%s)", kind, reason)
+    logger.warning("layers not compiled, because they are checkpointed and not a single graph: %s (%s)", kind, reason)
 
 
 @functools.cache
 def _compiled(backend: str, choice: str) -> tuple[Forward, Forward]:
-    """`_run` and `_run_tapped`, for layers of one choice. What is checkpointed has to be a single graph.
+    """Return `_run` and `_run_tapped`, for layers of one choice. Checkpointed ones must be a single graph.
 
-    Each has code of its own: torch.compile limits how often it compiles one, and where it gives up, it does so for all
-    functions with that code, those among them that have to be a single graph.
+    Each has its own code object: torch.compile limits how often it compiles one, and when it gives up, it does so for
+    all functions with that code object, including those that must be a single graph.
     """
     return tuple(
         torch.compile(_copy(run, f"{run.__name__}_{choice}"), backend=backend, fullgraph=choice != "none")
@@ -194,7 +194,7 @@ def _copy(function: Any, name: str) -> Any:
 
 
 def _unsupported() -> tuple[type[BaseException], ...]:
-    """What torch.compile raises where a single graph was asked for and it found none, or too many."""
+    """Return the exceptions that torch.compile raises if it does not find a required single graph, or too many."""
     from torch._dynamo import exc
 
     return exc.Unsupported, exc.UserError, exc.UncapturedHigherOrderOpError, exc.FailOnRecompileLimitHit
@@ -210,8 +210,8 @@ def _run(forward: Forward, layer: nn.Module, choice: str, args: tuple[Any, ...],
 
 @torch.compiler.disable
 def _run_uncompiled(forward: Forward, choice: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Where torch.compile has given up on a whole frame: without this it would compile pieces of it, but not when the
-    backward runs them again."""
+    """Used when torch.compile has given up on a whole frame: otherwise it would compile pieces of it, but not when the
+    backward repeats them."""
     return run_checkpointed(forward, choice, args, kwargs)
 
 
@@ -225,14 +225,14 @@ def _run_tapped(
     linears: list[Linear],
     given: list[Taps],
 ) -> Any:
-    """Compiled: a layer whose linear layers hand out what W needs."""
+    """Compiled: a layer whose linear layers return the inputs of W."""
 
     def set_taps() -> None:
         for linear, taps in zip(linears, given, strict=True):
             linear._tapped = taps
 
-    # The first question puts a guard on `choice`: pieces that are compiled without checkpointing are not for others.
-    # Inside of what is checkpointed nothing may be set.
+    # The first access puts a guard on `choice`: pieces compiled without checkpointing are not reused with it. Inside of
+    # a checkpointed region nothing may be assigned.
     if choice == "none" or torch.compiler.is_compiling():
         set_taps()
         result = _run(forward, layer, choice, args, kwargs)
@@ -246,7 +246,7 @@ def _run_tapped(
         finally:
             _clear_taps(linears)
 
-    # Not compiled after all: the backward may run this again, and then it needs its taps again.
+    # Not compiled after all: the backward may repeat this, and then it needs its taps again.
     return _run(with_taps, layer, choice, args, kwargs)
 
 
@@ -256,11 +256,11 @@ def _clear_taps(linears: list[Linear]) -> None:
 
 
 class _Taps(torch.autograd.Function):
-    """Makes two taps for each linear layer, and queues what comes back as their gradients."""
+    """Makes two taps for each linear layer, and queues the tensors returned as their gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, linears: list[Linear]) -> tuple[Tensor, ...]:
-        """hidden: only there so that the taps need gradients; of its shape the number of tokens counts."""
+        """hidden: only there so that the taps need gradients; its shape gives the number of tokens."""
         ctx.linears = linears
         ctx.set_materialize_grads(False)
         tokens = hidden.numel() // hidden.shape[-1]
@@ -273,7 +273,7 @@ class _Taps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
-        for index in reversed(range(len(ctx.linears))):  # as autograd would come to them
+        for index in reversed(range(len(ctx.linears))):  # in the order of autograd
             linear, hidden, gradient = ctx.linears[index], gradients[2 * index], gradients[2 * index + 1]
             if hidden is not None and gradient is not None:
                 entry = linear_entry(linear, hidden.detach(), gradient.detach(), isinstance(linear, SplitConv1D))

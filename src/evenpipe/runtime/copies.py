@@ -1,13 +1,12 @@
-"""Copies between device and host that run beside compute, in the order in which they are asked for.
+"""Copies between device and host that run beside compute, in the order of their requests.
 
-Whoever asks gets a ticket, and waits for it where the copy must be over. A copy that is late delays whoever waits, and
-nothing else: memory is given back behind that.
+A request returns a ticket, and the requester waits for it when the copy must be over. A late copy delays only that
+wait: memory is freed after it.
 
-    StreamCopies    on a GPU: streams of their own; waiting is an event in the stream that computes
+    StreamCopies    on a GPU: separate streams; waiting is an event in the compute stream
     FileCopies      on the CPU: threads that write to a file and read it
 
-A slot may be taken again as soon as its copy back was asked for: copies to the host wait for those that were asked for
-before them.
+A slot may be reused as soon as its copy back is requested: copies to the host wait for earlier requests.
 """
 
 from __future__ import annotations
@@ -25,14 +24,15 @@ from evenpipe.runtime import clock
 from evenpipe.runtime.host_pool import FileSlab, HostPool, PinnedSlab, Slot
 
 Move = tuple[UntypedStorage, Slot]
-"""Memory of the device, and where its bytes are on the host."""
+"""Memory of the device, and its slot on the host."""
 
 
 @dataclass(slots=True)
 class Ticket:
-    """Copies that were asked for together.
+    """Copies that were requested together.
 
-    over: what tells that they are. stamps: when they began and ended, by the clock of `Recording`; on a GPU two events.
+    over: tells whether they are over. stamps: when they began and ended, by the clock of `Recording`; on a GPU two
+    events.
     """
 
     over: Any
@@ -40,29 +40,29 @@ class Ticket:
 
 
 class Copies(Protocol):
-    """What moves bytes."""
+    """Copies bytes between device and host."""
 
     def out(self, moves: Sequence[Move]) -> Ticket:
-        """To the host, once the device has computed what it was given so far."""
+        """Copy to the host, after the work queued on the device."""
         ...
 
     def back(self, moves: Sequence[Move], behind: Ticket) -> Ticket:
-        """To the device, behind the copies that brought them to the host."""
+        """Copy to the device, after the copies that brought the data to the host."""
         ...
 
     def wait(self, ticket: Ticket) -> None:
-        """What the device computes from here on comes behind these copies."""
+        """Make later work of the device wait for these copies."""
         ...
 
     def close(self) -> None:
-        """No more copies."""
+        """Stop copying."""
         ...
 
 
 class FileCopies:
     """Threads that write to the pool's files and read them, one for both directions or one for each.
 
-    They know addresses only: whoever asks keeps the memory until the copies are over.
+    They only know addresses: the requester keeps the memory until the copies are over.
     """
 
     def __init__(self, pool: HostPool, streams: int = 1) -> None:
@@ -78,7 +78,7 @@ class FileCopies:
         return self._last_back
 
     def wait(self, ticket: Ticket) -> None:
-        """Raises RunError where the file could not be written or read."""
+        """Raises RunError if the file could not be written or read."""
         try:
             ticket.over.result()
         except OSError as error:
@@ -111,10 +111,10 @@ _Move = Callable[[FileSlab, Slot, int, int], None]
 
 
 class StreamCopies:
-    """Streams beside the one that computes, one for both directions or one for each.
+    """Streams beside the compute stream, one for both directions or one for each.
 
-    Memory of the device is taken and given back by the stream that computes alone, which makes its reuse exact: a copy
-    begins behind an event there, and whoever frees or uses the memory has waited for the copy.
+    Only the compute stream allocates and frees device memory, which makes its reuse exact: a copy begins after an event
+    there, and the memory is freed or used only after waiting for the copy.
     """
 
     def __init__(self, pool: HostPool, torch_device: torch.device, streams: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""What one device holds of a model: its stages, its rows of the vocabulary matrices, and all their parameters."""
+"""The part of a model on one device: its stages, its rows of the vocabulary matrices, and all their parameters."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ class HeldModel:
     stages: dict[int, nn.Module] = field(default_factory=dict)
     """By number."""
     parameters: dict[int, StageParameters] = field(default_factory=dict)
-    """Of each stage."""
+    """Parameters of each stage."""
     matrices: list[Matrix] = field(default_factory=list)
     """Its rows of the vocabulary matrices; tied ones once."""
     shards: dict[str, ParameterShard] = field(default_factory=dict)
     """All parameters, by Hugging Face name."""
     buffers: dict[str, ParameterShard] = field(default_factory=dict)
-    """What a model saves beside its parameters, seen as parameters that are not trained."""
+    """Buffers that a model saves, treated as parameters that are not trained."""
     embedding: EmbeddingShard | None = None
-    """None where the whole embedding is on another device."""
+    """None if the whole embedding is on another device."""
     output: OutputShard | None = None
-    """None where the whole output layer is on another device."""
+    """None if the whole output layer is on another device."""
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     """The queue of all stages' linear layers."""
     checkpointing: Switch = field(default_factory=Switch)
-    """Of all checkpointed layers."""
+    """Switch of all checkpointed layers."""
     unsplit: list[str] = field(default_factory=list)
-    """Names of the matrices whose gradient is made in I, since no linear layer holds them."""
+    """Names of the matrices whose gradient is computed in I, because no linear layer holds them."""
     tied_copy: Matrix | None = None
-    """The matrix of a model with tied weights that another device holds whole as well."""
+    """The matrix of a model with tied weights that another device also holds whole."""
     embedding_matrix: Matrix | None = None
     head_matrices: tuple[Matrix, ...] = ()
-    """The output layer's rows and their bias; where tied weights are held once, the embedding's matrix."""
+    """The output layer's rows and their bias; if tied weights are held once, the embedding's matrix."""
     sharded: dict[int, ShardedModule] = field(default_factory=dict)
-    """Each stage's parameters, where they are sharded over replicas; `parameters` is empty then."""
+    """Each stage's parameters, if they are sharded over replicas; then `parameters` is empty."""
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """All that is held between steps, by what it is for."""
+        """Return all tensors held between steps, by purpose."""
         modules = [module for stage in self.stages.values() for module in stage.modules()]
         parameters: list[Tensor] = [shard.parameter for shard in self.shards.values()]
         copies: list[Tensor] = [matrix.weight for matrix in self.matrices]
@@ -70,7 +70,7 @@ class HeldModel:
         }
 
     def refresh(self) -> None:
-        """Brings what products read up to the masters that the optimizer has changed."""
+        """Update the tensors that products read from the masters that the optimizer has changed."""
         for parameters in self.parameters.values():
             parameters.refresh()
         for matrix in self.matrices:
@@ -95,13 +95,13 @@ def build(
     row_mesh: DeviceMesh | None = None,
     broadcast: Callable[[torch.Tensor], None] | None = None,
 ) -> HeldModel:
-    """Builds what `device` holds and nothing else, and fills it from where the description says.
+    """Build the part of `device`, and fill it from the source of the description.
 
     Args:
-        activations: what moves them to the host; None: nothing does.
-        kept_layers: whose activations stay on the device all the same.
-        sharding: over replicas. A stage is whole until it is built, then sharded, before the next one is built.
-        row_mesh: over which rows of the vocabulary are spread where every device has some; see `ParameterShard.mesh`.
+        activations: moves activations to the host; None: they stay.
+        kept_layers: layers whose activations stay on the device anyway.
+        sharding: over replicas. A stage is built whole, then sharded, before the next one is built.
+        row_mesh: mesh of the rows of the vocabulary, if every device has some; see `ParameterShard.mesh`.
         broadcast: overwrites a tensor by that of the first replica; None: all replicas have the same weights anyway.
     """
     held = HeldModel()
@@ -154,7 +154,7 @@ def build(
             )
 
     def matrix(name: str, shard: Shard, *, saved_here: bool = True) -> Matrix | None:
-        """The rows of a vocabulary matrix that this device holds; None where the whole one lives elsewhere."""
+        """Return the rows of a vocabulary matrix on this device; None if the whole matrix is on another one."""
         if not shard.rows and not layout.sharded:
             return None
         rows = fill_rows(description, name, shard.start, shard.stop, seed).to(torch_device, parameter_dtype)
@@ -182,7 +182,7 @@ def build(
         head = matrix(description.head_name, head_shard)
     elif embedding_shard == head_shard:
         head = embedding
-    else:  # two devices hold the one matrix; the first one saves it
+    else:  # two devices hold the same matrix; the first one saves it
         head = matrix(description.embedding_name, head_shard, saved_here=False) if head_shard.rows else None
         held.tied_copy = embedding or head
     bias = matrix(description.head_bias_name, head_shard) if description.head_bias_name else None
@@ -198,6 +198,6 @@ def build(
 
 
 def _is_trained(description: Description, name: str) -> bool:
-    """A live model says which of its parameters are frozen; others have none."""
+    """Return whether a parameter is trainable. Only live models have frozen parameters."""
     model = description.skeleton if description.model is None else description.model
     return model.get_parameter(name).requires_grad

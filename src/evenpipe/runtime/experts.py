@@ -1,14 +1,14 @@
-"""The split backward of experts: transformers runs them through an interface, and this is one more way to run them.
+"""The split backward of experts: one more implementation for transformers' experts interface.
 
-A layer of experts holds [experts, ..., ...] matrices. Each token meets a few of them, so the rows of all tokens are
-sorted by expert, and one product per expert follows:
+A layer of experts has [experts, ..., ...] matrices. Each token uses a few of them, so the rows of all tokens are sorted
+by expert, and one product per expert follows:
 
     rows sorted by expert   0 0 0 | 1 | 3 3        ends = [3, 4, 4, 6]: of each expert's rows; expert 2 has none
     I    rows.grad[group]   = output.grad[group] matrix^T, and (rows, output.grad, ends) into the queue
     W    matrix.grad[expert] += rows[group]^T output.grad[group]     zeros for an expert without tokens
 
-Microbatches whose backward is not split run as the config says ("eager", "grouped_mm", ...), untouched. Biases of
-experts wait for W like their matrices; routers are no experts, and their gradient is made in I.
+Microbatches without a split backward run as the config says ("eager", "grouped_mm", ...), unchanged. Biases of experts
+wait for W like their matrices; routers are not experts, and their gradient is computed in I.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from evenpipe.runtime.weight_gradients import Entry, WeightGradients, split_laye
 
 try:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-except ImportError:  # a transformers whose experts have no interface: all their gradients are made in I
+except ImportError:  # a transformers version without the experts interface: all gradients of experts are computed in I
     ALL_EXPERTS_FUNCTIONS = None  # type: ignore[assignment]
 
 IMPLEMENTATION = "evenpipe"
-"""The name under which transformers finds it; never written into a config that a user sees."""
+"""Name of the implementation in transformers; never written into a user's config."""
 
 
 def split_experts(module: nn.Module, queue: WeightGradients) -> list[str]:
-    """Lets the experts of a stage take part in split backwards. Returns the names of the parameters that do."""
+    """Let the experts of a stage take part in split backwards. Return the names of the parameters that do."""
     if ALL_EXPERTS_FUNCTIONS is None:
         return []
     ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = run_experts
@@ -51,7 +51,7 @@ def split_experts(module: nn.Module, queue: WeightGradients) -> list[str]:
 
 
 def split_once(module: nn.Module) -> Callable[[], None]:
-    """Splits the next backward of a module, for the self-check: what is returned does its W, behind it."""
+    """Split the next backward of a module, for the self-check: the returned function then runs its W."""
     queue = WeightGradients()
     split_experts(module, queue)
     split_layers(module, queue)
@@ -66,15 +66,15 @@ def split_once(module: nn.Module) -> Callable[[], None]:
 
 
 def _is_dispatched(module: nn.Module) -> bool:
-    """Whether a module's forward asks the interface how to run: transformers' decorator leaves these behind."""
+    """Return whether a module's forward uses the interface: transformers' decorator leaves these attributes."""
     return all(hasattr(module, name) for name in ("_apply_gate", "is_transposed", "has_bias", "config")) and hasattr(
         type(module).forward, "__wrapped__"
     )
 
 
 def _run_as_configured(experts: Any) -> Callable[..., Tensor]:
-    """The experts' forward as it was before, by the name in the config; one product after the other where there are no
-    grouped ones."""
+    """Run the experts' original forward, by the name in the config; one product after the other if there are no grouped
+    ones."""
     eager, name = type(experts).forward.__wrapped__, experts.config._experts_implementation
     configured = ALL_EXPERTS_FUNCTIONS.get_interface(name, eager)
 
@@ -87,23 +87,23 @@ def _run_as_configured(experts: Any) -> Callable[..., Tensor]:
 
 
 def run_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Every token through its experts, their outputs weighted and added.
+    """Run every token through its experts, and add their weighted outputs.
 
     Args:
         experts: transformers' module; the interface's functions are called with it.
         hidden: [tokens, hidden_size].
-        top_k_index: [tokens, choices], the experts that each token meets.
+        top_k_index: [tokens, choices], the experts of each token.
         top_k_weights: [tokens, choices].
 
     Returns: [tokens, hidden_size].
     """
-    compiling = torch.compiler.is_compiling()  # asked first: what the queue says changes from pass to pass
+    compiling = torch.compiler.is_compiling()  # checked first: the answer changes from pass to pass
     if compiling or not experts._weight_gradients.takes(hidden):
         return experts._run_otherwise(experts, hidden, top_k_index, top_k_weights)
     tokens, choices = top_k_index.shape
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     count = getattr(experts, first).shape[0]
-    expert_of_row, order = torch.sort(top_k_index.reshape(-1))  # as transformers does it: sums in the same order
+    expert_of_row, order = torch.sort(top_k_index.reshape(-1))  # as in transformers: sums in the same order
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel(), device=order.device)
     every = torch.arange(count, device=order.device)
@@ -127,7 +127,7 @@ def _linear(experts: Any, name: str, rows: Tensor, groups: Groups) -> Tensor:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Each row times its expert's matrix. The parameters stay outside of autograd, as in `weight_gradients`."""
+    """Multiply each row by its expert's matrix. The parameters stay outside of autograd, as in `weight_gradients`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, which: tuple[Any, str], groups: Groups) -> Tensor:
@@ -141,7 +141,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         experts, matrices, bias = _parameters(ctx.which)
-        saved = ctx.saved_tensors  # asked for once: under checkpointing a tensor is made again for one asking
+        saved = ctx.saved_tensors  # read once: under checkpointing each read recomputes a tensor
         rows = saved[0].detach() if saved else None
         gradient, (expert_of_row, ends) = gradient.detach(), ctx.groups
         transposed, with_bias = experts.is_transposed, bias is not None and bias.requires_grad
@@ -163,13 +163,13 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _parameters(which: tuple[Any, str]) -> tuple[Any, nn.Parameter, nn.Parameter | None]:
-    """The experts, their matrices, and the biases of these."""
+    """Yield the experts, their matrices, and their biases."""
     experts, name = which
     return experts, getattr(experts, name), getattr(experts, f"{name}_bias") if experts.has_bias else None
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """[rows, a] x [experts, a, b] -> [rows, b]: every row times its expert's matrix."""
+    """Return [rows, a] x [experts, a, b] -> [rows, b]: every row times its expert's matrix."""
     if _has_grouped(rows, matrices):
         return functional.grouped_mm(rows, matrices, offs=ends)
     output = rows.new_empty(rows.shape[0], matrices.shape[2])
@@ -179,7 +179,8 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """[rows, a] and [rows, b] -> [experts, a, b]: left^T right over each expert's rows, zeros where it has none."""
+    """Return [rows, a] and [rows, b] -> [experts, a, b]: left^T right over each expert's rows, zeros for experts
+    without rows."""
     if _has_grouped(left, right):
         return functional.grouped_mm(left.t(), right, offs=ends)
     output = left.new_zeros(ends.numel(), left.shape[1], right.shape[1])
@@ -190,14 +191,14 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _spans(ends: Tensor) -> list[tuple[int, int]]:
-    """Waits for the device: only where there are no grouped products."""
+    """Waits for the device: only used without grouped products."""
     stops = ends.tolist()
     return list(zip([0, *stops], stops, strict=False))
 
 
 def _has_grouped(*tensors: Tensor) -> bool:
-    """Whether torch multiplies groups of these rows and matrices at once. Not in fp64, and only rows of whole 16 bytes;
-    on a GPU from compute capability 8.0 on."""
+    """Return whether torch can multiply groups of these rows and matrices at once. Not in fp64, and only rows of whole
+    16 bytes; on a GPU from compute capability 8.0 on."""
     if not hasattr(functional, "grouped_mm") or any(tensor.dtype == torch.float64 for tensor in tensors):
         return False
     sizes = [size for tensor in tensors for size in tensor.shape[1:]]

@@ -31,14 +31,14 @@ class Held:
 def stream_whole(
     held: Mapping[str, Held], communicator: Communicator | None, torch_device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, whole tensor on the CPU) on the first process, nothing on the others; all of them must exhaust it.
+    """Yield (name, whole tensor on the CPU) on the first process, nothing on the others; all of them must exhaust it.
 
-    Collective over the pipeline axis: all processes first agree on who holds what; then, name after name, each holder
-    sends its rows to the first process, which holds one whole tensor at a time.
+    Collective over the pipeline axis: all processes first exchange which parts they hold; then, name after name, each
+    holder sends its rows to the first process, which holds one whole tensor at a time.
 
     Args:
         communicator: of the pipeline's processes; None for one device.
-        torch_device: where the tensors are.
+        torch_device: device of the tensors.
     """
     own: dict[str, Entry] = {
         name: (one.start_row, tuple(one.tensor.shape), one.shape, one.tensor.dtype) for name, one in held.items()
@@ -85,7 +85,7 @@ def _collect(
     communicator: Communicator | None,
     torch_device: torch.device,
 ) -> Tensor:
-    """On the first process: the whole tensor from its own part and those of the other holders."""
+    """On the first process: assemble the whole tensor from its own part and those of the other holders."""
     rank = 0 if communicator is None else communicator.rank
     whole: Tensor | None = None
     for holder, (start, local_shape, shape, dtype) in holders.items():

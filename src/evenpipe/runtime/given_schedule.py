@@ -1,4 +1,4 @@
-"""What users give as a schedule, as what a layout is planned from: a name, an order, a program, or a function."""
+"""Read the user's schedule: a name, an order, a program, a function, or a schedule of torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from evenpipe.schedule import Order, Program, Schedule
 from evenpipe.schedule.files import read_schedule as read_file
 
 MICROBATCHES_PER_DEVICE = 4
-"""In a step, unless a number is given or the schedule has one."""
+"""Default per step, unless the schedule has a number."""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenSchedule:
-    """A schedule, the microbatches of a step, and the options that its generator is to get."""
+    """A schedule, the microbatches of a step, and the options of its generator."""
 
     schedule: Schedule
     microbatches: int
@@ -28,15 +28,15 @@ class GivenSchedule:
 def read_schedule(
     given: Path | Schedule | Any, devices: int, microbatches: int | None, options: Mapping[str, Any] | None = None
 ) -> GivenSchedule:
-    """What `given` is.
+    """Read the schedule `given`.
 
     Args:
         given: as for `Pipeline`.
         microbatches: None takes those of an order, else 4 per device.
-        options: of a generator; of a class of torch's, `stages_per_device`.
+        options: of a generator; for a class of torch's, `stages_per_device`.
 
-    Raises InputError for a file that holds no schedule, a schedule of torch's that there is not in this size, and for
-    anything that is no schedule.
+    Raises InputError for a file without a schedule, a schedule of torch's that does not exist in this size, and for
+    anything else.
     """
     options = {name: value for name, value in (options or {}).items() if value is not None}
     if isinstance(given, (str, Path)) and str(given).endswith(".csv"):

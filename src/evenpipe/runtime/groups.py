@@ -1,4 +1,4 @@
-"""The communicators of a pipeline and of its replicas, and what processes say to each other outside of programs."""
+"""The communicators of a pipeline and of its replicas, and messages outside of programs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from evenpipe.runtime.watch import Watch
 
 
 class Groups:
-    """Made on every process of all pipelines, which is collective.
+    """Made on every process of all pipelines, collectively.
 
-    Members of `pipeline` are in the order of devices, of `everyone` one pipeline after the other, of `replicas` in the
-    order of their ranks.
+    Members of `pipeline` are in the order of devices, those of `everyone` pipeline by pipeline, those of `replicas` in
+    the order of their ranks.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class Groups:
     ) -> None:
         """
         Args:
-            tied_twice: whether the first and the last device hold the one matrix of a model with tied weights.
-            nccl: as of `Communicators`.
+            tied_twice: whether both the first and the last device hold the matrix of a model with tied weights.
+            nccl: as for `Communicators`.
         """
         self._grid = grid
         self._torch_device = torch_device
         self._watch = watch
         self.communicators: Communicators | None = None
-        """All of them, those of the programs among them; None for a single process."""
+        """All of them, including those of the programs; None for a single process."""
         self.pipeline: Communicator | None = None
         """This process's own pipeline; None for one device."""
         self.replicas: Communicator | None = None
@@ -53,7 +53,7 @@ class Groups:
         self.everyone: Communicator | None = None
         """All processes; None for a single one."""
         self.tied: Communicator | None = None
-        """A first and a last device that hold the same rows, on those two, where a matrix is held twice."""
+        """The first and the last device that hold the same rows, on these two, if a matrix is held twice."""
         if len(grid.ranks) == 1:
             return
         listed: list[tuple[str, Sequence[int]]] = []
@@ -63,7 +63,8 @@ class Groups:
             listed += [
                 (name, [pipeline[device] for device in held]) for name, held in devices for pipeline in grid.pipelines
             ]
-            if tied_twice:  # not of one pipeline: in shards over replicas, those of one position hold the same rows
+            # Not within one pipeline: with shards over replicas, those at the same position hold the same rows.
+            if tied_twice:
                 columns = grid.column(placement.first_device), grid.column(placement.last_device)
                 listed += [("tied", pair) for pair in zip(*columns, strict=True)]
         if grid.replicas > 1:
@@ -80,16 +81,16 @@ class Groups:
         made.warm_up()
 
     def close(self) -> None:
-        """Destroys the communicators. Collective, when nothing is under way."""
+        """Destroy the communicators. Collective, when no operation is pending."""
         if self.communicators is not None:
             self.communicators.close()
 
     def replica_mesh(self) -> DeviceMesh | None:
-        """This device in every pipeline, as an axis that FSDP2 shards over; None for one pipeline."""
+        """Return this device in every pipeline, as an axis for FSDP2; None for one pipeline."""
         return None if self.replicas is None else self._mesh([self.replicas], self.replicas.members, "dp")
 
     def row_mesh(self, *, sharded: bool) -> DeviceMesh | None:
-        """How rows of the vocabulary lie over processes, for checkpoints: over the pipeline, then over its replicas if
+        """Return the mesh of the rows of the vocabulary, for checkpoints: over the pipeline, then over its replicas if
         they are sharded. None for a single process that holds all."""
         replicas = self.replicas if sharded else None
         if self.pipeline is None:
@@ -103,10 +104,10 @@ class Groups:
         groups = [communicator.group for communicator in communicators if communicator.group is not None]
         return DeviceMesh.from_group(groups, self._torch_device.type, mesh=torch.tensor(ranks), mesh_dim_names=names)
 
-    # --- what processes say ----------------------------------------------------------------------------------
+    # --- messages ------------------------------------------------------------------------------------------------
 
     def from_the_first(self, text: str | None, what: str) -> str | None:
-        """What the very first process says, on all of them. Collective over everyone."""
+        """Return the value of the very first process, on all of them. Collective over everyone."""
         if self.everyone is None:
             return text
         with self._watch.during(what, self.everyone.name, self.everyone.others):
@@ -114,7 +115,7 @@ class Groups:
         return said
 
     def numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """What each process gives, one pipeline after the other, on every process. Collective over everyone."""
+        """Return the numbers of each process, pipeline by pipeline, on every process. Collective over everyone."""
         own = torch.tensor(numbers, dtype=torch.float64, device=self._torch_device)
         if self.everyone is None:
             return [own.tolist()]
@@ -123,8 +124,8 @@ class Groups:
         return table.tolist()
 
     def sum(self, number: Tensor, *, over_replicas: bool) -> Tensor:
-        """Sum of a scalar over the pipeline, or over everyone: the same bits on every process, since all gather and add
-        in the same order."""
+        """Return the sum of a scalar over the pipeline, or over everyone: the same bits on every process, since all
+        gather and add in the same order."""
         communicator = self.everyone if over_replicas else self.pipeline
         if communicator is None:
             return number
@@ -132,10 +133,10 @@ class Groups:
         communicator.all_gather(table, number, "the norm of all gradients").wait("the optimizer")
         return table.sum()
 
-    # --- what the output layer knows -------------------------------------------------------------------------
+    # --- results of the output layer ---------------------------------------------------------------------------------
 
     def share(self, own: Tensor | None, source: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Shared:
-        """A tensor of this pipeline's device `source` (an own one), on all of the pipeline."""
+        """Share a tensor of this pipeline's device `source` (an own one) with all of the pipeline."""
         if self.pipeline is None:
             assert own is not None
             return Shared(own, None)
@@ -143,7 +144,8 @@ class Groups:
         return Shared(tensor, self.pipeline.broadcast(tensor, self._grid.pipeline[source], "the loss"))
 
     def share_sum(self, own: Tensor | None, source: int, dtype: torch.dtype) -> Shared:
-        """The sum of a scalar of every pipeline's device `source`, on everyone: all gather, and add the same ones."""
+        """Share the sum of a scalar of every pipeline's device `source` with everyone: all gather and add the same
+        values."""
         assert self.everyone is not None
         members = self.everyone.members
         number = torch.zeros((), dtype=dtype, device=self._torch_device) if own is None else own.contiguous()

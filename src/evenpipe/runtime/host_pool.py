@@ -1,12 +1,12 @@
-"""Memory of the host for what the device has no room for: slots of a few large slabs, used again and again.
+"""Host memory for data that does not fit on the device: slots of a few large slabs, which are reused.
 
-    PinnedSlab    locked pages, which a GPU copies to and from beside its compute
-    FileSlab      a part of a file without a name: its pages belong to no process, so that resident memory falls
+    PinnedSlab    pinned pages, which a GPU copies to and from beside its compute
+    FileSlab      a part of an unnamed file: its pages do not count as memory of the process, so resident memory falls
 
-Sizes that come again in every step find the slots of the step before. Neighbouring free slots become one, so that other
-sizes fit too. One pool serves all stages of a device, and is no larger than it is allowed to be.
+Sizes that recur in every step reuse the slots of the previous step. Neighbouring free slots are merged, so that other
+sizes fit too. One pool serves all stages of a device, within a size limit.
 
-What is there for the whole run, and all sizes known before, needs no pool: `carve` cuts it out of pinned slabs.
+Permanent data of known sizes needs no pool: `carve` places it in pinned slabs.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ import torch
 from evenpipe.errors import InputError
 
 PAGE = 4096
-"""Bytes. Slots begin and end with pages."""
+"""Bytes of a page. Slots are whole pages."""
 SLAB = 64 * 2**20
-"""Bytes: the smallest slab, where the limit leaves room for one."""
+"""Bytes of the smallest slab, if the limit leaves room for one."""
 
 
 class Slab(Protocol):
-    """One piece of memory of the host."""
+    """One piece of host memory."""
 
     size: int
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A stretch of a slab."""
+    """A range of a slab."""
 
     slab: int
     """Its number in the pool."""
@@ -50,14 +50,14 @@ class Slot:
 
 
 def any_size(size: int, room: int | None) -> int | None:
-    """Bytes of a new slab that holds so many, within the room there is; None where that is too little."""
+    """Return the bytes of a new slab for this many, within the available room; None if that is too small."""
     if room is None:
         return max(size, SLAB)
     return min(max(size, SLAB), room) if size <= room else None
 
 
 def power_of_two(size: int, room: int | None) -> int | None:
-    """The same for a `PinnedSlab`."""
+    """Return the same for a `PinnedSlab`."""
     least = _power_from(size)
     if room is None:
         return max(least, SLAB)
@@ -65,7 +65,7 @@ def power_of_two(size: int, room: int | None) -> int | None:
 
 
 def _power_from(size: int) -> int:
-    """The smallest power of two that is no smaller."""
+    """Return the smallest power of two that is not smaller."""
     return 1 << (size - 1).bit_length()
 
 
@@ -73,9 +73,9 @@ class HostPool:
     """Slots of a device.
 
     Args:
-        make: makes a slab of so many bytes.
-        limit: bytes of all slabs; None: as many as there are.
-        slab_size: of a new slab, from the bytes that it has to hold and the room there is.
+        make: makes a slab of a given number of bytes.
+        limit: most bytes of all slabs; None: no limit.
+        slab_size: returns the size of a new slab, from the needed bytes and the available room.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class HostPool:
         self._make, self._limit, self._slab_size = make, limit, slab_size
         self.slabs: list[Slab] = []
         self._free: list[list[tuple[int, int]]] = []
-        """By slab: first byte and first byte behind of each free stretch, in order, no two of them touching."""
+        """By slab: (start, end) of each free range, sorted, no two of them touching."""
         self.used = self.most_used = 0
-        """Bytes of slots that are taken, now and at most."""
+        """Bytes of used slots, now and at most."""
 
     @property
     def size(self) -> int:
@@ -97,7 +97,7 @@ class HostPool:
         return sum(slab.size for slab in self.slabs)
 
     def take(self, size: int) -> Slot | None:
-        """A slot for so many bytes; None where the limit leaves no room."""
+        """Return a slot of this many bytes; None if the limit leaves no room."""
         size = _in_pages(size)
         slot = self._fit(size)
         if slot is None:
@@ -114,7 +114,7 @@ class HostPool:
         return slot
 
     def give(self, slot: Slot) -> None:
-        """The slot is free: nobody reads or writes it any more."""
+        """Free a slot that is no longer read or written."""
         free, first, last = self._free[slot.slab], slot.offset, slot.offset + slot.size
         at = bisect_left(free, (first, last))
         if at < len(free) and free[at][0] == last:
@@ -125,7 +125,7 @@ class HostPool:
         self.used -= slot.size
 
     def _fit(self, size: int) -> Slot | None:
-        """The smallest free stretch that is large enough."""
+        """Return the smallest free range that is large enough."""
         found: tuple[int, int, int] | None = None
         for number, free in enumerate(self._free):
             for first, last in free:
@@ -142,10 +142,10 @@ class HostPool:
 
 
 def carve(sizes: Sequence[int]) -> tuple[list[int], list[Slot]]:
-    """Slabs for things that stay, and a slot of theirs for each.
+    """Return slabs for permanent data, and a slot for each item.
 
-    Each slab is the power of two of which the things that are left, the largest first, leave the least free: always
-    more than half of it is taken. What fits into `SLAB` at the end shares one.
+    Each slab is the power of two that the remaining items, the largest first, fill best: always more than half of it is
+    used. The last items that fit into `SLAB` share one.
 
     Returns: the sizes of the slabs, and a slot for each of the `sizes`.
     """
@@ -168,7 +168,7 @@ def carve(sizes: Sequence[int]) -> tuple[list[int], list[Slot]]:
 
 
 def _filled(room: int, left: Sequence[int], pages: Sequence[int]) -> list[int]:
-    """Those that still fit, in their order."""
+    """Return the items that still fit, in order."""
     chosen = []
     for index in left:
         if pages[index] <= room:
@@ -182,30 +182,30 @@ def _in_pages(size: int) -> int:
 
 
 class PinnedSlab:
-    """Locked pages: a power of two, since torch's allocator would round up to one and lock what nobody asked for."""
+    """Pinned pages: a power of two, because torch's allocator would round up to one and pin unused memory."""
 
     def __init__(self, size: int) -> None:
-        assert size == _power_from(size), f"{size} bytes are no power of two"
+        assert size == _power_from(size), f"{size} bytes is not a power of two"
         self.size = size
         self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def view(self, slot: Slot, size: int) -> torch.Tensor:
-        """[size] uint8: the first bytes of a slot."""
+        """Return [size] uint8: the first bytes of a slot."""
         return self._bytes[slot.offset : slot.offset + size]
 
 
 def unnamed_file(size: int, directory: str | Path | None, option: str) -> IO[bytes]:
-    """A file of so many bytes that has no name, and so no traces: it is gone with the process.
+    """Return an unnamed file of this many bytes, which disappears with the process.
 
-    All of its room is taken at once. In a file with holes a copy would fail later for want of room, and a process that
-    has mapped it would die of SIGBUS.
+    All of its space is allocated at once. In a sparse file a copy could fail later because the disk is full, and a
+    process that has mapped it would die of SIGBUS.
 
     Args:
-        directory: where; None: the system's directory for temporary files.
-        option: what the user calls the directory.
+        directory: its place; None: the system's directory for temporary files.
+        option: the user's name of the directory.
 
     Raises:
-        InputError: there is no such directory, or no room for the file in it.
+        InputError: there is no such directory, or not enough space in it.
     """
     where = tempfile.gettempdir() if directory is None else str(directory)
     with contextlib.ExitStack() as on_failure:
@@ -216,7 +216,7 @@ def unnamed_file(size: int, directory: str | Path | None, option: str) -> IO[byt
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                     raise
-                _write_zeros(file, size)  # a file system that takes room only for what is written
+                _write_zeros(file, size)  # a file system that allocates space only when it is written
         except OSError as error:
             raise InputError(
                 f"{option}: {where!r}, no file of {size} bytes can be made there: {error.strerror}"
@@ -233,25 +233,25 @@ def _write_zeros(file: IO[bytes], size: int) -> None:
 
 
 class FileSlab:
-    """A file without a name in `directory`."""
+    """An unnamed file in `directory`."""
 
     def __init__(self, size: int, directory: Path | None = None) -> None:
-        """Raises InputError where there is no such directory, or no room for the file in it."""
+        """Raises InputError if there is no such directory, or not enough space in it."""
         self.size = size
         self._file = unnamed_file(size, directory, "offload.directory")
 
     def write(self, slot: Slot, address: int, size: int) -> None:
-        """Copies so many bytes from an address into a slot."""
+        """Copy this many bytes from an address into a slot."""
         self._whole(os.pwritev, address, size, slot.offset)
 
     def read(self, slot: Slot, address: int, size: int) -> None:
-        """Copies them back, to an address."""
+        """Copy them back to an address."""
         self._whole(os.preadv, address, size, slot.offset)
 
     def _whole(self, move: Callable[..., int], address: int, size: int, offset: int) -> None:
         memory = memoryview((ctypes.c_char * size).from_address(address))
         done = 0
-        while done < size:  # the system moves 2 GiB at a time at most
+        while done < size:  # the system moves at most 2 GiB at a time
             moved = move(self._file.fileno(), [memory[done:]], offset + done)
             if moved <= 0:
                 raise OSError(f"the file for activations ends at {offset + done}")

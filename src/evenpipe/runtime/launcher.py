@@ -1,19 +1,19 @@
-"""Starts several processes on this machine, runs a function in each, brings back results or the first cause of failure.
+"""Start several processes on this machine, run a function in each, and return results or the first cause of failure.
 
     losses = launch(train, "config.toml", processes=4)
 
-They find the same environment as under torchrun, but meet in a folder that only their user may enter (`store`), and
-listen on loopback alone. On a machine without GPUs they are forked from a server that has imported torch and
-transformers once (a second launch from the same program finds it ready); CUDA does not survive a fork, so with GPUs
-each process starts afresh.
+The processes have the same environment as under torchrun, but meet in a folder that only their user may enter
+(`store`), and listen only on loopback. On a machine without GPUs they are forked from a server that has imported torch
+and transformers once (a second launch from the same program reuses it); CUDA does not survive a fork, so with GPUs each
+process starts from scratch.
 
-Not by torch's elastic launcher, though it would do: after a failure that gives a stopped process 30 s to end, and it
-waits for ever for one that is stopped or killed between its result and its end.
+This replaces torch's elastic launcher, which gives a stopped process 30 s to end after a failure, and waits forever for
+a process that is stopped or killed between its result and its end.
 
-What a process returned, or how it failed, goes through a file of its own in that folder. The function, its arguments
-and its results are pickled; nothing else is. What a notebook or another program without a file has defined cannot be
-imported by the processes, and travels whole (cloudpickle). When a process fails the launcher ends the others
-(`supervisor`); which of them was at fault is settled among them beforehand, by the watch.
+The result or the failure of a process goes through a file in that folder. Only the function, its arguments and its
+results are pickled. Functions defined in a notebook or another program without a file cannot be imported, so they are
+sent by value (cloudpickle). When a process fails, the launcher ends the others (`supervisor`); the watch has then
+already settled which of them was at fault.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ __all__ = ["initialise_worker", "launch", "prepare_launch"]
 PRELOAD = ("torch.distributed", "transformers.modeling_utils", "evenpipe.runtime.worker")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""The launcher handles these itself while it runs."""
+"""Signals that the launcher handles itself while it runs."""
 
 SHUTDOWN_SECONDS = 5.0
-"""After Ctrl-C, from SIGTERM to SIGKILL."""
+"""Time from SIGTERM to SIGKILL after Ctrl-C."""
 
 UNGUARDED = 74
-"""Exit code of a process that came upon a launch while it imported the program."""
+"""Exit code of a process that reached a launch while it imported the program."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -84,26 +84,26 @@ def launch(
     preload: Sequence[str] = (),
     on_stop: Callable[[int], None] | None = None,
 ) -> list[Any]:
-    """Runs `function(*arguments)` in `processes` new processes of this machine; returns their results in rank order.
+    """Run `function(*arguments)` in `processes` new processes of this machine; return their results in rank order.
 
-    In each, the default process group is open (see `initialise_worker`), torch uses one thread unless OMP_NUM_THREADS
-    says otherwise, and Ctrl-C ends it at once.
+    In each process the default process group is open (see `initialise_worker`), torch uses one thread unless
+    OMP_NUM_THREADS says otherwise, and Ctrl-C ends it at once.
 
-    function: importable by name: at the top level of a module, or anything that a notebook, `python -c` or a program
-        from standard input defines, which travels with the globals it uses. It, its arguments and its results travel by
-        pickle. A script calls launch under `if __name__ == "__main__":`, as the processes import it.
+    function: at the top level of a module, or defined in a notebook, `python -c` or a program from standard input;
+        such a function is sent together with the globals that it uses. Arguments and results are pickled. A script
+        calls launch under `if __name__ == "__main__":`, because the processes import it.
     timeout_seconds: limit of a wait among live processes.
-    silence_seconds: a process without a sign of life for this long is given up.
-    start_seconds: how long processes may take to arrive.
-    torch_device: "cpu" or "cuda"; default: a GPU where there is one.
+    silence_seconds: a process without a sign of life for this long counts as dead.
+    start_seconds: how long processes may take to start.
+    torch_device: "cpu" or "cuda"; default: a GPU if there is one.
     preload: as in `prepare_launch`, which may have been called before.
-    on_stop: called with the number of a first Ctrl-C or SIGTERM when that has been passed on to processes which grant
-        such a wish (`stopping`); it ends nothing then. Without it, or where they do not, the first one ends them.
+    on_stop: called with the number of a first Ctrl-C or SIGTERM when it has been passed on to processes that can stop
+        on request (`stopping`); it ends nothing then. Without `on_stop`, or if they cannot, the first one ends them.
 
     Raises:
         InputError: `function` raised one, or an argument of launch is wrong. Same text.
         RunError: anything else that ended a process: the first cause, with the traceback of the process as a note.
-        KeyboardInterrupt: Ctrl-C. SystemExit: SIGTERM, SIGHUP or SIGQUIT. All processes are gone by then.
+        KeyboardInterrupt: Ctrl-C. SystemExit: SIGTERM, SIGHUP or SIGQUIT. All processes have ended by then.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # imports the program of its launcher
         os._exit(UNGUARDED)
@@ -150,7 +150,7 @@ def launch(
             first = supervise(children, beats, silence_seconds=silence_seconds)
         except _Interrupted as interrupted:
             if any(child.pid is None for child in children):
-                _kill_server()  # in its imports, or about to fork one that we do not know of
+                _kill_server()  # importing, or about to fork a process that we do not know yet
             if interrupted.number == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + interrupted.number) from None
@@ -158,24 +158,24 @@ def launch(
             raise RunError(f"the processes could not be started: {error!r}") from error
         finally:
             with _signals_ignored():
-                end(children, 0.0 if wish.accepted else SHUTDOWN_SECONDS)  # then they ignore SIGTERM
+                end(children, 0.0 if wish.accepted else SHUTDOWN_SECONDS)  # from here on they ignore SIGTERM
         if first is not None:
             raise _first_cause(folder, processes, first)
         return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(processes)]
 
 
 def prepare_launch(*modules: str, torch_device: str | None = None) -> None:
-    """Lets a server begin in the background to import what the processes of a later `launch` will need.
+    """Start a server in the background that imports the modules for a later `launch`.
 
-    Worth calling early: four imports of torch and transformers take 12 s on two cores; one takes 3 s, which pass
-    while the caller does something else. With GPUs it does nothing.
+    Call it early: four imports of torch and transformers take 12 s on two cores; one takes 3 s, in parallel with the
+    caller. With GPUs it does nothing.
 
-    modules: names of more modules to import, beside torch, transformers and evenpipe.
+    modules: names of more modules to import, besides torch, transformers and evenpipe.
     """
     if _start_method(torch_device) != "forkserver":
         return
     multiprocessing.set_forkserver_preload([*PRELOAD, *modules])
-    # The server keeps it: a Ctrl-C or Slurm's SIGTERM is for the launcher alone to answer.
+    # The server inherits it: only the launcher should react to Ctrl-C or Slurm's SIGTERM.
     with _threads_of_new_processes(), _signal_handlers(signal.SIG_IGN, STOPS):
         _give_the_server_a_folder()
         multiprocessing.forkserver.ensure_running()
@@ -185,13 +185,14 @@ def prepare_launch(*modules: str, torch_device: str | None = None) -> None:
 
 
 def _main_can_be_imported() -> bool:
-    """Whether there is a file that another process could import as this one's `__main__`."""
+    """Return whether there is a file that another process could import as this one's `__main__`."""
     main = sys.modules["__main__"]
     return main.__spec__ is not None or Path(getattr(main, "__file__", None) or "").is_file()
 
 
 def _dumps(value: Any) -> bytes:
-    """By reference, which also tells early what no process could import; by value where `__main__` is no file."""
+    """Pickle by reference, which also fails early if no process could import it; by value if `__main__` is not a
+    file."""
     return pickle.dumps(value) if _main_can_be_imported() else cloudpickle.dumps(value)
 
 
@@ -199,20 +200,20 @@ def _dumps(value: Any) -> bytes:
 
 
 def _start_method(torch_device: str | None) -> str:
-    """Fork from a server that has imported everything, where that is safe."""
+    """Return the start method: fork from a server that has imported everything, if that is safe."""
     gpus = torch_device != "cpu" and torch.cuda.is_available()
     return "spawn" if sys.platform != "linux" or gpus else "forkserver"
 
 
 def _server_pid() -> int | None:
-    """The fork server of this program, if it has one. Python tells nobody."""
+    """Return the pid of this program's fork server, if it has one. Python has no public function for it."""
     pid: int | None = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     return pid
 
 
 def _give_the_server_a_folder() -> None:
-    """The fork server's socket stands in a folder of multiprocessing's, which a program that is killed would leave
-    behind for ever; in one of ours only until the next program starts."""
+    """Put the fork server's socket into one of our folders: multiprocessing's own folder would stay forever if the
+    program is killed, ours only until the next program starts."""
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if config.get("tempdir") is None:
         folder = temporary_folder("evenpipe-server-")
@@ -221,7 +222,7 @@ def _give_the_server_a_folder() -> None:
 
 
 def _environment(rank: int, processes: int, store: Path) -> dict[str, str]:
-    """What a process finds in its environment: the caller's, and what torchrun would set, but for its store."""
+    """Return the environment of a process: the caller's, and the variables of torchrun except for its store."""
     loopback = "lo" if sys.platform == "linux" else "lo0"
     return {
         "OMP_NUM_THREADS": "1",
@@ -231,7 +232,7 @@ def _environment(rank: int, processes: int, store: Path) -> dict[str, str]:
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         STORE_FOLDER: str(store),
-        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback),  # nobody else has to reach them
+        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback),  # no other machine needs to reach them
     }
 
 
@@ -243,7 +244,7 @@ def _kill_server() -> None:
 
 @contextlib.contextmanager
 def _threads_of_new_processes() -> Iterator[None]:
-    """torch reads the number of threads when it is loaded, which in a process that starts afresh is before our code."""
+    """torch reads the number of threads when it is imported, which in a fresh process is before our code."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
@@ -274,7 +275,7 @@ class _Handler:
 
     def __call__(self, number: int, _: FrameType | None) -> None:
         if not self._raised and not self.accept(number):
-            self._raised = True  # another one would break off what this one leads to
+            self._raised = True  # another one would interrupt the handling of this one
             raise _Interrupted(number)
 
 
@@ -286,7 +287,7 @@ def _signals_ignored() -> contextlib.AbstractContextManager[None]:
 def _signal_handlers(
     handler: Callable[[int, FrameType | None], None] | signal.Handlers, signals: Sequence[int]
 ) -> Iterator[None]:
-    """Without effect outside the main thread, where Python has no signals."""
+    """Install signal handlers. No effect outside the main thread, where Python has no signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -300,7 +301,8 @@ def _signal_handlers(
 
 @contextlib.contextmanager
 def _main_as_it_is() -> Iterator[None]:
-    """New processes import the file that `__main__` names: "<stdin>", for a program from standard input."""
+    """New processes import the file that `__main__` names: prevent that for "<stdin>", a program from standard
+    input."""
     main = vars(sys.modules["__main__"])
     if _main_can_be_imported() or "__file__" not in main:
         yield
@@ -313,10 +315,10 @@ def _main_as_it_is() -> Iterator[None]:
 
 
 def _first_cause(folder: Path, processes: int, first: Ending) -> InputError | RunError:
-    """The error to raise, from what the processes wrote down and from how the launcher saw the first of them end."""
+    """Return the error to raise, from the records of the processes and from how the first of them ended."""
     board = Board(folder / "board", processes)
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("failure-*.json"))]
-    records.sort(key=lambda record: record["rank"] != record["origin"])  # the culprit's own words first
+    records.sort(key=lambda record: record["rank"] != record["origin"])  # the culprit's own message first
     if not records and first.exit_code == UNGUARDED:
         return InputError(
             f"launch: {sys.modules['__main__'].__file__!r} calls it wherever it is imported, and the processes import "
@@ -348,7 +350,7 @@ def _first_cause(folder: Path, processes: int, first: Ending) -> InputError | Ru
 
 
 def _process(work: bytes, environment: dict[str, str], folder: Path, limits: dict[str, Any], parent: int) -> None:
-    """The whole life of one process. Returns when all is well, and leaves by os._exit when not."""
+    """The whole life of one process. Returns if all is well, otherwise leaves by os._exit."""
     os.environ.clear()  # a fork server has the environment of the time when it was started
     os.environ.update(environment)
     for number in SIGNALS:
@@ -379,18 +381,18 @@ def _process(work: bytes, environment: dict[str, str], folder: Path, limits: dic
         _flush()
         os._exit(error.exit_code if isinstance(error, InputError) else EXIT_CODE)
     _flush()
-    atexit.register(os._exit, 0)  # the interpreter's own way out takes 1.5 s with torch loaded
+    atexit.register(os._exit, 0)  # the interpreter's normal exit takes 1.5 s with torch loaded
 
 
 def _end_with(parent: int) -> None:
-    """Leaves no process behind when the caller, or the fork server, is killed.
+    """End this process when the caller, or the fork server, is killed.
 
     parent: pid of the process that started this one. The kernel ends this process with it, even when it is stopped. A
-    fork server lives as long as any of its processes, so the caller's own end is waited for too.
+    fork server lives as long as any of its processes, so this also waits for the end of the caller.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it has gone already
+        if os.getppid() != parent:  # it has ended already
             os._exit(EXIT_CODE)
     threading.Thread(target=_end_with_the_caller, name="evenpipe-parent", daemon=True).start()
 
@@ -403,7 +405,7 @@ def _end_with_the_caller() -> None:
 
 
 def _record(folder: Path, rank: int, cause: Cause, error: BaseException | None = None) -> None:
-    """Writes down how this process failed, for the parent. The second time, with the exception, replaces the first."""
+    """Write down how this process failed, for the parent. A second record, with the exception, replaces the first."""
     record = {
         "rank": rank,
         "origin": cause.origin,
@@ -412,7 +414,7 @@ def _record(folder: Path, rank: int, cause: Cause, error: BaseException | None =
         "traceback": "" if error is None else "".join(traceback.format_exception(error)),
     }
     part = folder / f"failure-{rank}-{threading.get_ident()}.part"
-    with contextlib.suppress(OSError):  # no space left: the launcher still sees the exit code
+    with contextlib.suppress(OSError):  # disk full: the launcher still sees the exit code
         part.write_text(json.dumps(record))
         part.rename(folder / f"failure-{rank}.json")
 

@@ -1,4 +1,4 @@
-"""What runs where: layers on stages, rows of the vocabulary on devices, and the programs of a step."""
+"""The layout of a model: layers on stages, rows of the vocabulary on devices, and the programs of a step."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ class ModelCosts:
 
     @classmethod
     def of(cls, description: Description, sequence: int | None = None) -> ModelCosts:
-        """What orders are arranged by where no times are known; `sequence`: tokens, as for `arranging_flops`."""
+        """Return the costs that arrange orders without known times; `sequence`: tokens, as for `arranging_flops`."""
         layers, head = arranging_flops(description, sequence)
         return cls(layers=layers, head=head)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What every process knows about all devices."""
+    """Everything that each process knows about all devices."""
 
     mode: str
     """"first-last", "redistribute", "interlaced", "vocab-1" or "vocab-2"."""
     layers: tuple[tuple[int, int], ...]
     """First layer (inclusive) and last (exclusive) of each stage; a stage of "redistribute" may hold none."""
     program: Program
-    """Of a training step."""
+    """Program of a training step."""
     evaluation: Program
     embedding_shards: tuple[Shard, ...]
-    """One per device: rows of the embedding that it holds."""
+    """One per device: its rows of the embedding."""
     head_shards: tuple[Shard, ...]
-    """One per device: rows of the output layer that it holds."""
+    """One per device: its rows of the output layer."""
     costs: Costs
 
     @property
@@ -69,7 +69,7 @@ class Layout:
 
     @property
     def sharded(self) -> bool:
-        """Whether every device holds a part of the vocabulary, and E, G, S and T are passes of their own."""
+        """Whether every device holds a part of the vocabulary, and E, G, S and T are separate passes."""
         return _is_sharded(self.mode)
 
 
@@ -88,14 +88,14 @@ def build_layout(
     offload: str | float = "scheduled",
     copy_time: Cost = ASSUMED_COPY,
 ) -> Layout:
-    """Places a model on devices.
+    """Place a model on devices.
 
     Args:
         vocabulary: the mode; "balanced" is "vocab-2".
         rows: of the embedding and of the output layer.
-        layers_per_stage: None splits evenly, and by cost in the mode "redistribute".
+        layers_per_stage: None splits evenly, with "redistribute" by cost.
         costs: pass times for the schedule, one F and B per stage *without* the vocabulary layers; None takes FLOPs.
-        schedule_options: of the generator of a schedule that is given by name.
+        schedule_options: of the generator of a named schedule.
         communicators: which transfers share one, one of `SHARING`.
         offload: which activations go to the host, as for `plan_order`.
         copy_time: of their copies, as `OffloadOptions.copy_time`.
@@ -114,7 +114,7 @@ def build_layout(
         bounds.append(bounds[-1] + number)
     layers = tuple(pairwise(bounds))
     costs = (costs or _flop_costs(model, layers, devices, mode)).with_copies(base.placement, copy_time)
-    if isinstance(schedule, str):  # arranged anew, with costs
+    if isinstance(schedule, str):  # rearranged with costs
         order, program = plan_program(
             schedule, devices, microbatches, mode, costs, sharing=communicators, offload=offload, **options
         )
@@ -141,13 +141,13 @@ def build_layout(
 def runnable_order(
     schedule: Schedule, devices: int, microbatches: int, options: Mapping[str, Any] | None = None
 ) -> Order:
-    """The order of a schedule at equal costs; `options` are those of a named one's generator.
+    """Return the order of a schedule at equal costs; `options` are those of a named schedule's generator.
 
-    Raises InputError when there is none of this size.
+    Raises InputError if there is none of this size.
     """
     for name in ("name", "devices", "microbatches", "costs"):
         if name in (options or {}):
-            raise InputError(f"schedule_options: {name} is no option of a schedule, but given beside it")
+            raise InputError(f"schedule_options: {name} is not an option of a schedule, but a separate argument")
     if isinstance(schedule, str):
         order = generate(schedule, devices, microbatches, **(options or {}))
     elif options:
@@ -160,13 +160,13 @@ def runnable_order(
 
 
 def flop_costs(model: ModelCosts, layout: Layout) -> Costs:
-    """Pass times of a layout in FLOPs per token, whatever costs it was arranged by."""
+    """Return the pass times of a layout in FLOPs per token, whatever costs arranged it."""
     costs = _flop_costs(model, layout.layers, layout.program.devices, layout.mode)
     return costs.with_copies(layout.program.placement, ASSUMED_COPY)
 
 
 def without_vocabulary(order: Order) -> Order:
-    """The order as it was before vocabulary passes were added, for any mode."""
+    """Return the order without its vocabulary passes, for any mode."""
     others = VOCABULARY_KINDS | SHARDING_KINDS
     rows = tuple(tuple(item for item in row if item is not None and item.kind not in others) for row in order.rows)
     return Order(order.placement, order.microbatches, rows)
@@ -185,7 +185,7 @@ def _whole_on(holder: int, rows: int, devices: int) -> tuple[Shard, ...]:
 
 
 def _more_or_fewer(schedule: Schedule) -> str:
-    """What a user can change so that there are fewer stages."""
+    """Return what a user can change to have fewer stages."""
     if not isinstance(schedule, str) or schedule.endswith(".csv"):
         return "take an order with fewer stages"
     if "stages_per_device" in options_of(schedule):

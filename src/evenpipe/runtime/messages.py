@@ -1,8 +1,8 @@
-"""What processes of a group tell each other beside tensors: JSON, in tensors of bytes.
+"""Messages between processes of a group besides tensors: JSON, in tensors of bytes.
 
-torch's own collectives of objects send pickles, and to read a pickle is to run what its sender wrote. A port of a group
-is open to whoever reaches its machine (docs/security.md), so here what arrives is data: numbers, strings, None, lists
-and tables of them.
+torch's own collectives of objects send pickles, and reading a pickle can run its sender's code. A port of a group is
+open to everyone who reaches its machine (docs/security.md), so messages here are only data: numbers, strings, None,
+lists and tables of them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from evenpipe.errors import RunError
 from evenpipe.runtime.communication import ALL_GATHER
 
 LIMIT_BYTES = 1 << 30
-"""Of one message: an index of a hundred thousand tensors is a tenth of that."""
+"""Largest message: an index of a hundred thousand tensors is a tenth of that."""
 
 
 def gather_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The value of every process of the group (None: of all), in the order of ranks. Collective over the group.
+    """Return the value of every process of the group (None: of all), in the order of ranks. Collective over the group.
 
-    value: what JSON can hold. Tuples arrive as lists, also this process's own.
+    value: a JSON value. Tuples arrive as lists, also this process's own.
 
     Raises:
         RuntimeError: as torch's collectives.
@@ -45,7 +45,7 @@ def gather_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
-    """The value of the process with global rank `source`, on every process of the group. Collective over the group.
+    """Return the value of the process with global rank `source`, on every process. Collective over the group.
 
     Raises as `gather_values`.
     """
@@ -61,26 +61,26 @@ def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None) ->
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "float32"."""
+    """Return the name of a dtype, as in "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of that name, `dtype_name`'s. Raises ValueError."""
+    """Return the dtype with this name from `dtype_name`. Raises ValueError."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype of torch")
+        raise ValueError(f"{name!r} is not a dtype of torch")
     return dtype
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where tensors have to be for this group: on the CPU wherever it has gloo."""
+    """Return the device of tensors for this group: the CPU if it has gloo."""
     gloo = "gloo" in dist.get_backend_config(group)
     return torch.device("cpu") if gloo else torch.device("cuda", torch.cuda.current_device())
 
 
 def _encode(value: Any) -> Tensor:
-    """[bytes] uint8, never empty."""
+    """Return [bytes] uint8, never empty."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
@@ -88,7 +88,7 @@ def _decode(content: Tensor) -> Any:
     try:
         return json.loads(content.numpy().tobytes())
     except (ValueError, RecursionError) as error:
-        raise RunError(f"another process sent what is not JSON: {error}") from error
+        raise RunError(f"another process sent invalid JSON: {error}") from error
 
 
 def _checked(lengths: Sequence[int]) -> Sequence[int]:

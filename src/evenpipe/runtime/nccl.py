@@ -1,7 +1,7 @@
-"""What a user says about NCCL: how its kernels share a GPU with compute. And what torch and NCCL are told beside.
+"""Options of NCCL: how its kernels share a GPU with compute.
 
-NCCL moves data with kernels of its own, on a stream of each communicator, beside the kernels of the passes. Nothing
-here has an effect where gloo communicates: on CPUs, and where processes share a GPU.
+NCCL moves data with its own kernels, on a stream per communicator, beside the kernels of the passes. These options have
+no effect with gloo: on CPUs, and if processes share a GPU.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Any
 from evenpipe.errors import InputError
 
 MOST_CHANNELS = 64
-"""NCCL has no more (MAXCHANNELS in its src/include/device.h), and takes a higher number for this one in silence."""
+"""NCCL has no more (MAXCHANNELS in its src/include/device.h), and silently reduces a higher number to this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclOptions:
-    """Of every communicator of a pipeline and of its replicas. Neither default has been measured.
+    """For every communicator of a pipeline and of its replicas. Neither default has been measured.
 
     Raises InputError for a value that is not accepted; the sentence names it.
     """
 
     high_priority: bool = True
-    """Whether communication that is ready goes before what compute has queued, onto the multiprocessors that become
-    free next. True, unlike in torch: another device nearly always waits for a transfer of a pipeline, and it takes as
-    much from compute whenever it runs. TORCH_NCCL_HIGH_PRIORITY=1 in the environment means True too."""
+    """Whether ready communication runs before queued compute, on the multiprocessors that become free next. True,
+    unlike in torch: another device nearly always waits for a transfer of a pipeline, and it costs compute the same
+    whenever it runs. TORCH_NCCL_HIGH_PRIORITY=1 in the environment also means True."""
     channels: int | None = None
-    """The most that a communicator uses, 1 to 64. Each is a thread block that occupies a multiprocessor until its part
-    of the data has come and gone, waiting for the peer included: fewer leave more to compute, and take longer for large
-    tensors. None: NCCL chooses, by the links that it finds between the GPUs. NCCL_MAX_CTAS in the environment goes
-    first. `maxCTAs` of NCCL's `ncclConfig_t`."""
+    """Most channels of a communicator, 1 to 64. Each is a thread block that occupies a multiprocessor until its part of
+    the data is transferred, including the wait for the peer: fewer channels leave more to compute, but take longer for
+    large tensors. None: NCCL chooses, by the links between the GPUs. NCCL_MAX_CTAS in the environment takes precedence.
+    `maxCTAs` of NCCL's `ncclConfig_t`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.high_priority, bool):
@@ -43,11 +43,11 @@ class NcclOptions:
             )
 
     def of_group(self, timeout: timedelta) -> Any:
-        """`pg_options` for a process group of NCCL: for one, since torch writes into it what group it is.
+        """Return `pg_options` for one NCCL process group; not shared, since torch writes into them which group it is.
 
-        timeout: that of the group; torch warns if they differ.
+        timeout: of the group; torch warns if they differ.
         """
-        from torch.distributed import ProcessGroupNCCL  # only where torch is built with NCCL
+        from torch.distributed import ProcessGroupNCCL  # exists only if torch is built with NCCL
 
         options = ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority)
         options._timeout = timeout
@@ -57,10 +57,10 @@ class NcclOptions:
 
 
 def quieten() -> None:
-    """To be called before groups are made: each reads the environment for itself.
+    """Silence a warning of torch. Call it before groups are made: each reads the environment.
 
-    torch warns of sends outside of batches on groups that are connected from the start, since these wait for all else
-    of their communicator, and recommends groups of their own. That is what hops have; and where a user wants fewer, the
+    torch warns about unbatched sends on eagerly connected groups, because these wait for all other operations of their
+    communicator, and recommends separate groups. Hops have separate groups by default; if a user wants fewer, the
     checker of schedules knows that they wait for each other.
     """
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")

@@ -1,20 +1,20 @@
-"""Activations on the host: what a forward saves for its backward leaves the device at O and D, and comes back at L.
+"""Activations on the host: tensors that a forward saves for its backward leave the device at O and D, and return at L.
 
-    F    what autograd saves of a microbatch is packed: memory once, however many tensors show it
+    F    the tensors that autograd saves for a microbatch are packed: shared memory only once
     O    the copy to the host begins
-    D    the copy is over, and the device's memory is given back
-    L    memory is taken, and the copy back begins
-    B    (or R, or I) the copy back is over; backward takes the tensors out, and gives memory back as it always does
+    D    the copy is over, and the device's memory is freed
+    L    memory is allocated, and the copy back begins
+    B    (or R, or I) the copy back is over; the backward uses the tensors, and frees them as usual
 
-Parameters and buffers, the inputs of a step, and what is smaller than a page stay where they are. Whole storages are
-moved: what shares memory before shares it afterwards. Sizes may differ from step to step and between microbatches. What
-the host has no room for stays on the device, or is an error, as configured.
+Parameters and buffers, the inputs of a step, and tensors smaller than a page stay on the device. Whole storages are
+moved: tensors that shared memory before share it afterwards. Sizes may differ from step to step and between
+microbatches. Activations that do not fit on the host stay on the device, or are an error, as configured.
 
-Hooks on saved tensors switch off autograd's own check for tensors that are changed in place after they were saved. It
-is made here instead, before a copy and before a tensor is used.
+Hooks on saved tensors disable autograd's check for tensors that are changed in place after they were saved. This file
+checks instead, before a copy and before a tensor is used.
 
-The stage's input is moved too: its gradient is handed over by a function of autograd's, since a leaf would keep it.
-Source of the passes: arXiv 2503.01328; the engine of its artifact asserts static shapes, and takes no checkpointing.
+The stage's input is moved too: an autograd function passes on its gradient, because a leaf would keep it. Source of the
+passes: arXiv 2503.01328; the engine of its artifact requires static shapes, and supports no checkpointing.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class _Memory:
     def __init__(self, tensor: Tensor, storage: UntypedStorage) -> None:
         self.storage: UntypedStorage | None = storage
         self.bytes = storage.nbytes()
-        self.seen: Tensor | None = tensor.detach()  # shares its version; the tensor itself would be a cycle
+        self.seen: Tensor | None = tensor.detach()  # shares its version; the tensor itself would make a cycle
         self.version = tensor._version
 
     def check(self) -> None:
-        """Raises RuntimeError where the tensor was changed in place since it was saved."""
+        """Raise RuntimeError if the tensor was changed in place since it was saved."""
         if self.seen is not None and self.seen._version != self.version:
             raise RuntimeError(
                 f"a tensor {list(self.seen.shape)} {self.seen.dtype} that is needed for a backward was changed in place"
@@ -60,13 +60,13 @@ class _Memory:
             )
 
     def free(self) -> None:
-        """The device's memory is given back, as far as nobody else holds it."""
+        """Free the device's memory, if nobody else holds it."""
         self.storage = self.seen = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """In the graph in place of a tensor."""
+    """Replaces a tensor in the graph."""
 
     memory: _Memory
     dtype: torch.dtype
@@ -77,41 +77,41 @@ class Packed:
 
 @dataclass(slots=True)
 class _Moved:
-    """What is on its way to the host, there, or on its way back, of one microbatch."""
+    """The tensors of one microbatch on their way to the host, there, or on their way back."""
 
     memories: list[_Memory]
     slots: list[Slot]
     out: Ticket
     given_back: bool = False
-    """Whether the device's memory is."""
+    """Whether the device's memory is freed."""
     back: Ticket | None = None
 
 
 Stash = list[ReferenceType[_Memory]]
-"""What F of one microbatch saved, as long as it is on the device."""
+"""Storages saved by F of one microbatch, as long as they are on the device."""
 
 
 class Activations:
-    """Those of a device's microbatches whose orders have O, D and L.
+    """Activations of a device's microbatches whose orders have O, D and L.
 
     Args:
         pool: of the host.
-        copies: what moves bytes.
-        torch_device: whose tensors are moved.
-        keep_when_full: where the pool is full, activations stay on the device; else that is an error.
+        copies: moves the bytes.
+        torch_device: its tensors are moved.
+        keep_when_full: if the pool is full, activations stay on the device; else that is an error.
     """
 
     smallest_bytes = PAGE
-    """What is smaller stays on the device."""
+    """Smaller tensors stay on the device."""
 
     def __init__(
         self, pool: HostPool, copies: Copies, torch_device: torch.device, *, keep_when_full: bool = False
     ) -> None:
         self.pool, self.copies = pool, copies
         self.active = True
-        """False while a layer runs whose activations are to stay on the device."""
+        """False while a layer runs whose activations stay on the device."""
         self.recorded: list[tuple[str, Sequence[Any]]] | None = None
-        """Where not None, gets the pass that asked for a copy, as text, and the copy's stamps."""
+        """If not None, gets the pass that requested a copy, as text, and the copy's stamps."""
         self._torch_device = torch_device
         self._keep_when_full = keep_when_full
         self._stashes: dict[Key, Stash] = {}
@@ -124,7 +124,8 @@ class Activations:
 
     @contextmanager
     def saving(self, key: Key, staying: Iterable[Tensor]) -> Iterator[None]:
-        """While F of that microbatch runs. `staying`: tensors whose memory is not of this microbatch alone."""
+        """Active during F of that microbatch. `staying`: tensors whose memory does not belong to this microbatch
+        alone."""
         self._under_way = self._stashes[key] = []
         self._staying = {tensor.untyped_storage()._cdata for tensor in staying}
         try:
@@ -136,7 +137,7 @@ class Activations:
             self._staying = set()
 
     def pack(self, tensor: Tensor) -> Packed | Tensor:
-        """What the graph keeps of a tensor that is saved now."""
+        """Return the graph's replacement for a tensor that is being saved."""
         stash = self._under_way
         storage = self._storage_to_move(tensor)
         if stash is None or storage is None:
@@ -144,9 +145,9 @@ class Activations:
         number = storage._cdata
         known = self._known.get(number)
         memory = None if known is None else known()
-        if memory is None:  # never seen, or the number of one that is gone
+        if memory is None:  # a new one, or a reused id
             if not self.active:
-                self._staying.add(number)  # for other layers too
+                self._staying.add(number)  # shared with other layers
                 return tensor.detach()
             memory = _Memory(tensor, storage)
             self._known[number] = ref(memory)
@@ -154,7 +155,7 @@ class Activations:
         return Packed(memory, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, packed: Packed | Tensor) -> Tensor:
-        """That tensor again."""
+        """Return that tensor again."""
         if isinstance(packed, Tensor):
             return packed
         memory = packed.memory
@@ -164,7 +165,8 @@ class Activations:
         return tensor.set_(memory.storage, packed.offset, packed.size, packed.stride)
 
     def _storage_to_move(self, tensor: Tensor) -> UntypedStorage | None:
-        """None where it stays: it is small, not of F alone, or size, stride and offset do not say all of the tensor."""
+        """None if it stays: it is small, belongs not only to F, or size, stride and offset do not describe it
+        completely."""
         if type(tensor) not in _PLAIN or tensor.device.type != self._torch_device.type:
             return None
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
@@ -176,7 +178,7 @@ class Activations:
     # --- O, D, L -----------------------------------------------------------------------------------------------
 
     def offload(self, key: Key) -> None:
-        """O. Raises RunError where the host has no room, unless activations stay then."""
+        """O. Raises RunError if the host has no room, unless activations then stay."""
         memories: list[_Memory] = []
         slots: list[Slot] = []
         for one in self._stashes.pop(key):
@@ -222,7 +224,7 @@ class Activations:
         self._record("L", key, moved.back)
 
     def ready(self, key: Key) -> None:
-        """B, I or R of that microbatch may use its activations from here on."""
+        """Make the activations available to B, I or R of that microbatch."""
         moved = self._moved.pop(key)
         assert moved.back is not None
         self.copies.wait(moved.back)
@@ -234,11 +236,11 @@ class Activations:
     # --- the step ----------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Forgets what a step that failed may have left, once its copies are over."""
+        """Forget the remains of a failed step, after its copies are over."""
         for moved in self._moved.values():
             for ticket in (moved.out, moved.back):
                 if ticket is not None:
-                    with suppress(RunError):  # why the step failed, perhaps
+                    with suppress(RunError):  # perhaps the reason of the failure
                         self.copies.wait(ticket)
             if moved.back is None:
                 for slot in moved.slots:
@@ -249,16 +251,16 @@ class Activations:
 
     @property
     def left(self) -> tuple[Key, ...]:
-        """Microbatches whose activations nobody has used."""
+        """Return microbatches with unused activations."""
         return (*self._stashes, *self._moved)
 
 
 class Entrance(torch.autograd.Function):
-    """A stage's input, whose gradient goes into a list: nothing but the graph keeps the input itself."""
+    """A stage's input, whose gradient goes into a list: only the graph keeps the input itself."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor, gradients: list[Tensor]) -> Tensor:
-        """anchor: an empty tensor that requires a gradient, so that what follows has a graph."""
+        """anchor: an empty tensor that requires a gradient, so that later operations have a graph."""
         ctx.gradients = gradients
         return hidden.view_as(hidden)
 
@@ -269,7 +271,7 @@ class Entrance(torch.autograd.Function):
 
 
 def keep_on_device(layer: nn.Module, activations: Activations) -> None:
-    """What this layer saves stays where it is."""
+    """Keep the tensors that this layer saves on the device."""
     forward = layer.forward
 
     @functools.wraps(forward)

@@ -1,4 +1,4 @@
-"""What a user says about moving activations to the host."""
+"""Options for moving activations to the host."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from evenpipe.schedule.planning import check_offload
 LAYER_CHOICES = ("offload", "keep")
 
 MOST_BYTES = 2**63
-"""8 EiB, what a system can count."""
+"""8 EiB, the most bytes that a system can count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadOptions:
-    """Which activations go to the host, and what they find there.
+    """Which activations go to the host, and the memory that they use there.
 
     Raises InputError for a value that is not accepted; the sentence names it.
     """
 
     activations: str | float = "scheduled"
-    """"scheduled": what the order says, as those of "po-h" and "po-f" do. "none": nothing. "free": all that lowers the
-    memory of a device and costs no time. "all": whatever it takes to hold as little as can be. A number: what it takes
-    to hold no more bytes than that, as `Pipeline`'s costs count them."""
+    """"scheduled": the activations that the order moves, as in "po-h" and "po-f". "none": no activations. "free": all
+    that lower the peak of a device without costing time. "all": enough to reach the lowest possible peak. A number:
+    enough to stay below that many bytes, with the sizes of `Pipeline`'s costs."""
     copy_time: float | Sequence[float] = ASSUMED_COPY
-    """Of what a stage keeps of a microbatch, to the host or back, over its forward and backward together; one number,
-    or one per stage. Copies are arranged by it where `Pipeline`'s costs do not say how long they take.
-    `evenpipe plan --offload` finds it."""
+    """Time of one copy, to the host or back, of the activations of a stage and microbatch, relative to its forward and
+    backward together; one number, or one per stage. Arranges copies if `Pipeline`'s costs do not give their time.
+    `evenpipe plan --offload` computes it."""
     layers: str | Sequence[str] = "offload"
-    """What that means for the layers of a stage: "offload" moves what a layer keeps for its backward, "keep" leaves it
-    on the device; one of these for all layers of the model, or one per layer. With checkpointing a layer keeps less:
-    with "full" only its input is moved."""
+    """"offload" moves the activations that a layer keeps for its backward, "keep" leaves them on the device; one choice
+    for all layers of the model, or one per layer. With checkpointing a layer keeps less: with "full" only its input is
+    moved."""
     host_memory: int | None = None
-    """Bytes of the host that one device may take; None: as many as it needs. A GPU takes them in powers of two, each of
-    them at least as large as what lies in it."""
+    """Most bytes of host memory per device; None: as many as needed. A GPU allocates them in powers of two, each at
+    least as large as its content."""
     when_full: str = "error"
-    """What happens when they are taken: "error", or "keep" on the device what does not fit."""
+    """If host memory is full: "error", or "keep" the rest on the device."""
     directory: str | Path | None = None
-    """On the CPU: where the file is made that activations are written to; it has no name, and is gone with the process.
-    None: the system's directory for temporary files."""
+    """On the CPU: the directory of the file for activations, which has no name and disappears with the process. None:
+    the system's directory for temporary files."""
     streams: int = 1
-    """1: copies to the host and back take turns. 2: each direction has a stream of its own."""
+    """1: copies to the host and back take turns. 2: each direction has its own stream."""
 
     def __post_init__(self) -> None:
         check_offload(self.activations)
@@ -70,12 +70,13 @@ class OffloadOptions:
 
     @property
     def copy_times(self) -> Cost:
-        """`copy_time` as costs have it."""
+        """Return `copy_time` for costs."""
         given = self.copy_time
         return tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else given
 
     def of_layers(self, layers: int) -> tuple[str, ...]:
-        """One choice for each layer of the model. Raises InputError for an unknown one, or for too many or too few."""
+        """Return one choice for each layer of the model. Raises InputError for an unknown choice, or a wrong number of
+        them."""
         given = self.layers
         choices = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,) * layers
         for choice in choices:
@@ -87,12 +88,12 @@ class OffloadOptions:
         return choices
 
     def engine(self, torch_device: torch.device) -> Activations:
-        """What moves activations of a device. Raises InputError for a directory on a GPU."""
+        """Return the engine that moves activations of a device. Raises InputError for a directory on a GPU."""
         keeps = self.when_full == "keep"
         if torch_device.type == "cuda":
             if self.directory is not None:
                 raise InputError(
-                    f"offload.directory: {str(self.directory)!r}, expected None on a GPU: it copies to locked memory"
+                    f"offload.directory: {str(self.directory)!r}, expected None on a GPU, which copies to pinned memory"
                 )
             pool = HostPool(PinnedSlab, self.host_memory, power_of_two)
             return Activations(pool, StreamCopies(pool, torch_device, self.streams), torch_device, keep_when_full=keeps)

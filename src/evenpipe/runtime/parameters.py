@@ -1,8 +1,8 @@
-"""The parameters that one device holds: masters for the optimizer, copies in the dtype that it computes in.
+"""The parameters on one device: masters for the optimizer, copies in the dtype of the computation.
 
-Where both dtypes are equal there is one tensor. Otherwise the modules hold the copy, refreshed at the start of each
-step, and every gradient is added to the master's in the master's dtype as soon as autograd has finished it, so that
-no sum over microbatches is ever rounded to the narrower one.
+If both dtypes are equal there is one tensor. Otherwise the modules hold the copy, refreshed at the start of each step,
+and every gradient is added to the master's in the master's dtype as soon as autograd has finished it, so that no sum
+over microbatches is rounded to the narrower one.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class ParameterShard:
     parameter: nn.Parameter
     """The master, with its gradient."""
     start_row: int | None
-    """First row held, for a shard of rows; None: held whole."""
+    """First row here, for a shard of rows; None: the whole parameter."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     saved_here: bool
-    """False for a copy that another process saves: of a tied matrix that two devices hold whole, and of everything
-    that another replica holds too. Loaded here all the same."""
+    """False for a copy that another process saves: a tied matrix that two devices hold whole, and everything that
+    another replica also holds. It is loaded here anyway."""
     mesh: DeviceMesh | None = None
     """Processes that the rows are spread over, by `torch.chunk`'s rule along its first axis and again along its second;
-    None: all processes that save a checkpoint together, or none."""
+    None: all processes that save a checkpoint together, or only this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Over which processes parameters are sharded: those that are this device in their pipelines."""
+    """The processes over which parameters are sharded: those at this position in all pipelines."""
 
     mesh: DeviceMesh
     communicator: Communicator
@@ -52,7 +52,7 @@ class Sharding:
 
 
 class Matrix:
-    """Rows of a vocabulary matrix (or entries of its bias): the master and what products read."""
+    """Rows of a vocabulary matrix (or entries of its bias): the master, and the tensor that products read."""
 
     def __init__(self, parameter: nn.Parameter, compute_dtype: torch.dtype) -> None:
         self.parameter = parameter
@@ -60,7 +60,7 @@ class Matrix:
 
     @property
     def weight(self) -> Tensor:
-        """The rows in the dtype of the products, outside autograd."""
+        """Return the rows in the dtype of the products, outside autograd."""
         return self.parameter.detach() if self._copy is None else self._copy
 
     @property
@@ -68,7 +68,7 @@ class Matrix:
         return self.parameter.requires_grad
 
     def gradient(self) -> Tensor:
-        """The buffer that gradients are added to, in the master's dtype; zeros where there was none."""
+        """Return the buffer that gradients are added to, in the master's dtype, initially zeros."""
         if self.parameter.grad is None:
             self.parameter.grad = torch.zeros_like(self.parameter)
         return self.parameter.grad
@@ -80,7 +80,7 @@ class Matrix:
 
 
 class ShardedMatrix(Matrix):
-    """The same where rows are spread once more, over replicas: whole only while a step needs them."""
+    """The same with rows spread once more, over replicas: whole only while a step needs them."""
 
     def __init__(self, rows: nn.Parameter, compute_dtype: torch.dtype, sharding: Sharding, what: str) -> None:
         self._module = nn.Module()
@@ -98,11 +98,11 @@ class ShardedMatrix(Matrix):
         return self.sharded.gradient("weight")
 
     def refresh(self) -> None:
-        """The gathering does it."""
+        """Nothing to do: gathering refreshes them."""
 
 
 class StageParameters:
-    """The parameters of a stage's module, with masters where it computes in another dtype."""
+    """The parameters of a stage's module, with masters if it computes in another dtype."""
 
     def __init__(self, module: nn.Module, compute_dtype: torch.dtype) -> None:
         self._masters: dict[str, nn.Parameter] = {}
@@ -126,13 +126,13 @@ class StageParameters:
             torch._foreach_copy_([self._copies[name] for name in names], [self._masters[name] for name in names])
 
     def follow_flags(self) -> None:
-        """Trains the copies of those masters that are trained now."""
+        """Make copies trainable if their masters are trainable now."""
         for name, copy in self._copies.items():
             copy.requires_grad_(self._masters[name].requires_grad)
 
 
 class _AddTo:
-    """Moves a finished gradient from the computing copy to its master."""
+    """Adds a finished gradient of the computing copy to its master."""
 
     def __init__(self, master: nn.Parameter) -> None:
         self._master = master

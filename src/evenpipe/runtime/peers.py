@@ -1,5 +1,5 @@
-"""What a process can find out about the others: from their beats in the store, and about those of its own machine from
-the kernel. Each finding is a `Cause`; which of them holds is decided in `watch`."""
+"""Information about other processes: from their heartbeats in the store, and about those of the same machine from the
+kernel. Each finding is a `Cause`; `watch` decides which of them is valid."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ class Peers:
     """The other processes, as seen from one."""
 
     def __init__(self, store: Store, own: Beat, rank: int, world_size: int, *, key: str = "beat") -> None:
-        """Tells the others of this machine of this process. Every method raises StoreError where the store is gone.
+        """Tell the others of this machine about this process. Every method raises StoreError if the store is gone.
 
-        key: under which beats stand in the store.
+        key: of the beats in the store.
         """
         self._store = store
         self._own = own
         self._rank = rank
         self._world_size = world_size
         self._key = key
-        self._here = f"on {own.machine}"  # of all keys: who has met the others may die before its first beat
+        self._here = f"on {own.machine}"  # of all keys: a process that has met the others may die before its first beat
         store.append(self._here, f" {rank}")
 
     def beat(self, rank: int) -> tuple[str, Beat | None]:
-        """The beat of a process as text, and what it says. Before the first one, what it said when it met the others;
-        nothing before that, and nothing where the text is not a beat."""
+        """Return the beat of a process as text, and its content. Before the first beat, the values from the meeting;
+        None before that, and if the text is not a beat."""
         for key in (f"{self._key}/{rank}", f"here/{rank}"):
             if (text := self._store.read(key)) is not None:
                 beat = Beat.load(text, self._world_size)
@@ -35,27 +35,27 @@ class Peers:
         return "", None
 
     def here(self) -> list[int]:
-        """The other processes of this machine."""
+        """Return the other processes of this machine."""
         written = (self._store.read(self._here) or "").split()
         ranks = {int(rank) for rank in written if rank.isdecimal() and len(rank) < 10}
         return sorted(rank for rank in ranks if rank < self._world_size and rank != self._rank)
 
     def death_of(self, rank: int) -> Cause | None:
-        """A cause, if that process ran on this machine and is no more. Elsewhere only silence tells."""
+        """Return a cause if that process ran on this machine and has died. On other machines only silence shows it."""
         beat = self.beat(rank)[1]
         if beat is None or beat.machine != self._own.machine or started(beat.pid) == beat.started:
             return None
         again = self.beat(rank)[1]
-        if again is None or again.done:  # read again after the look: "done" is written before the end
+        if again is None or again.done:  # read again after the check: "done" is written before the end
             return None
         return Cause("dead", rank, f"process {rank} (pid {beat.pid}) has died: killed, out of memory or crashed")
 
     def first_death(self, ranks: Iterable[int]) -> Cause | None:
-        """The cause that one of these processes is, if any."""
+        """Return the cause of the first dead process among these, if any."""
         return next((cause for rank in ranks if (cause := self.death_of(rank)) is not None), None)
 
     def departure(self, ranks: Iterable[int]) -> Cause | None:
-        """A cause, if one of these has ended its part without an error, though others still need it."""
+        """Return a cause if one of these has ended without an error, though others still need it."""
         for rank in ranks:
             beat = self.beat(rank)[1]
             if beat is not None and beat.done:
@@ -63,7 +63,7 @@ class Peers:
         return None
 
     def silence_of(self, rank: int, seconds: float) -> Cause:
-        """The cause that a process is which has not beaten for so long."""
+        """Return the cause for a process that has not beaten for this long."""
         what = f"process {rank} gave no sign of life for {seconds:g} s"
         beat = self.beat(rank)[1]
         if beat is None:
@@ -72,8 +72,8 @@ class Peers:
         return Cause("silent", rank, f"{what} (pid {beat.pid}; it {doing})")
 
     def stuck(self, waiting: Waiting | None) -> Cause:
-        """A wait timed out, nobody died: follows who waits for whom to the nearest that does not wait, or, if all do,
-        round the first circle."""
+        """After a timeout without a death: follow who waits for whom to the nearest process that does not wait, or
+        around the first circle if all do."""
         begin = f"process {self._rank} timed out awaiting {waiting}"
         origin, circle, seen = self._rank, "", {self._rank}
         paths = [(waiting, begin)]
@@ -83,7 +83,7 @@ class Peers:
                 continue
             for peer in waiting.peers:
                 beat = self.beat(peer)[1]
-                # In a collective all wait for the same; of interest is who does something else.
+                # In a collective all wait for the same; only a process that does something else matters.
                 if beat is None or _same(beat.waiting, waiting):
                     continue
                 if beat.done or beat.waiting is None:

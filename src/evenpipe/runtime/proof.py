@@ -1,9 +1,9 @@
 """Proof that the connections of a group lead to processes of this run.
 
-gloo listens on a port for each group, and takes whoever connects first and names a small number for the peer; on
-loopback that may be another user of the machine. So where processes share a secret (`FolderStore.secret`), every pair
-of a new group shows that it knows it, before anything else is sent: each sends the other a code (HMAC-SHA256, RFC 2104)
-of the group and of both ranks. A stranger who took a place learns a code that is of no use anywhere else.
+gloo listens on a port for each group, and accepts the first connection that sends the small number of a peer; on
+loopback that may be another user of the machine. So if processes share a secret (`FolderStore.secret`), every pair of a
+new group proves that it knows it, before anything else is sent: each sends the other a code (HMAC-SHA256, RFC 2104) of
+the group and of both ranks. A stranger in a peer's place learns only a code that is useless elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def strangers(group: dist.ProcessGroup, rank: int, members: Sequence[int], secret: bytes) -> list[int]:
-    """The members whose connection leads to somebody else. Collective over a group that has gloo.
+    """Return the members whose connection leads to a stranger. Collective over a group that has gloo.
 
     rank, members: global ranks.
     """
@@ -32,7 +32,7 @@ def strangers(group: dist.ProcessGroup, rank: int, members: Sequence[int], secre
 
 
 def _code(secret: bytes, group: str, sender: int, receiver: int) -> Tensor:
-    """[32] uint8."""
+    """Return the code, [32] uint8."""
     digest = hmac.digest(secret, f"{group} {sender} {receiver}".encode(), "sha256")
     return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
 

@@ -1,4 +1,4 @@
-"""The state of torch's random numbers, for a recomputation that has to draw the same ones."""
+"""The state of torch's random numbers, for a recomputation that must draw the same ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """Of the host's generator, and of the GPU's where one computes."""
+    """State of the host's generator, and of the GPU's if it computes on one."""
 
     host: Tensor
     gpu: Tensor | None
@@ -20,13 +20,13 @@ class RandomState:
 
     @classmethod
     def of(cls, torch_device: torch.device) -> RandomState:
-        """The state now."""
+        """Return the current state."""
         gpu = torch.cuda.get_rng_state(torch_device) if torch_device.type == "cuda" else None
         return cls(torch.get_rng_state(), gpu, torch_device)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Numbers drawn inside are those drawn after this state; outside nothing changes."""
+        """Draw numbers inside from this state; outside nothing changes."""
         before = RandomState.of(self.torch_device)
         self._set()
         try:

@@ -1,10 +1,9 @@
-"""What a device did in one step: when each pass computed, what it waited for, and when each transfer was issued.
+"""The record of a device's step: when each pass computed, what it waited for, and when each transfer was issued.
 
-Times are those of this process's clock; `clock` measures what lies between the clocks of processes, and `trace` brings
-the records of all devices together. On a GPU the times are those of its stream: events are put into it
-while the step runs, and read when it is over.
-
-The walker asks for two time stamps per pass, per wait and per transfer; everything else is done after the step.
+Times are those of this process's clock; `clock` measures the offsets between the clocks of processes, and `trace`
+merges the records of all devices. On a GPU the times are those of its stream: events are recorded in it while the step
+runs, and read afterwards. The walker takes two time stamps per pass, per wait and per transfer; everything else is done
+after the step.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from evenpipe.schedule.trace import Allocations, CopyTime, PassTime, TransferTim
 
 @dataclass(slots=True)
 class StepRecord:
-    """What a device did in one step."""
+    """The record of one step of a device."""
 
     start: float = 0.0
     end: float = 0.0
     busy: float = 0.0
-    """Processor seconds of the walking thread inside passes; on a GPU the time to launch them, not to run them."""
+    """Processor seconds of the main thread inside passes; on a GPU the time to launch them, not to run them."""
     passes: list[PassTime] = field(default_factory=list)
-    """This and what follows is filled when the walker records. In the order in which things ended."""
+    """This and the following fields are filled if the walker records, in the order of completion."""
     waits: list[WaitTime] = field(default_factory=list)
     transfers: list[TransferTime] = field(default_factory=list)
     copies: list[CopyTime] = field(default_factory=list)
@@ -41,18 +40,18 @@ class StepRecord:
 
 
 COUNTERS = ("allocation.all.allocated", "num_device_alloc", "num_device_free", "num_alloc_retries")
-"""Of `torch.cuda.memory_stats`: where the fields of `Allocations` stand."""
+"""Keys in `torch.cuda.memory_stats` for the fields of `Allocations`."""
 
 
 class Recording:
-    """Collects raw stamps while a step runs, in the order in which things end.
+    """Collects raw stamps while a step runs, in the order of completion.
 
     Attributes:
-        stamp: takes a time stamp. What it returns has a meaning after `finish` only.
+        stamp: takes a time stamp, which is valid only after `finish`.
         passes: pass, start, end, processor seconds.
         waits: text of the transfer or copy, text of the pass that needs it or "", start, end.
         transfers: transfer, when it was issued, when the call returned.
-        copies: text of the pass that asked for one, and two stamps.
+        copies: text of the pass that requested one, and two stamps.
     """
 
     def __init__(self, torch_device: torch.device) -> None:
@@ -71,7 +70,7 @@ class Recording:
         self._first: Any = self.stamp()
 
     def finish(self, record: StepRecord) -> None:
-        """Puts what was collected into `record`; on a GPU after all of it has run."""
+        """Put the collected data into `record`; on a GPU after all of it has run."""
         last = self.stamp()
         seconds = self._seconds()
         record.start, record.end = seconds(self._first), seconds(last)
@@ -94,7 +93,7 @@ class Recording:
             record.allocations = now.since(self._allocations)
 
     def _counted(self) -> Allocations | None:
-        """What the allocator of a GPU has done since the process began."""
+        """Return the counters of a GPU's allocator since the start of the process."""
         if self._torch_device.type != "cuda":
             return None
         found = torch.cuda.memory_stats(self._torch_device)

@@ -1,10 +1,10 @@
-"""What a device does for its replicas within a step, and after or before which pass of its row.
+"""The work of a device for its replicas within a step, and before or after which pass of its row it happens.
 
-    replicated   reduce: after the last pass that adds to a part's gradients, sums over replicas begin
+    replicated   reduce: sums over replicas begin after the last pass that adds to a part's gradients
     sharded      gather at the start of the step; ready: before the first pass that uses a part; reduce as above
 
-The parts of a device are its stages and its rows of the vocabulary. All replicas walk the same rows, so they come to
-these places in the same order.
+The parts of a device are its stages and its rows of the vocabulary. All replicas execute the same rows, so they reach
+these positions in the same order.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ OUTPUT_KINDS = frozenset({Kind.S, Kind.C, Kind.T})
 
 @dataclass(slots=True)
 class _Part:
-    """Parameters that are complete, and used, together."""
+    """Parameters that are completed, and used, together."""
 
     name: str
     uses: Callable[[Pass], bool]
-    """Whether a pass reads these parameters or adds to their gradients."""
+    """Returns whether a pass reads these parameters or adds to their gradients."""
     ready: Callable[[], None] | None
     reduce: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where in the row of a program."""
+    """Positions in the row of a program."""
 
     program: Program
     before: Actions
@@ -48,7 +48,7 @@ class _Places:
 
 
 class Replicas:
-    """Sums gradients over replicas, and gathers sharded parameters, at their places in the walk of a program."""
+    """Sums gradients over replicas, and gathers sharded parameters, at their positions in the row of a program."""
 
     def __init__(
         self, held: HeldModel, layout: Layout, device: int, communicator: Communicator, *, is_first: bool
@@ -89,14 +89,14 @@ class Replicas:
         return _Part(name, uses, matrix.sharded.ready, matrix.sharded.reduce)
 
     def follow_flags(self) -> None:
-        """Between steps: other parameters are trained now, on all replicas the same."""
+        """Between steps: other parameters are trainable now, the same on all replicas."""
         for module in self._sharded:
             module.follow_flags()
         if self._replicated is not None:
             self._replicated.follow_flags()
 
     def begin(self, program: Program) -> tuple[Actions, Actions]:
-        """At the start of a walk. Returns what to do before passes of the row, and after them."""
+        """At the start of a walk: return the actions before passes of the row, and after them."""
         for module in self._sharded:
             module.gather()
         if self._replicated is not None and not program.forward_only:
@@ -106,7 +106,7 @@ class Replicas:
         return self._places.before, self._places.after
 
     def finish(self) -> None:
-        """At the end of a walk: sums are complete and in place, shards are all that is left of sharded parameters."""
+        """At the end of a walk: complete the sums and put them in place, and free whole sharded parameters."""
         if self._replicated is not None:
             self._replicated.finish()
         for module in self._sharded:
@@ -135,7 +135,8 @@ def _of_kinds(kinds: frozenset[Kind]) -> Callable[[Pass], bool]:
 
 
 def _vocabulary_parts(held: HeldModel, layout: Layout) -> Iterator[tuple[str, Callable[[Pass], bool], list[Matrix]]]:
-    """(name, which passes use it, matrices). Tied weights that are held once are one part, with the passes of both."""
+    """Yield (name, the passes that use it, matrices). Tied weights that are held once are one part, with the passes of
+    both."""
     last = layout.program.placement.stages - 1
     by_embedding = _of_kinds(EMBEDDING_KINDS) if layout.sharded else _of_stage(0)
     by_output = _of_kinds(OUTPUT_KINDS) if layout.sharded else _of_stage(last)

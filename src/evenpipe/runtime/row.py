@@ -1,4 +1,4 @@
-"""The row of a program as its device walks it: everything that can be known before the first step, looked up once."""
+"""The row of a program as its device executes it: everything that is known before the first step, looked up once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Step:
     """Called with the item."""
     text: str
     arrived: tuple[Transfer, ...]
-    """What this device has sent and knows to have arrived once a pass has its inputs."""
+    """Transfers that this device has sent and that have certainly arrived when a pass has its inputs."""
 
 
 class Row:
@@ -33,16 +33,16 @@ class Row:
         passes: Mapping[Kind, Callable[[Pass], None]],
         transfers: Mapping[TransferKind, Callable[[Transfer], None]],
     ) -> None:
-        """`passes` and `transfers`: what to do for each kind."""
+        """`passes` and `transfers`: the handler of each kind."""
         self.program = program
         self.last_stage = program.placement.stages - 1
         self.gradients = not program.forward_only
         self.split: set[tuple[int | None, int | None]] = set()
-        """Stage and microbatch of those whose backward is I and W."""
+        """Stage and microbatch of split backwards (I and W)."""
         self.recomputed: set[tuple[int | None, int | None]] = set()
-        """Of those that have R."""
+        """Those with R."""
         self.offloaded: set[tuple[int | None, int | None]] = set()
-        """Of those that have O, D and L."""
+        """Those with O, D and L."""
         arrived = releases(program, device)
         steps: list[Step] = []
         for position, item in enumerate(program.rows[device]):
@@ -62,13 +62,13 @@ class Row:
         self.steps = tuple(steps)
 
     def moves_graph(self, key: tuple[int, int]) -> bool:
-        """Whether what F saves goes to the host. With R it is the stage's input alone."""
+        """Return whether the tensors that F saves go to the host. With R only the stage's input does."""
         return key in self.offloaded and key not in self.recomputed
 
 
 def _fits(item: Item, program: Program) -> bool:
-    """Whether it is of a microbatch and of a whole sequence, as the walker takes every item to be, and not of training
-    where there is none. Everything else that is wrong with a program makes the walker fail."""
+    """Return whether an item has a microbatch and a whole sequence, as the walker assumes, and belongs to training only
+    in a training program. All other faults of a program make the walker fail."""
     i = item.microbatch
     shaped = (item.stage is not None, i is not None) == SHAPES[item.kind] and not item.slice
     there = i is None or 0 <= i < program.microbatches

@@ -1,7 +1,7 @@
-"""What processes tell each other: beats, what they wait for, and why a run ended. Data only, no decisions.
+"""Messages between processes: beats, what they wait for, and why a run ended. Only data, no decisions.
 
-Beats and causes come out of a store (`store`) which strangers may reach too, so reading them is strict: a text that no
-process of this run would have written is nobody's beat, and what another process said is shown as its words.
+Beats and causes come from a store (`store`) that strangers may reach too, so reading is strict: a text that no process
+of this run would write is not a beat, and the message of another process is shown as a quotation.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from evenpipe.given import plain_lines, shortened
 KINDS = ("input", "exception", "dead", "silent", "left", "stuck")
 
 LAUNCHER = -1
-"""In place of a rank: the origin of a cause is who started the processes."""
+"""Instead of a rank: the cause comes from the process that started the others."""
 
 TEXT_LENGTH = 4000
-"""Of a longer sentence of another process only so much is shown."""
+"""Longest shown sentence of another process."""
 
 NAME_LENGTH = 1000
-"""Of machines, passes and communicators."""
+"""Longest name of a machine, pass or communicator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why the run ended, as the first process to notice wrote it."""
+    """Why the run ended, as written by the first process to notice."""
 
     kind: str
     """One of KINDS: "input" (the user's mistake), "exception", "dead", "silent", "left" (ended without an error while
     needed), "stuck" (all live, but a wait timed out)."""
     origin: int
-    """The process at fault; LAUNCHER for who started them."""
+    """The process at fault; LAUNCHER for the process that started them."""
     text: str
     """One sentence; for "input" the text of the InputError itself."""
     witness: int | None = None
-    """The process whose words these are, where they were read in a store."""
+    """The process that wrote the text, if it was read from a store."""
 
     def __str__(self) -> str:
-        """The text, and whose words it is where it does not begin with the name of a process."""
+        """Return the text, with its author if it does not begin with the name of a process."""
         if self.witness is None or self.text.startswith(("process ", "the launcher ")):
             return self.text
         return f"process {self.witness} said: {self.text}"
 
     def dump(self, rank: int) -> str:
-        """For the others, as the words of process `rank`."""
+        """Return the cause for the others, as written by process `rank`."""
         return json.dumps(asdict(self) | {"witness": rank})
 
     @staticmethod
     def load(text: str, world_size: int) -> Cause:
-        """What `dump` wrote. Anything else is a cause too, and says so."""
+        """Read the result of `dump`. Anything else becomes a cause that says so."""
         try:
             fields = _fields(text, "kind", "origin", "text", "witness")
             return Cause(
@@ -65,7 +65,7 @@ class Cause:
                 _number(fields["witness"], 0, world_size - 1),
             )
         except ValueError:
-            return Cause("dead", LAUNCHER, "the store of the run holds a cause that no process of it has written")
+            return Cause("dead", LAUNCHER, "the store of the run has a cause that no process of the run has written")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a process tells the others."""
+    """The content of a heartbeat."""
 
     count: int
     machine: str
@@ -98,7 +98,7 @@ class Beat:
 
     @staticmethod
     def load(text: str, world_size: int) -> Beat | None:
-        """What `dump` wrote; None for anything else."""
+        """Read the result of `dump`; None for anything else."""
         try:
             fields = _fields(text, "count", "machine", "pid", "started", "waiting", "done")
             waiting = fields["waiting"]
@@ -145,7 +145,7 @@ def _number(value: Any, least: int, most: int) -> int:
 
 
 def _text(value: Any, length: int | None = NAME_LENGTH) -> str:
-    """A string that is printable as it is; with length None any string."""
+    """Return a printable string, or None; without a length any string."""
     if not isinstance(value, str) or (length is not None and (len(value) > length or not value.isprintable())):
         raise ValueError
     return value
@@ -158,12 +158,12 @@ def _one_of(value: Any, values: Sequence[Any]) -> Any:
 
 
 class Board:
-    """A small mapped file in which each process shows what it waits for, readable when all have been killed."""
+    """A small mapped file in which each process shows what it waits for, readable even after all have been killed."""
 
     WIDTH = 256
 
     def __init__(self, path: Path, world_size: int) -> None:
-        """Opens the board, or makes it if there is none."""
+        """Open the board, or make it if there is none."""
         if not path.exists():
             path.write_bytes(bytes(self.WIDTH * world_size))
         with path.open("r+b") as file:
@@ -177,17 +177,17 @@ class Board:
         self._memory[rank * self.WIDTH] = 0
 
     def read(self, rank: int) -> str:
-        """What that process waits for, or waited for when it ended; empty if for nothing."""
+        """Return what that process waits for, or waited for when it ended; empty if it did not wait."""
         return self._memory[rank * self.WIDTH : (rank + 1) * self.WIDTH].partition(b"\0")[0].decode(errors="replace")
 
 
 def words(text: str) -> str:
-    """What another process said, for a terminal."""
+    """Return the message of another process, safe for a terminal."""
     return shortened(plain_lines(text), TEXT_LENGTH)
 
 
 def cause_of(error: BaseException, rank: int) -> Cause:
-    """The cause that an exception of process `rank` is to the others."""
+    """Return the cause that an exception of process `rank` is for the others."""
     if isinstance(error, InputError):
         return Cause("input", rank, str(error))
     if isinstance(error, RunError):
@@ -196,13 +196,13 @@ def cause_of(error: BaseException, rank: int) -> Cause:
 
 
 def processes(ranks: Sequence[int]) -> str:
-    """As "process 2" or "processes 0, 1, 3"; at most eight by number."""
+    """Return "process 2" or "processes 0, 1, 3"; at most eight by number."""
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"process{'' if len(ranks) == 1 else 'es'} {', '.join(map(str, ranks[:8]))}{more}"
 
 
 def machine() -> str:
-    """Equal for processes that see each other's pids, and only for those: containers of one host may not."""
+    """Return an id that is equal exactly for processes that see each other's pids: containers of one host may not."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
@@ -211,18 +211,18 @@ def machine() -> str:
 
 
 def started(pid: int) -> str | None:
-    """When that process started, in the kernel's ticks; None if it is no more. With the pid it is unique."""
+    """Return when that process started, in the kernel's ticks; None if it has ended. With the pid it is unique."""
     state, ticks = _state(pid)
     return None if state in "ZX" else ticks
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether that process has been stopped by a signal. It hears none but SIGCONT and SIGKILL."""
+    """Return whether that process has been stopped by a signal. It then reacts only to SIGCONT and SIGKILL."""
     return _state(pid)[0] == "T"
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """The kernel's letter for what a process does, X if it is no more, and when it started."""
+    """Return the kernel's letter for the state of a process, X if it has ended, and its start."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -231,8 +231,8 @@ def _state(pid: int) -> tuple[str, str]:
 
 
 def siblings() -> dict[int, int]:
-    """The processes that torchrun's agent, the parent of this one, started for the same run: pid by rank, as the kernel
-    tells them. Which rank they are stands in the environment that the agent gave them."""
+    """Return the processes that torchrun's agent, the parent of this one, started for the same run: pid by rank,
+    according to the kernel. Their rank is in the environment that the agent gave them."""
     run, found = os.environ.get("TORCHELASTIC_RUN_ID"), {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -241,7 +241,7 @@ def siblings() -> dict[int, int]:
                 continue
             pairs = (pair.partition(b"=") for pair in (entry / "environ").read_bytes().split(b"\0"))
             variables = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
-        except OSError:  # it has ended, or is somebody else's
+        except OSError:  # it has ended, or belongs to another user
             continue
         if run is not None and variables.get("TORCHELASTIC_RUN_ID") == run and variables.get("RANK", "").isdecimal():
             found[int(variables["RANK"])] = int(entry.name)

@@ -1,4 +1,4 @@
-"""Copies between a GPU and pinned host memory, for processes that share a GPU: NCCL refuses, gloo takes over."""
+"""Copies between a GPU and pinned host memory, for processes that share a GPU, where gloo replaces NCCL."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ class Staging:
     def to_host(
         self, reads: Tensor | None, writes: Tensor | None, both: Tensor | None
     ) -> tuple[list[Tensor], Callable[[], None] | None]:
-        """Host copies of the tensors given, in this order, filled where they are read; and what to do after the wait.
+        """Return host copies of the given tensors, in this order, filled if they are read; and the action after the
+        wait.
 
-        Returns when the copies are complete, since gloo may read them at once. The host tensors live as long as the
+        Returns when the copies are complete, because gloo may read them at once. The host tensors live as long as the
         handle.
         """
         given = [tensor for tensor in (reads, writes, both) if tensor is not None]
         hosts = [self._host_memory(tensor) for tensor in given]
         out = [(tensor, host) for tensor, host in zip(given, hosts, strict=True) if tensor is not writes]
-        if out:  # a plain receive does not wait for what the GPU is computing
+        if out:  # a plain receive does not wait for the GPU's computation
             self._copy_out(out)
         back = [(tensor, host) for tensor, host in zip(given, hosts, strict=True) if tensor is not reads]
 
@@ -40,7 +41,7 @@ class Staging:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def _copy_out(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """On a stream of its own, after what the current one has been given so far; complete on return."""
+        """Copy on a separate stream, after the work queued on the current one; complete on return."""
         self._stream.wait_stream(torch.cuda.current_stream(self._torch_device))
         with torch.cuda.stream(self._stream):
             for tensor, host in pairs:

@@ -1,15 +1,14 @@
-"""What processes of a run tell each other outside of groups: small texts under names, in a store that all reach.
+"""Messages between processes of a run outside of groups: small texts under names, in a store that all can reach.
 
-Two kinds, by who could write into it:
+Two kinds, with different access:
 
 - `FolderStore`, of processes that a launcher started on its own machine: files in a folder that only this user may
   enter. Nothing listens on a port, and nothing can hang.
-- `NetworkStore`, of processes that torchrun started: torch's TCPStore, which takes requests from everybody who reaches
-  its port (docs/security.md). A question that its machine cannot answer would block for as long as TCP tries, some
-  sixteen minutes; here it has a limit.
+- `NetworkStore`, of processes that torchrun started: torch's TCPStore, which accepts requests from everyone who reaches
+  its port (docs/security.md). A request that its machine cannot answer would block as long as TCP retries, some sixteen
+  minutes; here it has a limit.
 
-Whatever is read was written by another process, or by a stranger in the place of one: `signs` takes it as data, with
-limits.
+Texts come from other processes, or from strangers: `signs` treats them as data, with limits.
 """
 
 from __future__ import annotations
@@ -31,62 +30,62 @@ from torch.distributed import PrefixStore, TCPStore
 T = TypeVar("T")
 
 ANSWER_SECONDS = 2.0
-"""Default limit of a question: a thousand times as long as a busy store takes."""
+"""Default limit of a request: a thousand times as long as a busy store takes."""
 
 TEXT_BYTES = 1 << 20
-"""Of a longer text only so much is read."""
+"""Longest text that is read."""
 
 SLICE_SECONDS = 0.25
-"""A longer gap is time during which this process was stopped, and does not count."""
+"""A longer gap is time in which this process was stopped, and does not count."""
 
 
 class StoreError(RuntimeError):
-    """The store is gone: its connection broke, or its folder is no more."""
+    """The store is gone: its connection broke, or its folder does not exist any more."""
 
 
 class StoreSilentError(StoreError):
-    """The store has not answered within the limit of a question."""
+    """The store has not answered within the limit of a request."""
 
     def __init__(self, address: str, seconds: float) -> None:
-        """seconds: how long this question was waited for, while this process ran."""
+        """seconds: how long this request was waited for, while this process ran."""
         super().__init__(f"{address} does not answer")
         self.address = address
         self.seconds = seconds
 
 
 class Store(Protocol):
-    """Texts by name. Every method returns at once or within a limit, and raises StoreError when the store is gone."""
+    """Texts by name. Every method returns at once or within a limit, and raises StoreError if the store is gone."""
 
     def write(self, name: str, text: str) -> None:
-        """Puts `text` in the place of what stood under `name`."""
+        """Replace the text under `name` by `text`."""
 
     def read(self, name: str) -> str | None:
-        """What stands under `name`; None if nothing was ever written."""
+        """Return the text under `name`; None if there never was one."""
 
     def has(self, names: Iterable[str]) -> bool:
-        """Whether something stands under each of these names."""
+        """Return whether there is a text under each of these names."""
 
     def append(self, name: str, text: str) -> None:
-        """Adds `text` to the end of what stands under `name`."""
+        """Append `text` to the text under `name`."""
 
     def settle(self, name: str, text: str) -> str:
-        """Writes `text` unless something stands under `name`; returns what stands there now. The first one holds."""
+        """Write `text` unless there is a text under `name`; return the text there now. The first one stays."""
 
     def secret(self) -> bytes | None:
-        """What only processes of this run know; None where the store is open to others."""
+        """Return a secret that only processes of this run know; None if the store is open to others."""
 
     def another(self) -> Store:
-        """A client of the same store for another thread: each serves one question at a time."""
+        """Return a client of the same store for another thread: each handles one request at a time."""
 
     def patient(self, limit_seconds: float) -> contextlib.AbstractContextManager[None]:
-        """Questions asked within may take this long: for moments in which every process asks the store something."""
+        """Requests within may take this long: for moments in which every process asks the store."""
 
 
 class FolderStore:
     """A file for each name, in a folder of this machine. A file appears with its whole text or not at all."""
 
     def __init__(self, folder: Path) -> None:
-        """Makes the folder, for this user alone, if there is none."""
+        """Make the folder, for this user alone, if it does not exist."""
         self._folder = folder
         folder.mkdir(mode=0o700, exist_ok=True)
 
@@ -100,7 +99,7 @@ class FolderStore:
                 with self._file(name).open("rb") as file:
                     return file.read(TEXT_BYTES).decode(errors="replace")
             except FileNotFoundError:
-                self._folder.stat()  # or else the store is gone, and not the text
+                self._folder.stat()  # otherwise the store is gone, not the text
                 return None
 
     def has(self, names: Iterable[str]) -> bool:
@@ -129,13 +128,13 @@ class FolderStore:
         return self
 
     def patient(self, limit_seconds: float) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # no question waits
+        return contextlib.nullcontext()  # no request waits
 
     def _file(self, name: str) -> Path:
         return self._folder / quote(name, safe="")
 
     def _part(self, text: str) -> Path:
-        """A new file with this text, that nobody looks for."""
+        """Write a new file with this text, under a name that nobody reads."""
         part = self._folder / f".{uuid.uuid4().hex}"
         part.write_text(text, encoding="utf-8", errors="replace")
         return part
@@ -149,17 +148,17 @@ class FolderStore:
 
 
 class NetworkStore:
-    """A store of torch's. Each question is asked by a thread of its own, and given up after a limit.
+    """A store of torch's. Each request runs on a separate thread, and is abandoned after a limit.
 
-    An answer that comes after the limit is dropped; the next question waits for it first.
+    An answer after the limit is dropped; the next request waits for it first.
     """
 
     def __init__(self, store: Any, limit_seconds: float = ANSWER_SECONDS) -> None:
         """
         Args:
-            store: a store of torch's, of which a client is made anew. That takes seconds where a name server does not
+            store: a store of torch's, for which a new client is made. That takes seconds if a name server does not
                 answer.
-            limit_seconds: how long a question may take.
+            limit_seconds: how long a request may take.
         """
         self.limit_seconds = limit_seconds
         self._store = store.clone()
@@ -173,7 +172,7 @@ class NetworkStore:
         self._ask(lambda store: store.set(name, text))
 
     def read(self, name: str) -> str | None:
-        # To get what is not there would wait for it.
+        # Getting a missing text would wait for it.
         content = self._ask(lambda store: store.get(name)[:TEXT_BYTES] if store.check([name]) else None)
         return None if content is None else content.decode(errors="replace")
 
@@ -241,7 +240,7 @@ class NetworkStore:
 
 
 def _address(store: Any) -> str:
-    """Of the machine that holds a store."""
+    """Return the address of the machine that holds a store."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return f"the store at {store.host}:{store.port}" if isinstance(store, TCPStore) else "the store"

@@ -1,11 +1,11 @@
 """The parent's side of local processes: waits for them, notices one that fails or is stopped, and ends the others.
 
-The processes watch each other (`watch`) and settle who was at fault; what only the parent can do is here:
+The processes watch each other (`watch`) and settle who was at fault; only the parent can do the following:
 
-- a stopped process (SIGSTOP) hears no SIGTERM, and none of its peers may be left to end it: it is killed as soon as
-  another has failed, and after the silence limit otherwise, even before its watch began or after its work was done;
-- so is the last one that works, when it gives no sign of life after its peers have finished;
-- after a failure the others have `FAREWELL_SECONDS` to end by themselves, then get SIGTERM, then SIGKILL.
+- kill a stopped process (SIGSTOP), which ignores SIGTERM, as soon as another has failed, or after the silence limit,
+  even before its watch began or after its work was done;
+- kill the last working process if it gives no sign of life after its peers have finished;
+- after a failure, give the others `FAREWELL_SECONDS` to end by themselves, then send SIGTERM, then SIGKILL.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from evenpipe.runtime.store import Store
 
 LOOK_SECONDS = 0.25
 FAREWELL_SECONDS = 1.0
-"""From the first failure to SIGTERM."""
+"""Time from the first failure to SIGTERM."""
 TERMINATION_SECONDS = 7.0
-"""From SIGTERM to SIGKILL: a process with a handler of its own, deaf in a wait, is ended by its watch within four."""
+"""Time from SIGTERM to SIGKILL: the watch ends a process with its own handler, blocked in a wait, within four
+seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Ending:
     exit_code: int
     """As in multiprocessing: -9 for SIGKILL."""
     cause: Cause | None = None
-    """Set when it did not end by itself: it was stopped for too long."""
+    """Set if it did not end by itself: it was stopped for too long."""
 
 
 class Beats:
@@ -49,9 +50,9 @@ class Beats:
         self._last = [""] * processes
 
     def pauses(self, rank: int) -> bool:
-        """Whether that process has begun to beat and not yet finished, and has not beaten since the last question.
+        """Return whether that process has begun to beat, has not finished, and has not beaten since the last question.
 
-        Not once the run has failed: then the processes end, and beat no more.
+        False after the run has failed: then the processes end, and stop beating.
         """
         text = self._store.read(f"beat/{rank}") or ""
         before, self._last[rank] = self._last[rank], text
@@ -60,7 +61,7 @@ class Beats:
 
 
 def supervise(processes: Sequence[BaseProcess], beats: Beats, *, silence_seconds: float) -> Ending | None:
-    """Returns when all processes have ended: None when all is well, else how the first that failed did.
+    """Return when all processes have ended: None if all is well, else how the first failed one ended.
 
     processes: started, by rank.
     silence_seconds: how long a process may be stopped, or silent. Only time during which the parent itself runs counts.
@@ -80,7 +81,7 @@ def supervise(processes: Sequence[BaseProcess], beats: Beats, *, silence_seconds
             del alive[rank]
         failed = [rank for rank, process in ended.items() if process.exitcode]
         if first is None and failed:
-            # Of several at once, one that was killed or crashed says more than those that ended because of it.
+            # Of several at once, a killed or crashed one says more than those that ended because of it.
             rank = min(failed, key=lambda rank: (ended[rank].exitcode or 0) > 0)
             first = _ending(rank, ended[rank], found)
             terminate, kill = now + FAREWELL_SECONDS, now + FAREWELL_SECONDS + TERMINATION_SECONDS
@@ -102,7 +103,7 @@ def supervise(processes: Sequence[BaseProcess], beats: Beats, *, silence_seconds
 
 
 def end(processes: Sequence[BaseProcess], seconds: float) -> None:
-    """Ends all processes that were started: SIGTERM, and SIGKILL after `seconds`; returns when they are gone."""
+    """End all started processes: SIGTERM, and SIGKILL after `seconds`; return when they have ended."""
     started = [process for process in processes if process.pid is not None]
     deadline = time.monotonic() + seconds
     for process in started:
@@ -115,7 +116,7 @@ def end(processes: Sequence[BaseProcess], seconds: float) -> None:
 
 
 def send(process: BaseProcess, number: signal.Signals) -> None:
-    """Sends a signal, unless the process has ended."""
+    """Send a signal, unless the process has ended."""
     if process.exitcode is None and process.pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)

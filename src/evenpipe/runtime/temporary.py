@@ -1,8 +1,8 @@
-"""Temporary folders. Those of a program that was killed are removed by the next one.
+"""Temporary folders. Those of a killed program are removed by the next one.
 
-A folder belongs to whoever holds the lock on it (flock). The kernel drops the lock with the program, however that ends,
-knows it across containers that share a temporary folder but not their pids, and keeps systemd-tmpfiles away, which
-deletes what looks old.
+A folder belongs to the process that holds the lock on it (flock). The kernel releases the lock when the program ends
+for any reason, shares it across containers with a common temporary folder but separate pids, and keeps systemd-tmpfiles
+from deleting old files.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from pathlib import Path
 from evenpipe.errors import InputError
 
 MARK = "locked"
-"""In a folder whose maker has locked it."""
+"""Marks a folder that its maker has locked."""
 
 UNLOCKED_SECONDS = 3600.0
-"""Age from which a folder without the mark is a leftover: its maker was killed before it could lock it."""
+"""Older folders without the mark are leftovers: their maker was killed before it could lock them."""
 
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """A new folder for this user alone, removed at the end; leftovers with the same prefix are removed at once.
+    """Make a new folder for this user alone, removed at the end; leftovers with the same prefix are removed at once.
 
     Raises:
         InputError: the folder for temporary files cannot be written to.
@@ -41,7 +41,8 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
         where = error.filename or "the folder for temporary files"
         raise InputError(f"{where}: {error.strerror}; expected a folder that can be written to (TMPDIR)") from error
     try:
-        with contextlib.suppress(OSError):  # some network file systems lock no folders: then nobody removes leftovers
+        # Some network file systems cannot lock folders: then nobody removes leftovers.
+        with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             (folder / MARK).touch()
         yield folder
@@ -51,7 +52,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 
 def remove_leftovers(prefix: str) -> None:
-    """Removes folders of killed programs of this user."""
+    """Remove folders of killed programs of this user."""
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             found = folder.lstat()

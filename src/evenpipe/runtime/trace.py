@@ -1,4 +1,4 @@
-"""The records of all devices brought together: a `Trace` of one step on the clock of the first process."""
+"""Merge the records of all devices: a `Trace` of one step on the clock of the first process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from evenpipe.schedule import Costs, Pass, Program
 from evenpipe.schedule.trace import Allocations, Clock, CopyTime, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
 
 Times = dict[str, Any]
-"""Times of one device without their passes and transfers, which follow from its row: lists of numbers."""
+"""Times of one device as lists of numbers, without their passes and transfers, which follow from its row."""
 
 
 def gather_trace(
@@ -32,11 +32,11 @@ def gather_trace(
     costs: Costs | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Trace | None:
-    """What all devices recorded in a step of `program`; on the first process, None on the others. Collective.
+    """Return the records of all devices for a step of `program` on the first process, None on the others. Collective.
 
     Every process sends its times, as text, to the first one over the communicator of the whole pipeline.
 
-    costs, about: as in `Trace`; of the first process.
+    costs, about: as in `Trace`; those of the first process count.
     """
     own = _times(record)
     if communicator is None:
@@ -65,7 +65,7 @@ def gather_trace(
 
 
 def machine(torch_device: torch.device) -> dict[str, Any]:
-    """What a measurement depends on besides the program: hardware and versions, for readers."""
+    """Return the facts that a measurement depends on besides the program: hardware and versions, for readers."""
     cuda = torch_device.type == "cuda"
     return {
         "machine": torch.cuda.get_device_name(torch_device) if cuda else _processor(),
@@ -87,7 +87,7 @@ def _processor() -> str:
 
 
 def _times(record: StepRecord) -> Times:
-    """The times of this process, on the first one's clock."""
+    """Return the times of this process, on the first one's clock."""
     convert = record.clock
     assert isinstance(convert, Conversion), "the step was not recorded"
     return {
@@ -119,7 +119,7 @@ def _times(record: StepRecord) -> Times:
 
 
 def _device(times: Times, program: Program, device: int, begin: float) -> DeviceTrace:
-    """One device's times with the passes and transfers of its row, in seconds from `begin`."""
+    """Return one device's times with the passes and transfers of its row, in seconds from `begin`."""
     row = program.rows[device]
     items: dict[str, Any] = {str(item): item for item in row if item is not None}
     passes = [item for item in row if isinstance(item, Pass)]

@@ -1,10 +1,10 @@
-"""What passes and transfers of one device hand to each other within a step.
+"""Values that passes and transfers of one device pass to each other within a step.
 
     results of passes ---> put ---> transfers out ---> sent, until they have arrived
                                     transfers in  ---> arriving ---> taken by the first pass that uses them
 
-Values are found by (what, stage, microbatch). A value is taken out by its only user, so that memory falls as the
-program says; nothing is left over at the end of a step.
+Values have the key (what, stage, microbatch). A value is taken out by its only user, so memory falls as the program
+says; nothing is left over at the end of a step.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from evenpipe.runtime.recording import Recording
 from evenpipe.schedule import Pass, Transfer
 
 Key = tuple[str, int, int]
-"""What it is, of which stage (-1: of none), of which microbatch."""
+"""Kind of the value, its stage (-1: no stage), and its microbatch."""
 
 SENDS_IN_FLIGHT = 2
-"""Transfers of one kind between the same devices that may be unfinished before the oldest is waited for: bounds what is
-kept alive where nothing tells that it has arrived. Waiting for an earlier transfer at a later point of the program
-cannot deadlock, since all rows are parts of one list."""
+"""Transfers of one kind between the same devices that may be pending before the oldest is awaited: bounds the memory if
+their arrival is unknown. Waiting for an earlier transfer at a later point of the program cannot deadlock, because all
+rows are parts of one list."""
 
 
 class Values:
-    """Those of the step under way, and when the pass under way had all that it needs.
+    """The values of the current step, and when the current pass had all its inputs.
 
     Attributes:
-        recording: takes time stamps, where the step is recorded.
+        recording: takes time stamps, if the step is recorded.
     """
 
     def __init__(self) -> None:
@@ -50,12 +50,12 @@ class Values:
     # --- passes ----------------------------------------------------------------------------------------------
 
     def begin(self, text: str) -> None:
-        """A pass begins to gather what it needs."""
+        """A pass starts to collect its inputs."""
         self._pass = text
         self._ready = False
 
     def ready(self) -> None:
-        """The pass has what it needs: from here on it computes. Of several that run as one the first counts."""
+        """The pass has its inputs and computes from here on. For passes that run as one, the first call counts."""
         if not self._ready:
             self._ready = True
             if self.recording is not None:
@@ -72,16 +72,16 @@ class Values:
     # --- values ----------------------------------------------------------------------------------------------
 
     def put(self, key: Key, tensor: Tensor) -> None:
-        """A value made on this device, for a pass here or for a transfer."""
-        assert key not in self._here and key not in self._arriving, f"{key} is there already"
+        """Store a value made on this device, for a pass here or for a transfer."""
+        assert key not in self._here and key not in self._arriving, f"{key} exists already"
         self._here[key] = tensor
 
     def give(self, key: Key) -> Tensor:
-        """To a transfer: a value made on this device."""
+        """Return a value made on this device, for a transfer."""
         return self._here.pop(key)
 
     def take(self, key: Key) -> Tensor:
-        """To a pass: a value made here or received; waits until it is there."""
+        """Return a value made here or received, for a pass; wait until it is there."""
         value = self._here.pop(key, None)
         if value is not None:
             return value
@@ -90,15 +90,15 @@ class Values:
         return tensor
 
     def arriving(self, key: Key, tensor: Tensor, handle: Handle) -> None:
-        """What a transfer will fill, or has to be over with before it is used."""
-        assert key not in self._here and key not in self._arriving, f"{key} is there already"
+        """Register a pending transfer, whose result a pass will use."""
+        assert key not in self._here and key not in self._arriving, f"{key} exists already"
         self._arriving[key] = (tensor, handle)
 
-    # --- what was given away ---------------------------------------------------------------------------------
+    # --- sent values ---------------------------------------------------------------------------------------------
 
     def sent(self, item: Transfer, handle: Handle) -> None:
-        """A transfer gives something away, in one message or more. It lives until `arrived`, or until too many like it
-        are under way."""
+        """Register a sent transfer, of one message or more. It is kept until `arrived`, or until too many like it are
+        pending."""
         messages = self._sent.get(item)
         if messages is not None:
             messages.append(handle)
@@ -109,12 +109,12 @@ class Values:
             self.arrived(alike[0])
 
     def arrived(self, item: Transfer) -> None:
-        """Lets go of what was sent, and waits for it if need be."""
+        """Release a sent transfer, and wait for it if needed."""
         for handle in self._sent.pop(item, ()):
             self._wait(handle, "")
 
     def wait_for_copy(self, what: str, wait: Callable[[], None]) -> None:
-        """The pass under way needs a copy to be over; `what` is the pass that asked for it."""
+        """Wait for a copy that the current pass needs; `what` is the pass that requested it."""
         if self.recording is None:
             wait()
             return
@@ -133,17 +133,17 @@ class Values:
     # --- the step --------------------------------------------------------------------------------------------
 
     def all_arrived(self) -> None:
-        """At the end of a step: waits for what is still on its way to others."""
+        """At the end of a step: wait for all pending sends."""
         while self._sent:
             self.arrived(next(iter(self._sent)))
 
     @property
     def left(self) -> tuple[Key, ...]:
-        """What nobody has taken."""
+        """Return the values that were not taken."""
         return (*self._here, *self._arriving)
 
     def clear(self) -> None:
-        """Forgets what a step that failed may have left."""
+        """Forget the remains of a failed step."""
         self._here.clear()
         self._arriving.clear()
         self._sent.clear()

@@ -1,7 +1,7 @@
-"""What one device does for the vocabulary layers during a step: E and G, S, C and T on its rows.
+"""The vocabulary layers of one device during a step: E and G, S, C and T on its rows.
 
-The mathematics are plain functions of the vocabulary room; here they meet the parameters, and what one pass leaves
-for the next is kept per microbatch. Nothing here communicates: the walker does.
+`evenpipe.vocabulary` has the mathematics as plain functions; this file adds the parameters, and keeps the state between
+passes per microbatch. The walker communicates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from evenpipe.vocabulary.copies import to_device
 class EmbeddingShard:
     """This device's rows of the input embedding, and the routes of the step's token ids.
 
-    A device without rows (the embedding is somewhere else as a whole) still knows the routes.
+    A device without rows (the whole embedding is elsewhere) still knows the routes.
     """
 
     def __init__(self, matrix: Matrix | None, shards: Sequence[Shard], part: int, padding_index: int | None) -> None:
@@ -54,29 +54,30 @@ class EmbeddingShard:
         ]
 
     def end(self) -> None:
-        """Lets go of the step's routes."""
+        """Release the step's routes."""
         self._routes = []
 
     def counts(self, microbatch: int) -> tuple[int, ...]:
-        """Rows that each shard contributes: the size of every message, known on all devices."""
+        """Return the number of rows of each shard: the size of every message, known on all devices."""
         return self._routes[microbatch].counts
 
     def rows(self, microbatch: int) -> Tensor:
-        """E: [own count, hidden_size]."""
+        """E: return [own count, hidden_size]."""
         assert self._matrix is not None
         return gather_rows(self._matrix.weight, self._routes[microbatch], self.part)
 
     def place(self, rows: Tensor, microbatch: int) -> Tensor:
-        """At the first stage: rows [n, hidden_size] of all shards, one after the other, put in the tokens' places."""
+        """At the first stage: put rows [n, hidden_size] of all shards, one after the other, in the tokens' places."""
         routes = self._routes[microbatch]
         return place_rows([rows[routes.span(part)] for part in range(len(self._shards))], routes)
 
     def pick(self, gradient: Tensor, microbatch: int) -> Tensor:
-        """At the first stage: the gradient [n, hidden_size] of the placed rows, in the order of `place`'s argument."""
+        """At the first stage: return the gradient [n, hidden_size] of the placed rows, in the order of `place`'s
+        argument."""
         return pick_row_gradients(gradient, self._routes[microbatch])
 
     def add_gradient(self, rows_gradient: Tensor, microbatch: int) -> None:
-        """G: [own count, hidden_size] into the gradient of the rows held here."""
+        """G: add [own count, hidden_size] to the gradient of the rows here."""
         assert self._matrix is not None
         if self._matrix.trainable:
             add_row_gradients(self._matrix.gradient(), rows_gradient, self._routes[microbatch], self.part)
@@ -101,22 +102,22 @@ class OutputShard:
         self.loss: Tensor | None = None
         """The step's loss so far, a scalar; equal on all devices that hold an output shard."""
         self.entropy: Tensor | None = None
-        """Likewise, where the loss options ask for it."""
+        """Likewise, if the loss options ask for it."""
         self.log_probabilities: dict[int, Tensor] = {}
         """Evaluation only: [n] per microbatch, of each position's target."""
 
     @property
     def room(self) -> list[Tensor]:
-        """Memory of the last step that the next one uses again."""
+        """Return memory of the last step that the next one reuses."""
         return self._buffers.free
 
     @property
     def left(self) -> tuple[int, ...]:
-        """Microbatches whose S has run, and not all that comes behind it."""
+        """Return microbatches whose S has run, but not all later passes."""
         return tuple({*self._targets, *self._states, *self._combined})
 
     def clear(self) -> None:
-        """Lets go of the last step's results, and of what it may have left where it failed."""
+        """Release the last step's results, and the remains of a failed step."""
         self._targets.clear()
         self._states.clear()
         self._combined.clear()
@@ -124,15 +125,15 @@ class OutputShard:
         self.loss = self.entropy = None
 
     def forward(self, hidden: Tensor, microbatch: Microbatch, index: int, *, gradients: bool) -> Tensor:
-        """S: statistics [n, options.statistics] of this shard. hidden: [n, hidden_size], kept until T.
+        """S: return statistics [n, options.statistics] of this shard. hidden: [n, hidden_size], kept until T.
 
-        A batch of another size, and evaluation after training, begin without the free memory of the one before.
+        A batch of another size, and evaluation after training, start without the free memory of the previous one.
         """
         serve = (hidden.shape[0], gradients)
         if serve != self._buffers_serve:
             self._buffers.clear()
             self._buffers_serve = serve
-        # S reads the sizes of its index lists on the host; combine reads these where the statistics are.
+        # S reads the sizes of its index lists on the host; combine reads these on the device of the statistics.
         self._targets[index] = to_device(microbatch.targets, hidden.device)
         statistics, state = forward_shard(
             hidden,
@@ -150,7 +151,8 @@ class OutputShard:
         return statistics
 
     def combine(self, table: Tensor, microbatch: Microbatch, index: int, *, gradients: bool) -> None:
-        """What opens C, or T with two barriers: [shards, n, options.statistics] to the loss of the microbatch."""
+        """The start of C, or of T with two barriers: finish the loss of the microbatch from [shards, n,
+        options.statistics]."""
         targets = self._targets.pop(index)
         combined = combine(table, microbatch.weights, targets, self._options, self._shard.vocabulary)
         weights = microbatch.weights.to(combined.losses.dtype)
@@ -165,11 +167,11 @@ class OutputShard:
             self.log_probabilities[index] = combined.log_probabilities
 
     def hidden_gradient(self, index: int) -> Tensor:
-        """C with one barrier: this shard's part of the gradient of the hidden states, [n, hidden_size]."""
+        """C with one barrier: return this shard's part of the gradient of the hidden states, [n, hidden_size]."""
         return hidden_gradient(self._states[index], self._combined[index], self._matrix.weight)
 
     def backward(self, index: int) -> Tensor | None:
-        """T: adds to the gradients of the rows; with two barriers also returns the part [n, hidden_size]."""
+        """T: add to the gradients of the rows; with two barriers also return the part [n, hidden_size]."""
         return backward_shard(
             self._states.pop(index),
             self._combined.pop(index),

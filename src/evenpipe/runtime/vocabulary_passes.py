@@ -1,4 +1,4 @@
-"""Handlers of the passes of a vocabulary that all devices share (E, G, S, C, T), and of the transfers between them."""
+"""Handlers of the passes of a sharded vocabulary (E, G, S, C, T), and of the transfers between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from evenpipe.schedule import Kind, Pass, Transfer, TransferKind
 
 
 class VocabularyPasses:
-    """What the walker does on this device's rows of the vocabulary. Arguments are those of `Walker`."""
+    """The walker's work on this device's rows of the vocabulary. Arguments are those of `Walker`."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class VocabularyPasses:
         }
 
     def begin(self, row: Row, batch: Batch) -> None:
-        """A step begins."""
+        """Start a step."""
         self._gradients = row.gradients
         self._barriers = row.program.barriers
         self._alone = row.program.placement.devices == 1
         self._microbatches = batch.microbatches
 
     def end(self) -> None:
-        """It is over."""
+        """End a step."""
         self._microbatches = ()
 
     def _microbatch(self, item: Pass) -> tuple[int, Microbatch]:
@@ -76,7 +76,7 @@ class VocabularyPasses:
         return self._communicators[item.communicator]
 
     def _root(self, item: Transfer) -> int:
-        """Global rank of a transfer's root."""
+        """Return the global rank of a transfer's root."""
         assert item.root is not None
         return self._ranks[item.root]
 
@@ -92,7 +92,7 @@ class VocabularyPasses:
         self._values.put(("ROWS", -1, index), self._embedding.rows(index))
 
     def _exchange_rows(self, item: Transfer) -> None:
-        """Every device sends the rows that it owns to the first stage's; empty messages are sent by nobody."""
+        """Every device sends its rows to the first stage's; empty messages are not sent."""
         assert self._embedding is not None
         key = ("ROWS", -1, item.microbatch)
         counts = self._embedding.counts(item.microbatch)
@@ -153,7 +153,7 @@ class VocabularyPasses:
         self._values.arriving(key, table, self._communicator(item).all_gather(table, own, str(item)))
 
     def _open_barrier(self, index: int, microbatch: Microbatch) -> None:
-        """Waits for the statistics of all shards and finishes the loss."""
+        """Wait for the statistics of all shards and finish the loss."""
         assert self._output is not None
         table = self._values.take(("STATISTICS", -1, index))
         if self._alone:
@@ -180,7 +180,7 @@ class VocabularyPasses:
             self._values.put(("DX", -1, index), part)
 
     def _reduce_gradient(self, item: Transfer) -> None:
-        """Adds the parts of all shards on the last stage's device. The part is scratch: reduce may destroy it."""
+        """Add the parts of all shards on the last stage's device. The part is scratch: reduce may destroy it."""
         key = ("DX", -1, item.microbatch)
         part = self._values.give(key)
         handle = self._communicator(item).reduce(part, self._root(item), str(item))

@@ -1,8 +1,9 @@
-"""Walks a device's program: one small handler per kind of pass and of transfer.
+"""Executes a device's program: one small handler per kind of pass and of transfer.
 
-Handlers take what they need out of `Values` and put what they make there; transfers carry it to other devices. What a
-row says beforehand is looked up once (`Row`). Passes that run as one (OVERLAP_F_B) run one after the other, in the
-order in which they stand: what both receive is under way before the first begins, and no library tells which is there.
+Handlers take their inputs out of `Values` and put their results there; transfers carry them to other devices.
+Everything that is known in advance is looked up once (`Row`). Passes that run as one (OVERLAP_F_B) run one after the
+other, in their order: the transfers of both are pending before the first begins, and no library tells which of them has
+arrived.
 """
 
 from __future__ import annotations
@@ -37,26 +38,26 @@ if TYPE_CHECKING:
 
 
 class StageModule(Protocol):
-    """What the walker needs of a stage; any module with such a forward will do."""
+    """The interface of a stage for the walker: any module with such a forward."""
 
     def __call__(
         self, hidden: Tensor, position_ids: Tensor | None = None, attention_mask: Tensor | None = None
     ) -> Tensor:
-        """hidden: [sequences, tokens, hidden_size], the raw rows of the embedding for the first stage. Returns the
-        same shape; of the last stage, what the head receives."""
+        """hidden: [sequences, tokens, hidden_size], the raw rows of the embedding for the first stage. Returns the same
+        shape; for the last stage, the input of the head."""
         ...
 
 
 @dataclass(slots=True)
 class _Forwarded:
-    """What F leaves for the backward of the same stage and microbatch."""
+    """The data that F leaves for the backward of the same stage and microbatch."""
 
     input: Tensor | Packed | None = None
-    """None where the graph alone keeps it; `gradients` gets its gradient then."""
+    """None if only the graph keeps it; then `gradients` gets its gradient."""
     output: GradientEdge | None = None
     """None until R has run."""
     random_state: RandomState | None = None
-    """Before F, where R is to draw the same numbers again."""
+    """State before F, if R must draw the same numbers again."""
     gradients: list[Tensor] = field(default_factory=list)
 
 
@@ -64,20 +65,20 @@ class Walker:
     """Executes programs on one device.
 
     Args:
-        device: which row of a program is walked.
+        device: its row of the program is executed.
         stages: the local stages by number.
-        embedding: this device's rows of the embedding; None where it holds none and routes none.
-        output: its rows of the output layer; None where it holds none.
-        vocabulary_passes: True when the programs hold E, G, S, T (and C) as passes of their own; False when the first
-            stage's F and B contain the embedding and the last stage's contain the output layer.
+        embedding: this device's rows of the embedding; None if it neither holds nor routes any.
+        output: its rows of the output layer; None if it has none.
+        vocabulary_passes: True if the programs have E, G, S, T (and C) as separate passes; False if the first stage's F
+            and B contain the embedding and the last stage's contain the output layer.
         communicators: None for one device.
         ranks: global rank of each device's process.
         hidden_dtype: of the hidden states between stages.
         weight_gradients: the queue of the stages' layers, for split backwards.
         checkpointing: the switch of the stages' layers: microbatches with R keep all of the graph that R makes.
-        replicas: what to do for other pipelines that hold the same parameters; None: there are none.
-        router_losses: of a model whose routers have a loss of their own; None: of others.
-        activations: what moves them to the host, for orders with O, D and L; None: there are none.
+        replicas: work for other pipelines with the same parameters; None: there are none.
+        router_losses: of a model with a router loss; None for others.
+        activations: moves activations to the host, for orders with O, D and L; None: there are none.
     """
 
     def __init__(
@@ -157,12 +158,12 @@ class Walker:
             **self._vocabulary.transfers,
         }
 
-    # --- walking ---------------------------------------------------------------------------------------------
+    # --- the loop ------------------------------------------------------------------------------------------------
 
     def walk(self, program: Program, batch: Batch) -> StepRecord:
-        """Runs this device's row of the program over the batch. Sizes may differ from batch to batch, and also from
+        """Run this device's row of the program over the batch. Sizes may differ from batch to batch, and also from
         microbatch to microbatch."""
-        row = self._rows.get(id(program))  # a row keeps its program alive, and so its id
+        row = self._rows.get(id(program))  # a row keeps its program alive, so the program's id stays unique
         if row is None:
             row = Row(program, self._device, self._pass_handlers, self._transfer_handlers)
             self._rows[id(program)] = row
@@ -211,7 +212,7 @@ class Walker:
         return record
 
     def _begin(self, row: Row, batch: Batch) -> None:
-        """A step begins; what one that failed may have left is forgotten."""
+        """Start a step; forget the remains of a failed one."""
         self._row = row
         self._gradients, self._last_stage = row.gradients, row.last_stage
         self._microbatches = batch.microbatches
@@ -231,7 +232,7 @@ class Walker:
             self._router_losses.begin(row.program, self._values.put, self._values.take)
 
     def _end(self) -> None:
-        """It is over: nothing of the batch is kept."""
+        """End a step: nothing of the batch is kept."""
         self._microbatches = ()
         self._values.recording = None
         self._vocabulary.end()
@@ -276,15 +277,15 @@ class Walker:
             self._whole_output(result.reshape(-1, self._hidden_size), index)
 
     def _whole_output(self, hidden: Tensor, index: int) -> None:
-        """The whole output layer and the loss, as part of the last stage's F."""
+        """Run the whole output layer and the loss, as part of the last stage's F."""
         assert self._output is not None
         microbatch = self._microbatches[index]
         statistics = self._output.forward(hidden, microbatch, index, gradients=self._gradients)
         self._output.combine(statistics.unsqueeze(0), microbatch, index, gradients=self._gradients)
 
     def _forward_with_graph(self, forwarded: _Forwarded, stage: int, index: int, hidden: Tensor) -> Tensor:
-        """The stage on its input, which was received, placed or detached for this pass alone; its graph is kept for the
-        backward. Returns the output."""
+        """Run the stage on its input, which was received, placed or detached for this pass alone; keep its graph for
+        the backward. Return the output."""
         key = (stage, index)
         saving: AbstractContextManager[None] = nullcontext()
         if self._row.moves_graph(key):
@@ -300,7 +301,7 @@ class Walker:
             output = self._call(stage, index, hidden)
         self._checkpointing.off = False
         self._weight_gradients.under_way = None
-        # The edge, not the output: the graph stays, the output itself goes as soon as it is sent.
+        # Keep the edge, not the output: the graph stays, but the output itself is freed as soon as it is sent.
         forwarded.output = get_gradient_edge(output)
         self._forwarded[key] = forwarded
         return output
@@ -312,7 +313,7 @@ class Walker:
         return module(hidden, microbatch.position_ids, microbatch.attention_mask)
 
     def _recompute(self, item: Pass) -> None:
-        """R: the graph that F did not keep, from the stage's input and with the same random numbers."""
+        """R: rebuild the graph that F did not keep, from the stage's input and with the same random numbers."""
         stage, index = item.stage, item.microbatch
         assert stage is not None and index is not None
         if (stage, index) in self._row.offloaded:
@@ -388,13 +389,13 @@ class Walker:
     # --- activations on the host -----------------------------------------------------------------------------
 
     def _saved(self, key: tuple[int, int], hidden: Tensor) -> Packed | Tensor:
-        """A stage's input that waits for R, and goes to the host meanwhile."""
+        """Return a stage's input that waits for R, and goes to the host meanwhile."""
         assert self._activations is not None
         with self._activations.saving(key, ()):
             return self._activations.pack(hidden)
 
     def _staying(self, stage: int, index: int) -> Iterator[Tensor]:
-        """What F sees and does not own."""
+        """Return tensors that F reads but does not own."""
         module, microbatch = self._stages[stage], self._microbatches[index]
         if isinstance(module, nn.Module):
             yield from module.parameters()
@@ -431,7 +432,8 @@ class Walker:
             self._pass_handlers[part.kind](part)
 
     def _nothing(self, item: Pass) -> None:
-        """Gathering, freeing and reducing stand in some orders by torch's rules; `replicas` does them by ours."""
+        """Gathering, freeing and reducing are passes of torch in some orders; `replicas` does this work at its own
+        positions."""
         assert item.stage in self._stages
         self._values.ready()
 

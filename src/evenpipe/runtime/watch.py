@@ -1,25 +1,24 @@
-"""The watch: notices that a process died, hangs or failed, and ends all others with one message naming the cause.
+"""The watch: notices that a process died, hangs or failed, and ends all others with one message that names the cause.
 
-Nothing in a process can interrupt a gloo wait, and what gloo raises when a peer dies names no process; after a time-out
-the blame even wanders. So each process has a thread that, every quarter of a second,
+Nothing in a process can interrupt a gloo wait, and gloo's error when a peer dies names no process; after a timeout it
+may even blame the wrong one. So each process has a thread that, every quarter of a second,
 
-1. writes a beat into the store: a counter, and what the main thread waits for;
-2. looks at the process after it in the ring: gone (same machine), or its beat unchanged for `silence_seconds`? Then it
-writes the cause;
-3. looks for a cause written by anyone. There is only ever one: the first. Whoever sees it ends, with exit code 3.
+1. writes a beat to the store: a counter, and what the main thread waits for;
+2. checks the next process in the ring: if it has died (same machine), or its beat is unchanged for `silence_seconds`,
+   it writes the cause;
+3. looks for a cause written by any process. There is only one, the first. A process that sees it ends with exit code 3.
 
-A ring is enough, since of any set of dead processes one stands behind a live one; so the cost does not grow with their
+A ring suffices, because in any set of dead processes one follows a live one; so the cost does not grow with their
 number. Beats are compared by change of value against the reader's own clock, and only time during which the reader
 itself ran counts: machines' clocks differ, and a whole job may be suspended and continued.
 
-Nor may the watch itself wait for ever. A store that does not answer for `silence_seconds`, because its machine was cut
-off, is a cause; and a wait that outlives its own limit, whatever the library makes of it, is one too.
+The watch itself must not wait forever. A store that does not answer for `silence_seconds`, because its machine was cut
+off, is a cause; so is a wait that exceeds its own limit, whatever the library does.
 
-Under torchrun three more things end a process. Its agent sends SIGTERM to all as soon as it has seen one fail, which is
-often before the others know who it was: so the watch hears that signal, looks for the cause, says it, and ends. Where
-there is no cause, and the program is one that can be asked to stop (`stopping`), the signal was such a wish. A process
-that ends without an error while others need it (`sys.exit` too) is named by them. And when the agent itself is no more,
-nobody is left to end the processes.
+Under torchrun there are three more cases. Its agent sends SIGTERM to all as soon as it has seen one fail, often before
+the others know which: so the watch handles that signal, looks for the cause, prints it, and ends. If there is no cause,
+and the program can stop on request (`stopping`), the signal was such a request. If a process ends without an error
+while others need it (also by `sys.exit`), they name it. And if the agent itself has died, each process ends itself.
 """
 
 from __future__ import annotations
@@ -65,19 +64,21 @@ OWN_WAY_SECONDS = 2.0
 its wait, whatever hangs."""
 
 FAREWELL_SECONDS = 1.5
-"""How long after SIGTERM a process looks for the cause before it calls that signal the cause, or a wish. A second
-signal within that time is the same one: torchrun's agent passes on to its processes what a terminal sent to all."""
+"""How long after SIGTERM a process looks for the cause before it treats that signal as the cause, or as a request. A
+second signal within that time is the same one: torchrun's agent passes on to its processes what a terminal sent to
+all."""
 
 EXIT_CODE = 3
 
 LATE_SECONDS = 1.0
-"""How much longer than its limit a wait on the host may last before the watch ends it: what waits raises by itself."""
+"""How much longer than its limit a wait on the host may last before the watch ends it: normally the wait itself
+raises."""
 
 TOO_LONG = re.compile("[Tt]imed out|wait timeout|Application timeout")
-"""What gloo says when a wait took too long, and what the store says."""
+"""gloo's message when a wait took too long, and the store's."""
 
 BROKEN = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Application timeout caused")
-"""What gloo says when a peer is gone or a wait took too long."""
+"""gloo's messages when a peer has died or a wait took too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class _DeviceWait:
 
 
 class Watch:
-    """One per process. The main thread calls `awaiting` and `arrived` round every wait, `explain` when it fails."""
+    """One per process. The main thread calls `awaiting` and `arrived` around every wait, `explain` when it fails."""
 
     def __init__(
         self,
@@ -102,17 +103,17 @@ class Watch:
         board: Board | None = None,
         launcher: int | None = None,
     ) -> None:
-        """A watch that does nothing until `start()`. To be made before processes meet: it connects to the store anew,
-        which takes seconds where a name server does not answer, and the interpreter's lock is held meanwhile.
+        """A watch that does nothing until `start()`. Make it before processes meet: it opens a new connection to the
+        store, which takes seconds if a name server does not answer, and holds the interpreter's lock meanwhile.
 
         store: reached by all processes, of this run's own; None for a single process.
-        silence_seconds: a process without a beat for this long is given up, and a store without an answer. Must exceed
-            the longest operation that keeps Python's interpreter lock.
-        timeout_seconds: limit of one announced wait, where nothing else is said.
+        silence_seconds: a process without a beat for this long counts as dead, and so does a store without an answer.
+            Must exceed the longest operation that keeps Python's interpreter lock.
+        timeout_seconds: default limit of one announced wait.
         on_cause: called once, on any thread, as soon as `cause` is known. Default: the message goes to stderr if the
             main thread is stuck and the watch has to end the process.
-        board: where to show what this process waits for to whoever started it.
-        launcher: pid of who started this process, if the run is to end with it.
+        board: shows the launcher what this process waits for.
+        launcher: pid of the launcher, if the run should end with it.
         """
         self.rank, self.world_size, self.silence_seconds = rank, world_size, silence_seconds
         self.cause: Cause | None = None
@@ -124,7 +125,7 @@ class Watch:
         self._limit_seconds = timeout_seconds
         self._on_device: deque[_DeviceWait] = deque()
         self._launcher = launcher
-        self._beat_seconds = BEAT_SECONDS * max(1.0, world_size / 256)  # all beats end in one store
+        self._beat_seconds = BEAT_SECONDS * max(1.0, world_size / 256)  # all beats go to one store
         self._on_cause = on_cause
         self._board = board
         self._beat = Beat(0, machine(), os.getpid(), started(os.getpid()) or "")
@@ -134,22 +135,22 @@ class Watch:
         self._learning = threading.Lock()
         self._main_knows = False
         self.asked_to_stop = 0
-        """The signal by which this process was asked to stop, since `hear_stops`."""
+        """The signal that asked this process to stop, since `hear_stops`."""
         self._say: Callable[[int, bool], None] | None = None
         self._stop = threading.Event()
         self._bell: Bell | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, *, hear_sigterm: bool = False) -> None:
-        """Begins to beat. All processes start at about the same time.
+        """Start to beat. All processes start at about the same time.
 
-        hear_sigterm: look for the cause on SIGTERM, and end with it; unless the program handles that signal itself.
+        hear_sigterm: on SIGTERM, look for the cause and end with it, unless the program handles that signal itself.
         """
         if self._store is None or self.world_size == 1:
             return
         assert self._store_of_thread is not None
         store = self._store_of_thread
-        # All processes of all machines ask the store at this moment.
+        # All processes of all machines access the store at this moment.
         with self._store.patient(self.silence_seconds), store.patient(self.silence_seconds):
             self._store.write(f"beat/{self.rank}", self._beat.dump())
             self._peers = Peers(self._store, self._beat, self.rank, self.world_size)
@@ -161,29 +162,29 @@ class Watch:
         self._thread.start()
 
     def finish(self) -> None:
-        """Ends the watch of a process that has done its work: its silence from now on is no alarm."""
-        if self._thread is None or os.getpid() != self._beat.pid:  # a forked child has no thread, and not its sockets
+        """End the watch of a process that has done its work: from now on its silence is no alarm."""
+        # A forked child has no thread, and does not own its sockets.
+        if self._thread is None or os.getpid() != self._beat.pid:
             return
         self._stop.set()
         assert self._bell is not None
         self._bell.ring()
         self._thread.join(None if self._silent is None else BEAT_SECONDS)
-        if self._thread.is_alive():  # it waits for an answer of the store, and so would this one
+        if self._thread.is_alive():  # it waits for an answer of the store, and so would this thread
             return
         self._bell.close()
         self._thread = None
         if self.cause is None:
             assert self._store is not None
-            with contextlib.suppress(StoreError):  # the store may have gone with the process that held it
+            with contextlib.suppress(StoreError):  # the store may have ended with the process that held it
                 beat = replace(self._beat, count=self._beat.count + 1, done=True)
                 self._store.write(f"beat/{self.rank}", beat.dump())
 
     def hear_stops(self, say: Callable[[int, bool], None] | None) -> bool:
-        """From now on the first of the signals STOPS is a wish, seen in `asked_to_stop`, and a second one ends the
-        process at once. False where the watch does nothing and hears nothing.
+        """From now on the first of the signals STOPS is a request, shown in `asked_to_stop`, and a second one ends the
+        process at once. Returns False if the watch does nothing.
 
-        say: told which signal it was, and whether it ends the process; on the watch's thread. None: no wish is granted
-            any more.
+        say: called with the signal, and whether it ends the process; on the watch's thread. None: no more requests.
         """
         self._say = say
         if self._bell is None:
@@ -202,7 +203,7 @@ class Watch:
         peers: tuple[int, ...],
         limit_seconds: float | None = None,
     ) -> None:
-        """Publishes what the main thread is about to wait for.
+        """Announce what the main thread is about to wait for.
 
         limit_seconds: how long that may take; default: `timeout_seconds`.
 
@@ -217,17 +218,17 @@ class Watch:
             raise self._error()
 
     def arrived(self) -> None:
-        """The wait is over."""
+        """End the announced wait."""
         self._waiting = None
         if self._board is not None:
             self._board.clear(self.rank)
 
     def arrives_when(self, is_done: Callable[[], bool], limit_seconds: float) -> None:
-        """The main thread goes on and a GPU waits, at most so long: no library raises there. That wait is over when
-        `is_done()`, which the watch's thread asks: it must neither raise, nor wait, nor call CUDA.
+        """The main thread goes on and a GPU waits, at most this long; no library raises there. That wait is over when
+        `is_done()` is True, which the watch's thread calls: it must neither raise, nor wait, nor call CUDA.
 
-        When the GPU has failed the answer stays no. The main thread hears of that failure at its next call of CUDA,
-        much earlier than the limit, and reports it as the cause.
+        If the GPU has failed, it stays False. The main thread notices that failure at its next call of CUDA, much
+        earlier than the limit, and reports it as the cause.
         """
         if self._waiting is not None and self._thread is not None:
             self._on_device.append(_DeviceWait(self._waiting, is_done, limit_seconds))
@@ -235,15 +236,15 @@ class Watch:
 
     @property
     def waiting(self) -> Waiting | None:
-        """What the main thread waits for, or else the GPU: of what it has been given, the first that is not there."""
+        """Return what the main thread waits for, or else the GPU: its first pending transfer."""
         waiting = self._waiting
-        with contextlib.suppress(IndexError):  # the other thread may take the last one
+        with contextlib.suppress(IndexError):  # the other thread may remove the last one
             waiting = waiting or self._on_device[0].waiting
         return waiting
 
     @contextlib.contextmanager
     def during(self, what: str, communicator: str, peers: tuple[int, ...]) -> Iterator[None]:
-        """Round a blocking call of torch.distributed: announces it, and raises what `explain` finds when it fails."""
+        """Wrap a blocking call of torch.distributed: announce it, and raise the result of `explain` if it fails."""
         self.awaiting(what, "", communicator, peers)
         try:
             yield
@@ -252,12 +253,12 @@ class Watch:
         self.arrived()
 
     def check_members(self, group: dist.ProcessGroup, name: str, members: Sequence[int]) -> None:
-        """Makes sure that the connections of a new group of gloo lead to processes of this run. Collective over it.
+        """Make sure that the connections of a new gloo group lead to processes of this run. Collective over it.
 
         members: global ranks.
 
         Raises:
-            RunError: somebody else has connected in the place of one.
+            RunError: a stranger has connected in the place of a process.
         """
         secret = None if self._store is None else self._store.secret()
         if secret is None:
@@ -267,14 +268,14 @@ class Watch:
         if found:
             raise RunError(
                 f"communicator {name}: a program that is not part of this run has connected to process {self.rank} "
-                f"(pid {self._beat.pid}) in the place of {processes(found)}; look for who else uses this machine"
+                f"(pid {self._beat.pid}) in the place of {processes(found)}; check who else uses this machine"
             )
 
     def explain(self, error: Exception) -> RunError:
-        """The error to raise when a wait failed with `error`: finds the cause, or settles what it is.
+        """Return the error to raise when a wait failed with `error`: find the cause, or settle what it is.
 
-        A broken connection alone does not tell who is at fault, as the peer may be a victim too. So this waits for a
-        cause, up to the time after which a silent process is found, and only then blames the peer itself.
+        A broken connection alone does not tell who is at fault, because the peer may be a victim too. So this waits for
+        a cause, up to the time after which a silent process is found, and only then blames the peer itself.
         """
         self._main_knows = True
         waiting = self.waiting
@@ -289,7 +290,7 @@ class Watch:
             now = time.monotonic()
             try:
                 found = self._peers.first_death(ranks)
-                # Of several, one may have done all that it had to.
+                # One of several may have completed its part.
                 if found is None and (len(ranks) == 1 or now > deadline):
                     found = self._peers.departure(ranks)
             except StoreSilentError as silent:
@@ -305,14 +306,14 @@ class Watch:
         return self._error()
 
     def report_exception(self, error: BaseException) -> None:
-        """Tells all others why this process fails, unless there is a cause already: then `error` is a consequence, and
-        the cause is printed beside it. For the outermost handler."""
+        """Tell all others why this process fails, unless there is a cause already: then `error` is a consequence, and
+        the cause is printed with it. For the outermost handler."""
         self._main_knows = True
         if self._thread is None or os.getpid() != self._beat.pid:
             return
         if not self._cause_known.is_set():
             if isinstance(error, RuntimeError) and any(sign in str(error) for sign in BROKEN):
-                self.explain(error)  # from an operation that was not announced: this process may be a victim
+                self.explain(error)  # from an unannounced operation: this process may be a victim
             else:
                 self._settle(cause_of(error, self.rank), self._store)
         assert self.cause is not None
@@ -381,8 +382,8 @@ class Watch:
                     self._settle(peers.silence_of(neighbour, self.silence_seconds), store)
                     self._kill_siblings(neighbour)
             except StoreError as error:
-                # The store went with its host, or its host cannot be reached. A process that computes may well come to
-                # its end; one that waits will not, and neither should one whose launcher is no more.
+                # The store ended with its host, or its host cannot be reached. A process that computes may well
+                # complete; one that waits will not, and one whose launcher has died should not.
                 if isinstance(error, StoreSilentError):
                     self._silent = error
                     elapsed, last_time = elapsed + error.seconds, time.monotonic()
@@ -394,8 +395,8 @@ class Watch:
         self._end()
 
     def _kill_siblings(self, which: int | None = None) -> None:
-        """Under torchrun: ends the process `which` of this machine, or else all that are stopped. They hear nothing
-        else, and would hold up torchrun's end for half a minute. Elsewhere `supervisor` does this."""
+        """Under torchrun: kill the process `which` of this machine, or else all stopped ones, which ignore other
+        signals and would delay torchrun's end by half a minute. Elsewhere `supervisor` does this."""
         if self._launcher is None or self._is_orphan():
             return
         for rank, pid in siblings().items():
@@ -404,14 +405,14 @@ class Watch:
                     os.kill(pid, signal.SIGKILL)
 
     def _limited_wait(self) -> tuple[Waiting, float] | None:
-        """What the main thread waits for, or else the GPU, and how long it may, in seconds."""
+        """Return what the main thread waits for, or else the GPU, and the limit in seconds."""
         if (waiting := self._waiting) is not None:
             return waiting, self._limit_seconds + LATE_SECONDS
         on_device = self._first_on_device()
         return None if on_device is None else (on_device.waiting, on_device.limit_seconds)
 
     def _first_on_device(self) -> _DeviceWait | None:
-        """What the GPU waits for, of all that it has been given to wait for."""
+        """Return the first pending transfer of the GPU."""
         while self._on_device:
             first = self._on_device[0]
             if not first.is_done():
@@ -425,7 +426,7 @@ class Watch:
         return (rank + 1) % self.world_size
 
     def _end(self) -> None:
-        """Ends the process from this thread if the main thread does not."""
+        """End the process from this thread if the main thread does not."""
         if self._stop.wait(GRACE_SECONDS) or (self._main_knows and self._stop.wait(OWN_WAY_SECONDS)):
             return
         if self._on_cause is None:
@@ -435,7 +436,7 @@ class Watch:
     # -- causes ------------------------------------------------------------------------------------
 
     def _settle(self, cause: Cause, store: Store | None) -> None:
-        """Writes the cause, unless another was written before: then that one holds.
+        """Write the cause, unless another was written before: then that one counts.
 
         store: the client of this thread.
         """
@@ -446,7 +447,7 @@ class Watch:
             self._learn(cause)
 
     def _settle_stuck(self, peers: Peers, waiting: Waiting | None, store: Store | None) -> None:
-        """A wait lasted too long. Where the store does not answer either, no more is to be found out."""
+        """A wait lasted too long. If the store does not answer either, nothing more can be found out."""
         try:
             if self._silent is not None:
                 raise self._silent
@@ -474,7 +475,7 @@ class Watch:
         return RunError(f"{self.cause}; process {self.rank} was awaiting {self.waiting}")
 
     def _ended_by(self, number: int) -> Cause:
-        """The cause that a signal is for which no other was found."""
+        """Return the cause for a signal without any other cause."""
         name = signal.Signals(number).name
         return Cause(
             "dead", self.rank, f"process {self.rank} (pid {self._beat.pid}) was ended by signal {number} ({name})"
@@ -484,7 +485,7 @@ class Watch:
         return self._launcher is not None and os.getppid() != self._launcher
 
     def _lost(self, error: StoreError) -> Cause:
-        """The cause when the store is gone, or has not answered for too long."""
+        """Return the cause if the store is gone, or has not answered for too long."""
         if self._is_orphan():
             return _launcher_died()
         if isinstance(error, StoreSilentError):

@@ -1,22 +1,21 @@
 """The split backward: I leaves (input, output gradient) of every linear layer in a queue, W multiplies them.
 
 A linear layer of a stage becomes an instance of a subclass (its class is changed, so that wrappers and checkpointing
-see an ordinary module). While a microbatch whose backward is split is under way, its forward is an autograd function
-that holds the weight outside of autograd: the backward of that function gives the input's gradient and queues the rest.
-At all other times the layer is torch's own, so that fused and split backwards mix in one order.
+see an ordinary module). For a microbatch with a split backward, its forward is an autograd function that holds the
+weight outside of autograd: the backward of that function returns the input's gradient and queues the rest. Otherwise
+the layer is torch's own, so fused and split backwards can be mixed in one order.
 
     I    y.grad -> x.grad, and (x, y.grad) into the queue     norms and other small parameters get their gradient here
     W    weight.grad += y.grad^T x, bias.grad += sum y.grad
 
 Both tensors are queued detached: the saved input would keep its graph alive, and with it the stage's input. Nothing
-else stays between I and W, and what layers share (the input of the three projections of an attention) stays once.
-Gradients are those of the fused backward bit for bit: one product per use of a layer, uses within a microbatch summed
-in the order of autograd, then one addition, in the order of the W passes. What I/W split means: arXiv 2401.10241,
-section 2.
+else stays between I and W, and shared tensors (the input of the three projections of an attention) stay once. Gradients
+are bit for bit those of the fused backward: one product per use of a layer, uses within a microbatch summed in the
+order of autograd, then one addition, in the order of the W passes. The split is that of arXiv 2401.10241, section 2.
 
-Whoever reduces gradients over replicas has to wait for the last W (hooks at the end of a backward run in I, before it),
-and a W needs the same parameter objects that I saw, though not their values: a parameter may be sharded in between if
-it is whole again, as the same object, when gradients are reduced. Layers compiled by torch.compile: `compilation.py`.
+Reductions of gradients over replicas must wait for the last W (hooks at the end of a backward run in I, before it), and
+a W needs the same parameter objects as I, though not their values: a parameter may be sharded in between if it is whole
+again, as the same object, when gradients are reduced. Layers compiled by torch.compile: `compilation.py`.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ Key = tuple[int, int]
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """What W needs of one use of one layer."""
+    """The inputs of W for one use of one layer."""
 
     parameters: tuple[nn.Parameter, ...]
-    """Whose gradients `gradients` gives, in this order."""
+    """The parameters of `gradients`, in this order."""
     gradients: Callable[[], tuple[Tensor, ...]]
-    """Called once, without grad mode: new tensors, which become `.grad` or are added to it. What the callable holds
-    (detached tensors, please) is what stays between I and W; it is let go with the entry."""
+    """Called once, without grad mode: returns new tensors, which become `.grad` or are added to it. Only the tensors in
+    the callable (detached ones) stay between I and W; it is released with the entry."""
 
 
 class WeightGradients:
@@ -57,40 +56,40 @@ class WeightGradients:
 
     def __init__(self) -> None:
         self.under_way: Key | None = None
-        """The microbatch whose F, R or I is running, where its backward is split; else None."""
+        """The microbatch whose F, R or I is running, if its backward is split; else None."""
         self._entries: dict[Key, list[Entry]] = {}
 
     def __len__(self) -> int:
-        """Microbatches between their I and their W."""
+        """Number of microbatches between their I and their W."""
         return len(self._entries)
 
     def takes(self, hidden: Tensor) -> bool:
-        """Whether the weight gradient of what is computed from `hidden` now can wait. Without a graph there is nothing
-        to split, and a layer whose input needs no gradient would not be reached by I."""
+        """Return whether the weight gradient of a layer on `hidden` can wait. Without a graph there is nothing to
+        split, and I would not reach a layer whose input needs no gradient."""
         return self.under_way is not None and hidden.requires_grad and torch.is_grad_enabled()
 
     def begin(self, key: Key) -> None:
-        """I of that microbatch begins: it has a W, even if no layer leaves anything for it."""
+        """Start I of that microbatch: it has a W, even if no layer leaves an entry for it."""
         self.under_way = key
         self._entries[key] = []
 
     def add(self, entry: Entry) -> None:
-        """Called by layers from within the backward."""
+        """Add an entry. Called by layers from within the backward."""
         assert self.under_way is not None, "a layer whose backward is split ran outside of I"
         self._entries[self.under_way].append(entry)
 
     @torch.no_grad()
     def compute(self, key: Key) -> None:
-        """W: adds the gradients of that microbatch, in the order in which I came to the layers.
+        """W: add the gradients of that microbatch, in the order in which I reached the layers.
 
-        The uses of one parameter within the microbatch are summed before they are added, as autograd does it.
+        The uses of one parameter within the microbatch are summed before they are added, as in autograd.
         """
         entries = self._entries.pop(key)
         uses = Counter([id(parameter) for entry in entries for parameter in entry.parameters])
         sums: dict[int, Tensor] = {}
         entries.reverse()
         while entries:
-            entry = entries.pop()  # its tensors are let go one after the other
+            entry = entries.pop()  # its tensors are released one after the other
             for parameter, gradient in zip(entry.parameters, entry.gradients(), strict=True):
                 number = id(parameter)
                 summed = sums.pop(number).add_(gradient) if number in sums else gradient
@@ -101,13 +100,13 @@ class WeightGradients:
                     accumulate(parameter, summed)
 
     def clear(self) -> None:
-        """Forgets what a step that failed may have left."""
+        """Forget the remains of a failed step."""
         self._entries.clear()
         self.under_way = None
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Adds a gradient as autograd would, with the hooks that Python can see. Every gradient of a W comes by here.
+    """Add a gradient as autograd would, with the hooks that Python can see. Every gradient of a W passes here.
 
     `Tensor.register_hook` may replace the gradient, then it becomes `.grad` or is added to it, then those of
     `register_post_accumulate_grad_hook` run. Hooks on the parameter's node of the graph do not.
@@ -128,14 +127,14 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 def split_layers(module: nn.Module, queue: WeightGradients) -> list[str]:
-    """Lets the linear layers of a module take part in split backwards.
+    """Let the linear layers of a module take part in split backwards.
 
-    Only `nn.Linear` and `Conv1D` themselves: what subclasses and other modules do with their parameters is not known.
-    A layer whose parameters are not its own (computed by a hook, or used by another kind of module as well) stays what
-    it is.
+    Only `nn.Linear` and `Conv1D` themselves are split: subclasses and other modules may use their parameters in unknown
+    ways. A layer whose parameters are not its own (computed by a hook, or also used by another kind of module) stays
+    unchanged.
 
-    Returns the names of the trained matrices (parameters of two and more dimensions) that do not: their gradient is
-    made in I, which is right, but leaves less for W.
+    Returns the names of the other trained matrices (parameters of two or more dimensions): their gradient is computed
+    in I, which is correct, but leaves less for W.
     """
     foreign = {
         parameter
@@ -160,7 +159,7 @@ def split_layers(module: nn.Module, queue: WeightGradients) -> list[str]:
 
 
 def report_unsplit(names: Iterable[str]) -> None:
-    """Tells the user in one line which matrices leave nothing for W; layers of one kind are named once."""
+    """Tell the user in one line which matrices leave nothing for W; layers of one kind are named once."""
     kinds = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
     if kinds:
         listed = ", ".join(name if count == 1 else f"{name} ({count} times)" for name, count in kinds.items())
@@ -172,7 +171,7 @@ class SplitLinear(nn.Linear):
 
     _weight_gradients: WeightGradients
     _tapped: Taps | None = None
-    """Set by `compilation.py` while it calls the layer of the model that this one belongs to."""
+    """Set by `compilation.py` while it calls the layer of the model that contains this one."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self._tapped is not None:
@@ -205,7 +204,7 @@ _SPLIT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: SplitLinear
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether a layer can be split: torch's own class, its parameters what they are called."""
+    """Return whether a layer can be split: torch's own class, with its usual parameters."""
     return (
         type(module) in _SPLIT_CLASSES
         and module._parameters.keys() == {"weight", "bias"}
@@ -215,13 +214,13 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_split(layer: Linear, hidden: Tensor) -> bool:
-    """Whether this use of a layer goes through the queue. Where the weight is frozen, the bias's gradient is soon
-    made."""
+    """Return whether this use of a layer goes through the queue. If the weight is frozen, the bias's gradient is cheap
+    to compute at once."""
     return layer._weight_gradients.takes(hidden) and is_trained(layer)
 
 
 def is_trained(layer: Linear) -> bool:
-    weight = layer._parameters["weight"]  # a module's attributes are slow
+    weight = layer._parameters["weight"]  # module attributes are slow
     return weight is not None and weight.requires_grad
 
 
@@ -230,15 +229,15 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, layer: Linear, transposed: bool) -> Tensor:
-        parameters = layer._parameters  # a module's attributes are slow
+        parameters = layer._parameters  # module attributes are slow
         weight, bias = parameters["weight"], parameters["bias"]
         assert weight is not None
         ctx.save_for_backward(hidden)
         ctx.of = layer, transposed, transposed or bias is None or _in_rows(hidden)
-        if only_saves():  # the forward runs again for what it saves, and this is the last of it
+        if only_saves():  # a repeated forward that needs only saved tensors, and this is the last one
             return hidden.new_empty((*hidden.shape[:-1], weight.shape[1 if transposed else 0]))
         output = functional.linear(hidden, weight.t() if transposed else weight, bias)
-        # Some models change it in place, and autograd lets nobody do that to a view which a function returns.
+        # Some models change it in place, which autograd forbids for a view returned by a function.
         return output.new_empty(0).set_(output) if output._is_view() else output  # type: ignore[call-overload]
 
     @staticmethod
@@ -252,14 +251,14 @@ class _Linear(torch.autograd.Function):
 
 
 def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
-    """[..., out] times [out, in]: one product of matrices whatever the layout, as in torch's own backward."""
+    """Return [..., out] times [out, in]: one matrix product for any layout, as in torch's own backward."""
     if gradient.is_contiguous():
         return gradient.matmul(weight)
     return (gradient.reshape(-1, weight.shape[0]) @ weight).view(*gradient.shape[:-1], weight.shape[1])
 
 
 class _TappedLinear(torch.autograd.Function):
-    """x W^T + b, whose backward hands out x and the gradient of the output [tokens, ...] as the gradients of taps."""
+    """x W^T + b, whose backward returns x and the gradient of the output [tokens, ...] as the gradients of taps."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, transposed: bool, *given: Tensor) -> Tensor:
@@ -277,14 +276,14 @@ class _TappedLinear(torch.autograd.Function):
 
 
 def _in_rows(hidden: Tensor) -> bool:
-    """Whether torch's linear layer looks at this input as rows of a matrix. If not, it adds the bias in all dimensions,
-    and so it sums the bias's gradient."""
+    """Return whether torch's linear layer treats this input as rows of a matrix. If not, it adds the bias in all
+    dimensions, and sums the bias's gradient over them."""
     dimensions = hidden.dim()
     return dimensions <= 2 or (dimensions == 3 and hidden.stride(0) == hidden.stride(1) * hidden.size(1))
 
 
 def linear_entry(layer: Linear, hidden: Tensor, gradient: Tensor, transposed: bool, in_rows: bool = True) -> Entry:
-    """One use of a linear layer.
+    """Return the entry for one use of a linear layer.
 
     Args:
         hidden: its input [..., in], detached.

@@ -1,9 +1,10 @@
-"""What one process does before it can take part: find the others, start the watch, open the default process group.
+"""The start of one process: find the others, start the watch, open the default process group.
 
-The same under torchrun and under `launch`. Outside both, a process is alone: no group, a watch that does nothing.
+This is the same under torchrun and under `launch`. Outside of both, a process is alone, with no group and a watch that
+does nothing.
 
-Processes of `launch` meet in a folder that only their user may enter, and connect to each other on loopback: nobody
-else reaches them. Those of torchrun meet in its store, on a port that is open to whoever reaches its machine.
+Processes of `launch` meet in a folder that only their user may enter, and connect to each other on loopback, which no
+other machine reaches. Those of torchrun meet in its store, on a port that is open to everyone who reaches its machine.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from evenpipe.runtime.watch import Watch
 logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 1800.0
-"""Default limit of a wait among processes that are all alive. Long, since one may save a checkpoint while the others
-wait; dead and hung processes are found much earlier, by the watch."""
+"""Default limit of a wait among live processes. Long, because one may save a checkpoint while the others wait; dead and
+hung processes are found much earlier, by the watch."""
 
 SILENCE_SECONDS = 30.0
-"""Default time without a sign of life after which a process is given up."""
+"""Default time without a sign of life after which a process counts as dead."""
 
 START_SECONDS = 600.0
-"""How long processes may take to arrive: the slowest import of torch on a cold network file system, and the first use
-of a GPU."""
+"""How long processes may take to start: the slowest import of torch on a cold network file system, and the first use of
+a GPU."""
 
 POLL_SECONDS = 0.25
 
@@ -54,7 +55,8 @@ STORE_FOLDER = "EVENPIPE_STORE_FOLDER"
 """In the environment of processes that `launch` starts: the folder in which they meet."""
 
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
-"""Where torchrun, srun and mpirun say which process of its machine this one is. The first that is set holds."""
+"""Variables in which torchrun, srun and mpirun give the number of a process on its machine. The first that is set
+counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +66,23 @@ class Worker:
     rank: int
     world_size: int
     torch_device: torch.device
-    """Where tensors of this process live."""
+    """Device of this process's tensors."""
     timeout_seconds: float
     """Limit for every process group."""
     watch: Watch
     store: Store | None
-    """Where processes of this run leave texts for each other; None for a process that is alone."""
+    """Store for texts between processes of this run; None for a process that is alone."""
 
     def mark(self, name: str) -> None:
-        """Leaves a mark for `wait_for_mark` of the others. Raises StoreError where the store is gone."""
+        """Leave a mark for `wait_for_mark` of the others. Raises StoreError if the store is gone."""
         if self.store is not None:
             with self.store.patient(self.watch.silence_seconds):
                 self.store.write(name, "")
 
     def wait_for_mark(self, name: str, what: str, needed_by: str) -> None:
-        """Returns once the first process has left the mark, however long its work takes.
+        """Return when the first process has left the mark, however long its work takes.
 
-        what, needed_by: of this wait, for the message of a failure.
+        what, needed_by: description of this wait, for error messages.
 
         Raises:
             RunError: the run has failed.
@@ -90,7 +92,7 @@ class Worker:
         while not found:
             self.watch.awaiting(what, needed_by, "store", (0,))
             time.sleep(POLL_SECONDS)
-            with contextlib.suppress(StoreSilentError):  # for how long it may be silent the watch knows
+            with contextlib.suppress(StoreSilentError):  # the watch knows how long it may be silent
                 found = self.store is None or self.store.has([name])
         self.watch.arrived()
 
@@ -105,22 +107,22 @@ def initialise_worker(
     start_seconds: float = START_SECONDS,
     torch_device: torch.device | str | None = None,
 ) -> Worker:
-    """Makes this process ready to communicate, once; a second call returns what the first one made.
+    """Make this process ready to communicate, once; a second call returns the same worker.
 
-    Under torchrun (environment variable RANK) it joins the others and opens the default process group, unless that is
-    open already: gloo on CPUs, NCCL beside gloo where every process has a GPU of its own, gloo alone where processes
-    share one. From then on an exception that nobody catches ends all processes, with its text.
+    Under torchrun (environment variable RANK) it joins the others and opens the default process group, unless it is
+    open already: gloo on CPUs, NCCL and gloo if every process has its own GPU, only gloo if processes share one. From
+    then on an uncaught exception ends all processes, with its text.
 
     timeout_seconds: limit of a wait among live processes.
-    silence_seconds: a process without a sign of life for this long is given up.
-    start_seconds: how long processes may take to arrive.
-    torch_device: default: a GPU where there is one, else the CPU. Which GPU: the one that the default process group is
-        bound to; else by this process's number on its machine, if torchrun, srun or mpirun says one; else the current
+    silence_seconds: a process without a sign of life for this long counts as dead.
+    start_seconds: how long processes may take to start.
+    torch_device: default: a GPU if there is one, else the CPU. The GPU is the one that the default process group is
+        bound to; else by this process's number on its machine, if torchrun, srun or mpirun gives one; else the current
         one. It becomes the current one.
 
     Raises:
         InputError: torch_device is not a device of this machine, or not the one that the default group is bound to.
-        RunError: some processes did not arrive; names them.
+        RunError: some processes did not start; names them.
     """
     if _this is not None:
         return _this
@@ -143,14 +145,14 @@ def initialise_worker(
 
 
 def current_watch() -> Watch | None:
-    """The watch of this process, if there are others to watch."""
+    """Return the watch of this process, if there are others to watch."""
     return None if _this is None or _this.world_size == 1 else _this.watch
 
 
 def finish_worker() -> None:
-    """Ends this process's part in good order: from now on its silence is no alarm.
+    """End this process's part in good order: from now on its silence is no alarm.
 
-    For a process that is about to leave by os._exit; otherwise Python does the same at its end. Without effect where
+    For a process that is about to leave by os._exit; otherwise Python does the same at its end. No effect if
     initialise_worker has not been called.
     """
     if _this is None:
@@ -177,7 +179,7 @@ def start_worker(
         return _this
     store, groups, rank, world_size = _meeting_place(start_seconds)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler is deaf during a gloo wait
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler is blocked during a gloo wait
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     watch = Watch(
         store,
@@ -192,7 +194,7 @@ def start_worker(
     device, identity = torch.device("cpu"), ""
     fault: Exception | None = None
     try:
-        # Before anybody listens for beats: the first use of a GPU takes seconds and keeps the interpreter's lock.
+        # Before the others expect beats: the first use of a GPU takes seconds and keeps the interpreter's lock.
         device, identity = _own_device(torch_device)
     except Exception as error:
         fault = error  # for the others too, once they are here
@@ -223,8 +225,8 @@ def start_worker(
 
 
 def _meeting_place(start_seconds: float) -> tuple[Store, Any, int, int]:
-    """Where this process meets the others: the store for what they tell each other, torch's store for groups, its rank
-    and their number."""
+    """Return where this process meets the others: the store for messages, torch's store for groups, its rank and their
+    number."""
     if folder := os.environ.get(STORE_FOLDER):
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         return FolderStore(Path(folder)), FileStore(str(Path(folder) / "groups"), world_size), rank, world_size
@@ -237,11 +239,11 @@ def _meeting_place(start_seconds: float) -> tuple[Store, Any, int, int]:
 
 
 def meet(store: Store, rank: int, world_size: int, limit_seconds: float) -> None:
-    """Waits until all processes are here, before anything that would wait for a missing one without naming it.
+    """Wait until all processes are here, before any wait that would not name a missing one.
 
     Raises:
-        RunError: the limit passed, or SIGTERM came, as from torchrun when one has failed; names the missing ones. Or
-            one that was here already has died on this machine.
+        RunError: the limit passed, or SIGTERM arrived, as from torchrun when one has failed; names the missing ones. Or
+            a process that was here already has died on this machine.
     """
     own = Beat(0, machine(), os.getpid(), started(os.getpid()) or "")
     deadline, pause = time.monotonic() + limit_seconds, 0.005
@@ -259,19 +261,19 @@ def meet(store: Store, rank: int, world_size: int, limit_seconds: float) -> None
                         in_time = f"did not start within {limit_seconds:g} s"
                         what = "had not started when SIGTERM came" if terminated else in_time
                         fault = f"{processes(missing)} of {world_size} {what}"
-                if fault is not None or store.has(["no start"]):  # the first finding holds: others follow from it
+                if fault is not None or store.has(["no start"]):  # the first finding counts: others follow from it
                     raise RunError(words(store.settle("no start", fault or "")))
                 time.sleep(pause)
                 pause = min(2 * pause, 0.5)
     except StoreError as error:
         raise RunError(f"process {rank} lost the store of the run before all processes had started: {error}") from error
     if terminated:
-        os.kill(os.getpid(), signal.SIGTERM)  # came too late for this; the watch hears it
+        os.kill(os.getpid(), signal.SIGTERM)  # came too late for this; the watch handles it
 
 
 @contextlib.contextmanager
 def _sigterm_noticed() -> Iterator[list[int]]:
-    """SIGTERM fills the list, unless the program handles that signal itself."""
+    """SIGTERM appends to the list, unless the program handles that signal itself."""
     numbers: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield numbers
@@ -287,11 +289,11 @@ def _sigterm_noticed() -> Iterator[list[int]]:
 
 
 def device_of_pipeline(worker: Worker, wanted: torch.device | None) -> torch.device:
-    """Where one of this process's pipelines computes. Default: where the process does.
+    """Return where one of this process's pipelines computes. Default: the process's own device.
 
     Raises:
-        InputError: on another GPU. Groups are bound to the one that the process began with, and kernels and streams go
-            to the current one, of which there cannot be two.
+        InputError: on another GPU. Groups are bound to the process's first GPU, and kernels and streams use the current
+            one, so there cannot be two.
     """
     own = worker.torch_device
     alike = wanted is not None and wanted.type == own.type
@@ -300,14 +302,14 @@ def device_of_pipeline(worker: Worker, wanted: torch.device | None) -> torch.dev
     if alike or bound_device() is not None:
         raise InputError(
             f"torch_device: {str(wanted)!r}, but this process computes on {own} since its first call of "
-            f"initialise_worker or Pipeline, expected {str(own)!r}; another one is for that call to choose"
+            f"initialise_worker or Pipeline, expected {str(own)!r}; choose another one in that call"
         )
     return _own_device(wanted)[0]
 
 
 def _own_device(wanted: torch.device | str | None) -> tuple[torch.device, str]:
-    """The device of this process, which becomes the current one and ready for use, and what tells it from all others in
-    the world."""
+    """Return the device of this process, made current and ready for use, and an id that distinguishes it from all
+    others in the world."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
         device = torch.device(wanted if wanted is not None else "cuda" if count else "cpu")
@@ -326,12 +328,12 @@ def _own_device(wanted: torch.device | str | None) -> tuple[torch.device, str]:
     if device.index is None or device.index >= count:
         raise InputError(f"torch_device: {wanted!r}, but this process sees {count} GPUs")
     torch.cuda.set_device(device)
-    torch.cuda.synchronize(device)  # the driver opens the device now, and not at the first operation
+    torch.cuda.synchronize(device)  # the driver opens the device now, not at the first operation
     return device, str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _index_of_gpu(count: int) -> int:
-    """Of the `count` GPUs that this process sees, which may be its own one alone."""
+    """Return the index among the `count` GPUs that this process sees, which may be only its own."""
     for name in LOCAL_RANKS:
         if number := os.environ.get(name):
             return int(number) % count
@@ -339,9 +341,9 @@ def _index_of_gpu(count: int) -> int:
 
 
 def _each_its_own(identity: str, store: Any, rank: int, world_size: int) -> bool:
-    """Whether no two processes share a GPU, which NCCL refuses. By UUID: each may see only its own, as number 0.
+    """Return whether no two processes share a GPU, which NCCL refuses. By UUID: each may see only its own, as number 0.
 
-    store: torch's, where a question waits for its answer.
+    store: torch's, where a request waits for its answer.
     """
     store.set(f"gpu/{rank}", identity)
     if rank == 0:

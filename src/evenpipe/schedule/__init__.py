@@ -1,4 +1,4 @@
-"""What runs where and in which order. Pure Python, no torch.
+"""Schedules: what runs where, and in which order. Pure Python, no torch.
 
 Schedules are data: a generator writes an order, transforms lower it to a program, the checker passes it, and the event
 model times it.

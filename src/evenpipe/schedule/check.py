@@ -1,13 +1,13 @@
-"""Is an order or a program sound? Every fault is listed, not only the first.
+"""Check whether an order or a program is sound. Every fault is listed, not only the first.
 
-An order is sound when every pass that its placement, microbatches and barriers call for stands exactly once on the
-right device, no pass stands before one of its own row that it needs, and all devices come to the end of their rows.
-Every F has its B, or its I and W, so every activation that is stored is released. A program moreover has every transfer
-exactly once on each of its members, where it belongs, and completes whichever way the library queues transfers
-(`queues`). Where limits are given, no device holds more.
+An order is sound if every pass that its placement, microbatches and barriers require appears exactly once on the right
+device, no pass comes before one that it needs in its own row, and all devices reach the end of their rows. Every F has
+its B, or its I and W, so every stored activation is released. A program also has every transfer exactly once on each of
+its members, at a valid position, and completes for every way of queueing transfers (`queues`). If limits are given,
+every device stays within them.
 
-Sound ones are proven quickly (`proof`); only what is not proven is looked at item by item. Whether rows complete is
-looked at as if what is missing had been done, so that a fault which is named already does not hide others.
+A quick proof (`proof`) covers sound schedules; only the rest is examined item by item. Completion is checked as if
+missing items had been done, so that one fault does not hide others.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .timing import run
 
 
 def check_order(order: Order, limits: Limits | None = None) -> Report:
-    """Every fault of `order`, and how many stage activations each device holds at most.
+    """Return every fault of `order`, and the most stage activations in flight on each device.
 
-    Raises InputError for rows of anything but passes, and for limits that are none.
+    Raises InputError for rows that contain anything but passes, and for invalid limits.
     """
     _refuse_others(order.rows, {Pass, NoneType}, "a pass")
     out_of_place, out_of_order, _ = _order_faults(order, order.rows)
@@ -43,12 +43,12 @@ def check_order(order: Order, limits: Limits | None = None) -> Report:
 
 
 def check_program(program: Program, limits: Limits | None = None) -> Report:
-    """Every fault of `program`, of its passes and of its transfers; positions count both.
+    """Return every fault of `program`, of its passes and its transfers; positions count both.
 
-    Raises InputError for rows of anything but passes and transfers, and for limits that are none.
+    Raises InputError for rows that contain anything but passes and transfers, and for invalid limits.
     """
     _refuse_others(program.rows, {Pass, Transfer, NoneType}, "a pass or transfer")
-    # Idle slots in the place of transfers keep positions as they are in the program.
+    # Idle slots replace transfers, so positions stay those of the program.
     passes = tuple(tuple(item if isinstance(item, Pass) else None for item in row) for row in program.rows)
     order = Order(program.placement, program.microbatches, passes, program.barriers, program.forward_only)
     faults: list[Fault] = []
@@ -65,7 +65,7 @@ def check_program(program: Program, limits: Limits | None = None) -> Report:
 def _order_faults(
     order: Order, rows: Rows, dependencies: Dependencies | None = None
 ) -> tuple[list[Fault], list[Fault], Graph]:
-    """Faults of what stands in no row or in the wrong one, those of the order of rows, and the graph."""
+    """Return faults of missing, extra and misplaced passes, faults in the order of rows, and the graph."""
     out_of_place: list[Fault] = []
     out_of_order: list[Fault] = []
     graph = Graph.of(order, dependencies, absent_is_done=True)

@@ -1,4 +1,4 @@
-"""Is the schedule in a file sound? All that the command line says of it."""
+"""Check the schedule in a file, for the command line."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .timeline import peak_activations
 from .words import count
 
 SHOWN = 1000
-"""Faults that the text for people shows; the one for JSON has all."""
+"""Most faults in the text for people; JSON has all."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileReport:
-    """What a check of `schedule` found; `in_flight` and `peak_bytes` per device, the latter None without bytes."""
+    """The result of checking `schedule`; `in_flight` and `peak_bytes` are per device, the latter None without bytes."""
 
     schedule: Order | Program
     faults: tuple[Fault, ...]
@@ -33,11 +33,11 @@ class FileReport:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no faults."""
         return not self.faults
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report as a dict for JSON."""
         return {
             "sound": self.sound,
             "faults": [
@@ -54,11 +54,12 @@ class FileReport:
         }
 
     def text(self) -> str:
-        """For people: the faults, up to `SHOWN` and each with the rows around it, or what the schedule is."""
+        """Return the report as text: up to `SHOWN` faults, each with the rows around it, or a description of the
+        schedule."""
         if not self.sound:
             lines = [count(len(self.faults), "fault"), *map(str, self.faults[:SHOWN])]
             more = len(self.faults) - SHOWN
-            return "\n".join([*lines, f"and {more} more, which --json lists"] if more > 0 else lines)
+            return "\n".join([*lines, f"and {more} more; --json lists all"] if more > 0 else lines)
         what = "a program with transfers" if isinstance(self.schedule, Program) else "an order"
         if self.schedule.forward_only:
             what += ", for evaluation,"
@@ -84,10 +85,10 @@ def check_file(
     memory_limit: float | Sequence[float] | None = None,
     bytes_limit: float | Sequence[float] | None = None,
 ) -> FileReport:
-    """Every fault of the order or program in a CSV file.
+    """Return every fault of the order or program in a CSV file.
 
-    memory_limit: stage activations that each device may hold. bytes_limit: bytes, as `costs` count them. Raises
-    InputError when the file holds no schedule, when `costs` have lists of another length or lack a kind that a sound
+    memory_limit: most stage activations per device. bytes_limit: most bytes, with the sizes of `costs`. Raises
+    InputError if the file contains no schedule, if `costs` have lists of the wrong length or lack a kind that a sound
     schedule has, and for a limit in bytes without costs that have bytes.
     """
     schedule = read_schedule(path)
@@ -109,7 +110,7 @@ def check_file(
 
 
 def _known(order: Order, device: int) -> Iterator[Pass]:
-    """The passes of a device that are of stages which exist."""
+    """Return the passes of a device whose stages exist."""
     for item in order.passes(device):
         if all(part.stage is None or part.stage < order.placement.stages for part in parts_of(item)):
             yield item

@@ -1,4 +1,4 @@
-"""Does every device stay within its memory?"""
+"""Check that every device stays within its memory."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from .words import count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What each device may hold: one number, or one per device; None is no limit."""
+    """Limits per device: one number, or one per device; None is no limit."""
 
     activations: float | Sequence[float] | None = None
     """Stage activations that were forwarded and not yet released."""
     bytes: float | Sequence[float] | None = None
-    """Bytes, as `costs` counts them."""
+    """Bytes, with the sizes of `costs`."""
     costs: Costs | None = None
-    """Its `memory` or `bytes` say what passes store and release."""
+    """Its `memory` or `bytes` give the bytes that passes store and release."""
 
 
 def check_limits(schedule: Order | Program, limits: Limits) -> Iterator[Fault]:
-    """For each device and limit, where the row first exceeds it.
+    """Return, for each device and limit, the position where the row first exceeds it.
 
-    Bytes are counted pass by pass along the row. Rows that only evaluate store nothing. Raises InputError for limits
-    that are none, and for bytes without costs.
+    Bytes are counted pass by pass along the row. Rows that only evaluate store nothing. Raises InputError for invalid
+    limits, and for limits in bytes without costs.
     """
     if limits.activations is not None:
         bounds = limits_per_device(limits.activations, schedule.devices)
@@ -45,14 +45,14 @@ def check_limits(schedule: Order | Program, limits: Limits) -> Iterator[Fault]:
         bounds = limits_per_device(limits.bytes, schedule.devices, "bytes")
         deltas = None if limits.costs is None else limits.costs.memory_deltas(schedule.placement)
         if deltas is None:
-            raise InputError("a limit in bytes needs costs that say what passes store: bytes, or memory")
+            raise InputError("a limit in bytes needs costs with the field bytes or memory")
         yield from _exceeded(schedule, bounds, deltas, "bytes")
 
 
 def _exceeded(
     schedule: Order | Program, limits: Sequence[float], deltas: dict[Kind, tuple[float, ...]], unit: str
 ) -> Iterator[Fault]:
-    """`deltas`: what each kind adds, per stage, or per device for vocabulary passes."""
+    """`deltas`: bytes that each kind adds, per stage, or per device for vocabulary passes."""
     if schedule.forward_only:
         return
     for device, (row, limit) in enumerate(zip(schedule.rows, limits, strict=True)):
@@ -61,7 +61,7 @@ def _exceeded(
             before = held
             for part in parts_of(item) if isinstance(item, Pass) else ():
                 sizes, index = deltas.get(part.kind, ()), device if part.stage is None else part.stage
-                held += sizes[index] if index < len(sizes) else 0.0  # A stage that does not exist is a fault already.
+                held += sizes[index] if index < len(sizes) else 0.0  # A stage that does not exist is a separate fault.
                 if held > limit * (1 + 1e-9) and held > before:
                     break
             else:
@@ -74,8 +74,8 @@ def _exceeded(
 def limits_per_device(
     limit: float | Sequence[float], devices: int, unit: str = "stage activations", *, least: float = 0
 ) -> tuple[float, ...]:
-    """One limit per device. Raises InputError unless these are finite numbers above 0 and of at least `least`, one or
-    as many as devices."""
+    """Return one limit per device. Raises InputError unless all are finite numbers above 0 and at least `least`, and
+    there are one or as many as devices."""
     limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * devices
     if len(limits) != devices:
         has = f"{count(len(limits), 'number')} for {count(devices, 'device')}"

@@ -1,4 +1,4 @@
-"""Is every pass there, once, on its device, and behind what it needs from its own row?"""
+"""Check that every pass appears once, on its device, and after the passes of its row that it needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rows = Sequence[Sequence[Item | None]]
 
 
 def check_passes(order: Order, rows: Rows) -> Iterator[Fault]:
-    """Faults of the rows of `order`, one by one; `rows` are what messages show, with the same positions."""
+    """Return the faults of the rows of `order`, one by one; messages show `rows`, which have the same positions."""
     for device in range(order.devices):
         positions: dict[What, dict[int, int]] = {}
         yield from _out_of_place(order, device, rows, positions)
@@ -25,20 +25,21 @@ def check_passes(order: Order, rows: Rows) -> Iterator[Fault]:
 
 
 def check_own_needs(order: Order, rows: Rows) -> Iterator[Fault]:
-    """Passes that stand before one of their own row that they need."""
+    """Return faults of passes that come before a pass of their row that they need."""
     dependencies = Dependencies.of(order)
     for device, row in enumerate(order.rows):
         places = Places.of(row, order.microbatches)
         for position, part, there in unmet_in_row(places, row, 0, partial(dependencies.rule, device)):
             if there is not None:
-                what = f"{part} stands before {brief(row[there])} at position {there}, which it needs"
+                what = f"{part} comes before {brief(row[there])} at position {there}, which it needs"
                 if there == position:
-                    what = f"{part} stands before the part of {brief(row[there])} that it needs"
+                    what = f"{part} comes before the part of {brief(row[there])} that it needs"
                 yield Fault(device, position, what, neighbours(rows, device, position))
 
 
 def _out_of_place(order: Order, device: int, rows: Rows, positions: dict[What, dict[int, int]]) -> Iterator[Fault]:
-    """What stands in a row and should not. The rest goes into `positions`: kind and stage -> microbatch -> position."""
+    """Return faults of items that do not belong in a row. The others go into `positions`: kind and stage -> microbatch
+    -> position."""
     wanted = vocabulary_kinds(order.barriers, order.forward_only)
     for position, item in enumerate(order.rows[device]):
         for part in parts_of(item) if item else ():
@@ -46,22 +47,22 @@ def _out_of_place(order: Order, device: int, rows: Rows, positions: dict[What, d
             if not what and part.microbatch is not None:
                 seen = positions.setdefault((part.kind, part.stage), {})
                 if part.microbatch in seen:
-                    what = f"{part} stands at position {seen[part.microbatch]} already"
+                    what = f"{part} is already at position {seen[part.microbatch]}"
                 seen.setdefault(part.microbatch, position)
             if what:
                 yield Fault(device, position, what, neighbours(rows, device, position))
 
 
 def _wrong(order: Order, device: int, item: Pass, wanted: frozenset[Kind]) -> str:
-    """Why `item` does not belong on `device`, or nothing."""
+    """Return why `item` does not belong on `device`, or None."""
     if order.forward_only and item.kind in BACKWARD_KINDS:
-        return f"{item} has no place in an order that only evaluates"
+        return f"{item} is not allowed in an order that only evaluates"
     if item.kind in VOCABULARY_KINDS and item.kind not in wanted:
-        return f"{item} has no place in an order with {order.barriers} barriers"
+        return f"{item} is not allowed in an order with {order.barriers} barriers"
     if item.kind is Kind.OVERLAP_F_B:
-        return f"{item} is no pass: it has no parts"
+        return f"{item} is not a pass: it has no parts"
     if (item.stage is not None, item.microbatch is not None) != SHAPES[item.kind]:
-        return f"{item} is no pass: {item.kind} has {'a' if SHAPES[item.kind][0] else 'no'} stage and " + (
+        return f"{item} is not a pass: {item.kind} has {'a' if SHAPES[item.kind][0] else 'no'} stage and " + (
             f"{'a' if SHAPES[item.kind][1] else 'no'} microbatch"
         )
     if item.stage is not None:
@@ -70,14 +71,14 @@ def _wrong(order: Order, device: int, item: Pass, wanted: frozenset[Kind]) -> st
         if order.placement.device_of(item.stage) != device:
             return f"{item} belongs to device {order.placement.device_of(item.stage)}"
     if item.microbatch is not None and not 0 <= item.microbatch < order.microbatches:
-        return f"{item} is of no microbatch; microbatches are 0 to {order.microbatches - 1}"
+        return f"{item} names a microbatch that does not exist; microbatches are 0 to {order.microbatches - 1}"
     if item.slice:
-        return f"{item} is a part of a sequence, but sequences are not cut"
+        return f"{item} is for a slice of a sequence, but sequences are not cut"
     return ""
 
 
 def _missing(order: Order, device: int, rows: Rows, positions: dict[What, dict[int, int]]) -> Iterator[Fault]:
-    """What a row should have and has not, and backwards that stand there both whole and split."""
+    """Return faults of missing passes, and of backwards that appear both whole and split."""
 
     def absent(kind: Kind, stage: int | None, microbatches: range, why: str = "") -> Fault:
         first, last = (Pass(kind, stage, microbatches[index]) for index in (0, -1))
@@ -99,7 +100,7 @@ def _missing(order: Order, device: int, rows: Rows, positions: dict[What, dict[i
                 continue
             if has[Kind.B] and (has[Kind.I] or has[Kind.W]):
                 position = found[Kind.I if has[Kind.I] else Kind.W][microbatches[0]]
-                what = f"{Pass(Kind.B, stage, microbatches[0])} has run whole, and a part of it stands here again"
+                what = f"{Pass(Kind.B, stage, microbatches[0])} has run whole, and a part of it appears here again"
                 yield Fault(device, position, what, neighbours(rows, device, position))
             elif not (has[Kind.B] or has[Kind.I] or has[Kind.W]):
                 yield absent(Kind.B, stage, microbatches, ", so its activations are never released")
@@ -111,13 +112,13 @@ def _missing(order: Order, device: int, rows: Rows, positions: dict[What, dict[i
                 if not has[Kind.O]:
                     yield absent(Kind.O, stage, microbatches, ", so its activations are not on the host")
                 if not has[Kind.D]:
-                    yield absent(Kind.D, stage, microbatches, ", so the memory that was copied is never given back")
+                    yield absent(Kind.D, stage, microbatches, ", so the copied memory is never freed")
                 if not has[Kind.L]:
-                    yield absent(Kind.L, stage, microbatches, ", so its activations never come back")
+                    yield absent(Kind.L, stage, microbatches, ", so its activations are never copied back")
 
 
 def runs(there: Collection[int], microbatches: int) -> Iterator[range]:
-    """All microbatches in turn, one by one, but gaps of more than `LISTED` that are not `there` at once."""
+    """Return the microbatches that are not `there`, grouped: single ones up to `LISTED`, longer gaps as ranges."""
     before = 0
     for microbatch in (*sorted(there), microbatches):
         gap = range(before, microbatch)
@@ -131,4 +132,4 @@ def runs(there: Collection[int], microbatches: int) -> Iterator[range]:
 
 
 LISTED = 100
-"""Missing microbatches in a row that are named one by one."""
+"""Most missing microbatches of a gap that are listed one by one."""

@@ -1,4 +1,4 @@
-"""Does a program have every transfer, once on each member, where it belongs?"""
+"""Check that a program has every transfer, once on each member, at a valid position."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .passes import Pass, Transfer, parts_of
 from .program import Program
 
 Carried = tuple[int, int]
-"""Number of a route and a microbatch: one transfer, at whichever member."""
+"""Number of a route, and a microbatch: one transfer, on whichever member."""
 
 
 def check_transfers(program: Program, dependencies: Dependencies) -> tuple[list[Fault], list[Fault]]:
-    """Faults of the transfers of `program`: those out of place (missing, repeated, unknown, wrongly addressed), and
-    those that stand at the wrong place (too early or late, in another order than on another member)."""
+    """Return the faults of the transfers of `program`: missing, repeated, unknown or wrongly addressed ones, and those
+    at a wrong position (too early or late, or in another order than on another member)."""
     places: list[dict[Carried, int]] = []
     out_of_place: list[Fault] = []
     out_of_order: list[Fault] = []
@@ -34,20 +34,20 @@ def check_transfers(program: Program, dependencies: Dependencies) -> tuple[list[
 def _out_of_place(
     program: Program, dependencies: Dependencies, device: int, found: dict[Carried, int]
 ) -> Iterator[Fault]:
-    """Transfers that should not stand in a row. The others go into `found` with their positions."""
+    """Return faults of transfers that do not belong in a row. The others go into `found` with their positions."""
     for position, item in enumerate(program.rows[device]):
         if not isinstance(item, Transfer):
             continue
         route = dependencies.route_of(item, device)
         what = ""
         if route is None:
-            what = f"{item} is needed by no pass, or device {device} has no part in it"
+            what = f"no pass needs {item}, or device {device} is not a member of it"
         elif not 0 <= item.microbatch < program.microbatches:
-            what = f"{item} is of no microbatch; microbatches are 0 to {program.microbatches - 1}"
+            what = f"{item} names a microbatch that does not exist; microbatches are 0 to {program.microbatches - 1}"
         elif item.slice:
-            what = f"{item} carries a part of a sequence, but sequences are not cut"
+            what = f"{item} is for a slice of a sequence, but sequences are not cut"
         elif (earlier := found.setdefault((route.number, item.microbatch), position)) != position:
-            what = f"{item} stands at position {earlier} already"
+            what = f"{item} is already at position {earlier}"
         else:
             what = _wrong_address(item, route)
         if what:
@@ -65,7 +65,7 @@ def _wrong_address(item: Transfer, route: Route) -> str:
 def _at_wrong_time(
     program: Program, dependencies: Dependencies, device: int, found: dict[Carried, int]
 ) -> Iterator[Fault]:
-    """Transfers issued before this device has made their data, or behind the pass that uses it."""
+    """Return faults of transfers that are issued before their data is ready, or after the pass that uses it."""
     for position, item in enumerate(program.rows[device]):
         if not isinstance(item, Pass):
             continue
@@ -80,8 +80,8 @@ def _at_wrong_time(
                         continue
                     transfer = route.transfer(device, part.microbatch)
                     what = (
-                        f"{transfer} is issued behind {part} at position {position}, "
-                        + ("which waits for it" if route in rule.waits else "which uses its data up")
+                        f"{transfer} is issued after {part} at position {position}, "
+                        + ("which waits for it" if route in rule.waits else "which consumes its data")
                         if needed
                         else f"{transfer} is issued before {part} at position {position}, whose data it carries"
                     )
@@ -103,8 +103,8 @@ def _missing(program: Program, dependencies: Dependencies, places: list[dict[Car
 
 
 def _other_order(program: Program, dependencies: Dependencies, places: list[dict[Carried, int]]) -> Iterator[Fault]:
-    """Members of a transfer that issue those of its communicator in another order than its first member does, of those
-    that both issue."""
+    """Return faults of members that issue the transfers of a communicator in another order than its first member, among
+    the transfers that both issue."""
     issued: dict[tuple[str, int], list[Carried]] = {}  # by communicator and device, in the order of the row
     for device, found in enumerate(places):
         for carried in found:

@@ -1,4 +1,4 @@
-"""Python's garbage collector, put aside while something large is built that is all kept."""
+"""Pause Python's garbage collector while building something large."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def collecting_nothing() -> Iterator[None]:
-    """Nothing that is built here is garbage. To look through all of it, again and again as it grows, would take as long
-    as some of the work. Also a decorator: `@collecting_nothing()`."""
+    """Pause garbage collection: nothing built here is garbage, and scanning it repeatedly would take as long as some of
+    the work. Also a decorator: `@collecting_nothing()`."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Numbers, lists and tables of a cost file: each is taken, or refused with one sentence."""
+"""Read numbers, lists and tables of a cost file, or refuse them with one sentence."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from evenpipe.given import shown
 from . import words
 
 SMALLEST, LARGEST = 1e-100, 1e100
-"""Between these, sums, products and quotients of costs stay far from the ends of floating point."""
+"""Between these limits, sums, products and quotients of costs cannot overflow or underflow."""
 
 Cost = float | tuple[float, ...]
 """One number for all stages (or devices), or one for each."""
 
 
 def refuse_unknown(values: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    """Raise InputError for a key that is not among `known`; it names the nearest one, if any is near."""
+    """Raise InputError for a key that is not among `known`; the message names the nearest key, if one is near."""
     for key in values:
         if key not in known:
             same = {name.lower(): name for name in known}
@@ -30,7 +30,7 @@ def refuse_unknown(values: Mapping[str, Any], known: Sequence[str], where: str) 
 
 
 def table(name: str, value: Any, known: Sequence[str]) -> Mapping[str, Any]:
-    """`value`, if it is a table with keys from `known` only."""
+    """Return `value` if it is a table whose keys are all in `known`."""
     if not isinstance(value, Mapping):
         raise InputError(f"costs: {name} must be a table of {', '.join(known)}, not {shown(value)}")
     refuse_unknown(value, known, f"{name}: ")
@@ -38,7 +38,8 @@ def table(name: str, value: Any, known: Sequence[str]) -> Mapping[str, Any]:
 
 
 def number(name: str, value: Any, *, signed: bool = False) -> float:
-    """`value` as a number of at least 0, or of any sign with `signed`; what is smaller than `SMALLEST` is 0."""
+    """Return `value` as a number of at least 0, or of any sign with `signed`; values smaller than `SMALLEST` become
+    0."""
     try:
         result = math.nan if isinstance(value, (bool, str)) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -47,12 +48,12 @@ def number(name: str, value: Any, *, signed: bool = False) -> float:
         least = "" if signed else " of at least 0"
         raise InputError(f"costs: {name} must be a finite number{least}, not {shown(value)}")
     if abs(result) > LARGEST:
-        raise InputError(f"costs: {name} must be at most {LARGEST:g}, in whichever unit, not {shown(value)}")
+        raise InputError(f"costs: {name} must be at most {LARGEST:g}, in any unit, not {shown(value)}")
     return result if abs(result) >= SMALLEST else 0.0
 
 
 def cost(name: str, value: Any, *, signed: bool = False) -> Cost:
-    """`value` as one number, or as a list of them."""
+    """Return `value` as one number, or as a tuple of numbers."""
     if not isinstance(value, (list, tuple)):
         return number(name, value, signed=signed)
     if not value:
@@ -61,7 +62,7 @@ def cost(name: str, value: Any, *, signed: bool = False) -> Cost:
 
 
 def spread(name: str, value: Cost | None, count: int, what: str) -> tuple[float, ...] | None:
-    """One number for each of `count` stages or devices (`what` says which); None where no cost was given."""
+    """Return one number for each of `count` stages or devices (`what` names them), or None if no cost is given."""
     if value is None:
         return None
     if not isinstance(value, tuple):

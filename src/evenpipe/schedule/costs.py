@@ -1,4 +1,4 @@
-"""How long passes and transfers take: the cost file of the command line, and the numbers behind every timing."""
+"""Times of passes and transfers: the cost file of the command line, and the basis of every timing."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _CLASS_OF = {
 class Costs:
     """Times of passes and transfers, all in one unit of the caller's choice.
 
-    A kind that is None has no time: an order that needs it is refused when it is timed. What is said of the full
-    simulator, the event model of `timing` leaves out.
+    A kind that is None has no time: timing an order that needs it raises InputError. The event model of `timing`
+    ignores all fields that mention the full simulator.
     """
 
     F: Cost | None = None
@@ -65,32 +65,32 @@ class Costs:
     G: Cost | None = None
     """Embedding gradient, per device."""
     O: Cost | None = None
-    """Copy of what one forward of a stage stores to the host; by default its bytes over the bandwidth of `engine`. It
-    runs beside compute in the full simulator."""
+    """Copy of the activations of one forward of a stage to the host; by default their bytes divided by the bandwidth of
+    `engine`. It runs beside compute in the full simulator."""
     L: Cost | None = None
     """The copy back, likewise."""
     p2p: float = 0.0
-    """One hop between two devices, from the end of its producer. Hops delay each other only where `links` says so."""
+    """One hop between two devices, from the end of its producer. Hops delay each other only with `links`."""
     collectives: Mapping[str, float] = field(default_factory=dict)
     """Durations of `broadcast` (X), `statistics`, `reduce` (dX) and `embedding` (rows, either way), 0 by default."""
     links: Mapping[str, Link] = field(default_factory=dict)
-    """In place of `p2p` and `collectives`: latency, bandwidth and bytes of `p2p`, of each collective, and of single
+    """Replaces `p2p` and `collectives`: latency, bandwidth and bytes of `p2p`, of each collective, and of single
     hops ("F:3>4" is forward from device 3 to 4). In the full simulator a communicator with a link carries one transfer
-    at a time; `timing` knows the classes only, not the single hops."""
+    at a time; `timing` uses only the classes, not the single hops."""
     overlap_slowdown: float = 1.0
     """Factor on compute while a collective runs on that device, at least 1. For the full simulator."""
     contention: float = 1.0
-    """Factor on compute while all other devices compute too, at least 1; in proportion while some of them do. For
-    devices that share a machine's memory bandwidth. For the full simulator."""
+    """Factor on compute while all other devices compute too, at least 1, and proportionally less while only some do.
+    For devices that share the memory bandwidth of a machine. For the full simulator."""
     engine: CopyEngine = field(default_factory=CopyEngine)
-    """What carries O and L. For the full simulator."""
+    """The engine that carries O and L. For the full simulator."""
     bytes: Cost | None = None
-    """What one forward of a stage stores until its backward: one number, or one per stage."""
+    """Bytes that one forward of a stage stores until its backward: one number, or one per stage."""
     memory: Mapping[str, Cost] | None = None
-    """What each pass adds to the bytes held, by kind, in place of `bytes`: above 0 from its start, below 0 from its
-    end. One number, or one per stage (F, B, I, W, R, O, D, L) or device (S, C, T, E, G); `receive` is the buffer of one
-    hop, from the moment when it is issued to the end of the pass that uses it. What L adds is what copies carry where
-    their times are not given. For the full simulator."""
+    """Bytes that each kind of pass adds, in place of `bytes`: positive from its start, negative from its end. One
+    number, or one per stage (F, B, I, W, R, O, D, L) or device (S, C, T, E, G); `receive` is the buffer of one hop,
+    from the moment when it is issued to the end of the pass that uses it. L gives the bytes of copies without a given
+    time. For the full simulator."""
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -111,7 +111,7 @@ class Costs:
         for name in LINKS:
             if name in self.links and (self.p2p if name == "p2p" else self.collectives.get(name)):
                 twice = name if name == "p2p" else f"collectives.{name}"
-                raise InputError(f"costs: {twice} and links.{name} both say how long it takes; give one of them")
+                raise InputError(f"costs: {twice} and links.{name} both give its duration; give only one of them")
         put("engine", CopyEngine.from_dict(self.engine))
         if self.memory is not None:
             deltas = table("memory", self.memory, _MEMORY)
@@ -122,10 +122,10 @@ class Costs:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Costs:
-        """Costs from a parsed cost file; fields as above.
+        """Read costs from a parsed cost file; fields as above.
 
-        Raises InputError naming the field for an unknown key, a time that is negative, infinite or no number, an
-        empty list, and when F, or B (or I and W) is missing.
+        Raises InputError naming the field for an unknown key, a time that is negative, infinite or not a number, an
+        empty list, and a missing F, or B (or I and W).
         """
         if not isinstance(values, Mapping):
             raise InputError(f"costs must be a table of {', '.join(_FIELDS)}, not {shown(values)}")
@@ -138,7 +138,7 @@ class Costs:
         return costs
 
     def to_dict(self) -> dict[str, Any]:
-        """What `from_dict` takes, as JSON and TOML can hold it; without what is at its default."""
+        """Return the dict that `from_dict` takes, for JSON and TOML, without fields at their defaults."""
         values: dict[str, Any] = {}
         for entry in fields(self):
             value = getattr(self, entry.name)
@@ -156,9 +156,10 @@ class Costs:
         return values
 
     def stage_times(self, placement: Placement) -> dict[Kind, tuple[float, ...] | None]:
-        """Per kind, one time per stage; None where no time was given. Raises InputError when a list is not so long.
+        """Return one time per stage for each kind, None for kinds without a time. Raises InputError if a list has the
+        wrong length.
 
-        What moves activations (O, D, L) takes none: copies run beside compute.
+        O, D and L take no time here: copies run beside compute.
         """
         given = {name: spread(name, getattr(self, name), placement.stages, "stage") for name in _PER_STAGE[:5]}
         inputs, weights = given["I"], given["W"]
@@ -178,17 +179,17 @@ class Costs:
         }
 
     def device_times(self, placement: Placement) -> dict[Kind, tuple[float, ...] | None]:
-        """Per vocabulary kind, one time per device; None where no time was given."""
+        """Return one time per device for each vocabulary kind, None for kinds without a time."""
         return {Kind(name): spread(name, getattr(self, name), placement.devices, "device") for name in _PER_DEVICE}
 
     def stage_bytes(self, placement: Placement) -> tuple[float, ...] | None:
-        """What one forward of each stage stores, where given."""
+        """Return the bytes that one forward of each stage stores, if given."""
         return spread("bytes", self.bytes, placement.stages, "stage")
 
     def copy_times(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
-        """How long O and L of each stage take on the copy engine; 0 where nothing says it.
+        """Return the time of O and L of each stage on the copy engine; 0 if nothing is given.
 
-        Raises InputError when the engine has a bandwidth and there is neither a time nor `bytes`.
+        Raises InputError if the engine has a bandwidth but there is neither a time nor `bytes`.
         """
         times = {}
         copies = (0.0,) * placement.stages
@@ -203,10 +204,10 @@ class Costs:
         return times
 
     def with_copies(self, placement: Placement, copy_time: Cost) -> Costs:
-        """With times of O and L where nothing says them: `copy_time` (one number, or one per stage) of forward and
-        backward of their stage together. As it is where a forward or backward has no time.
+        """Return the costs with times of O and L if they have none: `copy_time` (one number, or one per stage) times
+        forward plus backward of the stage. Unchanged if a forward or backward has no time.
 
-        Raises InputError when a list is not as long as there are stages.
+        Raises InputError if a list does not have one number per stage.
         """
         times = self.stage_times(placement)
         forward, backward = times[Kind.F], times[Kind.B]
@@ -219,7 +220,7 @@ class Costs:
         return replace(self, O=copies, L=copies)
 
     def memory_deltas(self, placement: Placement) -> dict[Kind, tuple[float, ...]] | None:
-        """What each kind adds to the bytes held, per stage, or per device for vocabulary kinds; None if not known.
+        """Return the bytes that each kind adds, per stage, or per device for vocabulary kinds; None if not known.
 
         Without `memory`, a forward stores `bytes`, and B or W releases them; D releases them and L takes them again.
         """
@@ -240,12 +241,12 @@ class Costs:
         return deltas
 
     def check_devices(self, placement: Placement) -> None:
-        """Raise InputError when a link or a group of the engine names a device that there is not."""
+        """Raise InputError if a link or a group of the engine names a device that does not exist."""
         for name in self.links:
             _, colon, ends = name.partition(":")
             for device in map(int, ends.split(">") if colon else ()):
                 if device >= placement.devices:
-                    raise InputError(f"costs: links.{name} is no hop; devices are 0 to {placement.devices - 1}")
+                    raise InputError(f"costs: links.{name} is not a hop; devices are 0 to {placement.devices - 1}")
         for group in self.engine.shared:
             for device in group:
                 if device >= placement.devices:
@@ -255,19 +256,20 @@ class Costs:
 
     @property
     def receive_bytes(self) -> float:
-        """The buffer of one hop at its receiver; 0 unless `memory` says it."""
+        """Return the bytes of the buffer of one hop at its receiver; 0 unless `memory` gives them."""
         size = 0.0 if self.memory is None else self.memory.get(RECEIVE, 0.0)
         assert isinstance(size, float)
         return size
 
     def link(self, kind: TransferKind, communicator: str = "") -> Link | None:
-        """The link that carries such a transfer, or None where it takes a fixed time."""
+        """Return the link that carries this transfer, or None if the transfer takes a fixed time."""
         own = self.links.get(communicator) if communicator else None
         general = self.links.get(_CLASS_OF.get(kind, "p2p"))
         return general if own is None else own.over(general)
 
     def transfer_time(self, kind: TransferKind, communicator: str = "") -> float:
-        """Duration of a transfer, from the end of its last producer; of one communicator where that is named."""
+        """Return the duration of a transfer, from the end of its last producer; for a named communicator, on that
+        one."""
         link = self.link(kind, communicator)
         if link is not None:
             return link.time
@@ -276,15 +278,16 @@ class Costs:
 
 
 class PassTimes:
-    """Duration of any pass under one placement."""
+    """Duration of every pass under one placement."""
 
     def __init__(self, costs: Costs, placement: Placement) -> None:
-        """Raises InputError when a list of `costs` does not have one number per stage or device."""
+        """Raises InputError if a list of `costs` does not have one number per stage or device."""
         self._stages = costs.stage_times(placement)
         self._devices = costs.device_times(placement)
 
     def of(self, item: Pass, device: int) -> float:
-        """Duration of `item` on `device`; passes run as one take the sum. Raises InputError when it has no time."""
+        """Return the duration of `item` on `device`; for passes that run as one, their sum. Raises InputError if it has
+        no time."""
         kind = item.kind
         if kind in VOCABULARY_KINDS:
             times, index = self._devices[kind], device
@@ -305,7 +308,7 @@ _FIELDS = tuple(entry.name for entry in fields(Costs))
 
 
 def _said(value: Link | CopyEngine) -> dict[str, Any]:
-    """The fields of a link or an engine that are not at their defaults."""
+    """Return the fields of a link or an engine that differ from their defaults."""
     entries = {entry.name: (getattr(value, entry.name), entry.default) for entry in fields(value)}
     return {name: _listed(given) for name, (given, default) in entries.items() if given != default}
 
@@ -315,12 +318,12 @@ def _listed(value: Any) -> Any:
 
 
 ASSUMED_COPY = 0.25
-"""Time of a copy to the host, or back, over that of forward and backward, where nothing says it."""
+"""Default time of a copy to the host, or back, relative to forward plus backward."""
 
 EQUAL_COSTS = Costs(F=1, I=1, W=1, S=0.4, T=0.4, E=0, G=0, O=3 * ASSUMED_COPY, L=3 * ASSUMED_COPY)
-"""Equal stages, a backward twice its forward, vocabulary passes that weigh something, copies to the host and back that
-take half as long as forward and backward: what is taken when no costs are given. Orders depend on little more than the
-ratio of forward to backward."""
+"""The default costs: equal stages, a backward twice its forward, small vocabulary passes, and copies to the host and
+back that together take half as long as forward and backward. Orders depend on little more than the ratio of forward to
+backward."""
 
 HOST_COSTS = replace(EQUAL_COSTS, bytes=1.0)
-"""The same where activations go to the host: their unit of bytes is what one forward stores."""
+"""The same for orders with offload: one forward stores one unit of bytes."""

@@ -1,4 +1,4 @@
-"""Why an order does not complete: where every device stands, and what it awaits there."""
+"""Explain why an order does not complete: where every device stops, and what it awaits there."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .passes import ROLE, Item, Pass, parts_of
 from .words import join
 
 SHOWN = 8
-"""Devices that a message shows in full."""
+"""Most devices that a message shows in full."""
 
 
 class DeadlockError(InputError):
     """An order cannot complete. The message shows device, position, the pass awaited and the rows around it.
 
-    `positions` has the place where each device stopped that did not come to its end, `what` the message without rows.
+    `positions` gives the position at which each unfinished device stopped, `what` the message without rows.
     """
 
     def __init__(self, order: Order, done: Sequence[int]) -> None:
@@ -45,13 +45,13 @@ class DeadlockError(InputError):
         super().__init__(f"{self.what}\n{excerpt(order.rows, shown)}")
 
     def fault(self, rows: Sequence[Sequence[Item | None]]) -> Fault:
-        """The same as a fault, with `rows` shown in the place of the order's."""
+        """Return the same as a fault, with `rows` instead of the rows of the order."""
         device, position = next(iter(self.positions.items()))
         return Fault(device, position, self.what, excerpt(rows, dict(list(self.positions.items())[:SHOWN])))
 
 
 def _awaited(order: Order, done: Sequence[int], stopped: dict[int, int]) -> dict[int, str]:
-    """What each device of `stopped` (device -> position) awaits, in words."""
+    """Return in words what each device of `stopped` (device -> position) awaits."""
     dependencies = Dependencies.of(order)
     ran: list[dict[Key, bool]] = [
         {

@@ -1,8 +1,8 @@
-"""Who needs what: the one place that knows it. Timing, checker, communication transform and runtime all ask here.
+"""Which pass needs which: the single source for timing, checker, communication transform and runtime.
 
 What a pass needs depends on its kind, its stage and its device, and is the same for every microbatch. A flow
 (`flows`) between devices becomes a `Route`, on which every microbatch has one transfer; a flow that stays on one
-device, and what a pass needs from earlier passes of its own stage, is a plain order of passes:
+device, and a need of earlier passes of the same stage, only constrain the order of passes:
 
     F -> B or I -> W        F -> R -> B        F -> O -> D -> L -> R or B
     S -> C -> T, or S -> T with two barriers
@@ -27,8 +27,8 @@ What = tuple[Kind, int | None]
 class Route:
     """A flow between devices: a transfer without its microbatch. `number` counts the routes of a placement.
 
-    The data is ready when every producer has run. All members issue the transfer, each before its own consumer, which
-    waits for it, except on the device of the only producer, where it already is.
+    The data is ready when every producer has run. Every member issues the transfer before its own consumer, which waits
+    for it, except on the device of a sole producer, which has the data already.
     """
 
     number: int
@@ -40,12 +40,13 @@ class Route:
     consumers: tuple[Site, ...]
 
     def transfer(self, device: int, microbatch: int, slice_: int = 0) -> Transfer:
-        """The transfer of one microbatch as `device` issues it: SEND_F at one end of a hop is RECV_F at the other."""
+        """Return the transfer of one microbatch as `device` issues it: SEND_F at one end of a hop is RECV_F at the
+        other."""
         kind, stage = self.end(device)
         return Transfer(kind, stage, microbatch, slice_, self.members, self.root, self.communicator)
 
     def end(self, device: int) -> tuple[TransferKind, int | None]:
-        """Kind and stage of the transfers that `device` issues."""
+        """Return the kind and stage of the transfers that `device` issues."""
         if self.kind not in HOP_KINDS:
             return self.kind, None
         if device == self.members[0]:
@@ -55,22 +56,22 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What the passes of one kind and stage on one device need and give, for every microbatch alike."""
+    """What the passes of one kind and stage on one device need and produce, the same for every microbatch."""
 
     after: tuple[What, ...] = ()
     """Passes of the same device that must have run."""
     if_present: tuple[What, ...] = ()
-    """The same, where the order has them at all."""
+    """The same, for passes that the order may lack."""
     uses: tuple[Route, ...] = ()
-    """Routes whose transfer the device must have issued: nothing is left to be sent once it is used."""
+    """Routes whose transfer the device must have issued, because this pass consumes the data."""
     waits: tuple[Route, ...] = ()
-    """Those of them whose transfer must have completed: with a producer on another device."""
+    """Routes among them whose transfer must have completed: those with a producer on another device."""
     feeds: tuple[Route, ...] = ()
     """Routes whose transfer becomes ready with this pass (and with the other producers, if there are several)."""
 
 
 class Schedulable(Protocol):
-    """What dependencies follow from: an Order or a Program."""
+    """An Order or a Program: everything that dependencies follow from."""
 
     @property
     def placement(self) -> Placement: ...
@@ -97,16 +98,16 @@ class Dependencies:
 
     @classmethod
     def of(cls, order: Schedulable, sharing: str = PER_PAIR) -> Dependencies:
-        """Those of an order or program; `sharing` is that of the program."""
+        """Return the dependencies of an order or program; `sharing` is that of the program."""
         return dependencies_of(order.placement, order.barriers, order.forward_only, sharing)
 
     def rule(self, device: int, kind: Kind, stage: int | None) -> Rule:
-        """The rule of a kind and stage on a device; an empty one for what does not belong there."""
+        """Return the rule of a kind and stage on a device; an empty one for a pass that does not belong there."""
         found = self._rules.get((device, kind, stage))
         return self._made(device, kind, stage) if found is None else found
 
     def _made(self, device: int, kind: Kind, stage: int | None) -> Rule:
-        """A rule that nobody has asked for yet. Most kinds of pass stand in no row, so it would not pay to make all."""
+        """Make a rule on first use. Most kinds of pass appear in no row, so making all in advance would not pay."""
         held = self.placement.stage_device
         if kind in STAGE_KINDS:
             belongs = stage is not None and 0 <= stage < len(held) and held[stage] == device
@@ -127,7 +128,7 @@ class Dependencies:
         return rule
 
     def after(self, item: Pass, device: int) -> tuple[Pass, ...]:
-        """Passes of the same device that must have run before `item`. B stands for B or I."""
+        """Return the passes of the same device that must have run before `item`. B stands for B or I."""
         return tuple(
             Pass(kind, stage, part.microbatch, part.slice)
             for part in parts_of(item)
@@ -135,7 +136,8 @@ class Dependencies:
         )
 
     def waits_for(self, item: Pass, device: int) -> tuple[Transfer, ...]:
-        """Transfers that must have completed on `device` before it runs `item`, as that device issues them."""
+        """Return the transfers that must have completed on `device` before it runs `item`, as that device issues
+        them."""
         return tuple(
             route.transfer(device, part.microbatch, part.slice)
             for part in parts_of(item)
@@ -144,7 +146,7 @@ class Dependencies:
         )
 
     def feeds(self, item: Pass, device: int) -> tuple[Transfer, ...]:
-        """Transfers that carry what `item` makes on `device`, as that device issues them."""
+        """Return the transfers that carry the results of `item` on `device`, as that device issues them."""
         return tuple(
             route.transfer(device, part.microbatch, part.slice)
             for part in parts_of(item)
@@ -153,17 +155,17 @@ class Dependencies:
         )
 
     def route_of(self, transfer: Transfer, device: int) -> Route | None:
-        """The route of a transfer that `device` issues, by its kind and stage; None when there is no such route."""
+        """Return the route of a transfer that `device` issues, by its kind and stage, or None."""
         return self._route_of.get((transfer.kind, transfer.stage, device))
 
     def producers(self, transfer: Transfer, device: int) -> tuple[tuple[int, Pass], ...]:
-        """(device, pass) of each pass that makes a part of what `transfer`, issued by `device`, carries."""
+        """Return (device, pass) of each pass that produces a part of the data of `transfer`, issued by `device`."""
         route = self.route_of(transfer, device)
         sites = () if route is None else route.producers
         return tuple((site.device, site.at(transfer.microbatch, transfer.slice)) for site in sites)
 
     def consumers(self, transfer: Transfer, device: int) -> tuple[tuple[int, Pass], ...]:
-        """(device, pass) of each pass that uses what `transfer`, issued by `device`, carries."""
+        """Return (device, pass) of each pass that uses the data of `transfer`, issued by `device`."""
         route = self.route_of(transfer, device)
         sites = () if route is None else route.consumers
         return tuple((site.device, site.at(transfer.microbatch, transfer.slice)) for site in sites)
@@ -173,7 +175,7 @@ class Dependencies:
 def dependencies_of(
     placement: Placement, barriers: int = 0, forward_only: bool = False, sharing: str = PER_PAIR
 ) -> Dependencies:
-    """The same object for the same arguments: nothing in it changes."""
+    """Return dependencies, cached: they never change."""
     return Dependencies(placement, barriers, forward_only, sharing)
 
 
@@ -187,8 +189,8 @@ def _routes(between_devices: list[Flow], sharing: str) -> list[Route]:
 def _needs(
     everything: list[Flow], routes: tuple[Route, ...]
 ) -> tuple[dict[Site, list[What]], dict[Site, list[Route]], dict[Site, list[Route]]]:
-    """By site, what flows demand: passes of the same device that go before it, routes that it uses, and those that it
-    feeds."""
+    """Return, by site, what flows demand: passes of the same device that go before it, routes that it uses, and routes
+    that it feeds."""
     after: defaultdict[Site, list[What]] = defaultdict(list)
     uses: defaultdict[Site, list[Route]] = defaultdict(list)
     feeds: defaultdict[Site, list[Route]] = defaultdict(list)
@@ -205,7 +207,8 @@ def _needs(
 
 
 def _own_stage(kind: Kind, stage: int | None, combines: bool) -> tuple[tuple[What, ...], tuple[What, ...]]:
-    """What a pass needs from its own stage or shard, always and where present; `combines` = the order has C passes."""
+    """Return the needs of a pass on its own stage or shard, always and if present; `combines` = the order has C
+    passes."""
     match kind:
         case Kind.B | Kind.I:
             return ((Kind.F, stage),), ((Kind.R, stage), (Kind.L, stage))

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from .passes import Item, Pass
 
 AROUND = 4
-"""Passes shown on either side of a marked one."""
+"""Passes shown on either side of the marked one."""
 
 PARTS = 4
-"""Passes shown of those that run as one."""
+"""Most parts shown of passes that run as one."""
 
 
 def excerpt(rows: Sequence[Sequence[Item | None]], marks: Mapping[int, int]) -> str:
-    """One line per device of `marks` (device -> position), with the passes around the marked one, which is bracketed.
+    """Return one line per device of `marks` (device -> position), with the passes around the marked one, in brackets.
 
-    As in "  device 1: ... 1F1 1B0 [1F2] 1B1 ..."; an idle slot is a dot, [end] is behind the last pass.
+    As in "  device 1: ... 1F1 1B0 [1F2] 1B1 ..."; an idle slot is a dot, [end] comes after the last pass.
     """
     lines = []
     for device in sorted(marks):
@@ -32,12 +32,12 @@ def excerpt(rows: Sequence[Sequence[Item | None]], marks: Mapping[int, int]) -> 
 
 
 def neighbours(rows: Sequence[Sequence[Item | None]], device: int, position: int) -> str:
-    """The excerpt of a device and those next to it, all round one position."""
+    """Return the excerpt of a device and its neighbours, around one position."""
     return excerpt(rows, {near: position for near in (device - 1, device, device + 1) if 0 <= near < len(rows)})
 
 
 def brief(item: Item | None) -> str:
-    """The text of an item, an idle slot as a dot; of many passes that run as one, the first."""
+    """Return the text of an item: a dot for an idle slot, and only the first parts of many passes that run as one."""
     if isinstance(item, Pass) and len(item.parts) > PARTS:
         return f"({';'.join(map(str, item.parts[:PARTS]))};...{len(item.parts) - PARTS} more){item.kind.value}"
     return "." if item is None else str(item)

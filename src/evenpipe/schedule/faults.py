@@ -1,4 +1,4 @@
-"""What a check found."""
+"""Faults, and the report of a check."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from evenpipe.errors import InputError
 from .words import count
 
 SHOWN = 20
-"""Faults that the message of an error shows; a report has all."""
+"""Most faults in the message of an error; a report has all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is wrong, on `device`, at `position` of its row (from 0; None where something is missing).
+    """One fault, on `device`, at `position` of its row (from 0; None if something is missing).
 
     `rows` shows the passes around it, one line per device.
     """
@@ -31,14 +31,14 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Every fault of an order or program, and the most stage activations in flight on each device."""
+    """All faults of an order or program, and the most stage activations in flight on each device."""
 
     faults: tuple[Fault, ...]
     in_flight: tuple[int, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no faults."""
         return not self.faults
 
     def raise_if_faulty(self) -> None:

@@ -1,4 +1,4 @@
-"""Schedules and costs from files; every error names the file."""
+"""Read schedules and costs from files; every error names the file."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from .text import rows_from_csv
 
 
 def read_schedule(path: str | Path) -> Order | Program:
-    """The schedule in a CSV file: a program when the file has transfers, else an order.
+    """Return the schedule in a CSV file: a program if the file has transfers, else an order.
 
-    Raises InputError when the file cannot be read, and for a cell that is no pass and no transfer, with row and column.
+    Raises InputError if the file cannot be read, and for a cell that is neither a pass nor a transfer, with row and
+    column.
     """
     text = read_text(path)
     try:
@@ -29,20 +30,20 @@ def read_schedule(path: str | Path) -> Order | Program:
 
 
 def read_order(path: str | Path) -> Order:
-    """The order in a CSV file; of a program, its compute passes. Raises InputError as `read_schedule` does."""
+    """Return the order in a CSV file; for a program, its compute passes. Raises InputError as `read_schedule` does."""
     schedule = read_schedule(path)
     return schedule.order if isinstance(schedule, Program) else schedule
 
 
 def write_schedule(schedule: Order | Program, path: str | Path) -> None:
-    """Write a CSV file that `read_schedule` reads. Raises InputError where it cannot be written."""
+    """Write a CSV file that `read_schedule` reads. Raises InputError if it cannot be written."""
     write_text(path, schedule.to_csv())
 
 
 def read_costs(path: str | Path) -> Costs:
-    """The costs in a file: JSON when its name ends in .json, else TOML.
+    """Return the costs in a file: JSON if its name ends in .json, else TOML.
 
-    Raises InputError when the file cannot be read or is neither, and as `Costs.from_dict` does.
+    Raises InputError if the file cannot be read or parsed, and as `Costs.from_dict` does.
     """
     values = read_json(path) if str(path).endswith(".json") else read_toml(path)
     try:

@@ -1,4 +1,4 @@
-"""What flows between passes, for every microbatch alike.
+"""Flows between passes, the same for every microbatch.
 
     F(s)      -> F(s+1)      hidden states, one hop
     B(s+1)    -> B(s)        their gradient, one hop back
@@ -8,7 +8,7 @@
     S         -> C, or T     STATISTICS: all-gather; to T when the order has two barriers
     C, or T   -> B(last)     DX: reduce of the hidden gradient
 
-E, G, S, C and T run on every device. B stands for I where a backward is split into I and W. An order for evaluation
+E, G, S, C and T run on every device. B stands for I if a backward is split into I and W. An order for evaluation
 ends with STATISTICS to C. Sources: arXiv 2411.05288, sections 4 and 5 (one barrier: algorithm 2, two: algorithm 1).
 """
 
@@ -28,26 +28,26 @@ PER_PAIR, PER_KIND, ONE = SHARING = ("per-pair", "per-kind", "one")
     per-kind    one for all hops forward (F), one for all hops back (B), one for each collective
     one         one for everything (ALL)
 
-Each costs memory (with NCCL 0.5 to 0.7 GB on a GPU), and transfers of one communicator wait for each other.
+Each communicator costs memory (with NCCL 0.5 to 0.7 GB on a GPU), and its transfers wait for each other.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Passes of one kind and stage (None for the vocabulary passes) on one device, whatever the microbatch."""
+    """All passes of one kind and stage (None for vocabulary passes) on one device."""
 
     device: int
     kind: Kind
     stage: int | None = None
 
     def at(self, microbatch: int, slice_: int = 0) -> Pass:
-        """The pass of this site for one microbatch."""
+        """Return the pass of this site for one microbatch."""
         return Pass(self.kind, self.stage, microbatch, slice_)
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What every one of `producers` makes and each of `consumers` needs. Hops are named by their sending end."""
+    """Data that each of `producers` makes and each of `consumers` needs. Hops are named by their sending end."""
 
     kind: TransferKind
     producers: tuple[Site, ...]
@@ -55,18 +55,18 @@ class Flow:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Devices that take part: (source, destination) of a hop, else all, ascending."""
+        """Return the devices that take part: (source, destination) of a hop, else all, ascending."""
         devices = [site.device for site in self.producers + self.consumers]
         return tuple(devices) if self.kind in HOP_KINDS else tuple(sorted(set(devices)))
 
     @property
     def local(self) -> bool:
-        """Whether it stays on one device, so that nothing has to be transferred."""
+        """Whether it stays on one device and needs no transfer."""
         return len(set(self.members)) == 1
 
     @property
     def root(self) -> int | None:
-        """The source of X and ROW_GRADIENTS, the destination of DX and ROWS; None for hops and STATISTICS."""
+        """Return the source of X and ROW_GRADIENTS, the destination of DX and ROWS; None for hops and STATISTICS."""
         if self.kind in {TransferKind.X, TransferKind.ROW_GRADIENTS}:
             return self.producers[0].device
         if self.kind in {TransferKind.DX, TransferKind.ROWS}:
@@ -74,7 +74,7 @@ class Flow:
         return None
 
     def communicator(self, sharing: str = PER_PAIR) -> str:
-        """Name of the communicator that carries it, which others share as `sharing`, one of `SHARING`, says."""
+        """Return the name of the communicator that carries it, with `sharing` as in `SHARING`."""
         if sharing == ONE:
             return "ALL"
         if self.kind in HOP_KINDS:
@@ -84,7 +84,7 @@ class Flow:
 
 
 def flows(placement: Placement, barriers: int, forward_only: bool) -> Iterator[Flow]:
-    """All flows of an order with this placement; `barriers` and `forward_only` as in `Order`."""
+    """Return all flows of an order with this placement; `barriers` and `forward_only` as in `Order`."""
     for stage, device in enumerate(placement.stage_device):
         for successor in placement.successors(stage):
             there = placement.device_of(successor)
@@ -115,7 +115,7 @@ def _vocabulary_flows(placement: Placement, barriers: int, forward_only: bool) -
 
 
 def vocabulary_kinds(barriers: int, forward_only: bool) -> frozenset[Kind]:
-    """Kinds of vocabulary passes that every device runs once per microbatch, in an order of this kind."""
+    """Return the kinds of vocabulary passes that every device runs once per microbatch."""
     if not barriers:
         return frozenset()
     if forward_only:

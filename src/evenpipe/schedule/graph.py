@@ -1,16 +1,15 @@
-"""An order in numbers, for everything that has to be quick over millions of passes.
+"""An order in numbers, for fast work on millions of passes.
 
-Passes are numbered device after device in the order of their rows, idle slots left out; transfers follow, route after
-route and of each route by microbatch. What a pass waits for and feeds is the same for every microbatch, so it is kept
-once per *site* (the passes of one device, kind and stage): the number of a transfer is that of microbatch 0, which the
-tables have, plus the `offset` of the pass, its microbatch.
+Passes are numbered device by device in the order of their rows, without idle slots; then transfers, route by route and
+by microbatch. A pass waits for and feeds the same transfers in every microbatch, so these are stored once per *site*
+(the passes of one device, kind and stage): the number of a transfer is that of microbatch 0, which the tables have,
+plus the `offset` of the pass, its microbatch.
 
-What is not ordinary (passes run as one, slices, microbatches that are none, a file that is mostly holes) has a site of
-its own, with offset 0.
+Irregular items (passes run as one, slices, microbatches that do not exist, files that are mostly empty) have a site of
+their own, with offset 0.
 
-What a pass needs from its own row is looked at once and for all: `stop` is where a row ends, or comes to a pass that
-needs a later one. The graph of an order that lacks passes is legal: whoever waits for them waits for ever, which
-`timing` reports.
+Needs within a row are checked only once: `stop` is where a row ends, or reaches a pass that needs a later one. The
+graph of an order that lacks passes is legal: passes that need them wait forever, and `timing` reports it.
 """
 
 from __future__ import annotations
@@ -28,19 +27,22 @@ Key = tuple[Kind, int | None, int | None, int]
 """Kind (B for I), stage, microbatch, slice: what a need names."""
 
 Carried = tuple[Route, int, int]
-"""Route, microbatch, slice: a transfer, whoever issues it."""
+"""Route, microbatch, slice: a transfer, on whichever member."""
 
 
 @dataclass(slots=True)
 class Graph:
     """Numbered passes and transfers of an order.
 
-    items: the passes by number. device_of: the device of each. first: the number of each device's first pass, and one
-    more at the end. stop: per device the number of the first pass that its own row will never let run, or its end.
-    site, offset: by number of a pass. waits, feeds: by site, the numbers of transfers for offset 0.
-    places: per device, where its row has everything, in these numbers.
-    microbatches: how many transfers each route has; 0 where the order has not passes enough for them, and all are odd.
-    odd: transfers behind those, by number and by what they carry.
+    items: the passes by number.
+    device_of: the device of each.
+    first: the number of each device's first pass, and one more at the end.
+    stop: per device the number of the first pass that can never run because of its own row, or the end.
+    site, offset: by number of a pass.
+    waits, feeds: by site, the numbers of transfers for offset 0.
+    places: per device, the places of its items, in these numbers.
+    microbatches: the number of transfers of each route; 0 if the order has too few passes for them, and all are odd.
+    odd: irregular transfers, which follow those, by number and by what they carry.
     """
 
     items: list[Pass]
@@ -59,9 +61,10 @@ class Graph:
 
     @classmethod
     def of(cls, order: Order, dependencies: Dependencies | None = None, *, absent_is_done: bool = False) -> Graph:
-        """The graph of `order`, in time linear in its passes.
+        """Return the graph of `order`, in time linear in its passes.
 
-        With `absent_is_done` a pass does not miss what stands nowhere in its row (`producers` has the same for others).
+        With `absent_is_done`, passes that are missing from a row count as done (`producers` does the same for other
+        rows).
         """
         dependencies = dependencies or Dependencies.of(order)
         rows = [[item for item in row if item is not None] for row in order.rows]
@@ -91,11 +94,11 @@ class Graph:
 
     @property
     def size(self) -> int:
-        """How many numbers there are, of passes and transfers."""
+        """Number of passes and transfers."""
         return len(self.items) + len(self.routes) * self.microbatches + len(self.odd)
 
     def carried(self, number: int) -> Carried:
-        """What the transfer of this number is."""
+        """Return the transfer with this number."""
         ordinary = number - len(self.items)
         if ordinary < len(self.routes) * self.microbatches:
             route, microbatch = divmod(ordinary, self.microbatches)
@@ -103,7 +106,7 @@ class Graph:
         return self.odd[ordinary - len(self.routes) * self.microbatches]
 
     def by_route(self) -> list[tuple[Route, range]]:
-        """Each route and the numbers of its transfers, by microbatch; odd ones come one by one at the end."""
+        """Return each route and the numbers of its transfers, by microbatch; irregular ones follow one by one."""
         count, passes = self.microbatches, len(self.items)
         starts = [(route, passes + route.number * count) for route in self.routes if count]
         odd = self.size - len(self.odd)
@@ -112,9 +115,10 @@ class Graph:
         ]
 
     def producers(self, *, absent_is_done: bool = False) -> list[int]:
-        """For each transfer, how many passes have to run first: by its route, or only those that stand in a row.
+        """Return for each transfer how many passes have to run first: all of its route, or only those that appear in a
+        row.
 
-        Indexed from 0 by number - len(items).
+        The list is indexed by number - len(items).
         """
         if not absent_is_done:
             return [len(route.producers) for route, numbers in self.by_route() for _ in numbers]
@@ -126,7 +130,7 @@ class Graph:
         return counts
 
     def transfer(self, route: Route, microbatch: int, slice_: int = 0) -> int:
-        """The number of a transfer; new ones are added to `odd`."""
+        """Return the number of a transfer; new ones are added to `odd`."""
         if not slice_ and 0 <= microbatch < self.microbatches:
             return len(self.items) + route.number * self.microbatches + microbatch
         key = (route.number, microbatch, slice_)
@@ -136,7 +140,7 @@ class Graph:
         return self._odd_number[key]
 
     def _number_sites(self, places: Places, dependencies: Dependencies, device: int) -> None:
-        """Sites of the ordinary passes of a device."""
+        """Assign sites to the regular passes of a device."""
         site, offset = self.site, self.offset
         for (kind, stage), numbers in places.at.items():
             assert isinstance(kind, Kind)
@@ -150,7 +154,7 @@ class Graph:
                     offset[number] = microbatch
 
     def _number_apart(self, numbers: Iterable[int], dependencies: Dependencies, device: int) -> None:
-        """A site for each of these passes."""
+        """Assign a site to each of these passes."""
         for number in numbers:
             waits, feeds = [], []
             for part in parts_of(self.items[number]):

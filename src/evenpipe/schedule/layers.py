@@ -1,4 +1,4 @@
-"""How many consecutive layers each device gets."""
+"""Split consecutive layers over devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .words import count
 
 
 def even_split(layers: int, devices: int) -> tuple[int, ...]:
-    """Layers per device, as equal as whole numbers are; the first devices get what is left over.
+    """Return the layers per device, as equal as possible; the first devices get the remainder.
 
     Raises InputError when there are fewer layers than devices.
     """
@@ -30,7 +30,7 @@ def even_split(layers: int, devices: int) -> tuple[int, ...]:
 def split_by_cost(
     layer_costs: Sequence[float], devices: int, first_extra: float = 0.0, last_extra: float = 0.0
 ) -> tuple[int, ...]:
-    """Layers per device such that the longest device is as short as possible: the mode `redistribute`.
+    """Return the layers per device that minimise the time of the slowest device: the mode `redistribute`.
 
     `layer_costs` has the time of each layer in turn, forward and backward; `first_extra` and `last_extra` are what the
     embedding and the output layer add to the first and to the last device. A device may get no layer. Among equally
@@ -53,10 +53,10 @@ def split_by_cost(
 
 
 def _shortest_limit(before: list[float], extra: list[float]) -> float:
-    """The least time within which every device can be done, by bisection to the last bit.
+    """Return the least time limit that all devices can meet, by bisection to the last bit.
 
-    `before[k]` is the cost of the first k layers. A limit is enough if all layers go when each device in turn takes as
-    many as fit.
+    `before[k]` is the cost of the first k layers. A limit is enough if all layers are placed when each device in turn
+    takes as many as fit.
     """
 
     def enough(limit: float) -> bool:
@@ -74,9 +74,10 @@ def _shortest_limit(before: list[float], extra: list[float]) -> float:
 
 
 def _most_even(before: list[float], extra: list[float], limit: float) -> tuple[int, ...]:
-    """The split within `limit` with the least sum of squares: dynamic programming over (device, layers so far)."""
+    """Return the split within `limit` with the least sum of squares: dynamic programming over (device, layers so
+    far)."""
     layers = len(before) - 1
-    best = [0.0] + [inf] * layers  # least sum of squares of the devices so far, by the layers that they hold
+    best = [0.0] + [inf] * layers  # least sum of squares so far, by the number of layers placed
     taken: list[list[int]] = []
     for more in extra:
         current, count = [inf] * (layers + 1), [0] * (layers + 1)

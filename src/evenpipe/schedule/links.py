@@ -1,4 +1,4 @@
-"""What carries transfers and copies: latency and bandwidth of communicators, and the copy engine to the host."""
+"""Latency and bandwidth of communicators, and the copy engine to the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from evenpipe.given import shown
 from .cost_values import number, table
 
 LINKS = ("p2p", "broadcast", "statistics", "reduce", "embedding")
-"""What a link may be given for: hops, and the collectives by the names of `Costs.collectives`."""
+"""Names that links may have: hops, and the collectives of `Costs.collectives`."""
 
 _HOP = re.compile(r"[FB]:(0|[1-9][0-9]*)>(0|[1-9][0-9]*)")
 
@@ -22,8 +22,8 @@ _HOP = re.compile(r"[FB]:(0|[1-9][0-9]*)>(0|[1-9][0-9]*)")
 class Link:
     """A transfer takes latency + bytes / bandwidth, and its communicator carries one at a time.
 
-    What is None is taken from the link of the same class where the link is that of one communicator, else it is
-    0 (latency, bytes) or infinite (bandwidth).
+    In the link of one communicator, None means the value of its class; otherwise 0 (latency, bytes) or infinite
+    (bandwidth).
     """
 
     latency: float | None = None
@@ -45,7 +45,7 @@ class Link:
         return link
 
     def over(self, other: Link | None) -> Link:
-        """This link, with what it does not say taken from `other`."""
+        """Return this link, with missing values taken from `other`."""
         if other is None:
             return self
         said = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
@@ -53,12 +53,12 @@ class Link:
 
     @property
     def time(self) -> float:
-        """How long one transfer takes."""
+        """Return the duration of one transfer."""
         return (self.latency or 0.0) + ((self.bytes or 0.0) / self.bandwidth if self.bandwidth else 0.0)
 
 
 def links_from_dict(values: Any) -> dict[str, Link]:
-    """The table `links`: per class of `LINKS`, or per hop as in "F:0>1" (forward from device 0 to 1)."""
+    """Read the table `links`: per class of `LINKS`, or per hop as in "F:0>1" (forward from device 0 to 1)."""
     if not isinstance(values, Mapping):
         accepted = ", ".join(LINKS)
         raise InputError(f"costs: links must be a table of {accepted}, or hops such as F:0>1, not {shown(values)}")
@@ -67,13 +67,13 @@ def links_from_dict(values: Any) -> dict[str, Link]:
     for key, link in links.items():
         whole = link if key in LINKS else link.over(links.get("p2p"))
         if whole.bandwidth is not None and whole.bytes is None:
-            raise InputError(f"costs: links.{key} has a bandwidth but no bytes; say how large one transfer is")
+            raise InputError(f"costs: links.{key} has a bandwidth but no bytes; give the size of one transfer")
     return links
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyEngine:
-    """What copies activations to the host (O) and back (L) beside compute.
+    """Copies activations to the host (O) and back (L) beside compute.
 
     Copies of one stream run one after another, in the order in which the device issues them.
     """
@@ -83,7 +83,7 @@ class CopyEngine:
     streams: int = 1
     """1: both directions take turns. 2: each has its own stream."""
     shared: tuple[tuple[int, ...], ...] = ()
-    """Groups of devices behind one link to the host, which carries one copy per direction at a time."""
+    """Groups of devices that share one link to the host, which carries one copy per direction at a time."""
 
     @classmethod
     def from_dict(cls, values: Any) -> CopyEngine:
@@ -110,8 +110,8 @@ def _groups(values: Any) -> tuple[tuple[int, ...], ...]:
     for group in values:
         for device in group:
             if isinstance(device, bool) or not isinstance(device, int) or device < 0:
-                raise InputError(f"{wanted}and {shown(device)} is no device")
+                raise InputError(f"{wanted}and {shown(device)} is not a device")
             if device in seen:
-                raise InputError(f"{wanted}and device {device} stands there twice")
+                raise InputError(f"{wanted}and device {device} appears twice")
             seen.add(device)
     return tuple(tuple(group) for group in values)

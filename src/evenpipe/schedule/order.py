@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What each device computes, and in which order; what it waits for follows (`dependencies`).
+    """The passes of each device in their order; what each waits for follows from them (`dependencies`).
 
     `rows[device]` lists its passes; None is an idle slot, which has no effect. `barriers` counts the collectives of
     the vocabulary layers that the backward of the last stage waits for: 0 means that the first and last stage hold
@@ -40,7 +40,7 @@ class Order:
         return f"<Order: {size(self)}, {count(sum(item is not None for row in self.rows for item in row), 'pass')}>"
 
     def _repr_html_(self) -> str:
-        """The picture of a step, for notebooks."""
+        """Return the picture of a step, for notebooks."""
         from .picture import html_of_order
 
         return html_of_order(self, repr(self))
@@ -51,11 +51,11 @@ class Order:
         return self.placement.devices
 
     def passes(self, device: int) -> Iterator[Pass]:
-        """The passes of one device, without idle slots."""
+        """Return the passes of one device, without idle slots."""
         return (item for item in self.rows[device] if item is not None)
 
     def to_csv(self) -> str:
-        """One line per device, readable by `from_csv` and, where it has all the kinds, by torch's runtime."""
+        """Return one line per device, readable by `from_csv` and, if torch has all the kinds, by torch's runtime."""
         return rows_to_csv(self.rows)
 
     @classmethod
@@ -68,9 +68,9 @@ class Order:
         barriers: int | None = None,
         forward_only: bool | None = None,
     ) -> Order:
-        """Read an order. What is not given is inferred from the rows.
+        """Read an order. Missing arguments are inferred from the rows.
 
-        Raises InputError that names row and column of a cell that is not a pass (transfers belong into programs).
+        Raises InputError that names row and column of a cell that is not a pass (only programs have transfers).
         """
         rows: list[tuple[Pass | None, ...]] = []
         for number, row in enumerate(rows_from_csv(text), start=1):
@@ -85,7 +85,7 @@ class Order:
 
 
 def size(schedule: Order | Program) -> str:
-    """How large an order or program is, in words."""
+    """Return the size of an order or program in words."""
     numbers = (schedule.devices, "device"), (schedule.placement.stages, "stage"), (schedule.microbatches, "microbatch")
     return ", ".join(count(number, noun) for number, noun in numbers)
 

@@ -6,7 +6,7 @@
     (2F1;2B0)OVERLAP_F_B                            two passes run as one
 
 F, B, I, W, the four hops and the last two lines are written as `torch.distributed.pipelining` writes them. Parsing is
-strict: what is not exactly a word of this list is refused.
+strict: any other text is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .words import quoted
 
 
 class Kind(StrEnum):
-    """What a pass does. Its text is the letter in an order."""
+    """Kind of a pass. Its text is the letter in an order."""
 
     F = "F"
     """Forward of a stage."""
@@ -47,9 +47,9 @@ class Kind(StrEnum):
     O = "O"
     """Offload a stage's activations to the host: the copy begins."""
     D = "D"
-    """Their copy is over, which compute waits for: the device's memory is given back."""
+    """Wait until the copy is over, and free the device's memory."""
     L = "L"
-    """Load them back: memory is taken, and the copy begins."""
+    """Load them back: allocate memory, and start the copy."""
     UNSHARD = "UNSHARD"
     """torch's: gather a stage's sharded parameters."""
     RESHARD = "RESHARD"
@@ -61,7 +61,7 @@ class Kind(StrEnum):
 
 
 class TransferKind(StrEnum):
-    """What a transfer carries. `SEND_*` and `RECV_*` are the two ends of one hop; the others are collectives."""
+    """Kind of a transfer. `SEND_*` and `RECV_*` are the two ends of one hop; the others are collectives."""
 
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
@@ -86,15 +86,15 @@ VOCABULARY_KINDS = frozenset({Kind.E, Kind.G, Kind.S, Kind.C, Kind.T})
 BACKWARD_KINDS = frozenset(
     {Kind.B, Kind.I, Kind.W, Kind.T, Kind.G, Kind.R, Kind.O, Kind.D, Kind.L, Kind.REDUCE_GRAD, Kind.OVERLAP_F_B}
 )
-"""Kinds that only training has, not evaluation."""
+"""Kinds that occur only in training, not in evaluation."""
 OFFLOAD_KINDS = frozenset({Kind.O, Kind.D, Kind.L})
 """Kinds that move activations to the host and back. They take no time of their own: copies run beside compute."""
 ROLE: dict[Kind, Kind] = {**{kind: kind for kind in Kind}, Kind.I: Kind.B}
-"""What a kind is to other stages: I takes and gives the same as B, where a backward is split."""
+"""Role of a kind for other stages: I counts as B, if the backward is split."""
 SHARDING_KINDS = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
-"""Kinds that belong to a stage alone. They may stand anywhere, any number of times."""
+"""Kinds that belong to a stage alone. They may appear anywhere, any number of times."""
 JOINT_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
-"""Kinds that may stand inside OVERLAP_F_B."""
+"""Kinds that may be parts of OVERLAP_F_B."""
 HOP_KINDS = frozenset({TransferKind.SEND_F, TransferKind.RECV_F, TransferKind.SEND_B, TransferKind.RECV_B})
 """Kinds of transfer between two devices. All others are collectives."""
 
@@ -125,10 +125,10 @@ class Pass:
 
     @classmethod
     def parse(cls, text: str) -> Pass:
-        """The pass that `text` spells, exactly; raises InputError for anything else."""
+        """Return the pass that `text` spells; raises InputError for any other text."""
         item = parse_item(text)
         if isinstance(item, Transfer):
-            raise InputError(f"{quoted(text)} is a transfer, where a pass such as 2F0 or S0 is expected")
+            raise InputError(f"{quoted(text)} is a transfer, expected a pass such as 2F0 or S0")
         return item
 
 
@@ -139,7 +139,7 @@ class Transfer:
     A hop has a `stage` (the producing one at the sending end, the receiving one at the other end) and
     `members = (source, destination)`. A collective has no stage, and its `root` is the source of X and ROW_GRADIENTS,
     the destination of DX and ROWS, and None for STATISTICS. `communicator` names the group that carries it, in which
-    all members issue their transfers in one order. `bytes` is its size where it is known, and is no part of identity.
+    all members issue their transfers in one order. `bytes` is its size if known, and not part of its identity.
     """
 
     kind: TransferKind
@@ -152,7 +152,7 @@ class Transfer:
     bytes: int = field(default=0, compare=False)
 
     def __hash__(self) -> int:
-        # Not over `members`: there may be thousands of devices, and the rest already tells transfers apart.
+        # Not over `members`: there may be thousands, and the other fields suffice to tell transfers apart.
         return hash((self.kind, self.stage, self.microbatch, self.slice))
 
     def __str__(self) -> str:
@@ -160,16 +160,16 @@ class Transfer:
 
 
 Item = Pass | Transfer
-"""What a row of a program holds."""
+"""An item in a row of a program."""
 
 
 def parts_of(item: Pass) -> tuple[Pass, ...]:
-    """The passes that `item` runs: itself, or the parts of an OVERLAP_F_B."""
+    """Return the passes that `item` runs: itself, or the parts of an OVERLAP_F_B."""
     return item.parts or (item,)
 
 
 def parse_item(text: str) -> Item:
-    """The pass or transfer that `text` spells; raises InputError when it is not exactly a word of a schedule.
+    """Return the pass or transfer that `text` spells; raises InputError for any other text.
 
     A transfer read from text has no members yet: they follow from the placement (`Program.from_csv` fills them in).
     """
@@ -212,9 +212,7 @@ def _check_parts(item: Pass) -> None:
     if item.kind is not Kind.OVERLAP_F_B or item.stage is not None or item.microbatch is not None:
         raise InputError(f"only an OVERLAP_F_B without stage and microbatch of its own has parts, not {item.kind}")
     if len(item.parts) < 2 or not {part.kind for part in item.parts} <= JOINT_KINDS:
-        raise InputError(
-            f"{quoted(str(item))} is not a pass; two or more of F, B, I and W may stand inside OVERLAP_F_B"
-        )
+        raise InputError(f"{quoted(str(item))} is not a pass; an OVERLAP_F_B has two or more of F, B, I and W")
 
 
 def _text(name: str, stage: int | None, microbatch: int | None, slice_: int) -> str:
@@ -233,7 +231,7 @@ SHAPES: dict[Kind | TransferKind, tuple[bool, bool]] = {
     **dict(product(SHARDING_KINDS, [(True, False)])),
     Kind.OVERLAP_F_B: (False, False),
 }
-"""Whether passes and transfers of a kind have a stage, and a microbatch."""
+"""Whether a kind has a stage, and a microbatch."""
 _SHAPES = {kind.value: shape for kind, shape in SHAPES.items() if kind is not Kind.OVERLAP_F_B}
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _NAMES = "|".join(sorted(_SHAPES, key=len, reverse=True))

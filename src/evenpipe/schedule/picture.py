@@ -1,6 +1,6 @@
-"""How orders, programs and timelines show themselves in a notebook: as a picture, with the words of their `repr`.
+"""Pictures of orders, programs and timelines for notebooks, with the words of their `repr`.
 
-The room that draws stands on top of this one, so it is looked up by name, at the moment when something is shown.
+`evenpipe.draw` imports this folder, so it is imported here only when something is shown.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from .timeline import Timeline
 
 MOST_EVENTS = 20_000
-"""Of a timeline that a notebook draws by itself; larger ones are a matter of `evenpipe.draw`."""
+"""Most events of a timeline that a notebook draws automatically; use `evenpipe.draw` for larger ones."""
 
 
 def html_of_order(order: Order, words: str) -> str:
-    """The step of `order` at equal costs under `words`; the words alone where it cannot complete, or is too large."""
+    """Return the step of `order` at equal costs under `words`; only the words if it cannot complete or is too large."""
     if sum(map(len, order.rows)) > MOST_EVENTS:
         return _text(words)
     try:
@@ -34,7 +34,7 @@ def html_of_order(order: Order, words: str) -> str:
 
 
 def html_of_timeline(timeline: Timeline, words: str) -> str:
-    """The picture of `timeline` under `words`; the words alone where it is empty, or too large."""
+    """Return the picture of `timeline` under `words`; only the words if it is empty or too large."""
     events = sum(map(len, timeline.events))
     if not 0 < events <= MOST_EVENTS:
         return _text(words)

@@ -11,8 +11,8 @@ from evenpipe.errors import InputError
 class Placement:
     """`stage_device[stage]` is the device of each stage; every device holds at least one.
 
-    Stages form a chain: stage 0 takes the embedded tokens, each next one takes the output of the one before, the last
-    one feeds the output layer.
+    Stages form a chain: stage 0 takes the embedded tokens, each further stage the output of the one before, and the
+    last one feeds the output layer.
     """
 
     devices: int
@@ -36,19 +36,19 @@ class Placement:
 
     @classmethod
     def linear(cls, devices: int) -> Placement:
-        """One stage per device, in order: 0 1 2 3."""
+        """Return one stage per device, in order: 0 1 2 3."""
         return cls.looped(devices, 1)
 
     @classmethod
     def looped(cls, devices: int, stages_per_device: int) -> Placement:
-        """Round and round: 0 1 2 3 0 1 2 3 for two stages per device (arXiv 2104.04473, section 2.2)."""
+        """Return a round-robin placement: 0 1 2 3 0 1 2 3 for two stages per device (arXiv 2104.04473, section 2.2)."""
         if stages_per_device < 1:
             raise InputError(f"stages per device must be at least 1, not {stages_per_device}")
         return cls(devices, tuple(range(devices)) * stages_per_device)
 
     @classmethod
     def v_shape(cls, devices: int) -> Placement:
-        """There and back: 0 1 2 3 3 2 1 0, so that device 0 holds both ends (arXiv 2405.15362)."""
+        """Return a V: 0 1 2 3 3 2 1 0, so that device 0 holds both ends (arXiv 2405.15362)."""
         return cls(devices, (*range(devices), *reversed(range(devices))))
 
     @property
@@ -67,17 +67,17 @@ class Placement:
         return self.stage_device[-1]
 
     def device_of(self, stage: int) -> int:
-        """Device that holds `stage`."""
+        """Return the device that holds `stage`."""
         return self.stage_device[stage]
 
     def stages_of(self, device: int) -> tuple[int, ...]:
-        """Stages that `device` holds, ascending."""
+        """Return the stages that `device` holds, ascending."""
         return self._stages_of[device]
 
     def predecessors(self, stage: int) -> tuple[int, ...]:
-        """Stages whose output `stage` takes."""
+        """Return the stages whose output `stage` takes."""
         return (stage - 1,) if stage > 0 else ()
 
     def successors(self, stage: int) -> tuple[int, ...]:
-        """Stages that take the output of `stage`."""
+        """Return the stages that take the output of `stage`."""
         return (stage + 1,) if stage < self.stages - 1 else ()

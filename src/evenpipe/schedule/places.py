@@ -1,8 +1,8 @@
-"""Where a row has everything, by kind and stage: lists over the microbatches, so that whole rows are compared at once.
+"""Places of the items of a row, by kind and stage: lists over the microbatches, so that whole rows are compared at
+once.
 
-A row of passes, or of passes and transfers, is numbered through. What is an ordinary row is all in `at`; what is not
-(repeated, of a microbatch that is none, a slice, one of torch's sharding passes) is `odd`, and its users go the long
-way round.
+Items of a row are numbered consecutively. A regular row is entirely in `at`; irregular items (repeated, of a microbatch
+that does not exist, slices, torch's sharding passes) are in `odd` and take a slower path.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from .dependencies import Rule
 from .passes import ROLE, SHARDING_KINDS, Item, Kind, Pass, TransferKind, parts_of
 
 ABSENT = -1
-"""Where a list over the microbatches has no number."""
+"""Entry for a microbatch without a number."""
 
 ROOM = 8
-"""Entries of such lists per item of a row. A file that needs more is mostly holes, and everything in it is odd."""
+"""Most list entries per item of a row. In a file that needs more, most entries would be empty, so everything in it is
+odd."""
 
 Numbers = list[int]
 """By microbatch, or empty."""
@@ -26,11 +27,12 @@ Numbers = list[int]
 
 @dataclass(slots=True)
 class Places:
-    """Where one row has its items.
+    """Numbers of the items of one row.
 
-    at: kind and stage -> number by microbatch, `ABSENT` for those that are not there; parts of a joint pass have its
-    number. Empty lists are of what is odd or joint.
-    joint: numbers of OVERLAP_F_B. odd: numbers of what is not in `at`, or has a part that is not, each once.
+    at: kind and stage -> number by microbatch, `ABSENT` for missing ones; parts of a joint pass have its number. Kinds
+        that are odd or joint have empty lists.
+    joint: numbers of OVERLAP_F_B.
+    odd: numbers of items that are not in `at`, or have a part that is not, each once.
     """
 
     at: dict[tuple[Kind | TransferKind, int | None], Numbers] = field(default_factory=dict)
@@ -39,7 +41,8 @@ class Places:
 
     @classmethod
     def of(cls, row: Sequence[Item | None], microbatches: int, first: int = 0) -> Places:
-        """Those of a row whose positions are numbered from `first`; idle slots have numbers and no place."""
+        """Return the places of a row whose positions are numbered from `first`; idle slots have numbers and no
+        place."""
         places = cls()
         at, room = places.at, ROOM * len(row) + 1024
 
@@ -79,7 +82,7 @@ class Places:
         return numbers is not None and len(numbers) > 0 and ABSENT not in numbers
 
     def of_role(self, kind: Kind, stage: int | None) -> Numbers | None:
-        """Numbers of a kind, or of what has its role: I where the row has no B. None where the row has both."""
+        """Return the numbers of a kind, or of its role: of I if the row has no B. None if the row has both."""
         if ROLE[kind] is not Kind.B:
             return self.at.get((kind, stage))
         whole, split = self.at.get((Kind.B, stage)), self.at.get((Kind.I, stage))
@@ -87,7 +90,7 @@ class Places:
 
 
 def _put(numbers: Numbers, item: Item, number: int) -> bool:
-    """Enter `number` where `item` has its place; False where it has none, or where another one is."""
+    """Enter `number` at the place of `item`; return False if it has none, or if another item is there."""
     microbatch = item.microbatch
     if microbatch is None or item.slice or not -1 < microbatch < len(numbers) or numbers[microbatch] != ABSENT:
         return False
@@ -98,10 +101,10 @@ def _put(numbers: Numbers, item: Item, number: int) -> bool:
 def unmet_in_row(
     places: Places, row: Sequence[Item | None], first: int, rule: Callable[[Kind, int | None], Rule]
 ) -> Iterator[tuple[int, Pass, int | None]]:
-    """Needs of passes that their own row does not meet: (number, pass, number of what it needs, None if nowhere).
+    """Return needs of passes that their own row does not meet: (number, pass, number of the needed pass or None).
 
-    A joint pass comes by the part that has the need, which an earlier part may meet. `row` is numbered from `first`, as
-    `places` are; `rule` gives that of a kind and stage on this device.
+    For a joint pass, the pass is the part with the need, which an earlier part may meet. `row` is numbered from
+    `first`, as `places` are; `rule` gives that of a kind and stage on this device.
     """
     if not places.odd and all(
         _met(places, numbers, rule(kind, stage))
@@ -129,8 +132,8 @@ def unmet_in_row(
 
 
 def _met(places: Places, numbers: Numbers, rule: Rule) -> bool:
-    """Whether all that `numbers` need stands before them; False also where it has to be looked at one by one, as where
-    a part of a joint pass needs another one."""
+    """Return whether everything that `numbers` need comes before them; False also if it must be checked one by one, for
+    example if a part of a joint pass needs another part."""
     for kind, stage in rule.after:
         there = places.of_role(kind, stage)
         if not there or ABSENT in there or any(map(ge, there, numbers)):

@@ -1,4 +1,4 @@
-"""From a schedule and a vocabulary mode to the program that the runtime walks: the one entry point."""
+"""From a schedule and a vocabulary mode to the program that the runtime executes: the one entry point."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ Schedule = str | Order | Program | Callable[[int, int], Order]
 """A name in `SCHEDULES`, an order, a program, or a function of devices and microbatches that returns an order."""
 
 MODES = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")
-"""Vocabulary modes. The first two differ in how layers are cut only, and have the same orders."""
+"""Vocabulary modes. The first two differ only in how layers are split, and have the same orders."""
 
 OFFLOAD = ("scheduled", "none", "free", "all")
-"""What `plan_order` can do about activations."""
+"""Choices of `plan_order` for activations."""
 
 _ALIASES = {"balanced": "vocab-2"}
 BARRIERS = {"first-last": 0, "redistribute": 0, "interlaced": 2, "vocab-1": 2, "vocab-2": 1}
-"""What the backward of the last stage waits for, by mode; with 0, the vocabulary layers are whole."""
+"""Number of barriers before the backward of the last stage, by mode; 0 means whole vocabulary layers."""
 
 
 def vocabulary_mode(name: str) -> str:
-    """The mode that `name` means, one of `MODES`; "balanced" is vocab-2. Raises InputError for an unknown one."""
+    """Return the mode that `name` means, one of `MODES`; "balanced" is vocab-2. Raises InputError for an unknown
+    name."""
     mode = _ALIASES.get(name, name)
     if mode not in MODES:
         raise InputError(f"vocabulary mode '{name}' is unknown{nearest(name, (*MODES, *_ALIASES))}")
@@ -50,10 +51,10 @@ def vocabulary_mode(name: str) -> str:
 def costs_of_work(
     layers: Sequence[float], head: float, layers_per_stage: Sequence[int], devices: int, mode: str
 ) -> Costs:
-    """Pass times in the unit of the given work, for arranging an order where no times are known.
+    """Return pass times in units of the given work, for arranging an order without known times.
 
     layers, head: forward work of each layer and of the output layer, which is three products of equal size: logits, dX
-    and dW. A backward is twice its forward. How long copies to the host take is left open.
+    and dW. A backward is twice its forward. Copies to the host get no time.
     """
     bounds = [0, *accumulate(layers_per_stage)]
     forward = [sum(layers[first:last]) for first, last in pairwise(bounds)]
@@ -76,9 +77,9 @@ def costs_of_work(
 
 
 def order_of_function(function: Callable[[int, int], Order], devices: int, microbatches: int) -> Order:
-    """What a function that is given as a schedule returns; what it raises is its own.
+    """Return the order that a schedule function returns; its own exceptions pass through.
 
-    Raises InputError when it does not take devices and microbatches, and when it returns no order.
+    Raises InputError if it does not take devices and microbatches, or does not return an order.
     """
     name = getattr(function, "__name__", type(function).__name__)
     try:
@@ -87,7 +88,7 @@ def order_of_function(function: Callable[[int, int], Order], devices: int, micro
         raise InputError(
             f"schedule: {name}(devices, microbatches) cannot be called: {error}, expected a function of these two"
         ) from None
-    except ValueError:  # some written in C do not say what they take
+    except ValueError:  # some functions written in C have no signature
         pass
     order = function(devices, microbatches)
     if not isinstance(order, Order):
@@ -105,17 +106,16 @@ def plan_order(
     offload: str | float = "scheduled",
     **options: Any,
 ) -> Order:
-    """The order of a schedule in a vocabulary mode; `options` are the generator's.
+    """Return the order of a schedule in a vocabulary mode; `options` are those of the generator.
 
-    offload: which activations go to the host. "scheduled": as the order says; "none"; "free": all that lowers the
-    memory of a device and costs no time; "all": whatever it takes to hold as little as can be; a number: what it takes
-    to hold no more bytes than that, as `costs` count them.
+    offload: which activations go to the host. "scheduled": as the order says; "none"; "free": all that lower the peak
+    of a device without costing time; "all": enough to reach the lowest possible peak; a number: enough to stay below
+    that many bytes, with the sizes of `costs`.
 
-    Where vocabulary passes are added, copies to the host find new places, for the activations that were moved before.
-    An order that has vocabulary passes already is taken as it stands when its barriers are those of the mode; of a
-    program the passes count, those that gather and reduce what is sharded only where no vocabulary passes are added
-    between them. Raises InputError for unknown names, for an order of another size or other barriers, and for one that
-    is not sound, with every fault found.
+    If vocabulary passes are added, the copies of the same activations are placed anew. An order that already has the
+    vocabulary passes of the mode is used unchanged. A program is reduced to its passes; torch's sharding passes stay
+    only if no vocabulary passes are added. Raises InputError for unknown names, for an order of another size or with
+    other barriers, and for an unsound one, with every fault.
     """
     mode = vocabulary_mode(mode)
     if isinstance(schedule, Program):
@@ -150,7 +150,8 @@ def plan_order(
 
 
 def with_offload(order: Order, costs: Costs | None, offload: str | float) -> Order:
-    """`order` with its activations on the host, or not, as `plan_order` says. Raises InputError for anything else."""
+    """Return `order` with or without activations on the host, as in `plan_order`. Raises InputError for anything
+    else."""
     match check_offload(offload):
         case "scheduled":
             return order
@@ -166,7 +167,7 @@ def with_offload(order: Order, costs: Costs | None, offload: str | float) -> Ord
 
 
 def check_offload(offload: str | float) -> str | float:
-    """`offload` of `plan_order`. Raises InputError for anything else."""
+    """Raise InputError unless `offload` is valid for `plan_order`."""
     if isinstance(offload, str):
         if offload in OFFLOAD:
             return offload
@@ -186,14 +187,14 @@ def plan_program(
     offload: str | float = "scheduled",
     **options: Any,
 ) -> tuple[Order, Program]:
-    """The order of a schedule in a vocabulary mode, and its program with communication, which is checked.
+    """Return the order of a schedule in a vocabulary mode, and its checked program with communication.
 
-    A program whose barriers are those of the mode, and whose copies are to stay, is returned as it stands, with
-    communicators shared as `sharing` says. Arguments and errors as for `plan_order`; `sharing` is one of `SHARING`.
+    A program that already has the barriers of the mode, and whose copies stay, is returned unchanged except that
+    communicators are shared as in `sharing`, one of `SHARING`. Arguments and errors as for `plan_order`.
     """
     as_it_stands = isinstance(schedule, Program) and schedule.barriers == BARRIERS[vocabulary_mode(mode)]
     if isinstance(schedule, Program) and as_it_stands:
-        check_program(schedule).raise_if_faulty()  # before its order is: faults are to show the rows as they were given
+        check_program(schedule).raise_if_faulty()  # before its order is checked, so that faults show the given rows
     order = plan_order(schedule, devices, microbatches, mode, costs, offload=offload, **options)
     if isinstance(schedule, Program) and as_it_stands and order == schedule.order:
         program = schedule if schedule.sharing == sharing else schedule.shared(sharing)
@@ -204,7 +205,7 @@ def plan_program(
 
 
 def evaluation_program(order: Order, costs: Costs | None = None, sharing: str = PER_PAIR) -> Program:
-    """The program that evaluates in the placement of `order`: forwards and losses only, checked.
+    """Return the checked program that evaluates in the placement of `order`: only forwards and losses.
 
     `costs` as for `plan_order`, `sharing` as for `plan_program`.
     """

@@ -1,4 +1,4 @@
-"""A program: an order lowered for execution, with every transfer standing at the place where it is issued."""
+"""A program: an order lowered for execution, with every transfer at the position where it is issued."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .words import count
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What each device computes and communicates. Fields are those of `Order`; rows hold transfers too, and `sharing`,
-    one of `SHARING`, tells which of them share a communicator.
+    """What each device computes and communicates. Fields are those of `Order`; rows also contain transfers, and
+    `sharing`, one of `SHARING`, says which of them share a communicator.
 
-    A device issues a transfer when it comes to it, without waiting for it to complete; the first pass that uses its
-    data waits (`Dependencies.waits_for`).
+    A device issues a transfer when it reaches it, without waiting for it to complete; the first pass that uses its data
+    waits (`Dependencies.waits_for`).
     """
 
     placement: Placement
@@ -38,7 +38,7 @@ class Program:
         return f"<Program: {size(self)}, {count(len(items) - transfers, 'pass')}, {count(transfers, 'transfer')}>"
 
     def _repr_html_(self) -> str:
-        """The picture of a step, for notebooks."""
+        """Return the picture of a step, for notebooks."""
         from .picture import html_of_order
 
         return html_of_order(self.order, repr(self))
@@ -50,15 +50,15 @@ class Program:
 
     @property
     def order(self) -> Order:
-        """The compute passes alone."""
+        """Return the compute passes alone."""
         rows = tuple(tuple(item for item in row if isinstance(item, Pass)) for row in self.rows)
         return Order(self.placement, self.microbatches, rows, self.barriers, self.forward_only)
 
     @property
     def communicators(self) -> dict[str, tuple[int, ...]]:
-        """Members of each communicator that the program uses, by name, in the order of first use by device.
+        """Return the members of each communicator of the program, by name, in the order of first use by device.
 
-        Of one that carries transfers of several groups of members, all of these, ascending.
+        The members of a communicator for several groups are all of these, ascending.
         """
         groups: dict[str, set[tuple[int, ...]]] = {}
         for row in self.rows:
@@ -71,7 +71,7 @@ class Program:
         }
 
     def shared(self, sharing: str) -> Program:
-        """The same transfers at the same places, on communicators that are shared as `sharing` says."""
+        """Return the same transfers at the same positions, with communicators shared as in `sharing`."""
         dependencies = Dependencies.of(self, sharing)
 
         def readdressed(item: Item | None, device: int) -> Item | None:
@@ -83,7 +83,7 @@ class Program:
         return replace(self, rows=rows, sharing=sharing)
 
     def to_csv(self) -> str:
-        """One line per device, readable by `from_csv` and, where it has all the kinds, by torch's runtime."""
+        """Return one line per device, readable by `from_csv` and, if torch has all the kinds, by torch's runtime."""
         return rows_to_csv(self.rows)
 
     @classmethod
@@ -96,7 +96,7 @@ class Program:
         barriers: int | None = None,
         forward_only: bool | None = None,
     ) -> Program:
-        """Read a program. What is not given is inferred, members and communicators of transfers from the placement.
+        """Read a program. Missing arguments are inferred, members and communicators of transfers from the placement.
 
         A transfer that no pass of this placement needs keeps empty members, for the checker to name. Raises
         InputError that names row and column of a cell that is neither a pass nor a transfer.

@@ -1,10 +1,10 @@
-"""A quick proof that an order or a program is sound: whole rows are compared at once, and nothing is explained.
+"""A quick proof that an order or a program is sound: it compares whole rows at once and explains nothing.
 
-What it does not prove need not be wrong; the checker then looks at every item, and says what it finds. Of a program it
-proves more than has to be: that its devices would come to their ends even if each waited at every transfer for all
-other members (`meets`). Then there is one list of all transfers that every row is a part of. By induction along that
-list every transfer is reached and completes, whether transfers queue up per communicator or per device; and no two
-members issue those of a communicator in different order.
+A schedule without a proof need not be wrong; the checker then examines every item and reports faults. For a program the
+proof is stronger than needed: devices would reach their ends even if each waited at every transfer for all other
+members (`meets`). Then one list of all transfers exists of which every row is a part. By induction along that list
+every transfer is reached and completes, whether transfers queue per communicator or per device; and no two members
+issue the transfers of a communicator in different order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .program import Program
 
 
 def passes_in_place(schedule: Order | Program, places: Sequence[Places]) -> bool:
-    """Whether every pass is there, once, on its device, and nothing else but transfers; `places` by device."""
+    """Return whether every pass appears once, on its device, with nothing else but transfers; `places` by device."""
     wanted = {(kind, None) for kind in vocabulary_kinds(schedule.barriers, schedule.forward_only)}
     stages: list[list[int]] = [[] for _ in places]
     for stage, device in enumerate(schedule.placement.stage_device):
@@ -32,7 +32,7 @@ def passes_in_place(schedule: Order | Program, places: Sequence[Places]) -> bool
 
 
 def program_is_sound(program: Program, dependencies: Dependencies) -> bool:
-    """Whether `program` is proven to be sound."""
+    """Return whether `program` is proven to be sound."""
     places = [Places.of(row, program.microbatches) for row in program.rows]
     if not passes_in_place(program, places):
         return False
@@ -58,9 +58,9 @@ def program_is_sound(program: Program, dependencies: Dependencies) -> bool:
 
 
 def meets(lines: Sequence[Sequence[int]], members: Sequence[int]) -> bool:
-    """Whether devices come to the ends of their lines when each waits at every number for its other members.
+    """Return whether devices reach the ends of their lines if each waits at every number for its other members.
 
-    members: by number, in how many lines it stands.
+    members: by number, how many lines contain it.
     """
     steps = [iter(line) for line in lines]
     waiting = list(members)
@@ -101,13 +101,13 @@ def _presence(numbers: Numbers | None) -> list[bool]:
 
 
 def _transfers_in_place(row: Sequence[Item | None], places: Places, routes: Sequence[Route], device: int) -> bool:
-    """Whether a row has the transfers of these routes, each once and rightly addressed, and no others."""
+    """Return whether a row has the transfers of these routes, each once and correctly addressed, and no others."""
     wanted = {route.end(device) for route in routes}
     there = {key for key in places.at if isinstance(key[0], TransferKind)}
     if there != wanted or not all(places.complete(kind, stage) for kind, stage in wanted):
         return False
     for route in routes:
-        # Transfers of a route share the tuple of their members as a rule: each of these is compared once.
+        # Transfers of a route usually share the tuple of their members: each tuple is compared once.
         found: dict[tuple[int, Any, str], Transfer] = {}
         for number in places.at[route.end(device)]:
             item = row[number]
@@ -124,7 +124,7 @@ def _before(earlier: Numbers, later: Numbers) -> bool:
 
 
 def _line(length: int, places: Places, routes: Sequence[Route], device: int, microbatches: int) -> list[int]:
-    """The transfers of a row in order, each as route number * microbatches + microbatch."""
+    """Return the transfers of a row in order, each as route number * microbatches + microbatch."""
     line = [ABSENT] * length
     for route in routes:
         for transfer, number in enumerate(places.at[route.end(device)], route.number * microbatches):

@@ -1,10 +1,10 @@
-"""Does a program complete, however the library queues transfers?
+"""Check that a program completes, however the library queues transfers.
 
-A device walks its row. It issues a transfer and goes on; it stops at a pass until the transfers that the pass waits for
-have completed. A transfer completes when all its members have it at the head of the queue that it is in. Libraries
-queue differently, and a program has to complete under both models:
+A device executes its row. It issues a transfer and goes on; at a pass, it waits until the transfers that the pass needs
+have completed. A transfer completes when it is at the head of its queue on all members. Libraries queue differently,
+and a program must complete under both models:
 
-    one queue per communicator: transfers of one communicator wait for each other, those of others pass them by
+    one queue per communicator: transfers of one communicator wait for each other, not for those of others
     one queue per device:       a device's transfers complete strictly in the order of its row (what NCCL may do)
 """
 
@@ -25,18 +25,18 @@ QUEUE_MODELS: dict[str, Callable[[Route], str]] = {
     "one queue per communicator": lambda route: route.communicator,
     "one queue per device": lambda route: "",
 }
-"""Name of a model -> the queue, among those of one device, that the transfers of a route are in."""
+"""Name of a model -> the queue, among those of one device, for the transfers of a route."""
 
 IDLE = -1
 SHOWN = 8
-"""Devices whose rows a message shows."""
+"""Most devices whose rows a message shows."""
 
 
 def check_completion(program: Program, graph: Graph) -> Iterator[Fault]:
-    """A fault for each queue model under which `program` does not complete.
+    """Return a fault for each queue model under which `program` does not complete.
 
-    `graph` is that of its order. What is not in its place does not count: nobody waits for transfers or members that
-    are missing, and unknown transfers and those that repeat others are passed over.
+    `graph` is that of its order. Misplaced items are ignored: nobody waits for missing transfers or members, and
+    unknown and repeated transfers are skipped.
     """
     rows = _numbered(program, graph)
     for model, queue in QUEUE_MODELS.items():
@@ -47,7 +47,7 @@ def check_completion(program: Program, graph: Graph) -> Iterator[Fault]:
 
 
 def _numbered(program: Program, graph: Graph) -> list[list[int]]:
-    """The rows of `program` in the numbers of `graph`, position by position."""
+    """Return the rows of `program` in the numbers of `graph`, position by position."""
     routes = {(*route.end(device), device): route for route in graph.routes for device in route.members}
     rows = []
     for device, row in enumerate(program.rows):
@@ -69,7 +69,7 @@ def _numbered(program: Program, graph: Graph) -> list[list[int]]:
 
 
 class _Walk:
-    """All devices walking their rows under one queue model, as far as they come."""
+    """All devices executing their rows under one queue model, as far as they get."""
 
     def __init__(self, graph: Graph, rows: list[list[int]], queue: Callable[[Route], str]) -> None:
         self.graph, self.rows = graph, rows
@@ -78,7 +78,8 @@ class _Walk:
         routes = graph.by_route()
         self.queue = [queue(route) for route, numbers in routes for _ in numbers]
         self.queues: list[dict[str, deque[int]]] = [{} for _ in rows]
-        # Members that will issue a transfer and do not have it at the head of their queue; it is complete at 0.
+        # Number of members that have not issued the transfer, or do not have it at the head of their queue; complete at
+        # 0.
         self.missing = [0] * len(self.queue)
         for row in rows:
             for number in row:
@@ -89,11 +90,11 @@ class _Walk:
 
     @property
     def completed(self) -> bool:
-        """Whether every device came to its end, and so every transfer too: each has a pass that waits for it."""
+        """Whether every device reached its end, and so every transfer completed, because a pass waits for each."""
         return all(at == len(row) for at, row in zip(self.stands, self.rows, strict=True))
 
     def run(self) -> None:
-        """Walk until nothing can move."""
+        """Run until no device can move."""
         while self.waking:
             device = self.waking.pop()
             row = self.rows[device]
@@ -107,7 +108,7 @@ class _Walk:
                     self._issue(device, number)
 
     def _awaited(self, number: int) -> list[int]:
-        """The transfers that a pass still waits for."""
+        """Return the transfers that a pass still waits for."""
         offset = self.graph.offset[number]
         transfers = [base + offset for base in self.graph.waits[self.graph.site[number]]]
         return [transfer for transfer in transfers if self.missing[transfer - self.passes]]
@@ -131,7 +132,7 @@ class _Walk:
             self.waking += self.standing.pop(number, ())
 
     def fault(self, program: Program, model: str) -> Fault:
-        """What stands still, where, and why."""
+        """Return a fault that says which devices stand still, where, and why."""
         stopped = {device: at for device, at in enumerate(self.stands) if at < len(self.rows[device])}
         sentences = [
             f"device {device} stops at position {at}, {brief(program.rows[device][at])}, awaiting "
@@ -143,7 +144,7 @@ class _Walk:
         return Fault(device, position, what, excerpt(program.rows, dict(list(stopped.items())[:SHOWN])))
 
     def _why(self, number: int, device: int) -> str:
-        """A transfer by its name on `device`, and what keeps it on each member where it is not its turn."""
+        """Return a transfer by its name on `device`, and what blocks it on each member."""
         route, microbatch, _ = self.graph.carried(number)
         reasons = []
         for member in route.members:
@@ -152,5 +153,5 @@ class _Walk:
                 reasons.append(f"not issued by device {member}")
             elif line[0] != number:
                 first, first_microbatch, _ = self.graph.carried(line[0])
-                reasons.append(f"behind {first.transfer(member, first_microbatch)} on device {member}")
+                reasons.append(f"queued after {first.transfer(member, first_microbatch)} on device {member}")
         return f"{route.transfer(device, microbatch)} ({join(reasons)})"

@@ -53,20 +53,20 @@ SCHEDULES: dict[str, Callable[..., Order]] = {
     "po-f": po_f,
     "dualpipe-v": dualpipe_v,
 }
-"""Generators by name. Each takes devices and microbatches, and by keyword what its own docstring says."""
+"""Generators by name. Each takes devices and microbatches, and keyword options as in its docstring."""
 
 
 LARGEST = 20_000_000
-"""Forwards of the largest order that is tried: it and its program take some 10 GB."""
+"""Most forwards of an order; such an order and its program take some 10 GB."""
 
 
 def generate(name: str, devices: int, microbatches: int, *, costs: Costs | None = None, **options: Any) -> Order:
-    """The order of a schedule by its name in `SCHEDULES`, or of a CSV file, whose name ends in .csv.
+    """Return the order of a schedule by its name in `SCHEDULES`, or of a CSV file, whose name ends in .csv.
 
-    `costs` go to generators that plan by them. An option that is None is left at its default. `stages_per_device` may
-    also be given to a schedule that leaves no choice, as what it has. Raises InputError for an unknown name or option,
-    where the schedule needs other numbers of devices, microbatches or stages, and where the file is of another size or
-    not sound.
+    `costs` go to generators that use them. An option that is None keeps its default. `stages_per_device` is also
+    accepted for a schedule with a fixed number, if it is that number. Raises InputError for an unknown name or option,
+    if the schedule needs other numbers of devices, microbatches or stages, and if the file has another size or is not
+    sound.
     """
     for field, value in (("devices", devices), ("microbatches", microbatches)):
         _whole(field, value)
@@ -98,20 +98,20 @@ def generate(name: str, devices: int, microbatches: int, *, costs: Costs | None 
 
 
 def options_of(name: str) -> tuple[str, ...]:
-    """The options that a schedule takes by keyword, besides costs. Raises InputError for an unknown name."""
+    """Return the keyword options of a schedule, besides costs. Raises InputError for an unknown name."""
     if name not in SCHEDULES:
         raise InputError(f"schedule '{name}' is unknown{nearest(name, SCHEDULES)}")
     return tuple(name for name in inspect.signature(SCHEDULES[name]).parameters if name not in _ALWAYS)
 
 
 def describe(name: str) -> str:
-    """What a schedule is, in one line: the first sentence about its generator."""
+    """Return a schedule in one line: the first sentence of its generator's docstring."""
     text = inspect.getdoc(SCHEDULES[name]) or ""
     return " ".join(text.split("\n\n")[0].split())
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: the nearest known one, and all of them."""
+    """Return the end of a sentence about an unknown name: the nearest known name, and all of them."""
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0)
     return f", did you mean '{near[0]}'? Accepted: {', '.join(names)}"
@@ -134,7 +134,7 @@ def _from_file(name: str, devices: int, microbatches: int) -> Order:
 
 
 def _refuse_wrong(options: dict[str, Any], devices: int) -> None:
-    """Options that no schedule can take, whatever they mean to it."""
+    """Raise InputError for options that are invalid for every schedule."""
     for name in ("stages_per_device", "group_size"):
         if name in options:
             _whole(name, options[name])

@@ -1,13 +1,13 @@
-"""When does a device know that what it sent has arrived? Nobody tells it, but what it receives gives it away.
+"""Infer when a device knows that a peer has received its transfers: from what it receives itself.
 
-A device that has received something knows that its sender had come to the place where it issued that, and so that all
-passes which stand before it in the sender's row have had their inputs. Of those that this device had sent, the memory
-can be given back, without waiting:
+A device that has received a transfer knows that the sender had reached the position where it issued it, so all passes
+before that position in the sender's row had their inputs. If this device had sent those inputs, it can free their
+memory without waiting:
 
     device 0    0F0  0SEND_F0  ...  1RECV_B0  ...  0B0      0B0 has its gradient: 1F0 ran, 0SEND_F0 has arrived
     device 1    1RECV_F0  1F0  ...  1B0  1SEND_B0
 
-What is sent last, or to a device that never answers, has no such place.
+The last transfers, and transfers to a device that never answers, have no such position.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Carried = tuple[int, int]
 
 
 def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
-    """By position in the row of `device`: what it has sent and knows to have arrived once the pass there has all that
-    it waits for. `program` has to be sound.
+    """Return, by position in the row of `device`, the sent transfers that are known to have arrived once the pass there
+    has everything that it waits for. `program` must be sound.
 
-    Sent are hops, and contributions to what other devices receive: not what this device itself waits for.
+    Sent transfers are hops, and contributions to collectives whose result this device does not wait for itself.
     """
     dependencies, issued, used = _all_places(program)
-    reached = [-1] * program.devices  # position up to which another device is known to have come
-    under_way: dict[Transfer, list[tuple[int, int]]] = {}  # device and position that each is used at
+    reached = [-1] * program.devices  # position that another device is known to have reached
+    under_way: dict[Transfer, list[tuple[int, int]]] = {}  # device and position of each use
     found: dict[int, tuple[Transfer, ...]] = {}
     for position, item in enumerate(program.rows[device]):
         if isinstance(item, Transfer):
@@ -49,10 +49,10 @@ def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
 
 
 Places = tuple[Dependencies, list[dict[Carried, int]], list[dict[Carried, int]]]
-"""Of one program: its dependencies, and by device where it issues and where it uses each transfer."""
+"""For one program: its dependencies, and where each device issues and uses each transfer."""
 
 _last: tuple[Program, Places] | None = None
-"""Devices of one program are asked for one after the other."""
+"""Callers ask for the devices of one program one after the other."""
 
 
 def _all_places(program: Program) -> Places:
@@ -65,7 +65,7 @@ def _all_places(program: Program) -> Places:
 
 
 def _places(program: Program, dependencies: Dependencies, device: int) -> tuple[dict[Carried, int], dict[Carried, int]]:
-    """Where a device issues each transfer, and where the pass stands that waits for it."""
+    """Return where a device issues each transfer, and the position of the pass that waits for it."""
     issued: dict[Carried, int] = {}
     used: dict[Carried, int] = {}
     for position, item in enumerate(program.rows[device]):
@@ -82,7 +82,7 @@ def _places(program: Program, dependencies: Dependencies, device: int) -> tuple[
 
 
 def _sends(route: Route, device: int) -> bool:
-    """Whether the device gives something away and waits for nothing."""
+    """Return whether the device sends data and waits for none."""
     if route.kind in HOP_KINDS:
         return device == route.members[0]
     if route.kind is TransferKind.ROW_GRADIENTS:
@@ -93,7 +93,7 @@ def _sends(route: Route, device: int) -> bool:
 def _learn(
     item: Pass, dependencies: Dependencies, device: int, issued: list[dict[Carried, int]], reached: list[int]
 ) -> bool:
-    """Notes how far other devices have come, from what a pass waits for; tells whether that is news."""
+    """Note how far other devices have come, from the transfers that a pass waits for; return whether that is new."""
     before = list(reached)
     for part in parts_of(item):
         for route in dependencies.rule(device, part.kind, part.stage).waits:

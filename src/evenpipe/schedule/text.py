@@ -1,7 +1,7 @@
-"""Rows of passes and transfers as CSV, and what a file leaves unsaid: placement, microbatches, barriers.
+"""Rows of passes and transfers as CSV, and what follows from them: placement, microbatches, barriers.
 
-One line per device, one cell per pass; an empty cell is an idle slot. The cells say nothing of who holds which stage
-or how many barriers the vocabulary layers have, but it follows from them.
+One line per device, one cell per pass; an empty cell is an idle slot. Cells contain neither the placement nor the
+number of barriers, but both follow from them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def rows_to_csv(rows: Iterable[Sequence[Item | None]]) -> str:
 
 
 def rows_from_csv(text: str) -> tuple[tuple[Item | None, ...], ...]:
-    """The cells of a file; raises InputError naming row and column (both from 1) of a cell that is not a word."""
+    """Return the cells of a file; raises InputError naming row and column (both from 1) of a cell that is not a
+    word."""
     lines = text.removeprefix("\ufeff").splitlines()
     if not any(map(_has_cells, lines)):
         raise InputError("the file is empty; a schedule has one line per device, such as 0F0,0B0")
@@ -31,7 +32,7 @@ def rows_from_csv(text: str) -> tuple[tuple[Item | None, ...], ...]:
 
 
 def cell_name(row: int, column: int) -> str:
-    """A cell, both numbers from 1, as editors count them and as the checker, which counts devices and passes from 0."""
+    """Return the name of a cell with both numberings: from 1, as in editors, and from 0, as in the checker."""
     return f"row {row}, column {column} (device {row - 1}, position {column - 1})"
 
 
@@ -54,7 +55,7 @@ def _cells(line: str, row: int) -> Iterator[Item | None]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What an order or program is besides its rows; fields as in `Order`. None in what a caller does not know."""
+    """The fields of an order or program besides its rows, as in `Order`. None means unknown."""
 
     placement: Placement | None = None
     microbatches: int | None = None
@@ -63,11 +64,11 @@ class Shape:
 
 
 def infer(rows: Sequence[Sequence[Item | None]], known: Shape) -> tuple[Placement, int, int, bool]:
-    """Placement, microbatches, barriers and forward_only: those of `known`, and what is None there from the rows.
+    """Return placement, microbatches, barriers and forward_only: those of `known`, and the missing ones from the rows.
 
     A stage belongs to the device that runs most of its passes, so that one misplaced pass is a fault that the checker
-    names, not another placement. Raises InputError when a stage between 0 and the highest is run by nobody, or a
-    microbatch has a number that the rows have no room for.
+    names, not another placement. Raises InputError if a stage below the highest never runs, or a microbatch has a
+    number that is too large for the rows.
     """
     parts = [
         (device, part)
@@ -92,7 +93,7 @@ def _placement(parts: list[tuple[int, Pass]], devices: int) -> Placement:
         if part.stage is not None:
             runs.setdefault(part.stage, Counter())[device] += 1
     if not runs:
-        raise InputError("the rows hold no pass of a stage, such as 0F0")
+        raise InputError("the rows have no pass of a stage, such as 0F0")
     for stage in range(len(runs)):
         if stage not in runs:
             raise InputError(f"stage {stage} appears in no row, though stage {max(runs)} does")
@@ -110,7 +111,7 @@ def _placement(parts: list[tuple[int, Pass]], devices: int) -> Placement:
 def _microbatches(parts: list[tuple[int, Pass]]) -> int:
     highest = max((part.microbatch for _, part in parts if part.microbatch is not None), default=-1)
     if highest < 0:
-        raise InputError("the rows hold no pass of a microbatch, such as 0F0")
+        raise InputError("the rows have no pass of a microbatch, such as 0F0")
     if highest >= len(parts):
         passes = f"{count(len(parts), 'pass')} {'leaves' if len(parts) == 1 else 'leave'}"
         raise InputError(f"microbatch {highest} appears, but {passes} no room for all before it")

@@ -1,4 +1,4 @@
-"""What ran when: the result of a simulation, and of a measured run."""
+"""Events and their times: the result of a simulation, and of a measured run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .words import count
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why an event did not start earlier: what it waited for last.
+    """Why an event did not start earlier: the last thing it waited for.
 
     resource: "device" (busy with `item`, an earlier pass of the same row), "transfer" (`item` had to arrive),
     "communicator" or "link" (`item` was on it), "engine" (the copy engine was busy with `item`), or "start" (nothing).
-    item, device: that pass or transfer, and the device whose it is.
+    item, device: that pass or transfer, and its device.
     """
 
     resource: str
@@ -27,7 +27,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`item` ran on `device` from `start` to `end`; `cause` is what it waited for last, where known."""
+    """`item` ran on `device` from `start` to `end`; `cause` is the last thing it waited for, if known."""
 
     device: int
     item: Item
@@ -40,10 +40,10 @@ class Event:
 class Timeline:
     """Events of each device, in the order in which it ran them, in any one unit of time.
 
-    stage_bytes: what one forward of each stage stores until its backward, where known; for `peak_bytes`.
-    beside: per device, what ran beside its compute, by start: transfers, and copies to and from the host.
-    memory: per device, the bytes held as a step function, (time, bytes from then on); None where bytes are not known.
-    on_device: likewise the stage activations that are on the device, where some are on the host for a while; else None.
+    stage_bytes: bytes that one forward of each stage stores until its backward, if known; for `peak_bytes`.
+    beside: per device, the transfers and copies to and from the host that ran beside its compute, by start.
+    memory: per device, memory as a step function, (time, bytes from then on); None if bytes are not known.
+    on_device: likewise the stage activations on the device, if some move to the host; else None.
     """
 
     events: tuple[tuple[Event, ...], ...]
@@ -58,7 +58,7 @@ class Timeline:
         return f"<Timeline: {count(self.devices, 'device')}, step {self.makespan:g}, busy {100 * self.mean_busy:.1f} %>"
 
     def _repr_html_(self) -> str:
-        """The picture, for notebooks."""
+        """Return the picture, for notebooks."""
         from .picture import html_of_timeline
 
         return html_of_timeline(self, repr(self))
@@ -77,28 +77,28 @@ class Timeline:
 
     @property
     def span(self) -> float:
-        """The longest span of any device."""
+        """Return the longest span of any device."""
         return max(self.spans)
 
     @cached_property
     def makespan(self) -> float:
-        """From the first start to the last end, over all devices."""
+        """Return the time from the first start to the last end, over all devices."""
         rows = [event for row in self.events for event in row]
         return max(event.end for event in rows) - min(event.start for event in rows) if rows else 0.0
 
     @property
     def skew(self) -> float:
-        """What devices' different starts and ends add to the span."""
+        """Return the difference between makespan and span."""
         return self.makespan - self.span
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Per device, the time in compute passes."""
+        """Return, per device, the time in compute passes."""
         return tuple(sum(times.values()) for times in self.busy_by_kind)
 
     @cached_property
     def busy_by_kind(self) -> tuple[dict[Kind, float], ...]:
-        """Per device and kind, the time in compute passes."""
+        """Return, per device and kind, the time in compute passes."""
         result = []
         for row in self.events:
             times: dict[Kind, float] = {}
@@ -110,23 +110,23 @@ class Timeline:
 
     @property
     def mean_busy(self) -> float:
-        """Share of the makespan that devices compute, on average over all of them; 0 when nothing takes time."""
+        """Return the share of the makespan that devices compute, on average; 0 if nothing takes time."""
         whole = self.devices * self.makespan
         return sum(self.busy) / whole if whole else 0.0
 
     @property
     def bubble(self) -> float:
-        """Idle time of the device with the longest span, within that span."""
+        """Return the idle time of the device with the longest span, within that span."""
         device = max(range(self.devices), key=self.spans.__getitem__)
         return self.spans[device] - self.busy[device]
 
     @property
     def bubble_rate(self) -> float:
-        """`bubble` over `span`; 0 when nothing takes time."""
+        """Return `bubble` over `span`; 0 if nothing takes time."""
         return self.bubble / self.span if self.span else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """What can be said in a few numbers, for JSON. Lists are per device."""
+        """Return the main figures for JSON. Lists are per device."""
         return {
             "devices": self.devices,
             "span": self.span,
@@ -142,22 +142,21 @@ class Timeline:
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Per device, the most stage activations that were forwarded and not yet released."""
+        """Return, per device, the most stage activations that were forwarded and not yet released."""
         return tuple(int(peak) for peak in self._peaks(None))
 
     @cached_property
     def peak_on_device(self) -> tuple[int, ...]:
-        """Per device, the most stage activations in flight that were not on the host."""
+        """Return, per device, the most stage activations in flight that were not on the host."""
         if self.on_device is None:
             return self.peak_in_flight
         return tuple(int(_highest(curve)) for curve in self.on_device)
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...] | None:
-        """Per device, the most bytes held; None when they are not known.
+        """Return, per device, the most bytes held; None if they are not known.
 
-        Those of `memory` where it is there, which has all passes and copies; else of stage activations, from F to B or
-        W.
+        From `memory` if present, which counts all passes and copies; else from stage activations, from F to B or W.
         """
         if self.memory is not None:
             return tuple(_highest(curve) for curve in self.memory)
@@ -175,10 +174,10 @@ def _highest(curve: tuple[tuple[float, float], ...]) -> float:
 
 
 def peak_activations(row: Iterable[Pass], weights: tuple[float, ...] | None = None) -> float:
-    """The most stage activations held while a device runs `row`, or the most bytes, with `weights` per stage.
+    """Return the most stage activations held while a device runs `row`, or the most bytes, with `weights` per stage.
 
-    A forward stores one; a full backward releases it, or the weight gradient where the backward is split. A row without
-    any backward evaluates and stores nothing.
+    A forward stores one; a full backward releases it, or W if the backward is split. A row without backwards evaluates
+    and stores nothing.
     """
     held = peak = 0.0
     trains = False

@@ -2,10 +2,10 @@
 
 Each device runs its row in order. A pass starts when its device is free, every pass that it needs has ended and every
 transfer that it needs has completed; a transfer completes `Costs.transfer_time` after its last producer ended.
-Transfers do not contend with each other or with compute (the full simulator models that). Orders that cannot
-complete raise `DeadlockError`, which shows where every device stands.
+Transfers do not contend with each other or with compute (the full simulator models that). Orders that cannot complete
+raise `DeadlockError`, which shows where every device stops.
 
-Every pass is looked at once and every need once, so the time is linear in their number.
+Every pass and every need is visited once, so the time is linear in their number.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from .timeline import Event, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """When everything in a graph happened.
+    """When everything in a graph ran.
 
     start, end: by number. A transfer starts when its data is ready.
-    happened: the numbers in an order that no need contradicts, also among things that happen at the same time; passes
-    where they run, transfers where their data is ready. sequence: the place of each number in it.
+    happened: the numbers in an order compatible with all needs, also among simultaneous events; passes when they run,
+        transfers when their data is ready.
+    sequence: the place of each number in it.
     """
 
     start: list[float]
@@ -38,7 +39,7 @@ class Run:
 def time_order(order: Order, costs: Costs) -> Timeline:
     """Run `order` in the event model.
 
-    Raises DeadlockError when it cannot complete, InputError when `costs` lack a kind or have lists of the wrong length.
+    Raises DeadlockError if it cannot complete, InputError if `costs` lack a kind or have lists of the wrong length.
     """
     graph = Graph.of(order)
     times = run(order, graph, durations(order, graph, costs))
@@ -50,7 +51,7 @@ def time_order(order: Order, costs: Costs) -> Timeline:
 
 
 def durations(order: Order, graph: Graph, costs: Costs) -> list[float]:
-    """How long everything in the graph of `order` takes, by number."""
+    """Return the duration of everything in the graph of `order`, by number."""
     times = PassTimes(costs, order.placement)
     of_site: dict[int, float] = {}
     takes = []
@@ -67,13 +68,13 @@ def durations(order: Order, graph: Graph, costs: Costs) -> list[float]:
 def run(order: Order, graph: Graph, takes: Sequence[float], *, absent_is_done: bool = False) -> Run:
     """Time everything in the graph of `order`; `takes` has durations by number. Raises DeadlockError.
 
-    With `absent_is_done` nobody waits for a pass that stands in no row.
+    With `absent_is_done`, nobody waits for a missing pass.
     """
     passes = len(graph.items)
     site, offset, waits, feeds = graph.site, graph.offset, graph.waits, graph.feeds
     start, end = [0.0] * graph.size, [0.0] * graph.size
     happened: list[int] = []
-    missing = [0] * passes + graph.producers(absent_is_done=absent_is_done)  # by number, producers that have not run
+    missing = [0] * passes + graph.producers(absent_is_done=absent_is_done)  # producers that have not run
     standing: dict[int, list[int]] = {}  # transfer -> devices whose next pass waits for it
     heads, free = graph.first[:-1], [0.0] * order.devices  # next pass of each device, and when the device is free
     waking = list(reversed(range(order.devices)))  # devices whose next pass may be ready
@@ -101,7 +102,7 @@ def run(order: Order, graph: Graph, takes: Sequence[float], *, absent_is_done: b
                 start[fed] = clock if clock > start[fed] else start[fed]
                 missing[fed] -= 1
                 if missing[fed] == 0:
-                    # It has all its data: it completes, and whoever waits for it may go on.
+                    # All data is there: it completes, and the passes that wait for it may go on.
                     end[fed] = start[fed] + takes[fed]
                     happened.append(fed)
                     waking += standing.pop(fed, ())

@@ -1,4 +1,4 @@
-"""A measured step: what each device did and waited for, on one clock, and the timeline that follows from it.
+"""A measured step: what each device did and waited for, on one clock, and the resulting timeline.
 
 Trace -> timeline()     events with causes, transfers beside them: the type that the simulator makes
       -> gaps()         what a device did between its passes: it waited, or it was busy issuing transfers
@@ -19,10 +19,10 @@ from .program import Program
 from .timeline import Cause, Event, Timeline
 
 WAITED_SECONDS = 20e-6
-"""A wait that ends sooner found its transfer complete: asking alone takes some microseconds."""
+"""A shorter wait means that the transfer was already complete: the query alone takes some microseconds."""
 
 END = "end"
-"""What a device waits for behind its last pass, until the last device is done."""
+"""Stands for the wait after the last pass, until the last device is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +31,20 @@ class PassTime:
 
     item: Pass
     start: float
-    """Its inputs were there."""
+    """All inputs were there."""
     end: float
     processor: float
-    """Processor time of the walking thread inside the pass; on a GPU the time to launch it."""
+    """Processor time of the main thread inside the pass; on a GPU the time to launch it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitTime:
-    """A device stood still until a transfer, or a copy to or from the host, was complete, or found it complete."""
+    """A device waited until a transfer, or a copy to or from the host, was complete, or found it complete."""
 
     transfer: Transfer | Pass
-    """As this device issued it; of a copy its O or L."""
+    """As this device issued it; for a copy, its O or L."""
     needed_by: Pass | None
-    """The pass that uses it; None where a send was waited for, so that its memory can be given back."""
+    """The pass that uses it; None if a send was awaited to free its memory."""
     start: float
     end: float
 
@@ -58,12 +58,12 @@ class TransferTime:
     returned: float
     """The call that issues it lasted until here."""
     complete: float | None
-    """The first wait for it ended: when it completed, or later where it had completed before. None: nobody waited."""
+    """End of the first wait for it: the completion, or later if it had completed before. None: nobody waited."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyTime:
-    """When a copy to the host, or back, began and ended."""
+    """Start and end of a copy to the host, or back."""
 
     item: Pass
     """O or L."""
@@ -73,10 +73,11 @@ class CopyTime:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """What lies between the clock of a device and that of the first device. It has been removed from all times.
+    """Offset between the clock of a device and that of the first device. All times are already corrected.
 
-    offset: this clock less that of device 0 at the start of the step, seconds. drift: by how much more at its end.
-    uncertainty: half of the shortest round trip that both were measured by.
+    offset: this clock minus that of device 0 at the start of the step, in seconds.
+    drift: change of the offset until its end.
+    uncertainty: half of the shortest round trip of the measurement.
     """
 
     offset: float = 0.0
@@ -86,26 +87,25 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Allocations:
-    """What torch's memory allocator of a GPU did in a step: how often. It keeps what tensors give back for the next
-    ones, so that a step like those before it asks the driver for nothing. With `backend:cudaMallocAsync` the driver
-    keeps it instead, and torch counts no calls."""
+    """Calls of torch's GPU memory allocator in a step. It caches freed memory, so after the first steps it should not
+    call the driver. With `backend:cudaMallocAsync` the driver caches, and torch counts no calls."""
 
     requests: int
-    """Tensors that were given memory, nearly all of them without the driver."""
+    """Allocations of tensors, nearly all of them from the cache."""
     device_allocations: int
-    """Calls of the driver for more (cudaMalloc, cuMemMap)."""
+    """Calls of the driver for more memory (cudaMalloc, cuMemMap)."""
     device_frees: int
-    """Calls of the driver that gave memory back (cudaFree, cuMemUnmap): each may wait for all work of the GPU."""
+    """Calls of the driver that freed memory (cudaFree, cuMemUnmap): each may wait for all work of the GPU."""
     retries: int
-    """Times when the driver had no more, so that all that was kept was given back before it was asked again."""
+    """Times when the driver had no more memory, so the cache was emptied before the next attempt."""
 
     @property
     def device_calls(self) -> int:
-        """Of the driver: 0 in a step without churn."""
+        """Calls of the driver: 0 in a step without churn."""
         return self.device_allocations + self.device_frees
 
     def since(self, before: Allocations) -> Allocations:
-        """What came between two counts of one allocator."""
+        """Return the difference between two counts of one allocator."""
         return Allocations(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
 
@@ -121,15 +121,15 @@ class DeviceTrace:
     clock: Clock = Clock()
     copies: tuple[CopyTime, ...] = ()
     allocations: Allocations | None = None
-    """None on a CPU, and in files that were written before they were counted."""
+    """None on a CPU, and in files of older versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
     """What a device did between a pass and the next one, or before its first.
 
-    before, after: the passes; None at the ends. waited: seconds in waits, by transfer. busy: the rest of the gap, in
-    which transfers were issued.
+    before, after: the passes; None at the ends. waited: seconds in waits, by transfer. busy: the rest of the gap, spent
+    issuing transfers.
     """
 
     before: PassTime | None
@@ -143,15 +143,15 @@ class Gap:
 
     @property
     def busy(self) -> float:
-        """Seconds that are neither pass nor wait; 0 before the first pass."""
+        """Seconds outside of passes and waits; 0 before the first pass."""
         return 0.0 if self.before is None else max(0.0, self.after.start - self.before.end - self.waiting)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One measured step of `program`. Seconds from the moment when the first device began.
+    """One measured step of `program`. Seconds from the start of the first device.
 
-    costs: what the order was arranged by, in a unit of their own. about: what else is known, for readers: schedule,
+    costs: the costs that the order was arranged by, in their own unit. about: further facts for readers: schedule,
     vocabulary mode, number of the step, machine, versions.
     """
 
@@ -162,13 +162,13 @@ class Trace:
 
     @cached_property
     def seconds(self) -> float:
-        """From the moment when the first device began to that when the last one was done."""
+        """Return the seconds from the start of the first device to the end of the last one."""
         return max(device.end for device in self.devices) - min(device.start for device in self.devices)
 
     @cached_property
     def waiting(self) -> tuple[dict[str, float], ...]:
-        """Per device, idle time by the kind of transfer waited for, and "end" behind its last pass, as `Simulation`
-        has it. Before its first pass a device waits from the first start of any."""
+        """Return, per device, idle time by the kind of the awaited transfer, and "end" after its last pass, as in
+        `Simulation`. Before its first pass a device waits from the first start of any device."""
         rows = []
         begin = min((row.passes[0].start for row in self.devices if row.passes), default=0.0)
         finish = max((row.passes[-1].end for row in self.devices if row.passes), default=0.0)
@@ -186,7 +186,8 @@ class Trace:
         return tuple(rows)
 
     def gaps(self, device: int) -> Iterator[Gap]:
-        """What lies before each pass of a device. Waits within a pass (of several that run as one) are in none."""
+        """Return the gap before each pass of a device. Waits within a pass (of several that run as one) are in no
+        gap."""
         row = self.devices[device]
         waits = iter(row.waits)
         wait = next(waits, None)
@@ -201,21 +202,21 @@ class Trace:
             before = item
 
     def timeline(self) -> Timeline:
-        """Passes as they ran, and beside them copies and transfers: each of the latter from the moment when its last
-        member had issued it to the moment when this device found it complete, or of a hop either of both."""
+        """Return passes as they ran, and beside them copies and transfers. A transfer lasts from the moment when its
+        last member issued it until this device, or either end of a hop, found it complete."""
         return _Drawing(self).timeline()
 
 
 class _Drawing:
-    """From a trace to a timeline."""
+    """Converts a trace to a timeline."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.dependencies = Dependencies.of(trace.program)
         self.issued: dict[tuple[int, int, int], tuple[float, int]] = {}
-        """By transfer: when its last member issued it, and which one that was."""
+        """By transfer: when its last member issued it, and which member that was."""
         self.arrived: dict[tuple[int, int, int], float] = {}
-        """By hop: when either end first found it complete. A send is only asked for long after it."""
+        """By hop: when either end first found it complete. The sender asks only much later."""
         for device, row in enumerate(trace.devices):
             for transfer in row.transfers:
                 key = self._key(transfer.item, device)
@@ -237,7 +238,7 @@ class _Drawing:
     def _passes(self, device: int) -> Iterator[Event]:
         for gap in self.trace.gaps(device):
             if gap.after.item.kind in (Kind.O, Kind.L):
-                continue  # the place where a copy is asked for
+                continue  # the position where a copy is issued
             longest = max(gap.waited, key=lambda wait: wait.end - wait.start, default=None)
             cause = _behind(gap.before, device)
             if longest is not None and longest.end - longest.start > max(WAITED_SECONDS, gap.busy):
@@ -267,7 +268,7 @@ def _behind(before: PassTime | None, device: int) -> Cause:
 
 
 def _last_before(passes: tuple[PassTime, ...], time: float) -> PassTime | None:
-    """The last pass that had ended, of those in a row by time."""
+    """Return the last pass that had ended, of a row sorted by time."""
     low, high = 0, len(passes)
     while low < high:
         middle = (low + high) // 2

@@ -1,11 +1,11 @@
-"""Traces as files: JSON, to be drawn, to be read by `evenpipe profile`, and by other programs.
+"""Traces as JSON files, for drawing, for `evenpipe profile`, and for other programs.
 
     {
      "format": "evenpipe trace", "version": 1,
      "about": {"schedule": "1f1b", "vocabulary": "vocab-2", "step": 12, "machine": "...", ...},
      "placement": [0, 1],                     device of each stage
      "microbatches": 8, "barriers": 1, "forward_only": false,
-     "costs": {"F": [1.0, 1.2], ...},         what the order was arranged by, as in a cost file; null where unknown
+     "costs": {"F": [1.0, 1.2], ...},         the costs that arranged the order, as in a cost file; null if unknown
      "devices": [
       {
        "row": "E0,ROWS0,0F0,...",             the device's row of the program
@@ -14,16 +14,16 @@
        "allocations": {"requests": 5120, "device_allocations": 0, "device_frees": 0, "retries": 0},   absent on a CPU
        "passes": [["E0", start, end, processor], ...],
        "waits": [["X0", "S0", start, end], ...],                  the pass that uses it, or "" for a send
-       "transfers": [["ROWS0", issued, returned, complete], ...], complete: null where nobody waited for it
-       "copies": [["0O0", start, end], ...]     to the host and back; absent where there are none. Waits for them name
+       "transfers": [["ROWS0", issued, returned, complete], ...], complete: null if nobody waited for it
+       "copies": [["0O0", start, end], ...]     to the host and back; absent if there are none. Waits for them name
       },                                        0O0, or 0L0, in place of a transfer
       ...
      ]
     }
 
-All times are seconds from the start of the device that began first; offsets between clocks have been removed
-("clock" says how large they were). Passes and transfers stand in the order of the row. Fields as in `schedule.trace`.
-A reader of version 1 refuses other versions; what a version adds, its number says.
+All times are seconds from the start of the device that began first; offsets between clocks are corrected ("clock" gives
+them). Passes and transfers are in the order of the row. Fields as in `schedule.trace`. A reader of version 1 refuses
+other versions; what a version adds, its number says.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from .words import count
 
 FORMAT, VERSION = "evenpipe trace", 1
 _DIGITS = 9
-"""Of seconds: nanoseconds."""
+"""Decimal places of seconds: nanoseconds."""
 
 
 def trace_to_dict(trace: Trace) -> dict[str, Any]:
-    """A trace as JSON has it."""
+    """Return a trace as a dict for JSON."""
     program = trace.program
     return {
         "format": FORMAT,
@@ -92,10 +92,10 @@ def trace_to_dict(trace: Trace) -> dict[str, Any]:
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """Write a file that `read_trace` reads; it is never half written. Raises InputError where it cannot be written."""
+    """Write a file that `read_trace` reads, atomically. Raises InputError if it cannot be written."""
     text = json.dumps(trace_to_dict(trace), ensure_ascii=False, separators=(",", ":"))
     for mark in ('"devices":[', '"row":', '"start":', '"passes":', '"waits":', '"transfers":', '"copies":'):
-        text = text.replace(mark, "\n" + mark)  # a few lines, not one: names can be read, and files compared
+        text = text.replace(mark, "\n" + mark)  # a few lines, not one, so that people can read and compare files
     target = Path(path)
     partial = target.with_name(target.name + ".part")
     try:
@@ -106,7 +106,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """The trace in a file. Raises InputError with one sentence that names the file and what is wrong with it."""
+    """Return the trace in a file. Raises InputError with one sentence that names the file and the error."""
     values = read_json(path)
     try:
         return trace_from_dict(values)
@@ -115,7 +115,7 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def trace_from_dict(values: Any) -> Trace:
-    """The trace that `trace_to_dict` wrote. Raises InputError naming what is missing or wrong."""
+    """Return the trace of a dict from `trace_to_dict`. Raises InputError naming the missing or wrong field."""
     if not isinstance(values, Mapping) or values.get("format") != FORMAT:
         raise InputError('not a trace of evenpipe; those begin with "format": "evenpipe trace"')
     if values.get("version") != VERSION:
@@ -161,12 +161,12 @@ def _device(values: Mapping[str, Any], program: Program, number: int) -> DeviceT
 
     def pass_of(text: Any, where: str) -> Pass:
         if text not in passes:
-            raise InputError(f"{where} is {shown(text)}, which is no pass of the row")
+            raise InputError(f"{where} is {shown(text)}, which is not a pass of the row")
         return passes[text]
 
     def transfer_of(text: Any, where: str) -> Transfer:
         if text not in transfers:
-            raise InputError(f"{where} is {shown(text)}, which is no transfer of the row")
+            raise InputError(f"{where} is {shown(text)}, which is not a transfer of the row")
         if not transfers[text].members:
             raise InputError(f"{where} is {shown(text)}, a transfer that no pass of this placement needs")
         return transfers[text]
@@ -174,7 +174,7 @@ def _device(values: Mapping[str, Any], program: Program, number: int) -> DeviceT
     def copy_of(text: Any, where: str) -> Pass:
         copy = pass_of(text, where)
         if copy.kind not in (Kind.O, Kind.L):
-            raise InputError(f"{where} is {shown(text)}, which is no copy to the host, nor back")
+            raise InputError(f"{where} is {shown(text)}, which is not a copy to the host or back")
         return copy
 
     done, waits, sent, copies = [], [], [], []
@@ -194,11 +194,11 @@ def _device(values: Mapping[str, Any], program: Program, number: int) -> DeviceT
         at = f"{where}copies[{index}]"
         copies.append(CopyTime(copy_of(text, at), *_ordered(at, start, end)))
     if [entry.item for entry in done] != [item for item in program.rows[number] if isinstance(item, Pass)]:
-        raise InputError(f"{where}passes are not those of {where}row in its order")
+        raise InputError(f"{where}passes are not the passes of {where}row in the same order")
     issued = {entry.item for entry in sent}
     for index, wait in enumerate(waits):
         if isinstance(wait.transfer, Transfer) and wait.transfer not in issued:
-            raise InputError(f"{where}waits[{index}] is for {wait.transfer}, which is none of {where}transfers")
+            raise InputError(f"{where}waits[{index}] is for {wait.transfer}, which is not in {where}transfers")
     clock = _table(values.get("clock"), f"{where}clock")
     return DeviceTrace(
         *_ordered(where.rstrip("."), values.get("start"), values.get("end")),

@@ -1,4 +1,4 @@
-"""Numbers, enumerations and quotations in messages."""
+"""Format numbers, lists and quotations for messages."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from evenpipe.given import plain
 
 QUOTED = 60
-"""Characters of a quotation."""
+"""Longest quotation, in characters."""
 
 
 def count(number: int, noun: str) -> str:
-    """How many of a thing: "1 device", "2 devices", "3 microbatches"."""
+    """Return a number with its noun: "1 device", "2 devices", "3 microbatches"."""
     ending = "" if number == 1 else "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{number} {noun}{ending}"
 
 
 def join(words: Sequence[str], most: int = 8) -> str:
-    """An enumeration, "a, b and c"; beyond `most` entries the rest is counted."""
+    """Return a list in words, "a, b and c"; beyond `most` entries the rest is counted."""
     shown = list(words) if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]
     return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)
 
 
 def quoted(text: str) -> str:
-    """`text` in quotation marks, without controls; a long one is cut short."""
+    """Return `text` in quotation marks, without control characters and shortened."""
     return f"'{plain(text)}'" if len(text) <= QUOTED else f"'{plain(text[: QUOTED - 3])}...'"

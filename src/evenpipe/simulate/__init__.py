@@ -1,6 +1,6 @@
 """The full model of a step: transfers that queue, copies beside compute, memory over time, and the critical path.
 
-`simulate` runs a program, or an order, and returns a `Simulation`. `best_bound` says what no order can beat.
+`simulate` runs a program or an order and returns a `Simulation`. `best_bound` returns a lower bound for all orders.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lower bounds: what no order of the same passes can beat, however its devices arrange them.
+"""Lower bounds that no order of the same passes can beat.
 
 All of them hold for any order with the given placement, microbatches, kinds of pass and costs, in the event model and
 in the full one, which only adds waiting. Each is a few lines of proof, below; `best_bound` takes the largest.
@@ -37,20 +37,20 @@ from evenpipe.schedule.passes import OFFLOAD_KINDS
 from .microbatch import UNREACHED, Microbatch
 
 MOST_DEVICES = 16
-"""Devices e that "one device" is tried with, and that "rounds" and "area" are tried for, or up to twice as many: each
-takes a walk over all passes of a microbatch."""
+"""Most devices e for "one device", and for "rounds" and "area"; with up to twice as many devices, all are tried. Each
+takes a pass over all nodes of a microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """No order is shorter than `value`: `name` of the argument, and `why` in a sentence."""
+    """A lower bound `value`, with the `name` of the argument and `why` in a sentence."""
 
     value: float
     name: str
     why: str
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the bound as a dict for JSON."""
         return {"value": self.value, "name": self.name, "why": self.why}
 
 
@@ -66,12 +66,11 @@ def best_bound(
     memory_limit: float | Sequence[float] | None = None,
     proved: bool = False,
 ) -> Bound:
-    """The largest lower bound known on the span or makespan (`of`) of any such order.
+    """Return the largest known lower bound on the span or makespan (`of`) of all such orders.
 
     split: whether backwards are I and W, or B. barriers, forward_only: as in `Order`. memory_limit: the most stage
-    activations that a device may hold from F to B or W, one number or one per device. proved: without the V bound.
-
-    Raises InputError when a kind has no time, and for a limit below 1.
+    activations of a device from F to B or W, one number or one per device. proved: exclude the V bound. Raises
+    InputError if a kind has no time, and for a limit below 1.
     """
     if of not in ("span", "makespan"):
         raise InputError(f"of must be 'span' or 'makespan', not {of!r}")
@@ -87,8 +86,8 @@ def best_bound(
 
 
 def program_bounds(program: Program, costs: Costs, peak_in_flight: Sequence[int]) -> dict[str, Bound]:
-    """The best bounds on "span" and "makespan" of any order with the kinds of pass that `program` has, and whose
-    devices hold no more stage activations than `peak_in_flight`."""
+    """Return the best bounds on "span" and "makespan" of all orders with the kinds of pass of `program`, whose devices
+    hold no more stage activations than `peak_in_flight`."""
     passes = [part for row in program.rows for item in row if isinstance(item, Pass) for part in parts_of(item)]
     kinds = {part.kind for part in passes}
     split = Kind.I in kinds
@@ -112,7 +111,7 @@ def program_bounds(program: Program, costs: Costs, peak_in_flight: Sequence[int]
 
 
 def either_backward(costs: Costs, placement: Placement) -> Costs:
-    """Times of I and W that a whole backward takes at least, too, for an order that has both."""
+    """Return times of I and W that a whole backward also takes at least, for an order with both."""
     times = costs.stage_times(placement)
     whole, inputs, weights = times[Kind.B], times[Kind.I], times[Kind.W]
     assert whole is not None and inputs is not None and weights is not None
@@ -122,7 +121,7 @@ def either_backward(costs: Costs, placement: Placement) -> Costs:
 
 
 def _free(placement: Placement, microbatches: int, graph: Microbatch, of: str) -> Iterator[Bound]:
-    """Bounds without a memory limit."""
+    """Return bounds without a memory limit."""
     work = graph.work
     busiest = max(range(placement.devices), key=work.__getitem__)
     value = work[busiest] * microbatches
@@ -145,13 +144,13 @@ def _free(placement: Placement, microbatches: int, graph: Microbatch, of: str) -
 
 
 def _ways(graph: Microbatch, reference: int | None) -> tuple[list[float], list[float]]:
-    """Longest ways to each node from passes of a device, and from it to their ends; None for all devices."""
+    """Return the longest path to each node from passes of a device, and from it to their ends; None for all devices."""
     nodes = list(chain.from_iterable(graph.nodes_of)) if reference is None else graph.nodes_of[reference]
     return graph.before(nodes), graph.behind(nodes)
 
 
 def _references(placement: Placement, work: list[float], of: str) -> list[int | None]:
-    """Devices e for "one device"; None for all."""
+    """Return the devices e for "one device"; None for all."""
     if of == "makespan":
         return [None]
     busiest = max(range(placement.devices), key=work.__getitem__)
@@ -159,14 +158,14 @@ def _references(placement: Placement, work: list[float], of: str) -> list[int | 
 
 
 def _some(placement: Placement) -> range:
-    """Devices evenly apart, all where they are few."""
+    """Return evenly spaced devices, or all if there are few."""
     return range(0, placement.devices, max(1, placement.devices // MOST_DEVICES))
 
 
 def _one_device(
     graph: Microbatch, device: int, microbatches: int, before: list[float], behind: list[float]
 ) -> tuple[float, float, float, float]:
-    """The largest head + time + tail over sets of passes of `device`, and the three."""
+    """Return the largest head + time + tail over sets of passes of `device`, and these three."""
     nodes = [
         (before[node], behind[node], graph.takes[node] * microbatches)
         for node in graph.nodes_of[device]
@@ -176,7 +175,7 @@ def _one_device(
     nodes.sort(key=lambda node: -node[1])
     for least in {head for head, _, _ in nodes}:
         time = 0.0
-        for head, tail, takes in nodes:  # by falling tail: each prefix is a choice
+        for head, tail, takes in nodes:  # by falling tail: each prefix is a candidate
             if head >= least:
                 time += takes
                 best = max(best, (least + time + tail, least, time, tail))
@@ -189,14 +188,14 @@ def _rounds(
     ends = {device: _ways(graph, device) for device in {placement.first_device, placement.last_device}}
     whole = _ways(graph, None)
     for device in _some(placement):
-        stage = placement.stages_of(device)[0]  # the first one: its activations live longest
+        stage = placement.stages_of(device)[0]  # the first device: its activations live longest
         forward, release = graph.forward[stage], graph.release[stage]
         before, behind = graph.before([forward]), graph.behind([release])
         lifespan = before[release] + graph.takes[release]
         most = math.floor(limits[device])
         rounds, rest = divmod(microbatches - 1, most)
         last = max(_one_device(graph, other, rest + 1, before, behind)[0] for other in range(placement.devices))
-        # What comes before the first of these forwards, and behind the last of these releases.
+        # Time before the first of these forwards, and after the last of these releases.
         around = [head[forward] + tail[release] for head, tail in ([whole] if of == "makespan" else ends.values())]
         yield Bound(
             rounds * lifespan + max(last, lifespan) + max(0.0, *around),

@@ -1,8 +1,8 @@
-"""The critical path: the chain of passes, transfers and copies that the length of the step follows from.
+"""The critical path: the chain of passes, transfers and copies that determines the length of the step.
 
 From the pass that ends last back to the start, each member of the chain starts the moment its predecessor ends, because
-of it: it waited for its device, for what it uses, for a communicator, a link or a copy engine. So the chain has no gap,
-and its durations add up to the makespan.
+of it: it waited for its device, its inputs, a communicator, a link or a copy engine. So the chain has no gap, and its
+durations add up to the makespan.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from .work import Work
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """`steps` from the start to the end of the step. A collective stands on the device that issued it last."""
+    """`steps` from the start to the end of the step. A collective is on the device that issued it last."""
 
     steps: tuple[Event, ...]
 
     @cached_property
     def by_kind(self) -> dict[str, float]:
-        """Time on the path per kind of pass or transfer."""
+        """Return the time on the path per kind of pass or transfer."""
         return self._sums([step.item.kind.value for step in self.steps])
 
     @cached_property
     def by_device(self) -> dict[int, float]:
-        """Time on the path per device."""
+        """Return the time on the path per device."""
         return self._sums([step.device for step in self.steps])
 
     @cached_property
     def by_resource(self) -> dict[str, float]:
-        """Time on the path per resource that the next step waited for: "device" while a pass ran before another of
-        the same device, "transfer" while what it uses was on its way, and so on; "end" for the last pass."""
+        """Return the time on the path per resource that the next step waited for: "device" while a pass ran before
+        another of the same device, "transfer" while inputs were on their way, and so on; "end" for the last pass."""
         waits = [step.cause.resource for step in self.steps[1:] if step.cause is not None]
         return self._sums([*waits, "end"])
 
@@ -48,7 +48,7 @@ class CriticalPath:
         return sums
 
     def to_dict(self, devices: int) -> dict[str, Any]:
-        """The sums, and how many steps there are."""
+        """Return the sums, and the number of steps."""
         return {
             "steps": len(self.steps),
             "by_kind": self.by_kind,
@@ -58,13 +58,13 @@ class CriticalPath:
 
 
 def critical_path(work: Work, loop: Loop) -> CriticalPath:
-    """The path that ends with the pass that ends last; of several such, with that of the lowest device."""
+    """Return the path to the pass that ends last; if there are several, on the lowest device."""
     chain = [max((n for n in range(len(work.items)) if n not in work.copy_feeds), key=lambda n: (loop.end[n], -n))]
     while _why(loop, chain[-1])[0] != START:
         chain.append(_why(loop, chain[-1])[1])
     steps: list[Event] = []
     for n in chain:
-        # A transfer is shown as the device issued it that waited for it, and so is one that it waited for itself.
+        # A transfer is shown as issued by the device that waited for it, and so is a transfer that it waited for.
         device = work.device_of[n] if n >= 0 else steps[-1].device
         issued = {~k: _transfer(work, ~k, device) for k in (n, _why(loop, n)[1]) if k < 0}
         steps.append(event_of(work, loop, issued, n, device))

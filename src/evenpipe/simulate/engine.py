@@ -1,4 +1,4 @@
-"""Copy engines: what runs O and L beside compute.
+"""Copy engines, which run O and L beside compute.
 
 Each device has one stream, or one per direction. A stream runs its copies in the order in which the device issued
 them. Devices behind one link to the host share it: per direction it carries one copy at a time, first come, first
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ENGINE, LINK = "engine", "link"
 
 Stream = tuple[int, bool]
-"""Device, or number of a shared link, and whether it loads."""
+"""Device, or number of a shared link, and direction: whether it loads."""
 
 
 class Engines:
@@ -31,24 +31,24 @@ class Engines:
         self.work, self.loop = work, loop
         self.two_streams = engine.streams == 2
         self.group = {device: number for number, group in enumerate(engine.shared) for device in group}
-        self.streams: dict[Stream, deque[int]] = {}  # the first one runs, or waits for its link
-        self.links: dict[Stream, deque[int]] = {}  # the first one is on the link
+        self.streams: dict[Stream, deque[int]] = {}  # the first copy runs, or waits for its link
+        self.links: dict[Stream, deque[int]] = {}  # the first copy is on the link
 
     def submit(self, number: int, now: float) -> None:
-        """A device has issued copy `number`."""
+        """Queue copy `number`, which its device has issued."""
         line = self.streams.setdefault(self._stream(number), deque())
         line.append(number)
         if len(line) == 1:
             self._first(number, now)
 
     def unblocked(self, number: int, now: float) -> None:
-        """What L `number` loads has been copied to the host."""
+        """Mark the activations that L `number` loads as copied to the host."""
         line = self.streams.get(self._stream(number))
         if line and line[0] == number:
             self._first(number, now)
 
     def done(self, number: int, now: float) -> None:
-        """Copy `number` has ended."""
+        """Process the end of copy `number`."""
         loop = self.loop
         loop.end[number] = now
         for waiting in self.work.copy_feeds[number]:
@@ -67,7 +67,7 @@ class Engines:
             self._first(line[0], now)
 
     def _first(self, number: int, now: float) -> None:
-        """`number` is the first of its stream: it goes on to its link when nothing is missing."""
+        """Move `number`, the first of its stream, on to its link if it need not wait."""
         if self.loop.needs[number]:
             return
         link = self._link(number)

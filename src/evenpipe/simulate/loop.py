@@ -1,11 +1,11 @@
-"""The event loop: all devices walk their rows in time.
+"""The event loop: all devices execute their rows in simulated time.
 
-A device issues the transfers and copies that stand before its next pass when the pass before has ended. The next pass
-starts when what it waits for has completed. A transfer starts when its last member has issued it (so its data is
-ready: on each producer it stands behind the pass that makes it) and, where its communicator has a link, when that has
-carried what was ready before. While a collective runs, compute on its members runs at 1 / `overlap_slowdown` of its
-speed, for exactly so long; likewise at 1 / `contention` while all other devices compute, and in between while some do.
-Events are taken by time, so the result does not depend on the order of devices.
+When a pass has ended, its device issues the transfers and copies before the next pass. That pass starts when the
+transfers and copies it needs have completed. A transfer starts when its last member has issued it (so its data is
+ready: on each producer it comes after the pass that makes it) and, if its communicator has a link, when the link has
+carried earlier ready transfers. While a collective runs, compute on its members runs at 1 / `overlap_slowdown` of its
+speed, for exactly that time; likewise at 1 / `contention` while all other devices compute, and in between while some
+do. Events are processed by time, so the result does not depend on the order of devices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ START, DEVICE, TRANSFER, COMMUNICATOR = "start", "device", "transfer", "communic
 
 
 class Loop:
-    """Start, end and cause of everything, once `run` is done.
+    """Start, end and cause of every event, after `run`.
 
     By pass n: `start`, `end`, `why` (a resource of `Cause`) and `who`: n for a pass or copy, ~k for transfer k.
     By transfer k: `start_of`, `end_of`, `why_of`, `who_of`, and `posted`, when the destination of a hop issued it.
@@ -32,8 +32,8 @@ class Loop:
     def __init__(self, work: Work, slowdown: float, engine: CopyEngine, contention: float = 1.0) -> None:
         passes, transfers, devices = len(work.items), len(work.route_of), len(work.rows)
         self.work, self.slowdown, self.contention = work, slowdown, contention
-        self.computing = self.counted = 0  # devices that compute, now and when speeds were last reckoned
-        self.rate = [1.0] * devices  # how many times as slowly as alone a running pass goes on
+        self.computing = self.counted = 0  # devices that compute, now and at the last change of speeds
+        self.rate = [1.0] * devices  # current slowdown of a running pass
         self.start, self.end = [0.0] * passes, [-1.0] * passes
         self.why, self.who = [START] * passes, [0] * passes
         self.start_of, self.end_of = [0.0] * transfers, [-1.0] * transfers
@@ -48,13 +48,14 @@ class Loop:
         self.last = [-1] * devices  # the last pass
         self.carrying = [-1] * work.queues
         self.pending: list[deque[int]] = [deque() for _ in range(work.queues)]
-        self.active = [0] * devices  # collectives that run
+        self.active = [0] * devices  # running collectives
         self.left, self.since, self.due = [0.0] * devices, [0.0] * devices, [0.0] * devices
         self.engines = Engines(work, engine, self)
         self.heap: list[tuple[float, int]] = []
 
     def run(self) -> bool:
-        """Walk until nothing moves; whether every device came to the end of its row and every transfer was made."""
+        """Run until no device can move; return whether every device reached the end of its row and every transfer was
+        made."""
         for device in range(len(self.work.rows)):
             self._walk(device, 0.0)
         heap, device_of, running, due = self.heap, self.work.device_of, self.running, self.due
@@ -110,7 +111,7 @@ class Loop:
         self.stands[device] = at
 
     def _since(self, device: int) -> tuple[str, int]:
-        """Why a device is not further than it is."""
+        """Return why the device is not further."""
         return (START, 0) if self.last[device] < 0 else (DEVICE, self.last[device])
 
     def _issue(self, k: int, device: int, now: float) -> None:
@@ -153,7 +154,7 @@ class Loop:
             self.arrived(number, ~k, now)
 
     def _rate(self, device: int) -> float:
-        """How many times as slowly as alone a device computes now."""
+        """Return the current slowdown of compute on a device."""
         rate = self.slowdown if self.active[device] else 1.0
         if self.contention > 1 and len(self.running) > 1:
             others = self.computing - (self.running[device] >= 0)
@@ -161,7 +162,7 @@ class Loop:
         return rate
 
     def _change_speed(self, device: int, now: float) -> None:
-        """A running pass goes on at the speed that is right from now on."""
+        """Change the speed of a running pass to the current one."""
         number, before, after = self.running[device], self.rate[device], self._rate(device)
         if number >= 0 and after != before:
             self.rate[device] = after
@@ -171,7 +172,7 @@ class Loop:
             heappush(self.heap, (self.due[device], number))
 
     def arrived(self, number: int, what: int, now: float) -> None:
-        """Pass or copy `number` waits for one thing less; `what` has just completed."""
+        """Count one need of pass or copy `number` as met; `what` has just completed."""
         self.needs[number] -= 1
         self.why[number], self.who[number] = TRANSFER, what
         if self.needs[number]:

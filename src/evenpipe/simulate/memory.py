@@ -1,4 +1,4 @@
-"""Bytes held by each device over time."""
+"""Bytes on each device over time."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ Curve = tuple[tuple[float, float], ...]
 """(time, bytes held from then on), by time."""
 
 Change = tuple[float, int, float]
-"""Time, turn at that time, and bytes more: what a pass released, the next one can take."""
+"""Time, rank at that time, and added bytes: the next pass can use released bytes."""
 
 _HOPS = (TransferKind.SEND_F, TransferKind.SEND_B)
 ROUNDING = 1e-9
-"""Of the peak: what sums of bytes may be off by."""
+"""Rounding tolerance of sums of bytes, relative to the peak."""
 
 
 def memory_curves(program: Program, costs: Costs, work: Work, loop: Loop) -> tuple[Curve, ...] | None:
-    """The curve of each device, or None where `costs` do not say what passes store.
+    """Return the curve of each device, or None if `costs` have no bytes.
 
-    What a pass adds is there from its start, what it releases until its end. A copy back to the device takes its bytes
-    when it is issued. An order that only evaluates stores nothing.
+    A pass adds bytes at its start and releases bytes at its end. A copy back to the device adds its bytes when it is
+    issued. An order that only evaluates stores nothing.
 
-    Raises InputError when a device holds something at the end, or less than nothing: then the deltas of one microbatch
-    do not add up to 0.
+    Raises InputError if the bytes of a device are not 0 at the end, or become negative: then the deltas of one
+    microbatch do not add up to 0.
     """
     deltas = costs.memory_deltas(program.placement)
     if deltas is None:
@@ -68,7 +68,9 @@ def _curve(device: int, changes: list[Change]) -> Curve:
             curve.append((time, held))
     if abs(held) > peak * ROUNDING or -low > peak * ROUNDING:
         what = f"{held:g} bytes are left on" if abs(held) > peak * ROUNDING else f"{low:g} bytes are held by"
-        raise InputError(f"costs: memory: {what} device {device}; what the passes of a microbatch add must sum to zero")
+        raise InputError(
+            f"costs: memory: {what} device {device}; bytes that the passes of a microbatch add must sum to 0"
+        )
     if curve:
         curve[-1] = (curve[-1][0], 0.0)
     return tuple(curve)

@@ -1,6 +1,6 @@
-"""What one microbatch runs through: its passes and transfers with their times, and the longest ways between them.
+"""The passes and transfers of one microbatch with their times, and the longest paths between them.
 
-Every microbatch of a step has the same passes, so this small graph is all that lower bounds need.
+Every microbatch of a step has the same passes, so lower bounds need only this small graph.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ UNREACHED = -math.inf
 
 @dataclass(slots=True)
 class Microbatch:
-    """The graph of one microbatch. Nodes are numbered so that each stands behind all that it needs.
+    """The graph of one microbatch. Nodes are numbered so that each comes after all its needs.
 
     By node: `takes`, its time; `device`, -1 for a transfer; `needs`, the nodes directly before it. By device:
     `nodes_of`, its passes.
-    forward, backward, release: node by stage of F, of B or I, and of what releases the activation, B or W; the last two
-    are empty for an order that only evaluates.
+    forward, backward, release: node by stage of F, of B or I, and of the pass that releases the activation, B or W; the
+    last two are empty for an order that only evaluates.
     """
 
     takes: list[float]
@@ -40,16 +40,17 @@ class Microbatch:
     def of(
         cls, placement: Placement, costs: Costs, *, split: bool = False, barriers: int = 0, forward_only: bool = False
     ) -> Microbatch:
-        """With `split` backwards are I and W, else B. Raises InputError when a kind has no time."""
+        """Return the graph. With `split` backwards are I and W, else B. Raises InputError if a kind has no time."""
         return _build(placement, costs, split, barriers, forward_only)
 
     @property
     def work(self) -> list[float]:
-        """Time in passes, per device."""
+        """Return the time in passes, per device."""
         return [sum(self.takes[node] for node in nodes) for nodes in self.nodes_of]
 
     def before(self, sources: Collection[int]) -> list[float]:
-        """Per node the longest way to its start from the start of one of `sources`; UNREACHED where there is none."""
+        """Return, per node, the longest path to its start from the start of one of `sources`; UNREACHED without a
+        path."""
         longest = [UNREACHED] * len(self.takes)
         for node in sources:
             longest[node] = 0.0
@@ -62,7 +63,7 @@ class Microbatch:
         return longest
 
     def behind(self, targets: Collection[int]) -> list[float]:
-        """Per node the longest way from its end to the end of one of `targets`; UNREACHED where there is none."""
+        """Return, per node, the longest path from its end to the end of one of `targets`; UNREACHED without a path."""
         longest = [UNREACHED] * len(self.takes)
         for node in targets:
             longest[node] = 0.0
@@ -133,7 +134,7 @@ def _build(placement: Placement, costs: Costs, split: bool, barriers: int, forwa
 
 
 def _ranks(needs: list[list[int]]) -> list[int]:
-    """A number for each node, above those of the nodes that it needs."""
+    """Return a number for each node, above those of its needs."""
     missing = [len(earlier) for earlier in needs]
     feeds: list[list[int]] = [[] for _ in needs]
     for node, earlier in enumerate(needs):
@@ -150,5 +151,5 @@ def _ranks(needs: list[list[int]]) -> list[int]:
             missing[later] -= 1
             if not missing[later]:
                 ready.append(later)
-    assert count == len(needs), "the passes of a microbatch need each other in a circle"
+    assert count == len(needs), "the passes of a microbatch depend on each other in a circle"
     return rank

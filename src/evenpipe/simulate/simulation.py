@@ -1,4 +1,4 @@
-"""A simulated step: its timeline, and what follows from it."""
+"""A simulated step: its timeline, and the figures that follow from it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .timeline import timeline_of
 from .work import Work
 
 END = "end"
-"""What a device waits for behind its last pass."""
+"""Stands for the wait after the last pass."""
 
 
 @dataclass(frozen=True)
 class Simulation:
     """One step of `program` under `costs`. Times are in the unit of the costs.
 
-    waiting: per device, idle time by what the next pass waited for: the kind of a transfer as the device issues it, O
-    and L for a copy that had to be over, "end" behind the last pass. With `timeline.busy` it adds up to the makespan.
-    slowed: per device, the part of its busy time that collectives beside it, and the compute of others, cost.
+    waiting: per device, idle time by the need of the next pass: the kind of a transfer as the device issues it, O and L
+        for a copy, "end" after the last pass. With `timeline.busy` it adds up to the makespan.
+    slowed: per device, the busy time lost to collectives beside it, and to the compute of others.
     """
 
     program: Program
@@ -53,13 +53,13 @@ class Simulation:
 
     @cached_property
     def bounds(self) -> dict[str, Bound]:
-        """The best lower bounds on "span" and "makespan": no order with the same kinds of pass, on whose devices no
-        more stage activations are in flight than here, is shorter. Where activations are copied to the host, memory
-        sets no bound."""
+        """Return the best lower bounds on "span" and "makespan": no order with the same kinds of pass, on whose devices
+        no more stage activations are in flight, is shorter. If activations are copied to the host, memory sets no
+        bound."""
         return program_bounds(self.program, self.costs, self.timeline.peak_in_flight)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything that can be said in numbers, for JSON. Lists are per device."""
+        """Return all figures for JSON. Lists are per device."""
         timeline = self.timeline
         return {
             **timeline.to_dict(),
@@ -75,10 +75,10 @@ class Simulation:
 
 
 def simulate(schedule: Program | Order, costs: Costs) -> Simulation:
-    """Run one step in the full model.
+    """Simulate one step in the full model.
 
-    An order gets its communication first, planned with the same costs; a program should have passed `check_program`.
-    Raises InputError when it cannot complete (with every fault found), and when `costs` lack what it needs.
+    An order first gets its communication, planned with the same costs; a program should have passed `check_program`.
+    Raises InputError if it cannot complete (with every fault), and if `costs` lack a needed kind.
     """
     program = add_communication(schedule, costs) if isinstance(schedule, Order) else schedule
     with collecting_nothing():
@@ -101,7 +101,7 @@ def _simulate(program: Program, costs: Costs) -> Simulation:
 
 
 def _idle(work: Work, loop: Loop, makespan: float) -> tuple[tuple[dict[str, float], ...], tuple[float, ...]]:
-    """`waiting` and `slowed` of a simulation."""
+    """Return `waiting` and `slowed` of a simulation."""
     waiting, slowed = [], []
     for row in work.rows:
         waits: dict[str, float] = {}

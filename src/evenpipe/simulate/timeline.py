@@ -1,4 +1,4 @@
-"""From the numbers of the event loop to a `Timeline`."""
+"""Convert the numbers of the event loop to a `Timeline`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def timeline_of(
     memory: tuple[Curve, ...] | None,
     on_device: tuple[Curve, ...] | None,
 ) -> Timeline:
-    """Passes of each device as they ran, and beside them its transfers and copies by their start."""
+    """Return passes of each device as they ran, and beside them its transfers and copies by their start."""
     events, beside = [], []
-    behind: dict[int, Cause] = {}  # "busy with pass n", which many wait for
+    behind: dict[int, Cause] = {}  # the shared cause "busy with pass n"
     for device, row in enumerate(work.rows):
         computed: list[Event] = []
         others: list[Event] = []
@@ -52,7 +52,7 @@ def timeline_of(
 
 
 def event_of(work: Work, loop: Loop, issued: dict[int, Transfer], n: int, device: int) -> Event:
-    """What `device` did under number n; `issued` has its transfers by number, as it issues them."""
+    """Return the event of `device` with number n; `issued` has its transfers by number, as it issues them."""
     if n >= 0:
         return Event(
             device, work.items[n], loop.start[n], loop.end[n], _cause(work, loop.why[n], loop.who[n], issued, device)

@@ -14,17 +14,17 @@ from evenpipe.schedule.passes import HOP_KINDS
 
 COPIES = frozenset({Kind.O, Kind.L})
 _WAITS_FOR = {Kind.D: Kind.O, Kind.B: Kind.L, Kind.I: Kind.L, Kind.R: Kind.L}
-"""Which copy has to be over."""
+"""The copy that a kind of pass waits for."""
 
 
 @dataclass(slots=True)
 class Work:
-    """What the event loop walks through.
+    """The program as the event loop needs it.
 
     By pass: `items`, `device_of`, `takes` (for copies: on the engine), `needs` (transfers and copies that it waits for)
-    and `copy_feeds` (by number of a copy, the passes and copies that wait for it).
-    By transfer: `route_of`, `microbatch_of`, `slice_of`, `takes_of`, `members_of` (how many), `queue_of` (number of its
-    communicator, or -1 where nothing queues), `slows` (whether it slows compute down) and `feeds` (passes that wait).
+    and `copy_feeds` (by number of a copy, the passes and copies that wait for it). By transfer: `route_of`,
+    `microbatch_of`, `slice_of`, `takes_of`, `members_of` (their number), `queue_of` (number of its communicator, or -1
+    without a queue), `slows` (whether it slows compute down) and `feeds` (passes that wait).
     """
 
     rows: list[list[int]]
@@ -45,7 +45,8 @@ class Work:
 
     @classmethod
     def of(cls, program: Program, costs: Costs) -> Work:
-        """`program` in numbers. Raises InputError when it has a transfer that nobody needs, or `costs` lack a kind."""
+        """Return `program` in numbers. Raises InputError if it has a transfer that no pass needs, or if `costs` lack a
+        kind."""
         return _Numbering(program, costs).work
 
 
@@ -56,7 +57,7 @@ class _Numbering:
         self.pass_times = PassTimes(costs, program.placement)
         self.copy_times = costs.copy_times(program.placement)
         self.work = Work([], [], [], [], [], {}, [], [], [], [], [], [], [], [], 0)
-        self.numbers: dict[int, int] = {}  # of transfers, by `_key`
+        self.numbers: dict[int, int] = {}  # by `_key` of a transfer
         self.communicators: dict[str, int] = {}
         self.carried: dict[int, tuple[int, float]] = {}  # by number of a route
         for device in range(program.devices):
@@ -147,7 +148,7 @@ class _Numbering:
         return k
 
     def _carried(self, route: Route) -> tuple[int, float]:
-        """Number of the queue of a route (-1 without one), and the time of its transfers."""
+        """Return the number of the queue of a route (-1 without one), and the time of its transfers."""
         time = self.costs.transfer_time(route.kind, route.communicator)
         if self.costs.link(route.kind, route.communicator) is None:
             return -1, time

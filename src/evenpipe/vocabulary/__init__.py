@@ -1,6 +1,6 @@
 """The vocabulary layers: input embedding (E, G) and output layer with its loss (S, C, T), sharded by rows.
 
-Plain functions on tensors with no process group inside. Whoever calls them gathers, reduces and sends:
+Plain functions on tensors without process groups. Their caller gathers, reduces and sends:
 `forward_shard` -> all-gather -> `combine` -> `hidden_gradient` -> reduce, and `backward_shard` (see output.py).
 """
 

@@ -1,4 +1,4 @@
-"""The barrier: the statistics of all shards become the loss and the coefficients of the gradient.
+"""The barrier: combine the statistics of all shards into the loss and the coefficients of the gradient.
 
 Log-odds form. With M and s the maximum and the sum of exp(z_j - M) over all j other than the target t,
 
@@ -7,13 +7,13 @@ Log-odds form. With M and s the maximum and the sum of exp(z_j - M) over all j o
     dloss/dz_t = -sigmoid(a)
     dloss/dz_j = sigmoid(a) exp(z_j - M) / s
 
-The entropy of the whole distribution, where it is asked for, is that of "target or other", and of the others by
-themselves as often as it is one of them, with d = sum of (z_j - M) exp(z_j - M) over them:
+The entropy of the whole distribution, if wanted, is that of "target or other", plus the probability of "other" times
+the entropy of the others, with d = sum of (z_j - M) exp(z_j - M) over them:
 
     entropy = sigmoid(a) softplus(-a) + sigmoid(-a) softplus(a) + sigmoid(a) (log s - d / s)
 
-Nothing here subtracts two numbers that are nearly equal because the model is confident, so a loss of 1e-12 has as many
-good digits as a loss of 1. The rescaling of shard-wise exponentials is that of arXiv 2411.05288, equations 5 and 6.
+This form avoids cancellation when the model is confident, so a loss of 1e-12 has as many correct digits as a loss of 1.
+The rescaling of shard-wise exponentials is that of arXiv 2411.05288, equations 5 and 6.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from evenpipe.vocabulary.copies import to_device
 from evenpipe.vocabulary.options import LossOptions
 
 MAXIMUM, SUM, TARGET, TOTAL, COUNT = range(5)
-"""Columns of the statistics of one shard, all but TARGET over the tokens other than the target: maximum of z;
-sum of exp(z - maximum); the target's z where the shard owns it, else 0; and with label smoothing the sum of
-z - maximum and the number of its terms. A shard without other tokens says (-inf, 0, ., 0, 0)."""
+"""Columns of the statistics of one shard, all but TARGET over the tokens other than the target: maximum of z; sum of
+exp(z - maximum); the target's z if the shard owns it, else 0; and with label smoothing the sum of z - maximum and the
+number of its terms. A shard without other tokens has (-inf, 0, ., 0, 0)."""
 WEIGHTED = -1
 """For the entropy, one more column: the sum of (z - maximum) exp(z - maximum)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Combined:
-    """What the barrier yields; all [tokens], and equal bit for bit on every device. Ignored tokens have 0 throughout.
+    """The result of the barrier; all [tokens], and equal bit for bit on every device. Ignored tokens have 0 throughout.
 
     With g the weight of a token in the step's loss, the gradient with respect to the logits (before scale and soft-cap)
     is, on a shard whose own maximum is m and whose stored exponentials are E:
@@ -44,18 +44,18 @@ class Combined:
     """
 
     losses: Tensor
-    """Loss of each token, not weighted: with label smoothing and z-loss."""
+    """Unweighted loss of each token, with label smoothing and z-loss."""
     log_probabilities: Tensor
     """Logarithm of the label's probability, whatever the loss options."""
     log_sum_exp: Tensor
-    """Over all logits, the target's included."""
+    """Over all logits, including the target's."""
     maximum: Tensor
     others: Tensor
     target: Tensor
     uniform: Tensor | None
     """None without label smoothing."""
     entropies: Tensor | None
-    """In nats, of the distribution over the vocabulary; None unless asked for."""
+    """In nats, of the distribution over the vocabulary; None unless wanted."""
 
 
 def combine_plainly(
@@ -84,7 +84,7 @@ def combine_plainly(
     entropies = None
     if options.entropy:
         of_others = _entropy_of_others(table, maximum, total)
-        # softplus(-a) without a difference
+        # softplus(-a) without a subtraction
         no_target = (-odds).clamp_(min=0.0).add_(torch.log1p(torch.exp(-odds.abs())))
         entropies = torch.where(
             total > 0, against * no_target.add_(of_others) + towards * negative_log_probability, 0.0
@@ -118,7 +118,7 @@ def combine_plainly(
 
 
 def _entropy_of_others(table: Tensor, maximum: Tensor, total: Tensor) -> Tensor:
-    """log s - d / s of every token, from `table` [shards, tokens, k]."""
+    """Return log s - d / s of every token, from `table` [shards, tokens, k]."""
     maxima = table[..., MAXIMUM]
     offsets = torch.where(maxima > -torch.inf, maxima - maximum, 0.0)
     weighted = offsets.mul_(table[..., SUM]).add_(table[..., WEIGHTED])

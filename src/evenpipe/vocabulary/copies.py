@@ -1,4 +1,4 @@
-"""Numbers that are made on the host and used on a GPU."""
+"""Copy numbers that are computed on the host to a GPU."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from evenpipe.vocabulary.buffers import aligned
 
 
 def to_device(values: Tensor, torch_device: torch.device | str) -> Tensor:
-    """`values` on `torch_device`; nothing waits for a copy from the host.
+    """Return `values` on `torch_device`, without waiting for a copy from the host.
 
-    From memory that the operating system may move, CUDA copies through a room of its own, and where that is too small
-    for the whole (above 64 KiB: 8192 indices) the host waits until the GPU has come so far. Pinned memory is torch's,
-    which knows when the copy is done.
+    CUDA copies pageable memory through a staging buffer, and if that is too small (above 64 KiB: 8192 indices) the host
+    waits for the GPU. Torch manages pinned memory, and knows when the copy is done.
     """
     if torch.device(torch_device).type == "cuda" and values.device.type == "cpu" and values.numel():
         values = values.pin_memory()
@@ -23,10 +22,10 @@ def to_device(values: Tensor, torch_device: torch.device | str) -> Tensor:
 
 
 def to_device_together(parts: Sequence[Tensor], torch_device: torch.device) -> list[Tensor]:
-    """The same for several vectors of one dtype, with one copy: each costs as much as a small kernel.
+    """Copy several vectors of one dtype at once: each copy costs as much as a small kernel.
 
-    They begin at whole vectors, whatever their lengths: Triton compiles a kernel anew for an address that is no
-    multiple of 16 bytes.
+    All vectors start at multiples of 16 bytes, whatever their lengths: Triton compiles a separate kernel for other
+    addresses.
     """
     if parts[0].device == torch_device:
         return list(parts)

@@ -1,7 +1,7 @@
 """E and G: the input embedding, of which each device holds some rows.
 
-Every device knows the token ids, so each knows which rows come from whom, and how many, without asking. Rows travel
-from their owners to the first stage; their gradients travel back the same way.
+Every device knows the token ids, and so the owner of every row and the sizes of all messages. Rows travel from their
+owners to the first stage; their gradients travel back the same way.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from evenpipe.vocabulary.shards import Shard
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Whose row each token of a microbatch needs. Made once per microbatch, by `route`."""
+    """The owner of the row of each token of a microbatch. Made once per microbatch, by `route`."""
 
     shards: tuple[Shard, ...]
     token_ids: Tensor
     """[tokens] int64, sorted by owner; tokens of one owner keep their order."""
     order: Tensor | None
-    """[tokens] int64: `token_ids[k]` stands at position `order[k]` of the microbatch. None: at position k."""
+    """[tokens] int64: `token_ids[k]` is at position `order[k]` of the microbatch. None: at position k."""
     counts: tuple[int, ...]
     """Number of tokens per shard: the sizes of all messages."""
     trained: tuple[Tensor | None, ...]
@@ -37,12 +37,12 @@ class Routes:
         return self.token_ids.shape[0]
 
     def span(self, part: int) -> slice:
-        """Where the tokens owned by shard `part` stand in `token_ids` and `order`."""
+        """Return the slice of `token_ids` and `order` with the tokens owned by shard `part`."""
         start = sum(self.counts[:part])
         return slice(start, start + self.counts[part])
 
     def positions(self, part: int) -> Tensor:
-        """Ascending positions in the microbatch whose rows shard `part` owns."""
+        """Return the positions in the microbatch, ascending, whose rows shard `part` owns."""
         span = self.span(part)
         if self.order is None:
             return torch.arange(span.start, span.stop, device=self.token_ids.device)
@@ -61,9 +61,9 @@ def route(
 
     token_ids: [tokens] int64 (any shape is flattened). Best on the host: the sizes of messages are read from them.
     shards: all shards of the matrix, in the order of their rows.
-    torch_device: where the indices are wanted; default that of token_ids.
+    torch_device: device of the indices; default that of token_ids.
     padding_index: the token whose row gets no gradient, as in torch.nn.Embedding.
-    Raises InputError for a token id that is no row of the vocabulary.
+    Raises InputError for a token id outside the vocabulary.
     """
     ids = token_ids.reshape(-1)
     vocabulary = shards[0].vocabulary
@@ -91,7 +91,7 @@ def route(
 
 
 def _other_tokens(ids: Tensor, padding_index: int | None, device: torch.device) -> Tensor | None:
-    """Where `ids` holds something else than the padding token; None: everywhere."""
+    """Return positions in `ids` of tokens other than the padding token; None: all."""
     if padding_index is None:
         return None
     is_other = ids != padding_index
@@ -100,7 +100,7 @@ def _other_tokens(ids: Tensor, padding_index: int | None, device: torch.device) 
 
 @torch.no_grad()
 def gather_rows(weight: Tensor, routes: Routes, part: int) -> Tensor:
-    """E: the rows that shard `part` contributes, [counts[part], hidden_size], in the order of `routes.positions(part)`.
+    """E: return the rows of shard `part`, [counts[part], hidden_size], in the order of `routes.positions(part)`.
 
     weight: [rows of the shard, hidden_size].
     """
@@ -111,7 +111,8 @@ def gather_rows(weight: Tensor, routes: Routes, part: int) -> Tensor:
 
 @torch.no_grad()
 def place_rows(rows: Sequence[Tensor], routes: Routes) -> Tensor:
-    """At the first stage: put the rows of all shards (in the order of shards) in place, [tokens, hidden_size]."""
+    """At the first stage: put the rows of all shards (in the order of shards) in place; return [tokens,
+    hidden_size]."""
     if routes.order is None:
         return rows[0]
     hidden = rows[0].new_empty(routes.tokens, rows[0].shape[1])
@@ -123,7 +124,8 @@ def place_rows(rows: Sequence[Tensor], routes: Routes) -> Tensor:
 
 @torch.no_grad()
 def pick_row_gradients(gradient: Tensor, routes: Routes) -> Tensor:
-    """At the first stage: the gradient [tokens, hidden_size] sorted by owner; `routes.span(part)` is a shard's."""
+    """At the first stage: return the gradient [tokens, hidden_size] sorted by owner; `routes.span(part)` is a
+    shard's."""
     if routes.order is None:
         return gradient
     return gradient.index_select(0, routes.order)
@@ -132,10 +134,10 @@ def pick_row_gradients(gradient: Tensor, routes: Routes) -> Tensor:
 @torch.no_grad()
 def add_row_gradients(weight_gradient: Tensor, rows_gradient: Tensor, routes: Routes, part: int) -> None:
     """G: add the gradient of each owned row, in the order of positions: on a CPU every run gives the same bits, on a
-    GPU every run with `torch.use_deterministic_algorithms`.
+    GPU only with `torch.use_deterministic_algorithms`.
 
     weight_gradient: [rows of the shard, hidden_size], added to in place; not to the row of the padding token.
-    rows_gradient: [counts[part], hidden_size], the shard's span of what `pick_row_gradients` gives.
+    rows_gradient: [counts[part], hidden_size], the shard's span of the result of `pick_row_gradients`.
     """
     shard = routes.shards[part]
     ids = routes.token_ids[routes.span(part)]

@@ -1,6 +1,6 @@
-"""An output layer and its cross-entropy on one device, for anybody's training loop.
+"""An output layer and its cross-entropy on one device, for any training loop.
 
-The passes of a shard (output.py) with the whole vocabulary as the shard and nothing to wait for between S and T.
+The passes of a shard (output.py) with the whole vocabulary as the shard, without waiting between S and T.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from evenpipe.vocabulary.shards import Shard
 
 Reduction = Literal["none", "mean", "sum"]
 KEPT_BYTES = 1 << 30
-"""Of exponentials: more are not kept for all tokens at once."""
+"""Largest bytes of exponentials that are kept for all tokens at once."""
 TOKENS_AT_LEAST = 1024
-"""Per part: each adds to the gradient of the weight, which is read and written as a whole."""
+"""Least tokens per part: each part adds to the gradient of the weight, which is read and written as a whole."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -45,27 +45,26 @@ def linear_cross_entropy(
     token_weights: Tensor | None = None,
     kernels: KernelsName = "auto",
 ) -> Tensor:
-    """`cross_entropy(linear(input, linear_weight, linear_bias), target)` without fp32 logits of all tokens.
+    """Return `cross_entropy(linear(input, linear_weight, linear_bias), target)` without fp32 logits of all tokens.
 
-    It can replace `torch.nn.functional.linear_cross_entropy`: arguments that both have mean the same. One function
-    for fp64, fp32, bf16 and fp16, on a CPU and on a GPU (Triton's kernels), with autograd for input, weight and bias,
-    once: a second derivative is refused.
-    Three matrix products in all; beside them exponentials of all logits are kept from forward to backward, in the dtype
-    of `input`. Where these would take more than 1 GiB, "mean" and "sum" work on parts of the tokens (at least 1024) and
-    make the gradients with the loss; "none" computes the logits a second time in the backward. Statistics and the loss
-    are in fp32 (fp64 for fp64), in log-odds form: exact for confident tokens too (see combination.py). With Triton's
-    kernels nothing waits for the host.
+    It can replace `torch.nn.functional.linear_cross_entropy`: arguments with the same name have the same meaning. It
+    supports fp64, fp32, bf16 and fp16, on a CPU and on a GPU (with Triton's kernels), and first derivatives for input,
+    weight and bias; a second derivative is refused. It takes three matrix products, and keeps exponentials of all
+    logits from forward to backward, in the dtype of `input`. If these would take more than 1 GiB, "mean" and "sum"
+    process parts of the tokens (at least 1024) and compute the gradients with the loss; "none" recomputes the logits in
+    the backward. Statistics and the loss are in fp32 (fp64 for fp64), in log-odds form: exact for confident tokens too
+    (see combination.py). With Triton's kernels nothing waits for the host.
 
     Args:
         input: [..., hidden_size], hidden states. As with torch's functions autocast casts it and `linear_weight` first,
             but not fp64, and leaves the loss in fp32.
         linear_weight: [vocabulary, hidden_size], in the dtype of `input`.
-        target: [...] int64, labels; those equal to `ignore_index` have no loss and no gradient, whatever stands in
-            their hidden states.
+        target: [...] int64, labels; tokens with `ignore_index` have no loss and no gradient, whatever their hidden
+            states.
         linear_bias: [vocabulary].
         weight: [vocabulary], factor on the loss of tokens with this label. Not with label smoothing.
-        reduction: "none": losses [...], in the dtype of `input`; "sum": of factor times loss; "mean": that over the
-            sum of factors, NaN where no token counts, as in torch.
+        reduction: "none": losses [...], in the dtype of `input`; "sum": sum of factor times loss; "mean": that divided
+            by the sum of factors, NaN if no token counts, as in torch.
         label_smoothing: see `LossOptions`.
         z_loss: see `LossOptions`.
         soft_cap: see `LossOptions`.
@@ -73,8 +72,8 @@ def linear_cross_entropy(
         kernels: see `LossOptions`.
         token_weights: [...], factor on the loss of each token. A constant: no gradient flows to it.
 
-    Raises InputError for what does not fit together, for an option out of range, and for labels on the host that are
-    no token; on a GPU such a label stops the device, as in torch.
+    Raises InputError for arguments that do not fit together, for an option out of range, and for invalid labels on the
+    host; on a GPU such a label stops the device, as in torch.
     """
     options = LossOptions(
         label_smoothing=label_smoothing,
@@ -110,7 +109,7 @@ def _loss(  # noqa: PLR0917 - the arguments of the function
     options: LossOptions,
     reduction: Reduction,
 ) -> Tensor:
-    """The same on [tokens, hidden_size]; in the accumulator dtype."""
+    """Return the loss of [tokens, hidden_size], in the accumulator dtype."""
     if reduction == "mean":
         factors = factors / factors.sum()
     size = _tokens_at_once(hidden, weight)
@@ -172,7 +171,7 @@ def _check(  # noqa: PLR0917 - the arguments of the function
 
 
 def _tokens_at_once(hidden: Tensor, weight: Tensor) -> int:
-    """All, or as many as exponentials of KEPT_BYTES belong to."""
+    """Return all tokens, or as many as have KEPT_BYTES of exponentials."""
     per_token = weight.shape[0] * stored_dtype(hidden.dtype).itemsize
     size = max(TOKENS_AT_LEAST, KEPT_BYTES // per_token // TOKENS_AT_LEAST * TOKENS_AT_LEAST)
     return min(size, hidden.shape[0])
@@ -181,12 +180,12 @@ def _tokens_at_once(hidden: Tensor, weight: Tensor) -> int:
 def _factors(
     hidden: Tensor, labels: Tensor, class_weights: Tensor | None, token_weights: Tensor | None, options: LossOptions
 ) -> Tensor:
-    """[tokens], of each token's loss: 0 where it is ignored."""
+    """Return [tokens], the factor on each token's loss: 0 if it is ignored."""
     counts = labels != options.ignore_index
     dtype = accumulator_dtype(hidden.dtype)
     factors = to_device(counts, hidden.device).to(dtype)
     if class_weights is not None:
-        # A label that is no token is reported later: here it must not be looked up.
+        # An invalid label is reported later: here it must not be looked up.
         found = labels.where(counts, 0).clamp(0, class_weights.shape[0] - 1).to(class_weights.device)
         factors = factors * class_weights.to(dtype)[found].to(hidden.device)
     if token_weights is not None:
@@ -209,8 +208,7 @@ def _first_half(
 
 
 class _Origin(torch.autograd.Function):
-    """An empty tensor that depends on what the loss depends on, and keeps nothing of it: what has to be differentiated
-    twice leads here."""
+    """An empty tensor that depends on the inputs of the loss and keeps nothing: it detects second derivatives."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor | None) -> Tensor:
@@ -221,15 +219,15 @@ class _Origin(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise RuntimeError(
-            "linear_cross_entropy has no second derivative: use cross_entropy(linear(...)) of torch.nn.functional where"
+            "linear_cross_entropy has no second derivative: use cross_entropy(linear(...)) of torch.nn.functional if"
             " gradients are differentiated."
         )
 
 
 def _without_graph(backward: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Any]:
-    """A backward that makes gradients out of constants. Where the caller wants to differentiate them (`create_graph`),
-    that leads to an error, and not to zero in silence. torch's `once_differentiable` sees to less: it says nothing
-    where the gradient of the loss is a constant, nor to `torch.autograd.grad`."""
+    """Decorate a backward that computes gradients from constants. If the caller wants to differentiate them
+    (`create_graph`), this raises an error instead of silently giving zero. torch's `once_differentiable` does less: it
+    is silent if the gradient of the loss is a constant, and for `torch.autograd.grad`."""
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, upstream: Tensor) -> Any:
@@ -244,7 +242,7 @@ def _without_graph(backward: Callable[[Any, Tensor], Any]) -> Callable[[Any, Ten
 
 
 class _InParts(torch.autograd.Function):
-    """Losses of all tokens, and their gradients when the factors on them are known: in the backward."""
+    """Losses of all tokens; the gradients are computed in the backward, when the factors on them are known."""
 
     @staticmethod
     def forward(  # type: ignore[override]  # noqa: PLR0917
@@ -268,7 +266,7 @@ class _InParts(torch.autograd.Function):
         hidden, weight, bias, labels, statistics = ctx.saved_tensors
         state, ctx.state = ctx.state, None
         if state is None:
-            raise RuntimeError("linear_cross_entropy has one backward: its exponentials are gone after it.")
+            raise RuntimeError("linear_cross_entropy has only one backward, which frees its exponentials.")
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         combined = combine(statistics[None], of_losses, labels, ctx.options, weight.shape[0])
         state.one_barrier = not to_hidden  # then T makes no gradient of the hidden states
@@ -287,7 +285,7 @@ class _InParts(torch.autograd.Function):
 
 
 class _AtOnce(torch.autograd.Function):
-    """The weighted sum of the losses, and with it the gradients, part after part of the tokens."""
+    """The weighted sum of the losses, computed together with the gradients, part by part of the tokens."""
 
     @staticmethod
     def forward(  # type: ignore[override]  # noqa: PLR0917
@@ -328,8 +326,8 @@ class _AtOnce(torch.autograd.Function):
     def backward(ctx: Any, of_loss: Tensor) -> Any:  # type: ignore[override]
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("linear_cross_entropy has one backward: its gradients are gone after it.")
-        # On a CPU the factor is known here, and is mostly one.
+            raise RuntimeError("linear_cross_entropy has only one backward, which frees its gradients.")
+        # On a CPU the factor is known here, and is usually one.
         if of_loss.is_cuda or of_loss.item() != 1.0:
             for one in gradients:
                 if one is not None:

@@ -1,4 +1,4 @@
-"""What the loss is made of, and what the output layer keeps between its two halves."""
+"""Options of the loss, and of the tensors that the output layer keeps between its two halves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LossOptions:
         loss = (1 - label_smoothing) (lse - z_t) + label_smoothing mean_j(lse - z_j) + z_loss lse^2
 
     which is `torch.nn.functional.cross_entropy(z, labels, label_smoothing=...)` plus the z-loss.
-    Raises InputError when a field is out of range.
+    Raises InputError if a field is out of range.
     """
 
     label_smoothing: float = 0.0
@@ -31,28 +31,28 @@ class LossOptions:
     """Factor on the square of the log-sum-exp (arXiv 2204.02311, section 5: 1e-4). At least 0."""
 
     soft_cap: float | None = None
-    """Logits are squeezed into (-soft_cap, soft_cap). Greater than 0; None: no soft-cap."""
+    """Limits logits to (-soft_cap, soft_cap). Greater than 0; None: no soft-cap."""
 
     logit_scale: float = 1.0
-    """Multiplies the logits, bias included, before the soft-cap. Not 0."""
+    """Factor on the logits, bias included, before the soft-cap. Not 0."""
 
     ignore_index: int = -100
     """Tokens with this label have no loss and no gradient."""
 
     keep: Keep = "probabilities"
-    """What stays between S and T: the exponentials, in the dtype of the hidden states ([tokens, rows of the shard]), or
-    nothing, and T computes the logits a second time (a third more arithmetic)."""
+    """Kept between S and T: the exponentials, in the dtype of the hidden states ([tokens, rows of the shard]), or
+    nothing, and T recomputes the logits (a third more arithmetic)."""
 
     rows_per_block: int | None = None
     """Tokens per block of logits in S. None: about 8 million logits per block and at least 256 tokens (512 on a
     GPU)."""
 
     entropy: bool = False
-    """Also the entropy of what is predicted for each token (`Combined.entropies`). No gradient comes of it."""
+    """Also compute the entropy of the prediction for each token (`Combined.entropies`), without a gradient."""
 
     kernels: KernelsName = "auto"
-    """What works on rows of logits between the matrix products: Triton's kernels, or operations of torch. "auto":
-    Triton for tensors on a GPU, if it is installed."""
+    """Implementation between the matrix products: Triton's kernels, or operations of torch. "auto": Triton for tensors
+    on a GPU, if it is installed."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.label_smoothing <= 1.0:
@@ -72,15 +72,15 @@ class LossOptions:
 
     @property
     def statistics(self) -> int:
-        """Numbers per token and shard that S hands to the barrier: the k of `combine`."""
+        """Numbers per token and shard that S passes to the barrier: the k of `combine`."""
         return 3 + (2 if self.label_smoothing else 0) + (1 if self.entropy else 0)
 
     @property
     def needs_derivative(self) -> bool:
-        """Is the derivative of the soft-cap needed by itself, not only as a factor of the exponentials?"""
+        """Whether the derivative of the soft-cap is needed separately, not only as a factor of the exponentials."""
         return self.soft_cap is not None and self.label_smoothing > 0.0
 
     @property
     def adds_constant(self) -> bool:
-        """Does label smoothing add the same number to the gradient of every logit of a token?"""
+        """Whether label smoothing adds the same number to the gradient of every logit of a token."""
         return self.soft_cap is None and self.label_smoothing > 0.0

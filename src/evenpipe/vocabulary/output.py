@@ -1,17 +1,17 @@
 """S, C and T: the output layer and its loss on one shard of the vocabulary, as plain functions without communication.
 
 arXiv 2411.05288, sections 4.2 (algorithm 1, two barriers) and 4.3 (algorithm 2, one barrier), in log-odds form with
-stored exponentials (see combination.py): three matrix products in all, and fp32 logits only in blocks of tokens.
+stored exponentials (see combination.py): three matrix products, and fp32 logits only in blocks of tokens.
 
     one barrier     S: logits, statistics, E, A = E W   | C: dX = r A + c W[target]   | T: dW += E^T (r X)
     two barriers    S: logits, statistics, E            | T: dX = r (E W) + c W[target], dW += E^T (r X)
 
 X [tokens, hidden_size] hidden states, W [rows, hidden_size] this shard of the weight, E [tokens, rows] exponentials
 without the target's (times the derivative of the soft-cap D, if there is one), r and c coefficients per token, known
-once the statistics of all shards are combined. Label smoothing adds u D with a coefficient u (D = 1 without soft-cap).
+after the statistics of all shards are combined. Label smoothing adds u D with a coefficient u (D = 1 without soft-cap).
 The parts dX of all shards are summed by the caller, on the device of the last stage.
 
-Ignored tokens are left out at the door: they cost nothing, and whatever stands in their rows of X reaches no gradient.
+Ignored tokens are removed first: they cost nothing, and the content of their rows of X reaches no gradient.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ BLOCK_LOGITS = 8 * 1024 * 1024
 
 
 def rows_per_block(options: LossOptions, rows: int, *, in_place: bool, on_gpu: bool) -> int:
-    """Tokens per block of logits, for a shard of `rows`.
+    """Return the tokens per block of logits, for a shard of `rows`.
 
-    A block that is part of the kept exponentials needs no room of its own and may be larger. A GPU reads the whole
+    A block that is part of the kept exponentials needs no memory of its own and may be larger. A GPU reads the whole
     weight for each block: for fewer than 512 tokens that takes longer than the arithmetic (on H100 with hidden states
-    of 4096 numbers 266 operations per byte are even, 256 tokens have 227, 512 tokens 410).
+    of 4096 numbers, the balance is at 266 operations per byte; 256 tokens have 227, 512 tokens 410).
     """
     if options.rows_per_block is not None:
         return options.rows_per_block
@@ -89,17 +89,17 @@ def forward_shard(  # noqa: PLR0917 - the arguments of a linear layer and its lo
     gradients: bool = True,
     buffers: Buffers | None = None,
 ) -> tuple[Tensor, OutputState]:
-    """S: this shard's statistics, and the state that `hidden_gradient` and `backward_shard` continue from.
+    """S: return this shard's statistics, and the state that `hidden_gradient` and `backward_shard` continue from.
 
-    hidden: [tokens, hidden_size], what the head receives. Kept, not copied, until T (unless tokens are ignored).
+    hidden: [tokens, hidden_size], the input of the head. Kept, not copied, until T (unless tokens are ignored).
     weight: [shard.rows, hidden_size], in the dtype of hidden. bias: [shard.rows], any floating dtype, or None.
     labels: [tokens] int64, aligned with hidden. On the host they cost no synchronisation with a GPU.
-    one_barrier: also compute what `hidden_gradient` needs.
-    gradients: False for evaluation: only the statistics are of use, and nothing is kept.
-    buffers: memory to use again and again; None: fresh memory, given up after T.
+    one_barrier: also compute the product for `hidden_gradient`.
+    gradients: False for evaluation: only the statistics are valid, and nothing is kept.
+    buffers: memory to reuse; None: fresh memory, freed after T.
 
     Returns statistics [tokens, options.statistics], fp32 (fp64 for fp64), to be gathered from all shards for `combine`.
-    Raises ValueError for shapes or dtypes that do not fit, InputError for a label that is no token.
+    Raises ValueError for shapes or dtypes that do not fit, InputError for an invalid label.
     """
     _check(hidden, weight, bias, labels, shard)
     kernels = choose(options, hidden)
@@ -128,7 +128,7 @@ def forward_shard(  # noqa: PLR0917 - the arguments of a linear layer and its lo
 
 
 def _forward_blocks(state: OutputState, weight: Tensor, statistics: Tensor, block: int, gradients: bool) -> None:
-    """Block after block of tokens: logits, statistics, exponentials. What is kept of them goes into `state`."""
+    """Compute logits, statistics and exponentials block by block of tokens, and store the kept tensors in `state`."""
     options, hidden, buffers = state.options, state.hidden, state.buffers
     assert hidden is not None
     tokens, rows = hidden.shape[0], weight.shape[0]
@@ -148,7 +148,7 @@ def _forward_blocks(state: OutputState, weight: Tensor, statistics: Tensor, bloc
         if with_derivative:
             state.derivative_product = torch.empty_like(state.product)
 
-    # Exponentials are made of the logits in the same memory where the dtypes are one.
+    # Exponentials overwrite the logits if the dtypes are equal.
     stored_room = None if keep else block_room(stored)
     logits_room = None if of_logits == stored else block_room(of_logits)
     derivative_room = block_room(stored) if with_derivative and not keep else None
@@ -169,7 +169,7 @@ def _forward_blocks(state: OutputState, weight: Tensor, statistics: Tensor, bloc
         state.kernels.exponentials(rooms, start, statistics[span], state, gradients=gradients)
         if not keep:
             _multiply_by_weight(state, exponentials, derivative, weight, span)
-    if keep:  # one product of all tokens, which a GPU is filled by
+    if keep:  # one product of all tokens, to fill a GPU
         _multiply_by_weight(state, state.exponentials, state.derivative, weight, slice(0, tokens))
     buffers.give(stored_room)
     buffers.give(logits_room)
@@ -179,7 +179,7 @@ def _forward_blocks(state: OutputState, weight: Tensor, statistics: Tensor, bloc
 def _multiply_by_weight(
     state: OutputState, exponentials: Tensor | None, derivative: Tensor | None, weight: Tensor, span: slice
 ) -> None:
-    """E W and D W of some tokens, where they are wanted."""
+    """Compute E W and D W of some tokens, if wanted."""
     if state.product is not None and exponentials is not None:
         hidden_product(exponentials, weight, state.product[span], add=False)
     if state.derivative_product is not None and derivative is not None:
@@ -190,14 +190,15 @@ def _multiply_by_weight(
 def combine(
     statistics: Tensor, token_weights: Tensor, labels: Tensor, options: LossOptions, vocabulary: int
 ) -> Combined:
-    """The barrier: finish the loss from the statistics of all shards.
+    """The barrier: compute the loss from the statistics of all shards.
 
     statistics: [shards, tokens, options.statistics], as gathered from `forward_shard` on every device, in any order of
         shards that is the same everywhere.
-    token_weights: [tokens], weight of each token in the step's loss (any sign; whatever stands at ignored tokens).
-    labels: [tokens] int64, best on the device of `statistics`. vocabulary: number of tokens over all shards.
-    Nothing waits for a GPU: what is still on the host is copied there in the order of the stream.
-    The arithmetic is in fp64 (on numbers per token and shard only), the result in the dtype of `statistics`.
+    token_weights: [tokens], weight of each token in the step's loss (any sign; any value at ignored tokens).
+    labels: [tokens] int64, best on the device of `statistics`.
+    vocabulary: number of tokens over all shards.
+    Nothing waits for a GPU: tensors on the host are copied there in stream order. The arithmetic is in fp64 (only on
+        numbers per token and shard), the result in the dtype of `statistics`.
     """
     if statistics.dim() != 3 or statistics.shape[1:] != (labels.shape[0], options.statistics):
         raise ValueError(
@@ -208,7 +209,8 @@ def combine(
 
 @torch.no_grad()
 def hidden_gradient(state: OutputState, combined: Combined, weight: Tensor) -> Tensor:
-    """C, one barrier: this shard's part of the gradient with respect to `hidden`, from the product that S made.
+    """C, one barrier: return this shard's part of the gradient with respect to `hidden`, from the product computed in
+    S.
 
     With two barriers it is the first half of T, for a backward that is split into I and W: `backward_shard` then only
     adds the gradient of the shard and returns None.
@@ -228,7 +230,7 @@ def hidden_gradient(state: OutputState, combined: Combined, weight: Tensor) -> T
 
 
 def _multiply_late(state: OutputState, weight: Tensor) -> None:
-    """E W (and D W) by themselves, which S makes with one barrier. From here on the state is as with one."""
+    """Compute E W (and D W), which with one barrier S does. From here on the state is as with one barrier."""
     hidden, maximum = state.hidden, state.maximum
     assert hidden is not None and maximum is not None
     state.one_barrier = True
@@ -252,15 +254,17 @@ def backward_shard(
     *,
     overwrite: bool = False,
 ) -> Tensor | None:
-    """T: add this microbatch's gradient of the shard, and with two barriers return the part of dX as well.
+    """T: add this microbatch's gradient of the shard, and with two barriers also return the part of dX.
 
-    weight: as in `forward_shard`. weight_gradient: [shard.rows, hidden_size] and bias_gradient: [shard.rows], fp32
-    (fp64 for fp64), added to in place; None where none is wanted. Rows that pad the vocabulary are left as they are.
-    overwrite: do not add to weight_gradient, whose content is undefined. It may then be in the dtype of exponentials
-    (`stored_dtype`) as well: for a gradient of one microbatch alone, which a bf16 parameter keeps in bf16 anyway.
+    weight: as in `forward_shard`.
+    weight_gradient: [shard.rows, hidden_size] and bias_gradient: [shard.rows], fp32 (fp64 for fp64), added to in place;
+        None if not wanted. Rows that pad the vocabulary stay unchanged.
+    overwrite: do not add to weight_gradient, whose content is undefined. It may then also be in the dtype of
+        exponentials (`stored_dtype`): for a gradient of only one microbatch, which a bf16 parameter keeps in bf16
+        anyway.
 
     Returns [tokens, hidden_size], fp32 (fp64 for fp64) and zero at ignored tokens, with two barriers; None with one.
-    Raises ValueError when a gradient has another dtype or shape.
+    Raises ValueError if a gradient has another dtype or shape.
     """
     dtype = combined.losses.dtype
     narrow = stored_dtype(weight.dtype) if overwrite else dtype
@@ -283,7 +287,7 @@ def backward_shard(
     derivative_product = torch.empty_like(product) if product is not None and with_derivative else None
 
     def add(factor: Tensor, columns: slice, total: Tensor | None, *, of_derivative: bool = False) -> None:
-        """The products of one factor (E or D) with W and with X."""
+        """Add the products of one factor (E or D) with W and with X."""
         if total is not None:
             hidden_product(factor, weight[columns], total, add=columns.start > 0)
         if weight_gradient is None and bias_gradient is None:
@@ -320,7 +324,7 @@ def _add_constant(
     weight_gradient: Tensor | None,
     bias_gradient: Tensor | None,
 ) -> None:
-    """What label smoothing adds to the gradient of every row."""
+    """Add the contribution of label smoothing to the gradient of every row."""
     scaled, uniform = state.kernels.scaled_hidden(state, combined, hidden, combined.losses.dtype, of_derivative=True)
     if weight_gradient is not None:
         weight_gradient.add_(scaled.sum(0))
@@ -337,7 +341,7 @@ def _check_gradient(name: str, gradient: Tensor | None, shape: torch.Size, *dtyp
 def _exponentials(
     state: OutputState, weight: Tensor, hidden: Tensor, maximum: Tensor
 ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """(columns, E, D) of the shard: kept from S in one piece, or computed again in slices of the vocabulary."""
+    """Yield (columns, E, D) of the shard: kept from S in one piece, or recomputed in slices of the vocabulary."""
     rows = weight.shape[0]
     if state.exponentials is not None:
         yield slice(0, rows), state.exponentials, state.derivative
@@ -364,7 +368,7 @@ def _exponentials(
 
 
 def _narrow(room: Tensor, columns: int) -> Tensor:
-    """The same rows with fewer columns; on a GPU where they begin, else one after the other."""
+    """Return the same rows with fewer columns; on a GPU with the same stride, else contiguous."""
     if room.is_cuda or not room.is_contiguous():
         return room[:, :columns]
     return room.view(-1)[: room.shape[0] * columns].view(room.shape[0], columns)

@@ -1,7 +1,7 @@
-"""The three matrix products of the output layer, each done the best way that the machine has for the dtype.
+"""The three matrix products of the output layer, each in the fastest way for the dtype on the machine.
 
 Letters: X hidden states [tokens, hidden_size]; W weight [rows, hidden_size]; E exponentials [tokens, rows].
-Accumulators are fp32 (fp64 for fp64). Where a product cannot write them directly, it is cut along the vocabulary,
+Accumulators are fp32 (fp64 for fp64). If a product cannot write them directly, it is cut along the vocabulary,
 never along the tokens, so that the weight gradient of a microbatch stays one sum over all its tokens.
 """
 
@@ -17,12 +17,13 @@ SLICE_ROWS = 16384
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 for fp64, fp32 for everything else."""
+    """Return fp64 for fp64, fp32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What exponentials are kept in: the dtype of the hidden states, except that fp16 (no range) becomes fp32."""
+    """Return the dtype of kept exponentials: that of the hidden states, except that fp16 (too small a range) becomes
+    fp32."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -32,34 +33,34 @@ def _cpu_has_bf16() -> bool:
 
 
 def _writes_accumulator(operand: Tensor) -> bool:
-    """Does torch's product of this dtype on this device write fp32 from its fp32 accumulators?"""
+    """Return whether torch's product of this dtype on this device writes its fp32 accumulators as fp32."""
     return operand.dtype == torch.bfloat16 and operand.is_cuda
 
 
 def _multiplies_natively(operand: Tensor) -> bool:
-    """Is a product of this dtype fast here, though its result is rounded to the same dtype?"""
+    """Return whether a product of this dtype is fast here, though its result is rounded to the same dtype."""
     return operand.dtype == torch.bfloat16 and operand.device.type == "cpu" and _cpu_has_bf16()
 
 
 def _widens(operand: Tensor) -> bool:
-    """Are products of this dtype so slow here that both factors are made wide first?"""
+    """Return whether products of this dtype are so slow here that both factors are widened first."""
     narrow = operand.dtype != accumulator_dtype(operand.dtype)
     return narrow and not (_writes_accumulator(operand) or _multiplies_natively(operand))
 
 
 def vocabulary_slices(rows: int, size: int = SLICE_ROWS) -> Iterator[slice]:
-    """Cut `rows` into runs of at most `size`."""
+    """Yield ranges of at most `size` of `rows`."""
     for start in range(0, rows, size):
         yield slice(start, min(rows, start + size))
 
 
 def logits_dtype(operand: Tensor) -> torch.dtype:
-    """What `logits_product` yields: the accumulator dtype, unless only a rounded product is fast here."""
+    """Return the dtype of `logits_product`: the accumulator dtype, unless only a rounded product is fast here."""
     return operand.dtype if _multiplies_natively(operand) else accumulator_dtype(operand.dtype)
 
 
 def logits_product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out = X W^T, with `out` in `logits_dtype`."""
+    """Compute out = X W^T, with `out` in `logits_dtype`."""
     if hidden.dtype == out.dtype:
         torch.mm(hidden, weight.t(), out=out)
     elif _writes_accumulator(hidden):
@@ -71,7 +72,7 @@ def logits_product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def hidden_product(exponentials: Tensor, weight: Tensor, out: Tensor, *, add: bool) -> None:
-    """out = E W, or out += E W; `out` is [tokens, hidden_size] in the accumulator dtype."""
+    """Compute out = E W, or out += E W; `out` is [tokens, hidden_size] in the accumulator dtype."""
     if exponentials.dtype == weight.dtype == out.dtype:
         torch.addmm(out, exponentials, weight, beta=int(add), out=out)
     elif _writes_accumulator(weight):
@@ -88,7 +89,7 @@ def hidden_product(exponentials: Tensor, weight: Tensor, out: Tensor, *, add: bo
 
 
 def weight_product(exponentials: Tensor, scaled_hidden: Tensor, out: Tensor, *, add: bool = True) -> None:
-    """out += E^T (r X), or out = E^T (r X): one sum over all tokens.
+    """Compute out += E^T (r X), or out = E^T (r X): one sum over all tokens.
 
     `out` is [rows, hidden_size] in the accumulator dtype or in that of E: then sums are rounded to it once.
     """
@@ -119,7 +120,7 @@ def _put(product: Tensor, out: Tensor, *, add: bool) -> None:
 
 
 def column_product(exponentials: Tensor, coefficients: Tensor, out: Tensor) -> None:
-    """out += E^T r, with coefficients r [tokens] and `out` [rows] in the accumulator dtype."""
+    """Compute out += E^T r, with coefficients r [tokens] and `out` [rows] in the accumulator dtype."""
     if exponentials.dtype == out.dtype:
         out.addmv_(exponentials.t(), coefficients)
     else:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Shard:
     """Rows `start` (inclusive) to `stop` (exclusive) of a vocabulary matrix.
 
-    `vocabulary` is the number of rows that stand for a token. Rows of the shard at or beyond it only pad the matrix:
-    they hold parameters, but never enter a softmax and never receive a gradient.
+    `vocabulary` is the number of rows that belong to a token. Rows of the shard from there on only pad the matrix: they
+    hold parameters, but never enter a softmax and never receive a gradient.
     """
 
     start: int
@@ -25,21 +25,21 @@ class Shard:
 
     @property
     def rows(self) -> int:
-        """Rows held here, padding included."""
+        """Number of rows in the shard, including padding."""
         return self.stop - self.start
 
     @property
     def tokens(self) -> int:
-        """Rows held here that stand for a token."""
+        """Number of rows in the shard that belong to a token."""
         return max(0, min(self.stop, self.vocabulary) - self.start)
 
 
 def split(vocabulary: int, parts: int, *, padded_rows: int | None = None) -> list[Shard]:
     """Cut a vocabulary matrix into `parts` contiguous shards by `torch.chunk`'s rule (which DTensor's Shard(0) shares).
 
-    Each shard has c = ceil(rows / parts) rows, the last ones fewer or none: 9 rows in 4 parts are 3, 3, 3, 0.
-    `padded_rows` is the number of rows of the matrix when that is more than `vocabulary`.
-    Raises ValueError when parts < 1, vocabulary < 1, or padded_rows < vocabulary.
+    Each shard has c = ceil(rows / parts) rows, the last ones fewer or 0: 9 rows in 4 parts are 3, 3, 3, 0.
+    `padded_rows` is the number of rows of the matrix if that is more than `vocabulary`. Raises ValueError when parts <
+    1, vocabulary < 1, or padded_rows < vocabulary.
     """
     rows = vocabulary if padded_rows is None else padded_rows
     if parts < 1:

@@ -1,4 +1,4 @@
-"""What S leaves for C and T of the same microbatch on the same shard."""
+"""The tensors that S leaves for C and T of the same microbatch on the same shard."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class OutputState:
-    """All tensors hold valid tokens only. C takes the products out, T the rest: each runs once, and memory goes as soon
-    as it can.
+    """All tensors are for valid tokens only. C takes the products out, T the rest: each runs once, and memory is freed
+    as early as possible.
     """
 
     options: LossOptions
@@ -32,7 +32,7 @@ class OutputState:
     """X."""
     bias: Tensor | None
     maximum: Tensor | None = None
-    """[tokens], this shard's maximum without the target, 0 where there is none. None: nothing to do for this shard."""
+    """[tokens], this shard's maximum without the target, 0 if there is none. None: this shard has no work."""
     exponentials: Tensor | None = None
     """E, unless nothing is kept."""
     derivative: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Which tokens of a microbatch count, and which of their targets one shard owns."""
+"""Which tokens of a microbatch count, and which of their targets a shard owns."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from evenpipe.vocabulary.copies import to_device_together
 from evenpipe.vocabulary.shards import Shard
 
 ELSEWHERE, IGNORED = -1, -2
-"""In place of a column: the target belongs to another shard; the token has no label."""
+"""Replace a column: the target belongs to another shard; the token has no label."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """Tokens whose target a shard owns: rows among the tokens at hand, and columns in the shard."""
+    """Tokens whose target a shard owns: their rows, and the targets' columns in the shard."""
 
     rows: Tensor
     columns: Tensor
@@ -27,19 +27,19 @@ class Owned:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The labels of a microbatch as one shard sees them. "Valid" tokens are those that are not ignored.
+    """The labels of a microbatch for one shard. "Valid" tokens are those that are not ignored.
 
-    Operations of torch want lists of what the shard owns, in the order of tokens; Triton's kernels want a column for
-    every token, and the lists in the order of columns, so that one program adds up all that belongs to one row.
+    Operations of torch need lists of owned targets in the order of tokens; Triton's kernels need a column for every
+    token, and the lists in the order of columns, so that one program adds up all tokens of one row.
     """
 
     tokens: int
     """All tokens of the microbatch."""
     valid_tokens: int
     valid: Tensor | None
-    """Positions of the valid tokens, ascending; None when all are treated as valid."""
+    """Positions of the valid tokens, ascending; None if all count as valid."""
     owned: Owned
-    """`rows` count valid tokens only."""
+    """`rows` count only valid tokens."""
     column: Tensor | None
     """[valid tokens] of each token's target in the shard, ELSEWHERE or IGNORED; None for operations of torch."""
     ends: tuple[int, ...] = ()
@@ -47,23 +47,24 @@ class Targets:
     starts: Sequence[int] = ()
 
     def owned_between(self, start: int, stop: int) -> Owned:
-        """The owned targets of the valid tokens from `start` to `stop`, both in `starts`; rows count from `start`."""
+        """Return the owned targets of the valid tokens from `start` to `stop`, both in `starts`; rows count from
+        `start`."""
         first, last = (self.ends[bisect_left(self.starts, token)] for token in (start, stop))
         return Owned(self.owned.rows[first:last] - start, self.owned.columns[first:last])
 
     def select(self, values: Tensor) -> Tensor:
-        """[tokens, ...] -> [valid tokens, ...]."""
+        """Convert [tokens, ...] to [valid tokens, ...]."""
         return values if self.valid is None else values.index_select(0, self.valid)
 
     def spread(self, values: Tensor) -> Tensor:
-        """[valid tokens, ...] -> [tokens, ...], zero at ignored tokens."""
+        """Convert [valid tokens, ...] to [tokens, ...], zero at ignored tokens."""
         if self.valid is None:
             return values
         return values.new_zeros(self.tokens, *values.shape[1:]).index_copy_(0, self.valid, values)
 
 
 def starts_of_parts(tokens: int, block: int, part: int) -> list[int]:
-    """Where the parts of `part` tokens begin, into which the blocks of `block` tokens are cut; and the end."""
+    """Return the starts of the parts of `part` tokens, into which the blocks of `block` tokens are cut; and the end."""
     return [start for first in range(0, tokens, block) for start in range(first, min(tokens, first + block), part)] + [
         tokens
     ]
@@ -79,11 +80,11 @@ def find_targets(
     part: int = 0,
     by_column: bool = False,
 ) -> Targets:
-    """Sort the tokens of a microbatch; indices end up on `torch_device`.
+    """Return the targets of a microbatch; indices are on `torch_device`.
 
-    Sizes are read where the labels are, so labels on the host cost no synchronisation with a GPU.
-    block, part: tokens of the pieces that `owned_between` will be asked for (see `starts_of_parts`).
-    by_column: in the form that Triton's kernels want.
+    Sizes are read on the device of the labels, so labels on the host cost no synchronisation with a GPU.
+    block, part: tokens of the pieces for `owned_between` (see `starts_of_parts`).
+    by_column: in the form for Triton's kernels.
     Raises InputError for a label that is neither a token of the vocabulary nor `ignore_index`.
     """
     tokens = labels.shape[0]
@@ -126,10 +127,10 @@ def find_targets(
 
 
 def targets_on_device(labels: Tensor, shard: Shard, ignore_index: int) -> Targets:
-    """The same in Triton's form for labels that are on the GPU already, which nothing waits for.
+    """Return the targets in Triton's form for labels that are on the GPU already, without synchronisation.
 
-    Ignored tokens are not left out, since their number is not known on the host: they are marked, and the kernels make
-    zeros of them. A label that is no token stops the GPU ("device-side assert"), as it does in torch's cross-entropy.
+    Ignored tokens are not removed, since their number is not known on the host: they are marked, and the kernels write
+    zeros for them. An invalid label stops the GPU ("device-side assert"), as in torch's cross-entropy.
     """
     ignored = labels == ignore_index
     is_token = (labels >= 0) & (labels < shard.vocabulary)

@@ -1,6 +1,6 @@
 // From a pass back to the start: what it waited for, what that waited for, and so on.
 
-// Numbers of events, `i` first. A chain cannot meet itself, but a measured one might be given wrongly.
+// Numbers of events, `i` first. A chain has no cycle, but a faulty measured one might have.
 function chainFrom(panel, i) {
   const events = [];
   const seen = new Set();
@@ -11,7 +11,7 @@ function chainFrom(panel, i) {
   return events;
 }
 
-// How much of a chain each kind takes, and what it waits in between: [[letters, time], ...], longest first.
+// The time of each kind in a chain, and of the waits in between: [[letters, time], ...], longest first.
 function sharesOf(panel, events) {
   const times = new Map();
   for (const i of events) times.set(panel.letters(i), (times.get(panel.letters(i)) ?? 0) + panel.duration(i));

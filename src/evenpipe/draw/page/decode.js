@@ -1,4 +1,4 @@
-// From text to columns of 32-bit integers: base64, deflate, bytes of equal weight together, differences (encode.py).
+// From text to columns of 32-bit integers: base64, deflate, bytes grouped by significance, differences (encode.py).
 
 function bytesOf(base64) {
   const text = atob(base64);

@@ -3,7 +3,7 @@
 const UNITS = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]];
 
 class Format {
-  // seconds: what one unit of time lasts, or null. length: the longest timeline, which decides the unit of all times.
+  // seconds: per unit of time, or null. length: the longest timeline, which decides the unit of all times.
   constructor(seconds, length) {
     const size = (seconds ?? 1) * length;
     const [factor, name] = UNITS.find(([least]) => size >= least) ?? UNITS[0];
@@ -12,7 +12,7 @@ class Format {
     this.resolution = (length * this.factor) / 1e6;
   }
 
-  // A moment: as many digits as tell apart a millionth of the whole, or a hundredth of `span`.
+  // A moment, with digits for a millionth of the whole, or a hundredth of `span`.
   time(value, span = Infinity) {
     const fine = Math.max(Math.min(this.resolution, (span * this.factor) / 100), 1e-12);
     return trimmed((value * this.factor).toFixed(Math.min(12, Math.max(0, Math.ceil(-Math.log10(fine)))))) + this.name;
@@ -47,12 +47,12 @@ function amountText(panel, value) {
   return panel.bytes ? bytesText(value) : `${fourDigits(value)} ${panel.held}`;
 }
 
-// Beside the curve of a device, where there is little room.
+// Short form, beside the curve of a device.
 function peakText(panel, value) {
   return panel.bytes ? bytesText(value) : `peak ${fourDigits(value)}`;
 }
 
-// The next of 1, 2, 5, 10, ... from `step` on.
+// Returns the next of 1, 2, 5, 10, ... from `step` on.
 function roundStep(step) {
   const power = 10 ** Math.floor(Math.log10(step));
   return [1, 2, 5, 10].find((factor) => factor * power >= step * (1 - 1e-9)) * power;

@@ -14,7 +14,7 @@ class Keys {
       if (key === "Escape") stage.focus();
       return;
     }
-    // Arrows scroll the page, unless the picture has the focus or nothing has.
+    // Arrows scroll the page, unless the picture or nothing has the focus.
     if (key.startsWith("Arrow") && target !== stage && target !== document.body) return;
     if (!Object.hasOwn(this.actions, key)) return;
     event.preventDefault();

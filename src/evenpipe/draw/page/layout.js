@@ -1,8 +1,8 @@
-// Where everything stands: a box per panel, in it a lane per row of events and per curve of memory.
+// Positions: a box per panel, with a lane per row of events and per curve of memory.
 
 const AXIS = 26, HEADING = 30, GUTTER = 76, EDGE = 10;
 
-// options: memory, transfers, sides (switches), width and height of the place there is.
+// options: memory, transfers, sides (switches), width and height of the available space.
 function layoutOf(panels, options) {
   const columns = options.sides ? panels.length : 1;
   const width = Math.max(140, options.width / columns - GUTTER - EDGE);

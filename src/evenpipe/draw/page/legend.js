@@ -1,4 +1,4 @@
-// The kinds that occur, each with its colours; a click hides or shows one, with alt all others.
+// The kinds in use, each with its colours; a click hides or shows one, with alt all others.
 
 function fillLegend(holder, scene, changed) {
   const kinds = kindsOf(scene.panels, scene.options.transfers);
@@ -19,7 +19,7 @@ function fillLegend(holder, scene, changed) {
   holder.replaceChildren(...buttons);
 }
 
-// Kinds in the rows that are shown, with the looks of each from the first stage of a device to its last.
+// Kinds in the visible rows, with the looks of each from the first stage of a device to its last.
 function kindsOf(panels, beside) {
   const used = new Set();
   for (const panel of panels) {

@@ -1,4 +1,4 @@
-// Puts everything together: what buttons, search and clicks do to the scene, and when it is drawn.
+// Connects buttons, search and clicks to the scene, and schedules redraws.
 
 class Page {
   constructor(scene) {
@@ -22,7 +22,7 @@ class Page {
     this.say();
   }
 
-  // Places follow the window and the switches.
+  // Positions follow the window and the switches.
   arrange() {
     const { scene, stage } = this;
     const room = Math.max(260, innerHeight - (stage.getBoundingClientRect().top + scrollY) - 60);
@@ -45,7 +45,7 @@ class Page {
     this.recolour();
   }
 
-  // One redraw per frame, however often something changes.
+  // At most one redraw per frame.
   // How far the page has scrolled into the picture: the canvas is as high as the window and stays in it, so that one bar
   // scrolls both.
   get scrolled() {
@@ -77,7 +77,7 @@ class Page {
     fillChosen(get("chosen"), this.scene, actions);
   }
 
-  // ---- what is chosen
+  // ---- selection
 
   keep(panel, i, history = []) {
     const { scene } = this;
@@ -162,7 +162,7 @@ class Page {
     if (this.last?.text === text && this.last.events?.length) return this.found(this.last, this.last.next + 1);
     const result = searched(text, this.scene.panels);
     this.last = { text, next: 0, ...result };
-    if (!result) return this.report(text.trim() ? "write it as in 2F3" : "");
+    if (!result) return this.report(text.trim() ? "expected a pass such as 2F3" : "");
     if (result.events) return this.found(this.last, 0);
     this.scene.found = [];
     if (result.device !== undefined) return this.toDevice(result.device);
@@ -251,6 +251,6 @@ async function begin() {
 
 begin().catch((error) => {
   get("trouble").hidden = false;
-  get("trouble").textContent = `The picture cannot be drawn: ${error.message ?? error}. A browser of 2023 or later can.`;
+  get("trouble").textContent = `The picture cannot be drawn: ${error.message ?? error}. It needs a browser of 2023 or later.`;
   throw error;
 });

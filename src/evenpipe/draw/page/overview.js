@@ -1,4 +1,4 @@
-// The whole in small, above the picture: all devices of all panels, and a window over what is shown.
+// A small overview above the picture: all devices of all panels, and a window over the visible part.
 
 class Overview {
   constructor(canvas, view, changed) {

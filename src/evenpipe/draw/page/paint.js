@@ -1,5 +1,5 @@
-// Draws what can be seen of a scene, and nothing else. A redraw costs as much as the picture has pixels: where passes
-// are narrower than a few pixels their row is one strip of mean colours (shades.js), however many they are.
+// Draws only the visible part of a scene. The cost of a redraw depends on the number of pixels: if passes
+// are narrower than a few pixels, their row is one strip of mean colours (shades.js), however many they are.
 
 const WIDE = 4; // from this mean width on, in pixels, passes are boxes
 
@@ -20,7 +20,7 @@ class Painter {
     this.canvas.style.height = `${height}px`;
   }
 
-  // Returns how much was drawn: rectangles, texts, strips.
+  // Returns the numbers of drawn rectangles, texts and strips.
   draw(scene) {
     this.drawn = { rectangles: 0, texts: 0, strips: 0 };
     this.pending = [];
@@ -77,7 +77,7 @@ class Painter {
     }
   }
 
-  // As many figures as have room.
+  // As many figures as fit.
   figures(panel, room) {
     this.context.font = `12px ${FONT}`;
     const words = panel.figures.map(([name, text]) => `${name} ${text}`);
@@ -121,7 +121,7 @@ class Painter {
   events(scene, box, { lane, y, first, last, texts }) {
     const { panel } = box;
     const marks = scene.marks(box, lane.row);
-    let edge = -1; // the last pixel with a mark of a pass of no length
+    let edge = -1; // the last pixel with a mark of a pass of length 0
     for (let i = first; i < last; i++) {
       if (lane.row.shows === COMPUTE) this.wait(scene, box, i, y, lane.height);
       if (scene.hides(panel, i)) continue;
@@ -146,7 +146,7 @@ class Painter {
     this.rectangle(x, y + height * 0.35, scene.x(box, panel.start(i)) - x, height * 0.3);
   }
 
-  // One pass: a rectangle, or one per part of passes that run as one, and its text where there is room.
+  // One pass: a rectangle, or one per part of passes that run as one, and its text if there is room.
   pass(scene, box, i, { x, y, width, height }, texts) {
     const { panel } = box;
     const gap = width > 3 ? 0.5 : 0;
@@ -159,7 +159,7 @@ class Painter {
     if (width < 11 || height < 11) return;
     const left = Math.max(x, box.left), right = Math.min(x + width, box.left + box.width);
     panel.parts(i).forEach(([label, short], k) => {
-      const more = panel.digits - short.length; // a row has numbers in all passes of one width, or in none
+      const more = panel.digits - short.length; // in a row, all passes of one width have numbers, or none has
       const text = [label, short].find((words) => words && (words.length + more) * 7 + 4 <= right - left);
       const middle = y + (k + 0.5) * part + 4;
       if (text && part >= 11) texts.push([text, (left + right) / 2, middle, scene.ink(panel, i, k)]);
@@ -203,7 +203,7 @@ class Painter {
     this.drawn.rectangles++;
   }
 
-  // What is pointed at, what is kept, its chain, and what was found.
+  // The item under the pointer, the selection, its chain, and search results.
   marks(scene, box) {
     this.clip(box.left, AXIS, box.width, () => {
       const { theme } = scene;

@@ -32,7 +32,7 @@ class Panel {
   letters(i) { return this.shared.kinds[this.kind(i)][0]; }
   words(i) { return this.shared.kinds[this.kind(i)][1]; }
 
-  // The text of a pass, as it stands in an order: 2F3.
+  // The text of a pass, as in an order: 2F3.
   label(i) {
     if (this.texts[i]) return this.texts[i];
     const stage = this.stage[i] < 0 ? "" : this.stage[i];
@@ -40,7 +40,7 @@ class Panel {
     return `${stage}${this.letters(i)}${microbatch}${this.slice[i] ? `.${this.slice[i]}` : ""}`;
   }
 
-  // What is written into the box of a pass, and what where there is less room; for each of passes that run as one.
+  // The text in the box of a pass, and its short form; for each of passes that run as one.
   parts(i) {
     if (this.texts[i]) return [...this.texts[i].matchAll(/[^(;]*?[A-Z]+(\d+)[.\d]*(?=[;)])/g)];
     return [[this.label(i), this.microbatch[i] < 0 ? "" : String(this.microbatch[i])]];
@@ -55,36 +55,36 @@ class Panel {
     return this.rows[lastAtMost(this.rows.length, (row) => this.rows[row].first, i)];
   }
 
-  // The last event of a row that starts at `time` or before; row.first - 1 when there is none.
+  // The last event of a row that starts at `time` or before; row.first - 1 if there is none.
   before(row, time) {
     const tick = time / this.step;
     return row.first + lastAtMost(row.last - row.first, (k) => this.ticks[row.first + k], tick);
   }
 
-  // Numbers of the events of a row that can be seen between two times: [first, last).
+  // Numbers of the events of a row that are visible between two times: [first, last).
   visible(row, start, end) {
     let first = Math.max(row.first, this.before(row, start));
-    while (first > row.first && this.end(first - 1) > start) first--; // events of no length at the same moment
+    while (first > row.first && this.end(first - 1) > start) first--; // events of length 0 at the same moment
     if (first < row.last && this.end(first) < start) first++;
     return [first, this.before(row, end) + 1];
   }
 
-  // How many events of a row take time.
+  // The number of events of a row that take time.
   timedIn(row) { return this.timed[row.last] - this.timed[row.first]; }
 
-  // What an event waited for: the number of another event, or -1.
+  // The cause of an event: the number of another event, or -1.
   cause(i) {
     if (this.causes[i]) return i - this.causes[i];
     if (this.resource[i] || this.unknown[i]) return -1;
     return this.followsDirectly(i) ? i - 1 : -1;
   }
 
-  // Where no cause is known, as in measured timelines: whether the event before it in its row ends where it starts.
+  // If no cause is known, as in measured timelines: whether the previous event in its row ends where it starts.
   followsDirectly(i) {
     return i > this.rowOf(i).first && Math.abs(this.ticks[i] - this.ticks[i - 1] - this.durations[i - 1]) <= 1;
   }
 
-  // How long its device was idle before an event.
+  // The idle time of its device before an event.
   idleBefore(i) {
     const row = this.rowOf(i);
     return i > row.first ? Math.max(0, this.start(i) - this.end(i - 1)) : this.start(i);
@@ -96,7 +96,7 @@ class Panel {
     return place < 0 ? 0 : values[firsts[device] + place] * unit;
   }
 
-  // The most memory that a device holds in each of `columns` stretches of `step`, from `start` on.
+  // The highest memory of a device in each of `columns` intervals of `step`, from `start` on.
   highestPerColumn(device, start, step, columns) {
     const { firsts, times, values, unit } = this.curves;
     const begin = firsts[device], end = firsts[device + 1];

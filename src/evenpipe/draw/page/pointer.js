@@ -3,7 +3,7 @@
 class Pointer {
   constructor(page) {
     Object.assign(this, { page, scene: page.scene, canvas: page.canvas, stage: page.stage });
-    this.down = new Map(); // places of buttons and fingers that are down
+    this.down = new Map(); // positions of pressed buttons and fingers
     const on = (name, action, options) => this.canvas.addEventListener(name, action, options);
     on("wheel", (event) => this.wheel(event), { passive: false });
     on("pointerdown", (event) => this.press(event));
@@ -18,7 +18,7 @@ class Pointer {
     return [event.clientX - left, event.clientY - top];
   }
 
-  // The box whose time a place is on, also above and below its lanes.
+  // The box at a position, also above and below its lanes.
   boxAt(x) {
     const { boxes } = this.scene;
     return boxes.find((box) => x <= box.left + box.width + EDGE) ?? boxes[boxes.length - 1];
@@ -79,7 +79,7 @@ class Pointer {
     if (started && !this.moved && event.type === "pointerup") this.click(event);
   }
 
-  // The first click keeps a pass, the next ones walk back what it waited for.
+  // The first click selects a pass, further clicks follow its causes back.
   click(event) {
     this.stage.focus({ preventScroll: true });
     const { scene, page } = this;

@@ -1,4 +1,4 @@
-// What is shown and what is chosen, and where each pass is drawn.
+// The visible items, the selection, and the position of each pass.
 
 class Scene {
   constructor(shared, panels) {
@@ -6,13 +6,13 @@ class Scene {
     this.view = new View(Math.max(...panels.map((panel) => panel.length)), Math.min(...panels.map((panel) => panel.shortest)));
     this.format = new Format(shared.unit, this.view.length);
     this.hidden = new Set(); // kinds
-    this.microbatch = null; // lit up
+    this.microbatch = null; // highlighted
     this.pointed = this.kept = this.chain = this.pointer = null;
     this.found = [];
     this.history = [];
     this.scroll = 0;
     this.options = { memory: true, transfers: true, sides: false };
-    // Panels that show the same amount share its scale.
+    // Panels with the same unit share its scale.
     this.peak = { true: highest(panels, true), false: highest(panels, false) };
     this.retheme();
   }
@@ -22,7 +22,7 @@ class Scene {
     this.reshade();
   }
 
-  // Mean colours depend on what is hidden and what is lit up.
+  // Mean colours depend on hidden and highlighted items.
   reshade() {
     const cache = new Map();
     const read = (colours) => {
@@ -56,7 +56,7 @@ class Scene {
     return this.boxes.find((box) => inside(box) && content >= box.top && content <= box.bottom) ?? null;
   }
 
-  // Where an event is drawn, or null where its row is not shown.
+  // The position of an event, or null if its row is hidden.
   place(box, i) {
     const lane = box.laneOf.get(box.panel.rowOf(i));
     if (!lane) return null;
@@ -64,7 +64,7 @@ class Scene {
     return { x, y: lane.top + AXIS - this.scroll, width: this.x(box, box.panel.end(i)) - x, height: lane.height };
   }
 
-  // What an event waited for, among what is shown: a transfer that is not leads on to what it waited for itself.
+  // The visible cause of an event: a hidden transfer leads on to its own cause.
   shownCause(panel, i) {
     const box = this.boxes.find((entry) => entry.panel === panel);
     const hidden = (k) => k >= 0 && !box.laneOf.has(panel.rowOf(k));
@@ -73,7 +73,7 @@ class Scene {
     return cause;
   }
 
-  // What is at a place of the picture: a panel, an event of it (or -1), a lane and a time; null beside all panels.
+  // The item at a position of the picture: a panel, an event of it (or -1), a lane and a time; null beside all panels.
   at(x, y) {
     const box = this.boxAt(x, y);
     if (!box || y < AXIS) return null;
@@ -83,7 +83,7 @@ class Scene {
     return { panel: box.panel, lane, time, i: i >= 0 && this.hides(box.panel, i) ? -1 : i };
   }
 
-  // The event under the pointer. Where passes are wide, one of no length is found three pixels around its mark.
+  // The event under the pointer. If passes are wide, one of length 0 is found three pixels around its mark.
   eventAt(box, row, time) {
     const { panel } = box, pixel = this.view.span / box.width;
     const on = this.passAt(panel, row, time);
@@ -100,13 +100,13 @@ class Scene {
     return i >= row.first && time <= panel.end(i) && !this.hides(panel, i) ? i : -1;
   }
 
-  // Whether passes of no length are marked: not in a row so crowded that marks would hide what takes time.
+  // Whether passes of length 0 are marked: not in a row so crowded that marks would hide other passes.
   marks(box, row) {
     const [first, last] = box.panel.visible(row, this.view.start, this.view.end);
     return row.shows !== COMPUTE || (last - first) * 12 <= box.width;
   }
 
-  // The event of no length nearest to `time`, or -1.
+  // The event of length 0 nearest to `time`, or -1.
   markAt(panel, row, time, reach) {
     let best = -1;
     const distance = (i) => Math.abs(panel.start(i) - time);

@@ -1,8 +1,8 @@
-// What the search box understands: a pass or transfer as it is written (2F3, S0, 2SEND_F0), a microbatch (3), a device (device 3).
+// Queries of the search box: a pass or transfer (2F3, S0, 2SEND_F0), a microbatch (3), a device (device 3).
 
 const WORD = /^(\d*)([A-Za-z_]+?)(\d+)(?:\.(\d+))?$/;
 
-// { events: [[panel, i], ...] }, { microbatch }, { device }, or null for what it does not understand.
+// { events: [[panel, i], ...] }, { microbatch }, { device }, or null for anything else.
 function searched(query, panels) {
   const text = query.trim();
   if (/^\d+$/.test(text)) return { microbatch: Number(text) };

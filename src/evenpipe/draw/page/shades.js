@@ -1,8 +1,8 @@
 // Rows from far away: the mean colour of every pixel, whatever the number of passes in it. Sums of colour times duration over
-// the events answer for any stretch of time with two look-ups.
+// the events give the mean of any time interval with two look-ups.
 
 class Shades {
-  // colour(i): [red, green, blue] of an event, or null where it is hidden.
+  // colour(i): [red, green, blue] of an event, or null if it is hidden.
   constructor(panel, colour) {
     this.panel = panel;
     // Four sums per event: red, green and blue, each times duration, and duration, over the events before it.
@@ -37,7 +37,7 @@ class Shades {
     }
   }
 
-  // The last event that starts at `tick` or before, where `i` is one of them: a few steps, then by halves.
+  // The last event that starts at `tick` or before, given `i`, one of them: a few steps, then bisection.
   seek(row, i, tick) {
     const { ticks } = this.panel;
     for (let steps = 0; steps < 8; steps++) {
@@ -47,7 +47,7 @@ class Shades {
     return i + 1 + lastAtMost(row.last - i - 1, (k) => ticks[i + 1 + k], tick);
   }
 
-  // The sums over a row up to `tick`, where `i` is its last event that has started.
+  // The sums over a row up to `tick`; `i` is its last event that has started.
   sumsAt(row, i, tick, result) {
     const { sums } = this;
     const at = 4 * Math.max(i, row.first);
@@ -71,7 +71,7 @@ class Strips {
     this.context = this.canvas.getContext("2d");
   }
 
-  // entries: { shades, row, start, step, width, x, y, w, h }: what to write, in pixels of the device, and where to.
+  // entries: { shades, row, start, step, width, x, y, w, h }: the pixels to write, in pixels of the device, and their target.
   draw(target, entries, idle) {
     if (!entries.length) return;
     const width = Math.max(...entries.map((entry) => entry.width));

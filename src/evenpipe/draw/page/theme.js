@@ -11,7 +11,7 @@ class Theme {
     this.looks = looks.map(([, colours]) => colours.map((four) => this.look(four)));
   }
 
-  // A colour as it is, and as it steps back behind a microbatch that is lit up.
+  // A colour, and its faint form while another microbatch is highlighted.
   look([light, dark, inkOnLight, inkOnDark]) {
     const colour = this.dark ? dark : light;
     const back = channels(colour).map((value, k) => Math.round(value + (this.idleChannels[k] - value) * 0.8));

@@ -1,4 +1,4 @@
-// The part of time that is shown: one for all panels, so that they zoom and move together.
+// The visible time interval: one for all panels, so that they zoom and move together.
 
 class View {
   constructor(length, shortest) {
@@ -9,7 +9,7 @@ class View {
 
   get span() { return this.end - this.start; }
 
-  // A little room at both ends, so that the first and the last edge can be seen.
+  // A margin at both ends, so that the first and the last edge are visible.
   fit() { this.show(-0.004 * this.length, 1.008 * this.length); }
 
   show(start, span) {
@@ -20,7 +20,7 @@ class View {
     this.end = start + span;
   }
 
-  // factor below 1 goes closer; what is at `time` stays where it is.
+  // A factor below 1 zooms in; the position of `time` stays fixed.
   zoom(factor, time = (this.start + this.end) / 2) {
     const span = Math.min(1.008 * this.length, Math.max(this.least, this.span * factor));
     this.show(time - ((time - this.start) * span) / this.span, span);
@@ -28,7 +28,7 @@ class View {
 
   pan(time) { this.show(this.start + time, this.span); }
 
-  // Bring a stretch of time into view; zoom only where it does not fit, or would be too small to see.
+  // Bring a time interval into view; zoom only if it does not fit, or would be too small to see.
   reveal(start, end, smallest = 0) {
     const duration = Math.max(end - start, this.least / 4);
     if (duration < this.span * smallest) this.show((start + end - duration / smallest) / 2, duration / smallest);

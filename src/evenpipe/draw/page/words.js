@@ -1,9 +1,9 @@
-// What is said about a pass: the tooltip, and the line below the picture. Everything becomes text nodes, never markup.
+// Descriptions of a pass: the tooltip, and the line below the picture. All text becomes text nodes, never markup.
 
 const AWAITED = {
   start: "nothing",
   device: "its device, busy with",
-  pass: "the end of", // what a transfer or a copy carries is ready then
+  pass: "the end of", // the data of a transfer or a copy is ready then
   transfer: "the arrival of",
   communicator: "its communicator, busy with",
   link: "the link, busy with",
@@ -17,7 +17,7 @@ function element(name, text = "", className = "") {
   return node;
 }
 
-// What an event waited for, in words; null where it is not known.
+// The cause of an event, in words; null if not known.
 function awaitedText(panel, i) {
   const cause = panel.cause(i);
   const name = panel.shared.resources[panel.resource[i]];
@@ -31,7 +31,7 @@ function awaitedText(panel, i) {
   return name ? AWAITED[name] ?? name : null;
 }
 
-// Where a transfer comes from, if it left as soon as that was ready; nothing for a pass.
+// The source of a transfer, if it started as soon as its data was ready; empty for a pass.
 function sourceText(panel, i) {
   const source = panel.cause(i);
   if (panel.rowOf(i).shows !== TRANSFERS || source < 0 || panel.rowOf(source).shows !== COMPUTE) return "";
@@ -46,7 +46,7 @@ function partsOf(panel, i) {
   return parts.join(", ");
 }
 
-// Rows of the tooltip: [what, text].
+// Rows of the tooltip: [name, text].
 function factsOf(panel, i, format) {
   const facts = [
     ["where", partsOf(panel, i)],
@@ -75,10 +75,10 @@ function fillTip(tip, heading, words, facts) {
 function fillMemoryTip(tip, { panel, lane, time }, format) {
   const { device } = lane;
   const facts = [["time", format.time(time)], ["peak", amountText(panel, panel.curves.peaks[device])]];
-  fillTip(tip, amountText(panel, panel.memoryAt(device, time)), `held by device ${device}`, facts);
+  fillTip(tip, amountText(panel, panel.memoryAt(device, time)), `on device ${device}`, facts);
 }
 
-// Beside the pointer, and always inside the window.
+// Placed beside the pointer, always inside the window.
 function placeTip(tip, x, y) {
   tip.hidden = false;
   const { width, height } = tip.getBoundingClientRect();
@@ -87,11 +87,11 @@ function placeTip(tip, x, y) {
   tip.style.transform = `translate(${Math.max(4, left)}px, ${Math.max(4, top)}px)`;
 }
 
-// The line below the picture: the pass that is kept, buttons to walk its chain, and what the chain is made of.
+// The line below the picture: the selected pass, buttons to follow its chain, and the parts of the chain.
 function fillChosen(line, scene, actions) {
   line.replaceChildren();
   if (!scene.kept) {
-    line.append(element("span", "Point at a pass to see what it waited for; click to keep it.", "faint"));
+    line.append(element("span", "Point at a pass to see what it waited for; click to select it.", "faint"));
     return;
   }
   const { panel, i } = scene.kept;
@@ -102,7 +102,7 @@ function fillChosen(line, scene, actions) {
   const cause = scene.shownCause(panel, i);
   if (cause >= 0) line.append(button(`Go to ${panel.label(cause)} (w)`, actions.follow));
   if (scene.history.length) line.append(button("Back (b)", actions.back));
-  line.append(button("Let go (Esc)", actions.release), chainText(panel, scene));
+  line.append(button("Clear (Esc)", actions.release), chainText(panel, scene));
 }
 
 function chainText(panel, scene) {

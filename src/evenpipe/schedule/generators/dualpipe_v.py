@@ -1,6 +1,6 @@
-"""DualPipeV: both ends on one device, forwards and backwards of other microbatches run as one pass.
+"""DualPipeV: each device has both ends, and overlaps forwards and backwards of different microbatches.
 
-DeepSeek's DualPipe (arXiv 2412.19437, section 3.2.1) cut in half: github.com/deepseek-ai/DualPipe, with the eight steps
+Half of DeepSeek's DualPipe (arXiv 2412.19437, section 3.2.1): github.com/deepseek-ai/DualPipe, with the eight steps
 of its `dualpipev.py`. Device r of d holds stage r on the way out and stage 2d - 1 - r on the way back.
 """
 
@@ -19,21 +19,21 @@ OUT, BACK = 0, 1
 def dualpipe_v(devices: int, microbatches: int, *, overlap: bool = True) -> Order:
     """In the steady state a forward of one stage and a full backward of the other run as one OVERLAP_F_B.
 
-    Any devices >= 1 and microbatches >= 1; fewer microbatches than stages run as the last ones of a step with as many
-    as stages. Otherwise every device holds 2 * devices + 1 activations at its peak, and the bubble with equal stages
-    and F = I is (devices - 1) (F + 2 B - 3 W), when a forward and a backward as one take as long as one by one, as
-    they do in our runtime and, unless told how to overlap them, in torch's. `overlap=False` runs them one after the
-    other, the forward first. They wait less then: (devices - 1) (F + B - 2 W).
+    Any devices >= 1 and microbatches >= 1; with fewer microbatches than stages, they run as the last ones of a larger
+    step. Otherwise every device holds 2 * devices + 1 activations at its peak, and the bubble with equal stages and F =
+    I is (devices - 1) (F + 2 B - 3 W), if an overlapped pair takes as long as its two passes, as in our runtime and by
+    default in torch's. `overlap=False` runs them one after the other, the forward first, which shortens the bubble to
+    (devices - 1) (F + B - 2 W).
     """
     enough = max(microbatches, 2 * devices)
     rows = [_row(device, devices, enough, overlap) for device in range(devices)]
-    # The last microbatches have their backwards split, which is what helps when there are few.
+    # The last microbatches have split backwards, which helps when there are few.
     left = tuple(_without_first(row, enough - microbatches) if enough > microbatches else tuple(row) for row in rows)
     return Order(Placement.v_shape(devices), microbatches, left)
 
 
 class _Row:
-    """The passes of one device, as they are added: every kind takes the microbatches of its stage in turn."""
+    """The passes of one device; each kind takes the microbatches of its stage in turn."""
 
     def __init__(self, stages: tuple[int, ...], overlap: bool) -> None:
         self.stages = stages
@@ -49,18 +49,18 @@ class _Row:
         self.passes.append(self._backward(Kind.B, end))
 
     def inputs(self, end: int) -> None:
-        """The gradient of the input; that of the weights waits for `weight`."""
+        """Add the gradient of the input; the weight gradient waits for `weight`."""
         item = self._backward(Kind.I, end)
         self.passes.append(item)
         self.weights.append(Pass(Kind.W, item.stage, item.microbatch))
 
     def weight(self) -> None:
-        """The weight gradient that has waited longest, if any has."""
+        """Add the oldest pending weight gradient, if any."""
         if self.weights:
             self.passes.append(self.weights.popleft())
 
     def both(self, forward: int, backward: int) -> None:
-        """A forward of one end and a full backward of the other."""
+        """Add a forward of one end and a full backward of the other as one pass."""
         parts = (self._forward(forward), self._backward(Kind.B, backward))
         self.passes += [Pass(Kind.OVERLAP_F_B, parts=parts)] if self.overlap else parts
 
@@ -74,9 +74,9 @@ class _Row:
 
 
 def _row(device: int, devices: int, microbatches: int, overlap: bool) -> list[Pass]:
-    """What one device does in a step of at least `2 * devices` microbatches.
+    """Return the passes of one device in a step of at least `2 * devices` microbatches.
 
-    0 and 1 stand for the stages on the way out and back.
+    0 and 1 are the stages on the way out and back.
     """
     row = _Row((device, 2 * devices - 1 - device), overlap)
     before, behind = device, devices - 1 - device
@@ -96,7 +96,7 @@ def _row(device: int, devices: int, microbatches: int, overlap: bool) -> list[Pa
         row.weight()
         row.forward(BACK)
 
-    # 4: F0+B1 F1+B0, the steady state. On the last device the first F0 has to be out before anything comes back.
+    # 4: F0+B1 F1+B0, the steady state. On the last device the first F0 must run before any backward.
     for turn in range(microbatches - 2 * devices + before + 1):
         if turn == 0 and behind == 0:
             row.forward(OUT)
@@ -128,7 +128,7 @@ def _row(device: int, devices: int, microbatches: int, overlap: bool) -> list[Pa
 
 
 def _without_first(row: list[Pass], count: int) -> tuple[Pass, ...]:
-    """`row` without the first microbatches, the others counted from 0 again."""
+    """Return `row` without the first microbatches, the others renumbered from 0."""
     left: list[Pass] = []
     for item in row:
         parts = tuple(

@@ -1,16 +1,16 @@
 """GIS: interleaving in groups of any size, with a short warm-up (PipeOffload, arXiv 2503.01328, section 4).
 
-Everything happens in turns: in each turn a device runs at most one forward, then one input gradient and the weight
-gradient of the same pass right after it, so that the device before gets its gradient a third of a turn's work earlier
-than from a full backward. All devices have the same turns, each one turn behind the device before it in its forwards
-and one ahead in its backwards.
+A step consists of turns: in each turn a device runs at most one forward, then one input gradient and directly after it
+the weight gradient of the same pass, so that the previous device gets its gradient a third of a turn's work earlier
+than from a full backward. All devices have the same turns; in forwards each is one turn behind the previous device, in
+backwards one turn ahead.
 
     turn of chunk c, place j in its group    spacing · c + j     spacing = group size, or a multiple of it when groups
                                                                  are smaller than half the devices
     lag of the backwards on device r         turn of the last chunk + devices - 1 - r
 
-Chunk c of device r is stage c · devices + r. A backward takes the turn of the forward that mirrors it (first chunk for
-last), plus the lag. Groups follow each other every group size · chunks turns.
+Chunk c of device r is stage c · devices + r. A backward takes the turn of its mirrored forward (first chunk for last),
+plus the lag. A new group starts every group size · chunks turns.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def gis(
 
         (d - 1) (F + I)  +  (v - 1) ((d - g) F + max(0, d I - g (I + W)))
 
-    for ceil(d / 2) <= g <= d and W <= F + I, as long as g (F + I + W) >= d max(F, I): with times that are further apart
-    every group adds to the bubble.
+    for ceil(d / 2) <= g <= d and W <= F + I, as long as g (F + I + W) >= d max(F, I): with less equal times every group
+    adds to the bubble.
 
-    Smaller groups are spread out: with K = ceil(h / g), where h is ceil(d / 2), or with `costs` the smallest group
-    without such a bubble, chunks follow each other K · g turns apart, and device r holds
-    `K g (v - 1) + d - r + g (gcd(K, v) - 1)` activations once m is large. Groups of one are the base of PipeOffload's
-    offloading schedules: an activation's share of the peak is in proportion to its time in flight.
+    Smaller groups are spaced out: with K = ceil(h / g), where h is ceil(d / 2), or with `costs` the smallest group
+    without such a bubble, chunks follow each other K · g turns apart, and device r holds `K g (v - 1) + d - r + g
+    (gcd(K, v) - 1)` activations once m is large. Groups of one are the base of PipeOffload's offloading schedules: the
+    share of an activation in the peak is proportional to its time in flight.
 
     Raises InputError for a group or a number of stages below 1.
     """
@@ -70,18 +70,18 @@ def gis(
 def gis_h(devices: int, microbatches: int, *, stages_per_device: int = 2, costs: Costs | None = None) -> Order:
     """GIS in groups of half the devices: with many stages per device, little more than half the activations of 1F1B.
 
-    Everything as for `gis` with `group_size = ceil(devices / 2)`. With `costs` the group is as much larger, up to
-    `devices`, as it takes to keep the bubble from growing with every group.
+    As `gis` with `group_size = ceil(devices / 2)`. With `costs`, the smallest larger group, up to `devices`, that keeps
+    the bubble from growing with every group.
     """
     group = smallest_group(Placement.looped(devices, stages_per_device), costs)
     return gis(devices, microbatches, stages_per_device=stages_per_device, group_size=group)
 
 
 def smallest_group(placement: Placement, costs: Costs | None) -> int:
-    """The smallest group from ceil(devices / 2) to devices whose bubble does not grow with the microbatches.
+    """Return the smallest group, from ceil(devices / 2) to devices, whose bubble does not grow with the microbatches.
 
-    The work of a group on the busiest device must cover the way of one microbatch through a chunk, forwards or
-    backwards, or else the device waits for every group. Without `costs`, or when they lack F, I or W, stages are equal.
+    The work of a group on the busiest device must last as long as one microbatch takes through a chunk, forwards or
+    backwards; otherwise the device waits for every group. Without `costs`, or if they lack F, I or W, stages are equal.
     """
     devices = placement.devices
     half = ceil(devices / 2)
@@ -105,9 +105,9 @@ def smallest_group(placement: Placement, costs: Costs | None) -> int:
 
 
 def _turns(chunks: int, microbatches: int, group: int, spread: int) -> tuple[Turns, Turns, int]:
-    """What the forwards of device 0 do in which turn, the same for backwards without their lag, and the turn of the
-    last chunk's first forward."""
-    # Groups return after `group * chunks` turns; chunks that would share turns of that ring step aside.
+    """Return the forwards of device 0 by turn, its backwards by turn without their lag, and the turn of the first
+    forward of the last chunk."""
+    # Groups return after `group * chunks` turns; chunks that would share turns of that ring are shifted.
     ring = chunks // gcd(chunks, spread)
     start = [group * (spread * chunk + chunk // ring) for chunk in range(chunks)]
     forwards, backwards = {}, {}
@@ -122,7 +122,7 @@ def _turns(chunks: int, microbatches: int, group: int, spread: int) -> tuple[Tur
 
 
 def _row(stages: tuple[int, ...], forwards: Turns, backwards: Turns, lag: int) -> tuple[Pass, ...]:
-    """One device's passes; `stages` by chunk."""
+    """Return the passes of one device; `stages` by chunk."""
     row = []
     for turn in sorted(forwards.keys() | {turn + lag for turn in backwards}):
         if turn in forwards:

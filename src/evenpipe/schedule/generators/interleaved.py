@@ -24,10 +24,10 @@ def interleaved(devices: int, microbatches: int, *, stages_per_device: int = 2, 
     stages_per_device >= 1; with one stage per device it is 1f1b.
 
     `group_size` is the most microbatches in a group (Megatron's microbatch-group-size-per-virtual-pipeline-stage), at
-    least `devices`: in a smaller group the first microbatch comes round when the last one is long through. By default
-    microbatches // devices groups, as even as can be, so each has at least `devices` and none leaves a bubble.
-    A `group_size` that makes more groups than that saves memory: groups are still as even as can be, but some have
-    fewer microbatches than there are devices, and leave gaps.
+    least `devices`: in a smaller group the first microbatch returns long after the last one has passed. By default
+    microbatches // devices groups of nearly equal size, so each has at least `devices` and none leaves a bubble. A
+    `group_size` that makes more groups saves memory: groups are still nearly equal, but some have fewer microbatches
+    than devices, and leave gaps.
 
     With equal stages and default groups the bubble is (devices - 1) * (F + B), and
     (stages_per_device - 1) * (devices - microbatches) * (F + B) more when there are fewer microbatches than devices.
@@ -40,7 +40,7 @@ def interleaved(devices: int, microbatches: int, *, stages_per_device: int = 2, 
     groups = _groups(devices, microbatches, group_size)
     rows = []
     for device in range(devices):
-        # A device runs as many passes ahead as the last one, and two more for each hop there and back.
+        # A device runs as many forwards ahead as the last one, and two more for each hop there and back.
         ahead = (stages_per_device - 1) * groups.slots + 2 * (devices - 1 - device)
         stages = placement.stages_of(device)
         rows.append(_row(_one_way(Kind.F, stages, groups), _one_way(Kind.B, stages[::-1], groups), ahead))
@@ -49,14 +49,14 @@ def interleaved(devices: int, microbatches: int, *, stages_per_device: int = 2, 
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """How many microbatches each group has, and how many slots each takes."""
+    """Microbatches of each group, and slots that each takes."""
 
     sizes: list[int]
     slots: int
 
 
 def _groups(devices: int, microbatches: int, group_size: int | None) -> _Groups:
-    """As few groups as `group_size` allows, or as many as leave no gaps."""
+    """Return as few groups as `group_size` allows, or as many as leave no gaps."""
     if group_size is not None and group_size < devices:
         raise InputError(
             f"group_size must be at least the number of devices, {devices}, not {group_size}: smaller groups do not "
@@ -66,16 +66,17 @@ def _groups(devices: int, microbatches: int, group_size: int | None) -> _Groups:
     small, larger = divmod(microbatches, count)
     if small >= devices or count == 1:
         return _Groups([small + 1] * larger + [small] * (count - larger), small + (larger > 0))
-    # Groups that leave gaps: room for as many microbatches as devices, and the fuller groups last, where they fill the
+    # Groups that leave gaps get slots for as many microbatches as devices; fuller groups come last, where they fill the
     # end. That is the shortest arrangement in nearly all small cases.
     return _Groups([small] * (count - larger) + [small + 1] * larger, devices)
 
 
 def _one_way(kind: Kind, stages: Sequence[int], groups: _Groups) -> list[Pass | None]:
-    """All forwards of a device, or all backwards, in turn; `stages` in the order in which each group comes to them.
+    """Return all forwards of a device, or all backwards, in turn; `stages` in the order in which each group visits
+    them.
 
-    None holds the place of what a short group lacks: a row with holes is one with full groups that lost microbatches,
-    so it completes like that one.
+    None marks the missing microbatches of a short group: the row equals one with full groups without these
+    microbatches, so it completes too.
     """
     turns: list[Pass | None] = []
     start = 0
@@ -88,7 +89,7 @@ def _one_way(kind: Kind, stages: Sequence[int], groups: _Groups) -> list[Pass | 
 
 
 def _row(forward: list[Pass | None], backward: list[Pass | None], ahead: int) -> tuple[Pass, ...]:
-    """`ahead` forwards, then one forward and one backward in turn, then the rest of the backwards."""
+    """Return `ahead` forwards, then one forward and one backward in turn, then the remaining backwards."""
     ahead = min(ahead, len(forward))
     steady: list[Pass | None] = [None] * (2 * (len(forward) - ahead))
     steady[0::2] = forward[ahead:]

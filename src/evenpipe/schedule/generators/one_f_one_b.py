@@ -8,7 +8,7 @@ from evenpipe.schedule.placement import Placement
 
 
 def one_f_one_b(devices: int, microbatches: int) -> Order:
-    """A device that has d devices behind it runs d forwards ahead, then a forward and a backward in turn.
+    """A device with d devices behind it runs d forwards ahead, then a forward and a backward in turn.
 
     Any devices >= 1 and microbatches >= 1, one stage per device. Bubble (devices - 1) * (F + B) with equal stages;
     device r holds min(microbatches, devices - r) activations at its peak.

@@ -1,13 +1,13 @@
-"""PO-H and PO-F: interleaving with microbatches spread out evenly, and its activations on the host (PipeOffload, arXiv
+"""PO-H and PO-F: interleaving with evenly spaced microbatches, and activations on the host (PipeOffload, arXiv
 2503.01328, sections 4.3 and 4.4).
 
-Both are GIS in groups of one: a microbatch begins every 3v turns, so what an activation adds to the peak is in
-proportion to the time that it is held, and the first chunks, which are forwarded first and come back last, make most of
-it. With M for the activations of the whole model, d devices and v stages per device, a device holds
+Both are GIS in groups of one: a microbatch begins every 3v turns, so the share of an activation in the peak is
+proportional to the time that it is held, and the first chunks, which are forwarded first and return last, make up most
+of it. With M for the activations of the whole model, d devices and v stages per device, a device holds
 
     nothing on the host    (v + 1) / (2 v) M
     PO-H                   (v + 2) / (8 v) M       the first half of the chunks
-    PO-F                   O(M / (v d))            all of them, where copies are as quick as compute
+    PO-F                   O(M / (v d))            all of them, if copies are as fast as compute
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .grouped import gis
 def po_h(devices: int, microbatches: int, *, stages_per_device: int = 2, costs: Costs | None = None) -> Order:
     """GIS in groups of one, with the activations of the first half of each device's stages on the host.
 
-    Any devices >= 1 and microbatches >= 1; placement looped. Half of an odd number of stages is rounded up. What cannot
-    be copied and be back in time stays on the device: `costs` say how long copies take (`O` and `L`), without them
-    there and back takes half as long as forward and backward. Raises InputError for a number of stages below 1.
+    Any devices >= 1 and microbatches >= 1; placement looped. Half of an odd number of stages is rounded up. Activations
+    that cannot make the round trip in time stay on the device. `costs` give the time of copies (`O` and `L`); by
+    default both together take half as long as forward and backward. Raises InputError for a number of stages below 1.
     """
     return _offloading(devices, microbatches, stages_per_device, (stages_per_device + 1) // 2, costs)
 
@@ -32,7 +32,7 @@ def po_h(devices: int, microbatches: int, *, stages_per_device: int = 2, costs: 
 def po_f(devices: int, microbatches: int, *, stages_per_device: int = 2, costs: Costs | None = None) -> Order:
     """GIS in groups of one, with the activations of all stages on the host.
 
-    Everything as for `po_h`. Where copies are as quick as compute a device holds a handful of stage activations,
+    As `po_h`. If copies are as fast as compute, a device holds a handful of stage activations,
     however many devices, stages and microbatches there are.
     """
     return _offloading(devices, microbatches, stages_per_device, stages_per_device, costs)

@@ -1,4 +1,4 @@
-"""One training step with a split backward, played pass by pass on all devices at once: what a heuristic decides on."""
+"""Simulates one training step with a split backward, pass by pass on all devices at once, for heuristics."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from evenpipe.schedule.passes import Kind, Pass
 
 WHOLE = 1e-6
-"""Slack where shares of activations add up to whole ones."""
+"""Rounding tolerance for sums of activation shares."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One stage per device. F, I, W: times per stage. hop: time between devices. tolerance: what counts as no time.
+    """One stage per device. F, I, W: times per stage. hop: time between devices. tolerance: times below it count as 0.
 
     limits: the most stage activations per device, of which I leaves `weight_share` until W.
     passes: per kind and stage, the pass of every microbatch.
@@ -36,12 +36,14 @@ class Problem:
 
 
 class Step:
-    """What has run so far. Each kind runs in the order of microbatches; a pass starts as soon as it can.
+    """The passes that have run so far. Each kind runs in the order of microbatches; a pass starts as soon as it can.
 
-    rows: the passes of each device. forwards, inputs, weights: how many F, I and W each has run. clock: when each is
-    free. forward_input, backward_input: per device and microbatch, when what F and I need is there, as far as known.
-    late: how long each was idle since its first pass, less what it may be beside the device with the most work, and
-    latest: the most of any device. The span is `latest` more than the most work of a device.
+    rows: the passes of each device.
+    forwards, inputs, weights: the number of F, I and W that each has run.
+    clock: when each is free.
+    forward_input, backward_input: per device and microbatch, when the inputs of F and I are there, as far as known.
+    late: idle time of each device since its first pass, minus its slack against the device with the most work; latest:
+        the maximum. The span is `latest` plus the most work of a device.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -58,20 +60,20 @@ class Step:
 
     @property
     def score(self) -> tuple[int, int]:
-        """What is to be small: the span beyond the most work of a device, then the makespan. In steps that rounding
-        does not reach."""
+        """Return the values to minimise: the span beyond the most work of a device, then the makespan, rounded so that
+        rounding errors do not matter."""
         return round(self.latest / self.problem.tolerance), round(max(self.clock) / self.problem.tolerance)
 
     def next_forward_input(self, device: int) -> float:
-        """When the input of the next F is there; infinity while that is not known, or when no F is left."""
+        """Return when the input of the next F is there; infinity if that is not known, or if no F is left."""
         return _next(self.forward_input[device], self.forwards[device])
 
     def next_backward_input(self, device: int) -> float:
-        """The same for the next I."""
+        """Return the same for the next I."""
         return _next(self.backward_input[device], self.inputs[device])
 
     def fits(self, device: int) -> bool:
-        """Whether there is memory for one more F."""
+        """Return whether there is memory for one more F."""
         return self.stored[device] + 1 <= self.problem.limits[device] + WHOLE
 
     def forward(self, device: int) -> None:

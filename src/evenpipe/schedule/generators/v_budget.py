@@ -1,8 +1,8 @@
-"""V-schedules for any memory between V-Min and ZB-V: building blocks chosen by what they store (arXiv 2405.15362).
+"""V-schedules for any memory between V-Min and ZB-V: building blocks chosen by their memory (arXiv 2405.15362).
 
-A block lives the shorter the fewer slots a microbatch spends on each hop. The hops before a switch device get other
-gaps than those behind it, which gives blocks of every size; the gaps where a microbatch turns (on the last device, at
-the loss, and on the last device again) keep a block from colliding with its repetitions.
+The fewer slots a microbatch spends on each hop, the shorter a block lives. Hops before and after a switch device get
+different gaps, which gives blocks of every size; the gaps where a microbatch turns (on the last device, at the loss,
+and on the last device again) keep a block from colliding with its repetitions.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .v_shape_choice import BlockRows, shortest
 from .v_shape_fixed import min_peak
 
 FAMILIES = (((5, 1), (1, 1)), ((5, 1), (2, 1)), ((1, 1), (2, 2)))
-"""Slots of a hop away from device 0 and of one towards it: before the switch, and behind it. Found by search: with
-equal passes the first family alone is best, with other times any of them may be."""
+"""Slots of a hop away from device 0 and of one towards it, before and after the switch. Found by search: with equal
+passes the first family alone is best, with other times any of them may be."""
 TURNS = tuple(product((1, 2), range(1, 6), (1, 2, 7)))
-"""Slots of the three turns. A turn that waits a whole period more stores one stage activation more: that makes odd
-peaks, as the hops alone make even ones."""
+"""Slots of the three turns. A turn that waits one period longer stores one stage activation more, which gives odd
+peaks; the hops alone give even ones."""
 
 
 def v_budget(
@@ -39,10 +39,10 @@ def v_budget(
 ) -> Order:
     """The shortest V-schedule found that stores at most `memory_limit` stage activations on a device.
 
-    Any devices >= 1 and microbatches >= 1. `memory_limit` is one number or one per device: at least
-    2 * floor((devices + 4) / 3), as V-Min takes, by default 2 * devices, as ZB-V takes; more helps with unequal passes
-    only. Without `costs` it plans for equal passes F = I = W = 1. With them it also lays its candidates out anew for
-    these times, per stage and with hops between devices, and returns the one with the shortest span.
+    Any devices >= 1 and microbatches >= 1. `memory_limit` is one number or one per device: at least 2 * floor((devices
+    + 4) / 3), as V-Min takes, by default 2 * devices, as ZB-V takes; more helps only with unequal passes. Without
+    `costs` it plans for equal passes F = I = W = 1. With them it also reschedules its candidates for these times, per
+    stage and with hops between devices, and returns the one with the shortest span.
 
     With equal passes and at least 2 * devices microbatches the bubble is max(0, 6 * devices - 3 * k - 1) for limit k,
     the lower bound for V-schedules of arXiv 2405.15362 (figure 13); only k = 2 * devices - 1 leaves 3 instead of 2:
@@ -51,7 +51,7 @@ def v_budget(
         bubble on 4 devices    11   8   5   3   0
         bubble on 8 devices                    23  20  17  14  11   8   5   3   0
 
-    Raises InputError when nothing fits into the limit.
+    Raises InputError if no schedule fits into the limit.
     """
     limits = _whole_limits(devices, 2 * devices if memory_limit is None else memory_limit)
     times = StepTimes.of(devices, EQUAL_COSTS if costs is None else costs)
@@ -69,7 +69,7 @@ def v_budget(
 
 
 def blocks_within(devices: int, limits: Sequence[int]) -> list[BlockRows]:
-    """The squeezed blocks that fit into the limits and nearly fill them."""
+    """Return the squeezed blocks that fit into the limits and nearly fill them."""
     limits = tuple(limits)
     return [BlockRows(block, limits, late) for block in _fitting(devices, limits) for late in (True, False)]
 

@@ -1,6 +1,6 @@
-"""What V-schedules share: the way of a microbatch there and back, in numbered steps.
+"""The common part of V-schedules: the path of a microbatch there and back, in numbered steps.
 
-Stages lie in a V, 0 1 2 3 3 2 1 0 for four devices. A microbatch takes one step after the other, forward through all
+Stages form a V, 0 1 2 3 3 2 1 0 for four devices. A microbatch takes one step after the other, forward through all
 2d stages, then back through them, so step s needs step s - 1 and nothing else:
 
     device 0   0             7   8             15        steps 0 to 2d - 1       F of stage `step`
@@ -25,40 +25,41 @@ from evenpipe.schedule.placement import Placement
 Move = tuple[int, int]
 """(step, microbatch)"""
 Rows = list[list[Move]]
-"""Per device, its moves in their order."""
+"""Moves of each device, in order."""
 
 KINDS = (Kind.F, Kind.I, Kind.W)
 
 
 def device_of_step(devices: int, step: int) -> int:
-    """The device that takes a step."""
+    """Return the device that takes a step."""
     there = step % (2 * devices)
     return min(there, 2 * devices - 1 - there)
 
 
 def chain_steps(devices: int, device: int) -> tuple[int, int, int, int]:
-    """The steps of one device that others wait for: F, F, I, I, in the order in which a microbatch takes them."""
+    """Return the steps of one device that others wait for: F, F, I, I, in the order in which a microbatch takes
+    them."""
     return device, 2 * devices - 1 - device, 2 * devices + device, 4 * devices - 1 - device
 
 
 def stores(devices: int, step: int) -> int:
-    """Stage activations that a step adds to its device: 1 for F, -1 for W."""
+    """Return the stage activations that a step adds to its device: 1 for F, -1 for W."""
     return 1 - step // (2 * devices)
 
 
 def kind_of_step(devices: int, step: int) -> Kind:
-    """Kind of the pass of a step."""
+    """Return the kind of the pass of a step."""
     return KINDS[step // (2 * devices)]
 
 
 def stage_of_step(devices: int, step: int) -> int:
-    """Stage of the pass of a step."""
+    """Return the stage of the pass of a step."""
     there = step % (2 * devices)
     return there if step < 2 * devices else 2 * devices - 1 - there
 
 
 def v_order(devices: int, microbatches: int, rows: Sequence[Iterable[Move]]) -> Order:
-    """The order in which each device makes the moves of its row."""
+    """Return the order in which each device makes the moves of its row."""
     what = [(kind_of_step(devices, step), stage_of_step(devices, step)) for step in range(6 * devices)]
     placement = Placement.v_shape(devices)
     return Order(placement, microbatches, tuple(tuple(Pass(*what[step], i) for step, i in row) for row in rows))
@@ -66,14 +67,14 @@ def v_order(devices: int, microbatches: int, rows: Sequence[Iterable[Move]]) -> 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """How long each of the 6 * devices steps takes, and a `hop` between two devices."""
+    """Time of each of the 6 * devices steps, and of a `hop` between two devices."""
 
     steps: tuple[float, ...]
     hop: float
 
     @classmethod
     def of(cls, devices: int, costs: Costs) -> StepTimes:
-        """Raises InputError when a list of `costs` has another length than stages, and when F, I or W is missing."""
+        """Raises InputError if a list of `costs` does not have one number per stage, or if F, I or W is missing."""
         times = costs.stage_times(Placement.v_shape(devices))
         steps = []
         for step in range(6 * devices):
@@ -88,7 +89,7 @@ class StepTimes:
 
 
 def spans_and_makespan(rows: Rows, times: StepTimes) -> tuple[list[float], float]:
-    """First-to-last time of each device, and time of the whole, when every move is made as early as possible."""
+    """Return the span of each device and the makespan, when every move is made as early as possible."""
     devices = len(rows)
     chain, steps, hop = 4 * devices, times.steps, times.hop
     there = [device_of_step(devices, step) for step in range(6 * devices)]

@@ -2,14 +2,15 @@
 
 A building block says in which slot one microbatch takes each of its steps; a slot is one pass long, and the block is
 repeated every six slots, which is the work of one microbatch on one device. The slots of a device differ modulo six, so
-repetitions never collide, and each W takes the next slot that is free. How long a block lives on a device is what the
-device has to store, so blocks with short lives need little memory.
+repetitions never collide, and each W takes the next free slot. A device stores activations as long as the block lives
+there, so blocks with short lives need little memory.
 
-Repeated blocks idle at both ends. There, passes are moved:
+Repeated blocks are idle at both ends, so passes are moved there:
 
 1. warm-up (until the first microbatch is back on device 0): each pass goes to the earliest slot where it is ready and
    that does not make the device store more than its limit;
-2. cool-down: each device runs the first pass of the block that is ready and fits into memory; W's fill what remains.
+2. cool-down: each device runs the first pass of the block that is ready and fits into memory; W's fill the remaining
+  slots.
    It begins on all devices after the last forward of stage 0, or on each device after its own last forward.
 """
 
@@ -24,11 +25,11 @@ PERIOD = 6
 Block = tuple[int, ...]
 """The slot of each of the 4 * devices steps that others wait for."""
 Slots = list[dict[int, Move]]
-"""Per device, the move in each slot that is taken."""
+"""Per device, slot -> move."""
 
 
 def block_of_gaps(gaps: Sequence[int]) -> Block:
-    """The block whose steps follow each other by `gaps`, 4 * devices - 1 of them, each at least 1."""
+    """Return the block whose steps follow each other by `gaps`, 4 * devices - 1 of them, each at least 1."""
     slots = [0]
     for gap in gaps:
         slots.append(slots[-1] + gap)
@@ -36,20 +37,20 @@ def block_of_gaps(gaps: Sequence[int]) -> Block:
 
 
 def collides(block: Block) -> bool:
-    """Does a device take two steps in one slot when the block is repeated?"""
+    """Return whether a device takes two steps in one slot when the block is repeated."""
     devices = len(block) // 4
     own = ({block[step] % PERIOD for step in chain_steps(devices, device)} for device in range(devices))
     return any(len(slots) < 4 for slots in own)
 
 
 def peaks(block: Block) -> tuple[int, ...]:
-    """What each device stores at most while `block` is repeated for ever."""
+    """Return the most stage activations on each device while `block` is repeated forever."""
     devices = len(block) // 4
     return tuple(_peak(*(block[step] for step in chain_steps(devices, device))) for device in range(devices))
 
 
 def _peak(down: int, up: int, up_i: int, down_i: int) -> int:
-    """The most lives of F to W that overlap; `down` is the F of the first stage, `up` that of the second."""
+    """Return the most overlapping lives of F to W; `down` is the F of the first stage, `up` that of the second."""
     taken = {slot % PERIOD for slot in (down, up, up_i, down_i)}
 
     def following(slot: int, *used: int) -> int:
@@ -68,7 +69,7 @@ def _peak(down: int, up: int, up_i: int, down_i: int) -> int:
 
 
 def repeat(block: Block, microbatches: int) -> Slots:
-    """One block every `PERIOD` slots, and every W in the first free slot after its I."""
+    """Repeat the block every `PERIOD` slots, with every W in the first free slot after its I."""
     devices = len(block) // 4
     rows: Slots = []
     for device in range(devices):
@@ -90,9 +91,10 @@ def repeat(block: Block, microbatches: int) -> Slots:
 
 
 def squeezed(block: Block, microbatches: int, limits: Sequence[int], late: bool = False) -> Rows:
-    """Rows of `block` repeated, with the passes at both ends moved, within `limits` stage activations per device.
+    """Return the rows of repeated `block`, with the passes at both ends moved, within `limits` stage activations per
+    device.
 
-    With `late` a device cools down after its own last forward, else all do after the last one of stage 0.
+    With `late` a device cools down after its own last forward, otherwise all do after the last forward of stage 0.
     """
     slots = repeat(block, microbatches)
     warm_up(slots, block[-1], limits)
@@ -106,7 +108,7 @@ def squeezed(block: Block, microbatches: int, limits: Sequence[int], late: bool 
 
 
 def in_order(slots: Slots) -> Rows:
-    """The moves of each device by their slots."""
+    """Return the moves of each device by slot."""
     return [[row[slot] for slot in sorted(row)] for row in slots]
 
 
@@ -115,7 +117,7 @@ def _slot_of(row: dict[int, Move], wanted: Move) -> int:
 
 
 def warm_up(rows: Slots, end: int, limits: Sequence[int]) -> None:
-    """Move what stands before slot `end` to earlier slots, in the order of the slots."""
+    """Move the moves before slot `end` to earlier slots, in the order of the slots."""
     devices = len(rows)
     slot_of = {move: slot for row in rows for slot, move in row.items() if slot <= end}
     for slot, device in sorted((slot, device) for device, row in enumerate(rows) for slot in row if slot < end):
@@ -134,7 +136,7 @@ def warm_up(rows: Slots, end: int, limits: Sequence[int]) -> None:
 
 
 def _first_with_room(row: dict[int, Move], ready: int, slot: int, limit: int, devices: int) -> int:
-    """The earliest free slot for the forward in `slot` from where on the device stores no more than `limit`."""
+    """Return the earliest free slot for the forward in `slot` from which on the device stores no more than `limit`."""
     held = sum(stores(devices, row[earlier][0]) for earlier in range(slot) if earlier in row)
     best = slot
     for earlier in range(slot - 1, ready - 1, -1):
@@ -148,7 +150,7 @@ def _first_with_room(row: dict[int, Move], ready: int, slot: int, limit: int, de
 
 
 def cool_down(rows: Slots, ends: Sequence[int], limits: Sequence[int]) -> None:
-    """Plan anew, slot by slot, what each device does from slot `ends[device]` on."""
+    """Replan, slot by slot, the moves of each device from slot `ends[device]` on."""
     devices = len(rows)
     done: dict[Move, int] = {}  # the slot after each move
     waiting: list[list[Move]] = []

@@ -1,4 +1,4 @@
-"""The shortest of several V-schedules, as they are and laid out anew for given pass times."""
+"""Choose the shortest of several V-schedules, unchanged and rescheduled for given pass times."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .v_shape_blocks import Block, squeezed
 from .v_shape_list import list_schedule
 
 LAID_OUT_ANEW = 16
-"""Candidates, the shortest as they are, that are also laid out anew."""
+"""Number of candidates, the shortest unchanged ones, that are also rescheduled."""
 EFFORT = 600_000
-"""Moves that may be laid out anew: where candidates are long, fewer of them are."""
+"""Most moves that are rescheduled: with long candidates, fewer of them."""
 FINALISTS = 4
-"""Candidates that are compared with all microbatches, when there are many."""
+"""Candidates that are compared with all microbatches, if there are many."""
 
 
 class Base(Protocol):
@@ -33,16 +33,16 @@ class BlockRows:
     late: bool
 
     def rows(self, microbatches: int) -> Rows:
-        """Rows within the limits."""
+        """Return rows within the limits."""
         return squeezed(self.block, microbatches, self.limits, self.late)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a base is laid out anew; patience and strict are those of `list_schedule`.
+    """How a base is rescheduled; patience and strict are those of `list_schedule`.
 
-    With `share`, each device may spend that share of the time by which its span is shorter than the longest one; in
-    further rounds, of what the round before has left.
+    With `share`, each device may spend that share of the difference between its span and the longest span; in further
+    rounds, that share of the remaining difference.
     """
 
     patience: float = 1.0
@@ -51,7 +51,7 @@ class Layout:
     rounds: int = 1
 
     def rows(self, base: Rows, limits: Sequence[int], times: StepTimes) -> Rows:
-        """The moves of `base`, laid out."""
+        """Return the rescheduled moves of `base`."""
         rows, spare = base, None
         for _ in range(self.rounds):
             if self.share is not None:
@@ -70,16 +70,17 @@ LAYOUTS = (
     *(Layout(share=share) for share in (0.5, 0.75, 1.0, 1.5)),
     Layout(share=1.0, rounds=2),
 )
-"""Each is the best for some times; which one cannot be told beforehand."""
+"""Each is the best for some times, which cannot be predicted."""
 
 
 def shortest(
     bases: Sequence[Base], microbatches: int, limits: Sequence[int], times: StepTimes, enough: float | None = None
 ) -> Rows:
-    """Rows with the shortest span, then the shortest makespan, of all bases and their layouts within `limits`.
+    """Return the rows with the shortest span, then the shortest makespan, of all bases and their layouts within
+    `limits`.
 
-    With `enough`, bases are taken as they are, and the first one with no more bubble than that ends the search. A first
-    comparison takes few microbatches; the best of it and the first base are compared with all of them.
+    With `enough`, bases are not rescheduled, and the first one with no more bubble than that ends the search. A first
+    comparison uses few microbatches; its winners and the first base are then compared with all microbatches.
     """
     few = min(microbatches, 3 * len(limits))
     seen: set[tuple[tuple[tuple[int, int], ...], ...]] = set()
@@ -117,7 +118,7 @@ def _length(rows: Rows, times: StepTimes) -> tuple[float, float]:
 
 
 def _work(times: StepTimes, devices: int) -> float:
-    """What the busiest device does per microbatch."""
+    """Return the work of the busiest device per microbatch."""
     per_device = [0.0] * devices
     for step, time in enumerate(times.steps):
         per_device[device_of_step(devices, step)] += time

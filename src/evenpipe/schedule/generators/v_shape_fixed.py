@@ -12,11 +12,11 @@ def v_half(devices: int, microbatches: int, *, squeeze: bool = True) -> Order:
     """V-Half: half the activations of ZB-V, on every device alike (arXiv 2405.15362, section 3.2).
 
     Any devices >= 1 and microbatches >= 1. Every device stores 2 * floor((devices + 2) / 2) stage activations. With
-    equal passes F = I = W = 1 the bubble is 6 * ceil(devices / 2) - 7 passes from 2 * devices microbatches on (one pass
-    on two devices, none on one), the least possible for a V-schedule with that memory. With other times it stays
-    constant in the number of microbatches while W + 2 I >= 2 F and W + 2 F >= 2 I. `v_budget` plans by costs.
+    equal passes F = I = W = 1 the bubble is 6 * ceil(devices / 2) - 7 passes from 2 * devices microbatches on (1 on two
+    devices, 0 on one), the least possible for a V-schedule with that memory. With other times it stays constant in the
+    number of microbatches while W + 2 I >= 2 F and W + 2 F >= 2 I. `v_budget` plans by costs.
 
-    `squeeze=False` repeats the building block and leaves both ends as they are: the bubble grows, for instance from 17
+    `squeeze=False` repeats the building block and leaves both ends unchanged: the bubble grows, for instance from 17
     to 26 on 8 devices, and passes keep the distances of the block.
     """
     return _order(half_block(devices), devices, microbatches, half_peak(devices), squeeze)
@@ -26,27 +26,27 @@ def v_min(devices: int, microbatches: int, *, squeeze: bool = True) -> Order:
     """V-Min: a third of the activations of ZB-V, the least without idle slots (arXiv 2405.15362, section 3.2).
 
     Any devices >= 1 and microbatches >= 1. The fullest device stores 2 * floor((devices + 4) / 3) stage activations.
-    With equal passes F = I = W = 1 the bubble is 4 * devices - 7 passes where 3 divides devices, else 4 * devices - 5,
-    from 2 * devices microbatches on (none on one device). With unequal passes the bubble grows with every microbatch.
+    With equal passes F = I = W = 1 the bubble is 4 * devices - 7 passes if 3 divides devices, else 4 * devices - 5,
+    from 2 * devices microbatches on (0 on one device). With unequal passes the bubble grows with every microbatch.
     `v_budget` plans by costs.
 
-    `squeeze=False` repeats the building block and leaves both ends as they are.
+    `squeeze=False` repeats the building block and leaves both ends unchanged.
     """
     return _order(min_block(devices), devices, microbatches, min_peak(devices), squeeze)
 
 
 def half_peak(devices: int) -> int:
-    """Stage activations that V-Half stores on a device."""
+    """Return the stage activations that V-Half stores on a device."""
     return 2 * ((devices + 2) // 2)
 
 
 def min_peak(devices: int) -> int:
-    """Stage activations that V-Min stores on the fullest device."""
+    """Return the stage activations that V-Min stores on the fullest device."""
     return 2 * ((devices + 4) // 3)
 
 
 def half_block(devices: int) -> Block:
-    """Two slots per step away from device 0, one towards it; for even devices the backward waits three more."""
+    """Two slots per step away from device 0, one towards it; with even devices the backward waits three more."""
     shift = 3 if devices % 2 == 0 else 0
     return (
         *(2 * r for r in range(devices)),
@@ -57,7 +57,7 @@ def half_block(devices: int) -> Block:
 
 
 def min_block(devices: int) -> Block:
-    """One slot per step; where 3 divides devices the backward waits two more, for passes would collide."""
+    """One slot per step; if 3 divides devices, the backward waits two more, because passes would collide."""
     shift = 2 if devices % 3 == 0 else 0
     return (*range(2 * devices), *range(2 * devices + shift, 4 * devices + shift))
 

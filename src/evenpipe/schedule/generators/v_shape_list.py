@@ -1,12 +1,12 @@
-"""A V-schedule laid out anew for other pass times: weight gradients fill the waits that these times leave.
+"""Reschedule a V-schedule for other pass times: weight gradients fill the waits.
 
-Each device keeps its forwards in the order of a base schedule. When it is free it takes what is ready; a W runs when
-the wait for the next pass is long enough, or when a forward needs its memory.
+Each device keeps its forwards in the order of a base schedule. A free device runs a ready pass; a W runs if the wait
+for the next pass is long enough, or if a forward needs its memory.
 
-This always completes, whatever the times: of the moves not yet made, take the one that the base makes first. What it
-waits for came before it in the base, so that is done. If it is an I or a W, it can run. If it is a forward, it is the
-next of its device, which has made no forward that the base makes later, and every W that the base makes earlier is done
-or can run; so it fits into the memory as it does in the base.
+This always completes, for all times: of the remaining moves, consider the first one in the base. Everything it waits
+for came before it in the base, so it is done. If it is an I or a W, it can run. If it is a forward, it is the next one
+of its device, which has made no forward that comes later in the base, and every W that comes earlier is done or can
+run; so it fits into memory as it does in the base.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ def list_schedule(
     spare: Sequence[float] | None = None,
     strict: bool = True,
 ) -> Rows:
-    """Rows with the moves of `base`, in an order for `times`.
+    """Return rows with the moves of `base`, in an order for `times`.
 
-    limits: stage activations per device, no less than `base` needs. patience: a W starts in a wait that is at least so
-    much of its own time; 0 starts it in any. spare: how long each device may idle in shorter waits, after which it
-    starts W's in them too; None is for ever. strict: I's keep their place among the forwards too, otherwise a device
-    takes whichever is ready and stands first in `base`.
+    limits: stage activations per device, at least what `base` needs. patience: a W starts in a wait of at least this
+    share of its own time; 0 starts it in any wait. spare: how long each device may be idle in shorter waits before it
+    starts W's in them too; None is forever. strict: I's keep their place among the forwards; otherwise a device takes
+    the first ready move of `base`.
     """
     return _Plan(base, limits, times, patience=patience, spare=spare, strict=strict).run()
 
 
 class _Plan:
-    """One run of the event loop, with what it knows of every device."""
+    """One run of the event loop, with its state per device."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class _Plan:
         self.events = [(0.0, device) for device in range(devices)]
 
     def run(self) -> Rows:
-        """Let time pass until nothing is left to do."""
+        """Run until no move is left."""
         while self.events:
             now, device = heappop(self.events)
             if self.free[device] <= now:
@@ -84,7 +84,7 @@ class _Plan:
         return self.rows
 
     def choose(self, device: int, now: float) -> Move | None:
-        """What the device starts now, if anything; a W leaves `weights`, the rest stays where it is."""
+        """Return the next move of the device, if any; a W leaves `weights`, other moves stay in place."""
         coming, ready, weights = self.coming[device], self.ready[device], self.weights[device]
         while coming and coming[0][0] <= now:
             _, move = heappop(coming)
@@ -110,7 +110,7 @@ class _Plan:
         return weights.popleft()
 
     def gap(self, device: int, following: Move, arrival: float | None, now: float) -> float:
-        """How long the device has to wait at least, as far as it can know."""
+        """Return a lower bound on the wait of the device."""
         known = [self.coming[device][0][0]] if self.coming[device] else []
         if arrival is not None:
             known.append(arrival)
@@ -119,7 +119,7 @@ class _Plan:
         return min(known) - now if known else math.inf
 
     def start(self, device: int, move: Move, now: float) -> None:
-        """Run `move`, and let those know that wait for it."""
+        """Run `move`, and wake the devices that wait for it."""
         step, i = move
         if self.idling[device]:
             self.spare[device] -= now - self.free[device]

@@ -17,8 +17,8 @@ def zbv(devices: int, microbatches: int, *, costs: Costs | None = None) -> Order
 
     Any devices >= 1 and microbatches >= 1. Without `costs`, the order that the authors give: with equal passes F = I =
     W = 1 and microbatches >= 2 * devices - 1 the bubble is 0 and every device stores 2 * devices stage activations;
-    fewer microbatches leave a bubble. With `costs` (per stage, and with hops between devices) the shortest found of
-    that order, of building blocks that store no more, and of both laid out anew for these times.
+    fewer microbatches leave a bubble. With `costs` (per stage, and with hops between devices) the shortest of that
+    order, of building blocks that store no more, and of both rescheduled for these times.
     """
     by_authors = ByHand(devices)
     if costs is None:
@@ -35,14 +35,14 @@ class ByHand:
     devices: int
 
     def rows(self, microbatches: int) -> Rows:
-        """Rows of every device."""
+        """Return the rows of every device."""
         return [by_hand(self.devices, device, microbatches) for device in range(self.devices)]
 
 
 def by_hand(devices: int, device: int, microbatches: int) -> list[Move]:
-    """One device's row: that of at least 2 * devices - 1 microbatches, without the ones that there are not.
+    """Return one device's row: that of at least 2 * devices - 1 microbatches, without the extra ones.
 
-    Written with the two stages of the device as `down` (away from device 0) and `up` (back to it).
+    `down` is the stage away from device 0, `up` the one back to it.
     """
     down_f, up_f, up_i, down_i = chain_steps(devices, device)
     up_w, down_w = up_i + 2 * devices, down_i + 2 * devices
@@ -57,7 +57,7 @@ def by_hand(devices: int, device: int, microbatches: int) -> list[Move]:
                 row.append((step, i))
 
     behind = devices - device
-    # 1. Warm-up: enough forwards to be busy until the first microbatch has turned and is back.
+    # 1. Warm-up: enough forwards to be busy until the first microbatch returns.
     for _ in range(2 * behind - 1):
         run(down_f)
     for _ in range(device):
@@ -67,7 +67,7 @@ def by_hand(devices: int, device: int, microbatches: int) -> list[Move]:
     # 2. Steady: one microbatch down, one up, in turn, until all forwards are done.
     for _ in range(count - devices):
         run(down_f, down_i, down_w, up_f, up_i, up_w)
-    # 3. Cool-down: what others wait for comes first, weight gradients are kept for the end.
+    # 3. Cool-down: passes that others wait for come first, weight gradients last.
     for _ in range(device):
         run(down_i, up_i)
     for _ in range(behind):

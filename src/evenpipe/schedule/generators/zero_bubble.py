@@ -12,10 +12,10 @@ from .split_step import Problem, Step
 def zb_h1(devices: int, microbatches: int) -> Order:
     """1F1B whose weight gradients all run `devices` - 1 turns after their forwards.
 
-    Any devices >= 1 and microbatches >= 1, one stage per device; times play no role. With equal stages and W no longer
-    than F or I, the bubble is (devices - 1) * (F + I) - (min(microbatches, devices) - 1) * W: from as many microbatches
-    as devices on (devices - 1) * (F + I - W), a third of 1F1B's at equal times. Every device holds at most
-    min(microbatches, devices) activations; on device r only `devices` - r of them are whole, r wait for W alone.
+    Any devices >= 1 and microbatches >= 1, one stage per device; times do not matter. With equal stages and W no longer
+    than F or I, the bubble is (devices - 1) * (F + I) - (min(microbatches, devices) - 1) * W: (devices - 1) * (F + I -
+    W) if microbatches >= devices, a third of 1F1B's at equal times. Every device holds at most min(microbatches,
+    devices) activations; on device r only `devices` - r of them are whole, r wait only for W.
     """
     return _lagging(devices, microbatches, 1)
 
@@ -23,17 +23,17 @@ def zb_h1(devices: int, microbatches: int) -> Order:
 def zb_h2(devices: int, microbatches: int) -> Order:
     """zb-h1 with twice the forwards ahead: no bubble at equal times, for twice the memory.
 
-    Any devices >= 1 and microbatches >= 1, one stage per device; times play no role. With equal stages and W no longer
-    than F or I, the bubble is (devices - 1) * (F + I) - (min(microbatches, 2 * devices - 1) - 1) * W: from
-    2 * devices - 1 microbatches on (devices - 1) * (F + I - 2 * W). The makespan is then that of zb-h1, so it pays only
-    where devices need not meet between steps: what the span loses, the skew gains. Every device holds at most
-    min(microbatches, 2 * devices - 1) activations; on device r 2 * (devices - r) - 1 are whole, 2 * r wait for W alone.
+    Any devices >= 1 and microbatches >= 1, one stage per device; times do not matter. With equal stages and W no longer
+    than F or I, the bubble is (devices - 1) * (F + I) - (min(microbatches, 2 * devices - 1) - 1) * W: (devices - 1) *
+    (F + I - 2 * W) if microbatches >= 2 * devices - 1. The makespan is then that of zb-h1, so it pays only if devices
+    need not synchronise between steps: the span is shorter, but the skew larger. Every device holds at most
+    min(microbatches, 2 * devices - 1) activations; on device r 2 * (devices - r) - 1 are whole, 2 * r wait only for W.
     """
     return _lagging(devices, microbatches, 2)
 
 
 def _lagging(devices: int, microbatches: int, hop: int) -> Order:
-    """Turn x runs F of microbatch x, I of an earlier one, by `hop` per device behind, and W of one earlier still."""
+    """Turn x runs F of microbatch x, I of an earlier one, by `hop` per later device, and W of one earlier still."""
     weight_lag = hop * (devices - 1)
     rows = []
     for stage in range(devices):
@@ -51,7 +51,7 @@ def _lagging(devices: int, microbatches: int, hop: int) -> Order:
 
 
 def play_lagging(problem: Problem, hop: int, bound: float) -> Step | None:
-    """The same order at the times of `problem`; None where it does not fit into the memory, and as soon as a device is
+    """Run the same order at the times of `problem`; return None if it does not fit into memory, or once a device is
     later than `bound`."""
     step = Step(problem)
     weight_lag = hop * (problem.devices - 1)

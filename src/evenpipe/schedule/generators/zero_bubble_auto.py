@@ -1,4 +1,4 @@
-"""ZB-1p, ZB-2p and the like: a split backward, planned by the times of every stage and the memory of every device."""
+"""ZB-1p, ZB-2p and similar: a split backward, planned by the times of every stage and the memory of every device."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ def zb_auto(
 
     Any devices >= 1 and microbatches >= 1, one stage per device. `costs` give F, I and W, each one number or one per
     stage, and how long a hop takes; equal times by default. `memory_limit`, one number or one per device and at least
-    1, counts stage activations, of which I leaves `weight_share` (0 to 1) until W; with weight_share=1 it limits what
-    is in flight. By default it is `devices`, the memory of 1f1b (the paper's ZB-1p); 2 * devices is ZB-2p.
+    1, counts stage activations, of which I leaves `weight_share` (0 to 1) until W; with weight_share=1 it limits the
+    activations in flight. By default it is `devices`, the memory of 1f1b (the paper's ZB-1p); 2 * devices is ZB-2p.
 
-    At equal times (F = I = W) the bubble is that of zb-h1 with the default limit, and that of zb-h2 from
-    2 * devices - 1 on. For other times there is no closed form; with those of the paper's appendix D its Table 5 comes
-    out to four digits. A limit below `devices` costs a part of every microbatch: schedules in a V do better there.
+    At equal times (F = I = W) the bubble is that of zb-h1 with the default limit, and that of zb-h2 from 2 * devices -
+    1 on. For other times there is no closed form; with those of the paper's appendix D it reproduces Table 5 to four
+    digits. A limit below `devices` costs time in every microbatch; V-schedules do better there.
 
-    Tried are all choices of the paper's heuristic (`zero_bubble_turns`), devices that run what is ready
-    (`zero_bubble_ready`), and zb-h1 and zb-h2 where they fit, so it is never longer than these; in time linear in
-    the number of passes.
+    It tries all choices of the paper's heuristic (`zero_bubble_turns`), running any ready pass (`zero_bubble_ready`),
+    and zb-h1 and zb-h2 if they fit, so it is never longer than these. Time is linear in the number of passes.
     """
     limits = limits_per_device(devices if memory_limit is None else memory_limit, devices, least=1)
     problem = _problem(devices, microbatches, costs or EQUAL_COSTS, limits, weight_share)
@@ -50,7 +49,7 @@ def zb_auto(
 
 
 def _best(problem: Problem) -> Step:
-    """The step with the shortest span. What can no longer become it is given up."""
+    """Return the step with the shortest span. Candidates that cannot win are pruned."""
     plays: list[Callable[[float], Step | None]] = [
         *(partial(play_turns, problem, Choices(*choices)) for choices in product(WarmUp, (False, True), (False, True))),
         *(partial(play_ready, problem, patience) for patience in (0.0, 0.25, 0.5, 1.0)),
@@ -61,7 +60,7 @@ def _best(problem: Problem) -> Step:
         step = play(best.latest + problem.tolerance if best else math.inf)
         if step and (best is None or step.score < best.score):
             best = step
-    assert best, "the first one is never given up"
+    assert best, "the first candidate is never pruned"
     return best
 
 

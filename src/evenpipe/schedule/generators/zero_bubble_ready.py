@@ -1,6 +1,6 @@
-"""A step in which every device runs what is ready: a backward first, else a forward, else a weight gradient.
+"""A step in which every device runs a ready pass: a backward first, else a forward, else a weight gradient.
 
-No device waits for a turn, so a memory limit below the number of devices costs much less than in `zero_bubble_turns`.
+No device waits for its turn, so a memory limit below the number of devices costs much less than in `zero_bubble_turns`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from .split_step import Problem, Step
 
 
 def play_ready(problem: Problem, patience: float, bound: float) -> Step | None:
-    """The whole step; None as soon as a device is later than `bound`.
+    """Run the whole step; return None once a device is later than `bound`.
 
-    A weight gradient is held back where something else is sure to come soon: within `patience`, a share of its time.
+    A weight gradient waits if another pass is certain to become ready within `patience`, a share of its time.
     """
     step = Step(problem)
     last = problem.devices - 1
-    events = [(0.0, -device) for device in range(problem.devices)]  # when a device may find something to do
+    events = [(0.0, -device) for device in range(problem.devices)]  # when a device may find a ready pass
     heapify(events)
     while events:
         if step.latest > bound:

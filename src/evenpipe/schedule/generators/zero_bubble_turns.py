@@ -1,9 +1,8 @@
 """The heuristic of arXiv 2401.10241, section 3.1: every microbatch is a turn of forwards down and backwards up.
 
-Weight gradients go where a device would wait. Three choices are open for a whole step; who calls tries them all.
-
-One thing is added for stages that differ: a device with less work than the busiest may be idle for the difference
-before it counts as late.
+Weight gradients fill the waits of a device. Three choices are open for a whole step; the caller tries them all. One
+addition for unequal stages: a device with less work than the busiest may be idle for the difference before it counts as
+late.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from .split_step import WHOLE, Problem, Step
 
 
 class WarmUp(Enum):
-    """Which forwards a device runs between its first one and its first backward, where memory allows."""
+    """Number of forwards of a device between its first one and its first backward, if memory allows."""
 
     FITTING = "those that fit into the wait for the backward"
     DELAYING = "one more, which delays it"
@@ -24,7 +23,7 @@ class WarmUp(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What is open for a whole step.
+    """The open choices for a whole step.
 
     skip: a device that is ahead may leave out a forward. fill: every gap gets a weight gradient, even a longer one.
     """
@@ -35,7 +34,7 @@ class Choices:
 
 
 def play_turns(problem: Problem, choices: Choices, bound: float) -> Step | None:
-    """The whole step under these choices; None as soon as a device is later than `bound`."""
+    """Run the whole step under these choices; return None once a device is later than `bound`."""
     step = Step(problem)
     _first_microbatch(step, choices.warm_up)
     for _ in range(1, problem.microbatches):
@@ -48,7 +47,7 @@ def play_turns(problem: Problem, choices: Choices, bound: float) -> Step | None:
 
 
 def _first_microbatch(step: Step, warm_up: WarmUp) -> None:
-    """Its forward everywhere, further forwards while its backward is on the way, its backward."""
+    """Run its forward everywhere, further forwards while its backward is on the way, and its backward."""
     devices = step.problem.devices
     for device in range(devices):
         step.forward(device)
@@ -60,10 +59,10 @@ def _first_microbatch(step: Step, warm_up: WarmUp) -> None:
 
 
 def _ahead(step: Step, warm_up: WarmUp) -> list[int]:
-    """How many forwards each device runs between the first one and the first backward."""
+    """Return how many forwards each device runs between the first one and the first backward."""
     problem = step.problem
     counts = [0] * problem.devices
-    back = step.clock[-1] + problem.I[-1]  # when the first backward ends on the device behind
+    back = step.clock[-1] + problem.I[-1]  # when the first backward ends on the next device
     for device in reversed(range(problem.devices - 1)):
         clock, arrival = step.clock[device], back + problem.hop
         most = int(min(problem.microbatches - 1, problem.limits[device] - 1 + WHOLE))
@@ -78,7 +77,7 @@ def _ahead(step: Step, warm_up: WarmUp) -> list[int]:
             clock += problem.F[device]
             counts[device] += 1
         back = max(clock, arrival) + problem.I[device]
-    # A device that has run as many as its predecessor would wait for its next forward, and with it everyone.
+    # A device that has run as many as its predecessor would wait for its next forward, and all others with it.
     for device in range(1, problem.devices):
         if counts[device - 1] < problem.microbatches - 1:
             counts[device] = min(counts[device], max(0, counts[device - 1] - 1))
@@ -86,7 +85,7 @@ def _ahead(step: Step, warm_up: WarmUp) -> list[int]:
 
 
 def _next_microbatch(step: Step, choices: Choices) -> None:
-    """A forward on the devices that take one, from the first; a backward everywhere, from the last."""
+    """Run a forward on the devices that take one, from the first; then a backward everywhere, from the last."""
     for device in _takers(step, choices.skip):
         while not step.fits(device):
             step.weight(device)
@@ -100,10 +99,10 @@ def _next_microbatch(step: Step, choices: Choices) -> None:
 
 
 def _takers(step: Step, skip: bool) -> list[int]:
-    """Devices that run a forward now, ascending: they have one left, and their successor takes one too."""
+    """Return the devices that run a forward now, ascending: they have one left, and their successor takes one too."""
     problem = step.problem
     takers: list[int] = []
-    back = 0.0  # when the backward of this turn ends on the device behind, as far as can be seen
+    back = 0.0  # when the backward of this turn ends on the next device, as far as known
     for device in reversed(range(problem.devices)):
         if step.forwards[device] == problem.microbatches:
             break
@@ -121,8 +120,8 @@ def _takers(step: Step, skip: bool) -> list[int]:
 
 
 def _fill(step: Step, device: int, arrival: float, always: bool) -> None:
-    """Weight gradients while the device waits; one that takes longer than the wait where waiting would make it the
-    latest device."""
+    """Run weight gradients while the device waits; one that takes longer than the wait only if the device would
+    otherwise become the latest."""
     tolerance = step.problem.tolerance
     pending = step.inputs[device] - step.weights[device]
     while pending and step.clock[device] + step.problem.W[device] <= arrival + tolerance:

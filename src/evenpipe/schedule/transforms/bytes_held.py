@@ -1,4 +1,4 @@
-"""The bytes that a device holds at each place of its row, when stretches of them change: the most, and where."""
+"""The bytes on a device at each position of its row, under changes of ranges: the maximum, and where it is."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 class BytesHeld:
-    """A list of numbers. Adding to a stretch of it, and finding its largest number, take logarithmic time.
+    """A list of numbers that adds to a range, and finds the maximum, in logarithmic time.
 
-    A binary tree over the places: of each node the largest number below it, without what was added to nodes above.
+    A binary tree over the positions: each node has the largest number below it, without the additions at nodes above.
     """
 
     def __init__(self, values: Sequence[float]) -> None:
@@ -21,7 +21,7 @@ class BytesHeld:
             self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
 
     def add(self, first: int, last: int, value: float) -> None:
-        """Add `value` to the numbers from `first` up to, but not, `last`."""
+        """Add `value` to the numbers from `first` up to, but not including, `last`."""
         if first >= last:
             return
         most, added = self._most, self._added
@@ -46,11 +46,11 @@ class BytesHeld:
 
     @property
     def most(self) -> float:
-        """The largest number; minus infinity where there are none."""
+        """Return the largest number; minus infinity if there are none."""
         return self._most[1]
 
     def where(self) -> int:
-        """The first place of the largest number."""
+        """Return the first position of the largest number."""
         node = 1
         while node < self._size:
             node *= 2

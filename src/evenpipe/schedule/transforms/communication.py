@@ -1,17 +1,17 @@
-"""The communication transform: every transfer of an order, put where all its members can issue it without deadlock.
+"""The communication transform: place every transfer of an order so that all its members issue it without deadlock.
 
-A transfer has one instant: the predicted end of its last producer. On every member it stands before the first pass
-that is predicted to end later. So each row is a part of one list of all passes and transfers, sorted by these times
-(equal ones as the event model came to them), in which nothing stands before what it needs. Devices that walk such
-rows cannot deadlock, even if every operation blocked, whatever the number of communicators and however their library
-serialises them; and a receive stands before the pass that runs while its data becomes ready.
+A transfer has one instant: the predicted end of its last producer. On every member it comes before the first pass that
+is predicted to end later. So each row is a part of one list of all passes and transfers, sorted by these times (ties in
+the order of the event model), in which every item comes after its needs. Devices that execute such rows cannot
+deadlock, even if every operation blocked, for any number of communicators and any serialisation by the library; and a
+receive comes before the pass that runs while its data becomes ready.
 
-Where kinds of transfers share a communicator, one that is late keeps those behind it waiting. The reduce of dX has the
-most to wait for, the slowest of all devices: there its instant is a quarter of an interval (the work of the busiest
-device per microbatch) before the backward that uses it, if that is later.
+If kinds of transfers share a communicator, a late one delays those after it. The reduce of dX waits longest, for the
+slowest of all devices: so its instant is a quarter of an interval (the work of the busiest device per microbatch)
+before the backward that uses it, if that is later.
 
-A device that gives memory back (D) waits for a copy, for as long as its next pass lets it: transfers between the pass
-before and the next one stand before D.
+D waits for a copy, and should do so as late as possible: transfers between the pass before it and the next one come
+before D.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from .vocabulary import interval_of
 
 
 def add_communication(order: Order, costs: Costs | None = None, sharing: str = PER_PAIR) -> Program:
-    """The program of `order`: its passes in their order, and the transfers that they need.
+    """Return the program of `order`: its passes in their order, and the transfers that they need.
 
-    `costs` (equal ones by default) predict when passes end; `sharing` as in `Program`. Raises DeadlockError when the
-    order cannot complete, and InputError when a cost is missing.
+    `costs` (equal ones by default) predict when passes end; `sharing` as in `Program`. Raises DeadlockError if the
+    order cannot complete, and InputError if a cost is missing.
     """
     lowering = Lowering(order, costs, sharing)
     rows = tuple(lowering.row(device) for device in range(order.devices))
@@ -43,7 +43,7 @@ def add_communication(order: Order, costs: Costs | None = None, sharing: str = P
 
 
 class Lowering:
-    """An order that has been timed, from which any device's row of the program can be cut by itself.
+    """A timed order, from which the program row of any device can be made separately.
 
     Timing takes the whole order, a row only its own passes and transfers.
     """
@@ -57,20 +57,20 @@ class Lowering:
         if sharing != PER_PAIR:
             _delay_reduces(order, graph, times, instants)
         self._place = [NOWHERE] * graph.size
-        """By number, the place in the one list that all rows are parts of."""
+        """By number, the position in the one list that all rows are parts of."""
         for place, number in enumerate(sorted(times.happened, key=instants.__getitem__)):
             self._place[number] = place
         self._complete = len(times.happened) == graph.size
         self._routes: list[list[tuple[Route, range]]] = [[] for _ in range(order.devices)]
-        """Per device, the routes that it is a member of and the numbers of their transfers."""
+        """Per device, the routes that it is a member of, and the numbers of their transfers."""
         for route, numbers in graph.by_route():
             for device in route.members:
                 self._routes[device].append((route, numbers))
         self._collectives: dict[int, list[Transfer]] = {}
-        """By the first number of a route: they look the same to all their members, who share them."""
+        """By the first number of a route: all its members share the same objects."""
 
     def row(self, device: int) -> tuple[Item, ...]:
-        """What `device` runs and issues, in order."""
+        """Return the passes and transfers of `device`, in order."""
         graph, place = self._graph, self._place
         passes = range(graph.first[device], graph.first[device + 1])
         items: dict[int, Item] = dict(zip(passes, graph.items[passes.start : passes.stop], strict=True))
@@ -80,7 +80,7 @@ class Lowering:
         return tuple(_with_late_returns([items[number] for number in sorted(there, key=place.__getitem__)]))
 
     def _transfers(self, route: Route, numbers: range, device: int) -> list[Transfer]:
-        """The transfers of a route as `device` issues them."""
+        """Return the transfers of a route as `device` issues them."""
         shared = self._collectives.get(numbers.start)
         if shared is None:
             kind, stage = route.end(device)
@@ -95,7 +95,7 @@ class Lowering:
 
 
 def _delay_reduces(order: Order, graph: Graph, times: Run, instants: list[float]) -> None:
-    """Moves the instants of DX to a quarter of an interval before the backward of the last stage, not earlier."""
+    """Move the instants of DX to a quarter of an interval before the backward of the last stage, not earlier."""
     placement = order.placement
     places = graph.places[placement.last_device].at
     quarter = interval_of(order, graph, times) / 4
@@ -109,7 +109,7 @@ def _delay_reduces(order: Order, graph: Graph, times: Run, instants: list[float]
 
 
 def _with_late_returns(row: Iterable[Item]) -> Iterator[Item]:
-    """D, and copies that follow it, right before the next pass."""
+    """Move D, and copies that follow it, right before the next pass."""
     waiting: list[Item] = []
     for item in row:
         if item.kind is Kind.D or (waiting and item.kind in OFFLOAD_KINDS):

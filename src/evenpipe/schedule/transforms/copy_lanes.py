@@ -20,14 +20,14 @@ OUT, BACK = False, True
 
 
 class Lane:
-    """Times at which something is busy, which do not overlap."""
+    """Non-overlapping busy times of one lane."""
 
     def __init__(self) -> None:
         self._starts: list[float] = []
         self._ends: list[float] = []
 
     def earliest(self, time: float, takes: float) -> float:
-        """The first start at or after `time` of what is free for so long."""
+        """Return the first start at or after `time` of a free period of this length."""
         for place in range(bisect_right(self._ends, time), len(self._starts)):
             if time + takes <= self._starts[place]:
                 break
@@ -35,7 +35,7 @@ class Lane:
         return time
 
     def latest(self, end: float, takes: float) -> float:
-        """The last start of what is free for so long and over by `end`."""
+        """Return the last start of a free period of this length that ends in time."""
         start = end - takes
         for place in range(bisect_left(self._starts, end) - 1, -1, -1):
             if self._ends[place] <= start:
@@ -44,21 +44,21 @@ class Lane:
         return start
 
     def take(self, start: float, takes: float) -> None:
-        """Busy from then on for so long; nothing where that is no time."""
+        """Mark the lane as busy from then on for this long; do nothing for a length of 0."""
         if takes > 0:
             place = bisect_left(self._starts, start)
             self._starts.insert(place, start)
             self._ends.insert(place, start + takes)
 
     def release(self, start: float, takes: float) -> None:
-        """Free again: what `take` was told."""
+        """Undo `take` with the same arguments."""
         if takes > 0:
             place = bisect_left(self._starts, start)
             del self._starts[place], self._ends[place]
 
 
 class Lanes:
-    """Those of all devices."""
+    """The lanes of all devices."""
 
     def __init__(self, engine: CopyEngine) -> None:
         self._two_streams = engine.streams == 2
@@ -103,7 +103,7 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy as its device issues it. behind: number of the copy that it needs, for what comes back."""
+    """One copy as its device issues it. behind: for a copy back, the number of the copy that it needs."""
 
     device: int
     direction: bool
@@ -113,7 +113,7 @@ class Copy:
 
 
 def ends_of(copies: Sequence[Copy], engine: CopyEngine) -> list[float]:
-    """When copies are over that each device issues in the order given.
+    """Return when copies end that each device issues in the given order.
 
     A stream runs its copies in that order; a link carries one at a time in each direction, first come, first served.
     """

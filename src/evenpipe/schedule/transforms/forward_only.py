@@ -1,4 +1,4 @@
-"""The evaluation order of any order: forwards, and what it takes to finish the loss."""
+"""The evaluation order of any order: its forwards, and the passes that finish the loss."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from .vocabulary import add_vocabulary
 
 
 def forward_only(order: Order, costs: Costs | None = None) -> Order:
-    """The forwards of `order` and, if it has vocabulary passes, E, S and C where they delay nobody.
+    """Return the forwards of `order` and, if it has vocabulary passes, E, S and C where they delay no forward.
 
-    A device with several stages need not take turns as in training: where it is shorter, each runs the earliest forward
-    that is ready. Nor do the vocabulary passes stay where training had them: without backwards in between, devices
-    would wait. They are added anew, with `costs` as for `add_vocabulary`. The result has one barrier, or none as
-    before; an order that only evaluates already is returned as it is. Raises DeadlockError where the forwards cannot
-    complete.
+    Devices with several stages run the earliest ready forward instead of taking turns as in training, if that is
+    shorter. Vocabulary passes are added anew, with `costs` as for `add_vocabulary`: at their places in training,
+    without backwards in between, devices would wait. The result has one barrier, or 0 as before; an order that only
+    evaluates is returned unchanged. Raises DeadlockError if the forwards cannot complete.
     """
     if order.forward_only:
         return order

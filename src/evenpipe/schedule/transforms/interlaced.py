@@ -1,7 +1,7 @@
 """The interlaced transform: synchronous vocabulary passes, as in tensor parallelism (nnScaler, OSDI'24).
 
-All devices run S(i) and T(i) together, one directly after the other, and wait for each other in between. Any pass
-that is under way on some device at that instant delays all, so none may be. With one stage per device and full
+All devices run S(i) and T(i) together, one directly after the other, and wait for each other in between. A pass that is
+running on some device at that instant delays all devices, so there should be none. With one stage per device and full
 backwards that is the `alternating` layout: period T = F + B of one microbatch, the vocabulary passes at its start, no
 pass across it. Inside a period a device runs either B then F or F then B, alternating along the pipeline, B first on
 the last device, whose F(i+1) ends where S(i+1) starts:
@@ -14,11 +14,11 @@ With F = 1 and B = 2 forward hops cost 2, 1, 2, 1, ... from start to start and b
 microbatch lives 4.5 units per stage instead of 3 (arXiv 2411.05288, section 6). A device with d devices behind it holds
 min(m, d + ceil(d / 2) + 1) activations, and the bubble is (p - 1) * (F + B), as in 1F1B.
 
-Other orders are kept `at_instants`: S(i) and T(i) are inserted when the last stage's F(i) ends, whatever is under way.
-Every order can be interlaced so, and holds no more than it did. With equal F, I and W and split backwards nothing is
-under way at that instant, and nobody waits (zb-h1, v-half, gis, ...). Where several stages take turns with whole
-backwards some device is always in the middle of one: interleaved 1F1B on 8 devices waits for 1 unit of time, of 6.8, in
-every microbatch. And no layout helps where stages take different times: synchronous passes wait for the slowest.
+Other orders are kept (`at_instants`): S(i) and T(i) are inserted when F(i) of the last stage ends, whatever is running.
+Every order can be interlaced this way, without more memory. With equal F, I and W and split backwards no pass is
+running at that instant, and nobody waits (zb-h1, v-half, gis, ...). If several stages take turns with whole backwards,
+some device is always in the middle of one: interleaved 1F1B on 8 devices waits for 1 unit of time, of 6.8, in every
+microbatch. No layout helps if stages take different times: synchronous passes wait for the slowest.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .vocabulary import INTERVAL, apart_at_the_loss, interval_of
 
 
 def interlace(order: Order, costs: Costs | None = None) -> Order:
-    """`order` with S and T of each microbatch next to each other on every device, and E and G an interval apart.
+    """Return `order` with S and T of each microbatch next to each other on every device, and E and G an interval apart.
 
-    The result has two barriers: the backward of the last stage waits for T. Where the alternating layout applies, the
-    placement and the microbatches of `order` count, not its rows. Times of F, B, I and W in `costs` (equal stages by
-    default) decide which passes meet in a period. Raises InputError when the order already has vocabulary passes, only
-    evaluates or has torch's sharding passes, and when costs are missing or nothing takes time.
+    The result has two barriers: the backward of the last stage waits for T. The alternating layout uses only the
+    placement and the microbatches of `order`, not its rows. Times of F, B, I and W in `costs` (equal stages by default)
+    decide which passes meet in a period. Raises InputError if the order already has vocabulary passes, only evaluates
+    or has torch's sharding passes, and if costs are missing or all 0.
     """
     costs = EQUAL_COSTS if costs is None else costs
     if order.barriers:
@@ -56,7 +56,7 @@ def interlace(order: Order, costs: Costs | None = None) -> Order:
 
 
 def at_instants(order: Order, costs: Costs) -> Order:
-    """The base order with S and T inserted on every device when the last stage's forward ends."""
+    """Return the base order with S and T inserted on every device when the last stage's forward ends."""
     graph = Graph.of(order)
     times = run(order, graph, durations(order, graph, costs))
     interval = interval_of(order, graph, times)
@@ -64,8 +64,8 @@ def at_instants(order: Order, costs: Costs) -> Order:
         raise InputError("costs: F and B of at least one stage must be above 0 to place vocabulary passes")
     last = order.placement.stages - 1
     unit = INTERVAL / interval
-    # Sorted by time. What is inserted comes before passes of the base order that start at its time, unless it goes by
-    # one of them that takes none: then it stands directly behind that. They keep their place in the event model.
+    # Sorted by time. Inserted passes come before passes of the base order that start at the same time, except directly
+    # after a pass without duration that they follow. They keep their place in the event model.
     base: list[list[tuple[int, int, float, Pass]]] = [[] for _ in range(order.devices)]
     inserted: list[tuple[int, int, float, Pass]] = []
     for number, (item, device) in enumerate(zip(graph.items, graph.device_of, strict=True)):
@@ -87,13 +87,13 @@ def at_instants(order: Order, costs: Costs) -> Order:
 
 
 def alternating(placement: Placement, microbatches: int, costs: Costs) -> Order:
-    """The alternating layout for a placement with one stage per device."""
+    """Return the alternating layout for a placement with one stage per device."""
     times = costs.stage_times(placement)
     forward, backward = times[Kind.F], times[Kind.B]
     if forward is None or backward is None:
         raise InputError(f"costs: {'F' if forward is None else 'B'} is missing; give a number or a list")
     period = max(f + b for f, b in zip(forward, backward, strict=True)) * (1 + 1e-9)
-    # Periods from the vocabulary passes of a microbatch to its F and its B, from the last stage to the first.
+    # Number of periods from the vocabulary passes of a microbatch to its F and its B, from the last stage to the first.
     stages = placement.stages
     f_period, b_period = [-1] * stages, [0] * stages
     for stage in reversed(range(stages - 1)):
@@ -121,7 +121,7 @@ def alternating(placement: Placement, microbatches: int, costs: Costs) -> Order:
 
 
 def backward_first(stage: int, stages: int) -> bool:
-    """Whether a stage runs B then F in each period of the alternating layout: the last one does."""
+    """Return whether a stage runs B then F in each period of the alternating layout: the last one does."""
     return (stages - 1 - stage) % 2 == 0
 
 

@@ -1,16 +1,16 @@
-"""List scheduling: each device runs the first pass of its row that is ready, whatever stands before it.
+"""List scheduling: each device runs the first ready pass of its row, whatever comes before it.
 
-The event model goes through the step once. Whenever a device is free it starts the earliest pass of its row that has
-all it needs. That repairs what no fixed order foresees, a device that waits while it has other work; the price is
-forwards that run early, and activations that are kept for longer. So a forward starts early only while the device
-stays within a limit: a `MemoryPlan`, made from an order that is known to fit, has to hold on to its promise.
+The event model goes through the step once. A free device starts the earliest pass of its row that has all its inputs.
+This repairs waits that a fixed order cannot foresee; the price is forwards that run early, and activations that are
+kept longer. So a forward starts early only if the device stays within a limit: a `MemoryPlan`, made from an order that
+is known to fit, must be able to keep its promise.
 
-That it always comes to its end: take the order that the plans are from, each E directly before the forward that needs
-it, and the other vocabulary passes directly behind what they need. One by one, all passes can run in that sequence.
-Now take the first of it that has not run. All it needs has run, and if it is a forward, it is in its turn. So whatever
-has happened before, some device can go on.
+It always completes: take the order behind the plans, with each E directly before the forward that needs it, and the
+other vocabulary passes directly after their needs. All passes can run one by one in that sequence. Now take its first
+pass that has not run. All its needs have run, and if it is a forward, it is in its turn. So some device can always go
+on.
 
-E needs nothing, but its rows are kept until they are used. So it runs ahead of the forwards of the first stage only as
+E has no needs, but its rows are kept until they are used. So it runs ahead of the forwards of the first stage only as
 far as it does in its row.
 """
 
@@ -33,7 +33,7 @@ from evenpipe.schedule.timing import durations, run
 from .memory_plan import MemoryPlan
 
 HOLDS = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
-"""What a pass adds to the stage activations that its device holds."""
+"""Stage activations that a pass adds to its device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Timed:
 
     @classmethod
     def of(cls, order: Order, costs: Costs) -> Timed:
-        """Those of `order` by the event model."""
+        """Return `order`, timed by the event model."""
         graph = Graph.of(order)
         times = run(order, graph, durations(order, graph, costs))
         rows = [(first, end) for first, end in pairwise(graph.first) if first < end]
@@ -54,7 +54,7 @@ class Timed:
         return cls(order, max(map(sub, ends, starts), default=0.0), max(ends, default=0.0) - min(starts, default=0.0))
 
     def better_than(self, other: Timed) -> bool:
-        """Whether the span is shorter, or the same and the makespan is shorter."""
+        """Return whether the span is shorter, or equal with a shorter makespan."""
         nothing = 1e-9 * self.makespan
         if abs(self.span - other.span) > nothing:
             return self.span < other.span
@@ -64,14 +64,13 @@ class Timed:
 def list_schedule(
     wishes: Order, base: Order, limits: Sequence[int] | None, costs: Costs, reserve: float = 0.0
 ) -> Order | None:
-    """The passes of `wishes`, run by the rules above within `limits` per device.
+    """Return the passes of `wishes`, run by the rules above within `limits` per device.
 
-    Every collective is taken to last longer than in `costs` by `reserve`: an order in which nobody has a moment to
-    spare is short on paper only. `wishes` need not be sound; `base` has to be, has the same passes but for those of the
-    vocabulary, the forwards of a device in the same order, and never holds more than `limits`.
-    Orders that only evaluate have no limits: a device runs at most as many forwards early as there are stages.
-    Returns None where passes are missing, and where activations are offloaded or recomputed: what of that runs early is
-    for `wishes` to say.
+    Every collective gets `reserve` more time than in `costs`: an order without any slack is short only on paper.
+    `wishes` need not be sound; `base` must be sound, have the same passes except those of the vocabulary, and the
+    forwards of a device in the same order, and never hold more than `limits`. Orders that only evaluate have no limits:
+    a device runs at most as many forwards early as there are stages. Returns None if passes are missing, and if
+    activations are offloaded or recomputed: then `wishes` decides which passes run early.
     """
     graph = Graph.of(wishes)
     links = _Links.of(wishes, graph)
@@ -89,11 +88,12 @@ def list_schedule(
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """Who waits for whom in a graph whose rows may be reordered.
+    """Which pass waits for which, in a graph whose rows may be reordered.
 
-    needs: by pass, how many passes of its own row and transfers it waits for. followers: by site, and consumers: by
-    route, the numbers by microbatch of the passes that wait. embedding: for each microbatch in the order of the first
-    stage's row, the E passes of all devices. ahead: how many of those may run before the first stage comes to them.
+    needs: by pass, the number of passes of its own row and transfers that it waits for. followers: by site, and
+    consumers: by route, the numbers of the waiting passes by microbatch. embedding: for each microbatch in the order of
+    the first stage's row, the E passes of all devices. ahead: how many of those may run before the first stage reaches
+    them.
     """
 
     needs: bytearray
@@ -104,7 +104,8 @@ class _Links:
 
     @classmethod
     def of(cls, order: Order, graph: Graph) -> _Links | None:
-        """Those of an order in which every pass stands once and nothing is offloaded or recomputed; None for others."""
+        """Return the links of an order in which every pass appears once and nothing is offloaded or recomputed; None
+        for others."""
         if not graph.microbatches or any(not here.at or here.joint or here.odd for here in graph.places):
             return None
         dependencies = Dependencies.of(order)
@@ -135,7 +136,8 @@ class _Links:
 
 
 def _roles(places: Places) -> dict[tuple[Kind, int | None], list[int]] | None:
-    """Numbers by microbatch of every kind and stage of a row, B and I as one; None if one is missing or twice there."""
+    """Return numbers by microbatch of every kind and stage of a row, B and I as one; None if one is missing or
+    repeated."""
     roles: dict[tuple[Kind, int | None], list[int]] = {}
     for (kind, stage), numbers in places.at.items():
         if not isinstance(kind, Kind) or kind in _UNPLANNED:
@@ -157,7 +159,7 @@ def _roles(places: Places) -> dict[tuple[Kind, int | None], list[int]] | None:
 
 
 def _embedding(order: Order, graph: Graph) -> tuple[list[list[int]], int]:
-    """The last two fields of `_Links`."""
+    """Return the last two fields of `_Links`."""
     device = order.placement.first_device
     embedding = [here.at.get((Kind.E, None)) for here in graph.places]
     rows, waiting, ahead = [], 0, 1
@@ -173,24 +175,24 @@ def _embedding(order: Order, graph: Graph) -> tuple[list[list[int]], int]:
 
 
 def _memory_plan(graph: Graph, base: Order, device: int, limit: int | None) -> MemoryPlan:
-    """The plan of one device: its row of `base`."""
+    """Return the plan of one device: its row of `base`."""
     at = graph.places[device].at
     parts = [part for item in base.passes(device) for part in parts_of(item) if part.kind in HOLDS]
     numbers = [at[part.kind, part.stage][part.microbatch or 0] for part in parts]
-    # So the first forward that is ready stands first in the plan too: no other one needs to be asked for.
+    # So the first ready forward also comes first in the plan: no other one needs to be checked.
     forwards = [number for number, part in zip(numbers, parts, strict=True) if part.kind is Kind.F]
-    assert all(map(lt, forwards, forwards[1:])), "forwards stand in another order"
+    assert all(map(lt, forwards, forwards[1:])), "forwards are in another order"
     return MemoryPlan(numbers, [HOLDS[part.kind] for part in parts], limit, base.placement.stages)
 
 
 def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequence[float]) -> list[list[int]]:
-    """The passes of each device as they ran."""
+    """Return the passes of each device as they ran."""
     passes, microbatches, devices = len(graph.items), graph.microbatches, len(graph.first) - 1
     site, offset, device_of, feeds = graph.site, graph.offset, graph.device_of, graph.feeds
     needs, followers, consumers, missing = links.needs, links.followers, links.consumers, graph.producers()
-    forwards: list[list[int]] = [[] for _ in range(devices)]  # heaps of those that are ready, per device
-    others: list[list[int]] = [[] for _ in range(devices)]  # the same for everything else
-    heap_of: list[list[int]] = [[] for _ in graph.waits]  # by site, the one of these heaps that its passes go to
+    forwards: list[list[int]] = [[] for _ in range(devices)]  # heaps of ready forwards, per device
+    others: list[list[int]] = [[] for _ in range(devices)]  # heaps of other ready passes
+    heap_of: list[list[int]] = [[] for _ in graph.waits]  # by site, the heap for its passes
     stored, entrance = [False] * len(heap_of), [False] * len(heap_of)
     for device, here in enumerate(graph.places):
         for (kind, stage), numbers in here.at.items():
@@ -201,13 +203,13 @@ def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequen
     held_back = iter(links.embedding[links.ahead :])
     rows: list[list[int]] = [[] for _ in range(devices)]
     free = [True] * devices
-    asked = list(range(devices))  # free devices that may have something new to start
+    asked = list(range(devices))  # free devices that may have a new pass to start
     events: list[tuple[float, int]] = []  # ends of passes and arrivals of transfers
-    # What happens within such a moment happens at once: sums of the same times in another order differ by less.
+    # Events so close together happen at once: sums of the same times in another order differ by less.
     moment = 1e-9 * sum(takes[:passes]) / (devices * microbatches)
 
     def met(number: int) -> None:
-        """This pass has one need less."""
+        """Count one need of this pass as met."""
         needs[number] -= 1
         if needs[number] == 0:
             heappush(heap_of[site[number]], number)
@@ -215,7 +217,7 @@ def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequen
                 asked.append(device_of[number])
 
     def complete(number: int) -> None:
-        """A pass has ended."""
+        """Process the end of a pass."""
         here, microbatch = site[number], offset[number]
         for waiting in followers[here]:
             met(waiting[microbatch])
@@ -229,13 +231,13 @@ def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequen
                     arrive(transfer)
 
     def arrive(transfer: int) -> None:
-        """A transfer has brought its data."""
+        """Process the arrival of a transfer."""
         route, microbatch = divmod(transfer - passes, microbatches)
         for waiting in consumers[route]:
             met(waiting[microbatch])
 
     def choose(device: int) -> list[int]:
-        """The heap that has what `device` starts next; an empty one when it has to wait."""
+        """Return the heap with the next pass of `device`; an empty one if it has to wait."""
         ready, first = others[device], forwards[device]
         if first and (not ready or first[0] < ready[0]) and plans[device].allows(first[0]):
             return first
@@ -257,7 +259,7 @@ def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequen
             met(number)
     while True:
         while asked:
-            # What takes no time comes first, on all devices: it may make ready what others had rather start.
+            # Passes without duration come first, on all devices: they may make preferred passes ready.
             choosing: dict[int, None] = {}
             while asked:
                 device = asked.pop()
@@ -288,7 +290,7 @@ def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequen
                 complete(number)
             else:
                 arrive(number)
-    assert sum(map(len, rows)) == passes, "list scheduling has come to its end"
+    assert sum(map(len, rows)) == passes, "list scheduling has completed"
     return rows
 
 

@@ -1,4 +1,4 @@
-"""May a device run a forward before its turn? A plan that is known to fit says so."""
+"""Decides whether a device may run a forward before its turn, by a plan that is known to fit."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from itertools import accumulate
 
 
 class MemoryPlan:
-    """One device's F, B and W in an order that fits, and what is left of it.
+    """F, B and W of one device in an order that fits, and the rest of it.
 
-    The promise: if the device ran the rest of its plan as it stands, it would never hold more than `limit` activations.
-    Passes that release may run at any time, a forward when `allows` says so, and always in its turn.
+    Invariant: if the device ran the rest of its plan unchanged, it would never hold more than `limit` activations.
+    Passes that release may run at any time, a forward if `allows` returns True, and always in its turn.
     """
 
     def __init__(self, plan: Sequence[int], holds: Sequence[int], limit: int | None, ahead: int = 0) -> None:
-        """`plan` has numbers of passes and `holds` what each adds, 1 or -1; as they stand they stay within `limit`.
+        """`plan` has numbers of passes and `holds` what each adds, 1 or -1; unchanged, they stay within `limit`.
 
-        A device that only evaluates keeps nothing and has no limit: its forwards run `ahead` of their turn by as many.
+        A device that only evaluates keeps nothing and has no limit: up to `ahead` forwards run before their turn.
         """
         peak = max(accumulate(holds), default=0)
         assert limit is None or peak <= limit
@@ -25,13 +25,13 @@ class MemoryPlan:
         self._ran = bytearray(len(plan))
         self._limit = limit
         self._room = ahead if limit is None else limit - peak
-        self._next = 0  # the first turn that has not come
+        self._next = 0  # first turn that has not come
         self._held = 0
-        self._early = 0  # forwards that ran before their turn, which has not come yet
+        self._early = 0  # forwards that ran before their turn
 
     def allows(self, forward: int) -> bool:
-        """Whether the promise still holds if `forward` runs now."""
-        # At any turn of the rest the device holds what it would in the plan, and the early forwards at most.
+        """Return whether the invariant is still true if `forward` runs now."""
+        # At any turn of the rest the device holds at most the activations of the plan plus the early forwards.
         if self._early < self._room or self._turn[forward] == self._next:
             return True
         if self._limit is None:
@@ -47,7 +47,7 @@ class MemoryPlan:
         return True
 
     def run(self, number: int) -> None:
-        """This pass of the plan runs now."""
+        """Record that this pass of the plan runs now."""
         turn, holds, ran = self._turn[number], self._holds, self._ran
         self._held += holds[turn]
         ran[turn] = 1

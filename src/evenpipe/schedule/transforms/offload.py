@@ -1,22 +1,23 @@
-"""The offload transform: which forwards' activations go to the host, when they go, and when they come back.
+"""The offload transform: which activations go to the host, when they go, and when they return.
 
     2F0  2O0  ...  2D0  ...  2L0  ...  2B0
 
-O starts the copy to the host and L the copy back; at D the device's memory is given back, and the copy must be over.
-O, D and L take no time of their own: copies run beside compute, each at the place that the plan below finds for it.
+O starts the copy to the host and L the copy back; at D the copy must be over, and the device's memory is freed. O, D
+and L take no time of their own: copies run beside compute, at the positions that this plan finds:
 
-    late forwards    what a device runs before its first backward may wait as long as nobody waits for it: activations
-                     that are made later are held for a shorter time
-    where it is      of what is held where a device holds the most, the activations that are used last go to the host:
-    most             O as early, L as late as the engines allow. Who cannot be gone before, and back in time, stays.
-                     The device that is furthest above its limit chooses first; again and again, until all are within
-                     their limits, or nothing more can be moved without delay
-    whatever it      a device that is still above its limit gives memory back before it needs it again, takes it back
-    takes            when it has to, and moves what will be late: all of that costs time, and only memory forces it
+    late forwards    passes before the first backward of a device run as late as possible without delaying others:
+                     activations that are made later are held for a shorter time
+    at the peak      of the activations held at the peak of a device, those used last go to the host: O as early, L as
+                     late as the engines allow. Activations that cannot make the round trip in time stay. The device
+                     furthest above its limit goes first, until all are within their limits, or no more activations
+                     can be moved without delay
+    whatever it      a device that is still above its limit frees memory before it needs it again, allocates it only
+    takes            when needed, and moves activations that will return late: this costs time
 
-Postponed forwards, O early and L late: arXiv 2503.01328, section 3.3, and `scheduler/offloading.py` of its artifact. It
-moves whole chunks, the longest lifespan first; what is used last where memory is short is the same at its schedules,
-moves no more than it takes, and leaves the engines to what matters where they are slow. What stays here fails there.
+Late forwards, early O and late L: arXiv 2503.01328, section 3.3, and `scheduler/offloading.py` of its artifact. The
+artifact moves whole chunks, the longest lifespan first, and fails if activations cannot return in time. Moving the
+activations used last at the peak does the same for its schedules, moves no more than needed, and keeps slow engines
+free for the copies that matter.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ Forward = tuple[int | None, int | None]
 class Offloaded:
     """An order with copies.
 
-    moved: per device, the forwards whose activations go to the host. peak_bytes: per device, the most bytes held, by
-    what costs say that passes store; None where they do not. over: per device, the excess over its limit.
+    moved: per device, the forwards whose activations go to the host. peak_bytes: per device, the most bytes held; None
+    if costs have no bytes. over: per device, the excess over its limit.
     """
 
     order: Order
@@ -67,20 +68,18 @@ def plan_offload(
     host_limit: float | None = None,
     whatever_it_takes: bool = False,
 ) -> Offloaded:
-    """`order` with copies of activations to the host and back, in place of those that it has.
+    """Return `order` with copies of activations to the host and back, which replace its own copies.
 
     Args:
-        costs: pass times, copy times (`O` and `L`, or bytes over `engine.bandwidth`), and what passes store; equal
-            passes by default. Where nothing says how long copies take, there and back takes half as long as forward and
-            backward.
+        costs: pass times, copy times (`O` and `L`, or bytes over `engine.bandwidth`), and stored bytes; equal passes by
+            default. Without copy times, both copies together take half as long as forward and backward.
         only: forwards, by stage and microbatch, whose activations may be moved; default: all.
-        limit: bytes that each device may hold, one number or one per device. Default: as little as can be without
-            delay.
-        host_limit: bytes that each device may have on the host.
-        whatever_it_takes: without a limit, as little as can be at all; waiting for copies is no matter.
+        limit: most bytes per device, one number or one per device. Default: as few as possible without delay.
+        host_limit: most bytes of each device on the host.
+        whatever_it_takes: without a limit, reach the lowest possible peak, even if devices wait for copies.
 
-    An order that only evaluates is returned as it is. Never fails for want of room or time: `Offloaded.over` says what
-    is still too much. Raises InputError for a limit that is none, or where costs do not say what passes store.
+    An order that only evaluates is returned unchanged. If memory or time do not suffice, `Offloaded.over` gives the
+    excess. Raises InputError for an invalid limit, or if costs do not give the bytes that passes store.
     """
     costs = EQUAL_COSTS if costs is None else costs
     limits = None if limit is None else limits_per_device(limit, order.devices, "bytes")
@@ -92,7 +91,7 @@ def plan_offload(
 
 
 def without_offload(order: Order) -> Order:
-    """`order` with everything kept on the device."""
+    """Return `order` with all activations on the device."""
     if not any(item and item.kind in OFFLOAD_KINDS for row in order.rows for item in row):
         return order
     rows = tuple(tuple(item for item in row if item is None or item.kind not in OFFLOAD_KINDS) for row in order.rows)
@@ -100,7 +99,7 @@ def without_offload(order: Order) -> Order:
 
 
 def offloaded(order: Order) -> frozenset[Forward]:
-    """The forwards whose activations `order` moves."""
+    """Return the forwards whose activations `order` moves."""
     found = {item for row in order.rows for item in row if item and item.kind is Kind.O}
     return frozenset(
         (item.stage, item.microbatch) for item in found if item.stage is not None and item.microbatch is not None
@@ -109,7 +108,8 @@ def offloaded(order: Order) -> frozenset[Forward]:
 
 @dataclass(slots=True, eq=False)
 class _Stay:
-    """One forward's activations on a device. Places are numbers of passes in its row: before which a copy stands."""
+    """Activations of one forward on a device. Positions are numbers of passes in its row; a copy comes before that
+    pass."""
 
     device: int
     stage: int
@@ -117,22 +117,22 @@ class _Stay:
     slice: int
     size: float
     made: int
-    """Place of F."""
+    """Position of F."""
     used: int
-    """Place of the first pass that needs them."""
+    """Position of the first pass that needs them."""
     ready: float
     needed: float
     out: float = 0.0
-    """When the copy to the host is to start, and until when it takes."""
+    """When the copy to the host starts, and when it ends."""
     over: float = 0.0
     back: float = 0.0
-    """When the copy back is to start."""
+    """When the copy back starts."""
     sent: int = 0
-    """Place of O."""
+    """Position of O."""
     given: int = 0
-    """Place of D."""
+    """Position of D."""
     taken: int = 0
-    """Place of L."""
+    """Position of L."""
 
 
 class _Plan:
@@ -153,7 +153,7 @@ class _Plan:
         self.known = deltas is not None
         if deltas is None:
             if limits is not None or host_limit is not None:
-                raise InputError("offload: costs do not say what passes store (bytes), which a limit needs")
+                raise InputError("offload: a limit needs costs with bytes, the bytes that passes store")
             deltas = replace(costs, bytes=1.0).memory_deltas(order.placement)
             assert deltas is not None
         self.deltas = deltas
@@ -167,10 +167,10 @@ class _Plan:
         self.moved: list[set[_Stay]] = [set() for _ in self.rows]
         self.lanes = Lanes(costs.engine)
 
-    # --- what there is to move -------------------------------------------------------------------------------
+    # --- activations that can move -----------------------------------------------------------------------------
 
     def _stays(self, device: int, only: frozenset[Forward] | None) -> Iterator[_Stay]:
-        """Those of a device that may be moved, as they are made."""
+        """Return the movable activations of a device, in the order of their forwards."""
         sizes = self.deltas.get(Kind.D)
         if sizes is None:
             return
@@ -195,7 +195,7 @@ class _Plan:
         yield from sorted(found, key=lambda stay: stay.made)
 
     def _held(self, device: int) -> Iterator[float]:
-        """The most bytes during each pass of a row, with everything kept."""
+        """Return the most bytes during each pass of a row, with everything kept."""
         held = 0.0
         for item in self.rows[device]:
             less = 0.0
@@ -209,15 +209,15 @@ class _Plan:
             held += less
 
     def _stays_at(self, device: int, place: int) -> Iterator[_Stay]:
-        """What is made before a place and used behind it."""
+        """Return the activations that are made before a position and used after it."""
         stays = self.stays[device]
         first = bisect_left(stays, place - self.longest[device], key=_made)
         return (stay for stay in stays[first : bisect_left(stays, place, key=_made)] if stay.used > place)
 
-    # --- what is moved ---------------------------------------------------------------------------------------
+    # --- choosing activations to move --------------------------------------------------------------------------
 
     def move(self, *, forces: bool) -> None:
-        """Finds what is moved, and when; with `forces` also what costs time."""
+        """Find the activations to move, and when; with `forces` also those that cost time."""
         while True:
             self._lower()
             if not self._drop_late():
@@ -227,7 +227,8 @@ class _Plan:
                 self._force(device, limit * (1 + ROUNDING))
 
     def _lower(self) -> None:
-        """Moves what lowers the most bytes of devices above their limits, while nothing is delayed."""
+        """Move the activations that lower the most bytes of devices above their limits, as long as nothing is
+        delayed."""
         above = [
             (limit - held.most, device) for device, (limit, held) in enumerate(zip(self.limits, self.held, strict=True))
         ]
@@ -239,7 +240,7 @@ class _Plan:
                 heappush(above, (limit - self.held[device].most, device))
 
     def _lower_at(self, device: int, where: int) -> bool:
-        """Moves what is used last of that which is held at a place; False where nothing can be."""
+        """Move the last-used activations among those held at a position; return False if none can move."""
         staying = [stay for stay in self._stays_at(device, where) if stay not in self.moved[device]]
         for stay in sorted(staying, key=lambda stay: -stay.used):
             if self._in_time(stay) and stay.given <= where < stay.taken and self._host_has_room(stay):
@@ -254,7 +255,7 @@ class _Plan:
         self.held[stay.device].add(stay.given, stay.taken, -stay.size)
 
     def _in_time(self, stay: _Stay) -> bool:
-        """Whether there is time for both copies and a pass in between; finds their places."""
+        """Return whether there is time for both copies and a pass in between; find their positions."""
         device, out, back = stay.device, self.takes[Kind.O][stay.stage], self.takes[Kind.L][stay.stage]
         start = self.lanes.earliest(device, OUT, stay.ready, out)
         if start + out + back > stay.needed + self.tolerance:
@@ -272,11 +273,11 @@ class _Plan:
         return stay.given < stay.taken
 
     def _given(self, stay: _Stay) -> int:
-        """The first place behind F that is reached when the copy to the host is over."""
+        """Return the first position after F that is reached when the copy to the host is over."""
         return max(stay.made + 1, bisect_left(self.starts[stay.device], stay.over - self.tolerance))
 
     def _host_has_room(self, stay: _Stay) -> bool:
-        """Whether the host holds no more of the device than it may, from O to the end of L."""
+        """Return whether the host stays within the device's limit from O to the end of L."""
         if self.host_limit is None:
             return True
         first, last = self._on_host(stay)
@@ -292,9 +293,9 @@ class _Plan:
         return stay.out, stay.back + self.takes[Kind.L][stay.stage]
 
     def _drop_late(self) -> bool:
-        """Runs the copies as devices issue them whose forwards run as late as planned, and as early as they can; where
-        links are shared, also some so and some so, for who comes first is served first. What comes back too late, or is
-        gone too late to be of use, stays for good where it is; whether there was any."""
+        """Simulate the copies with forwards as late as planned and as early as possible; if devices share links, also
+        with mixtures, because the first to arrive is served first. Activations that return too late, or leave too late
+        to help, stay on the device. Return whether there were any."""
         late: dict[_Stay, None] = {}
         devices = range(len(self.rows))
         scenarios = [[False for _ in devices], [True for _ in devices]]
@@ -311,7 +312,8 @@ class _Plan:
         return bool(late)
 
     def _late(self, early: Sequence[bool]) -> dict[_Stay, None]:
-        """What is late if these devices run their forwards as early as they can, and the others as late as planned."""
+        """Return the late copies if these devices run their forwards as early as they can, and the others as late as
+        planned."""
         copies: list[Copy] = []
         numbers: dict[tuple[_Stay, Kind], int] = {}
         for device, moved in enumerate(self.moved):
@@ -338,7 +340,7 @@ class _Plan:
         return late
 
     def _force(self, device: int, limit: float) -> None:
-        """Lets the device wait for copies until it stays within its limit, or nothing more helps."""
+        """Let the device wait for copies until it stays within its limit, or nothing more helps."""
         held, moved = self.held[device], self.moved[device]
         while held.most > limit:
             where = held.where()
@@ -368,7 +370,7 @@ class _Plan:
     # --- the result ------------------------------------------------------------------------------------------
 
     def result(self) -> Offloaded:
-        """The order with its copies."""
+        """Return the order with its copies."""
         rows = tuple(_row(row, moved) for row, moved in zip(self.rows, self.moved, strict=True))
         peaks = tuple(held.most for held in self.held) if self.known else None
         over = tuple(
@@ -388,8 +390,8 @@ class _Turn:
 
 
 def _turns(moved: Collection[_Stay]) -> list[_Turn]:
-    """O, D and L of a device in the order of its row. At one place memory is given back first: `_given` makes sure that
-    no pass waits for it. Copies follow by their time, as the engine takes them."""
+    """Return O, D and L of a device in the order of its row. At one position memory is freed first: `_given` makes sure
+    that no pass waits for it. Copies follow by time, as the engine takes them."""
     turns = []
     for stay in moved:
         at_once = stay.sent == stay.given
@@ -410,23 +412,23 @@ def _row(row: Sequence[Pass], moved: Collection[_Stay]) -> tuple[Pass, ...]:
             result.append(Pass(turns[done].kind, stay.stage, stay.microbatch, stay.slice))
             done += 1
         result.append(item)
-    assert done == len(turns), "every copy stands before a pass"
+    assert done == len(turns), "every copy comes before a pass"
     return tuple(result)
 
 
 ROUNDING = 1e-12
-"""Of bytes: what sums may be off by."""
+"""Rounding tolerance of sums of bytes."""
 
 _made = attrgetter("made")
 
 
 Times = list[list[float]]
-"""By device and place."""
+"""By device and position."""
 
 
 def _late_forwards(order: Order, costs: Costs) -> tuple[Times, Times, Times]:
-    """Starts and ends of all passes in the event model, but what devices run before their first backward as late as
-    nobody waits for it; and ends as early as can be."""
+    """Return starts and ends of all passes in the event model, with the passes before the first backward of a device as
+    late as possible without delaying others; and the earliest ends."""
     graph = Graph.of(order)
     takes = durations(order, graph, costs)
     times = run(order, graph, takes)
@@ -437,7 +439,7 @@ def _late_forwards(order: Order, costs: Costs) -> tuple[Times, Times, Times]:
     ]
     joins = _joins(order, graph, times)
     awaited_from = [inf] * (graph.size - passes)
-    """By transfer, when the first pass that waits for it starts."""
+    """By transfer, the start of the first pass that waits for it."""
     for number in reversed(times.happened):
         if number >= passes:
             continue
@@ -464,8 +466,8 @@ def _late_forwards(order: Order, costs: Costs) -> tuple[Times, Times, Times]:
 
 
 def _joins(order: Order, graph: Graph, times: Run) -> Times:
-    """By device, when its collectives begin: they wait for every member, which issues them behind the passes that ended
-    before."""
+    """Return, by device, when its collectives begin: they wait for every member, which issues them after its preceding
+    passes."""
     joins: Times = [[] for _ in range(order.devices)]
     for route, numbers in graph.by_route():
         if route.kind not in HOP_KINDS:

@@ -1,10 +1,10 @@
-"""The recompute transform: forwards of chosen stages keep their input only, and run again right before their backward.
+"""The recompute transform: forwards of given stages keep only their input, and run again right before their backward.
 
     2F0 ... 2B0         ->  2F0 ... 2R0 2B0
     2F0 ... 2I0 ... 2W0 ->  2F0 ... 2R0 2I0 ... 2W0
     (1F3;2B0)OVERLAP_F_B    ->  2R0 (1F3;2B0)OVERLAP_F_B
 
-A forward that runs as one with its own backward is not run twice.
+A forward in one pass with its own backward is not recomputed.
 R needs nothing from other devices: it runs while the gradient that its backward waits for is still on its way.
 """
 
@@ -19,9 +19,9 @@ from evenpipe.schedule.passes import ROLE, Kind, Pass, parts_of
 
 
 def add_recompute(order: Order, stages: Iterable[int] | None = None) -> Order:
-    """`order` with an R before each backward of `stages` (all by default) that has none.
+    """Return `order` with an R before each backward of `stages` (all by default) that has none.
 
-    An order that only evaluates is returned as it is. Raises InputError for a stage that there is not.
+    An order that only evaluates is returned unchanged. Raises InputError for a stage that does not exist.
     """
     chosen = set(range(order.placement.stages) if stages is None else stages)
     for stage in sorted(chosen):

@@ -1,4 +1,4 @@
-"""The vocabulary transform: put the passes of sharded embedding and output layers into any order.
+"""The vocabulary transform: add the passes of sharded embedding and output layers to any order.
 
 Every pass of the base order has a virtual time, its start when the base order runs alone. From there, with k barriers
 and the interval (the work of the busiest device per microbatch):
@@ -10,17 +10,17 @@ and the interval (the work of the busiest device per microbatch):
     E(i)        one interval before F(first, i)
     G(i)        one interval after B(first, i) as moved
 
-Each device sorted by virtual time is a correct order: no pass has an earlier time than what it needs, and where times
-are equal all devices rank passes alike. With equal costs and microbatches enough, the peak of a device grows by exactly
-k stage activations per stage that it holds. With unequal costs it may grow by more, and devices may wait for each other
-in every interval anew. So virtual times are also taken as wishes for `list_schedule`, in which each device runs the
-earliest pass that is ready, within that peak. The better of the two is the result: the one that keeps the peak, then
-the one with the shorter span, then with the shorter step.
+Sorting each device by virtual time gives a correct order: no pass has an earlier time than its needs, and all devices
+break ties in the same way. With equal costs and enough microbatches, the peak of a device grows by exactly k stage
+activations per stage that it holds. With unequal costs it may grow by more, and devices may wait for each other in
+every interval. So virtual times are also priorities for `list_schedule`, in which each device runs the earliest ready
+pass, within that peak. The result is the better of the two: the one that keeps the peak, then the one with the shorter
+span, then with the shorter step.
 
-An order for evaluation gets E, S and C, and C(i) an interval after S(i): nobody waits for it, and the statistics have
-all the time until then. Its lists have no peak to keep.
+An order for evaluation gets E, S and C, with C(i) an interval after S(i): no pass waits for it, so the statistics have
+time to arrive. Its lists have no memory limit.
 
-E and G put every device to work from the first moment of the step to the last: the span of a schedule whose devices
+With E and G, every device works from the start of the step to its end: the span of a schedule whose devices
 start and end at different times (zb-h1, zb-h2, zbv) grows to its makespan.
 
 Source: arXiv 2411.05288, section 5 (building blocks and their intervals) and appendix C (embedding).
@@ -47,20 +47,21 @@ from evenpipe.schedule.timing import Run, durations, run
 from .list_scheduling import Timed, list_schedule
 
 MOVED = frozenset({Kind.B, Kind.I, Kind.W, Kind.R, Kind.L})
-"""Passes that follow from the backward of the last stage, or prepare for what does."""
+"""Passes that follow from the backward of the last stage, or prepare for such passes."""
 
 INTERVAL = 2**20
-"""Virtual times are whole numbers, so many to an interval: rounding does not break ties, and half of it is exact."""
+"""Virtual times are whole numbers, with this many per interval: rounding does not break ties, and half an interval is
+exact."""
 
 Ranks = Mapping[Kind, int]
-"""Of passes that want the same time, the lower rank stands first. Passes of the base order have 1."""
+"""Of passes with the same virtual time, the lower rank comes first. Passes of the base order have rank 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """How passes stand by virtual time. ranks: by number of barriers, 0 for evaluation. backwards, weights, outputs:
-    intervals by which B and I, W, and T stand later than the rules say; rows that are run as they stand have none.
-    reserve: for list scheduling, what is added to every collective, in the mean work of a stage per microbatch."""
+    """Virtual times of passes. ranks: by number of barriers, 0 for evaluation. backwards, weights, outputs: intervals
+    by which B and I, W, and T come later than the rules above; 0 for rows that run unchanged. reserve: for list
+    scheduling, time added to every collective, in units of the mean work of a stage per microbatch."""
 
     ranks: Mapping[int, Ranks]
     backwards: float = 0
@@ -76,8 +77,8 @@ FIXED = Wishes(
         2: {Kind.E: 0, Kind.T: 2, Kind.S: 3, Kind.G: 4},
     }
 )
-"""For rows that are run as they stand. E comes before the base order: it needs nothing, and its rows have a way to go.
-The others come behind it: first what the backward of the last stage waits for, then S, then what nobody waits for."""
+"""For rows that run unchanged. E comes before the base order: it has no needs, and its rows travel far. The others come
+after it: first passes that the backward of the last stage waits for, then S, then passes that nobody waits for."""
 
 _EAGER = {
     0: {Kind.E: 0, Kind.S: 0, Kind.C: 3},
@@ -92,23 +93,21 @@ LISTS = {
     1: (_FILLING, Wishes(_EAGER), Wishes(_EAGER, weights=1, outputs=1)),
     2: (_FILLING, Wishes(_EAGER), Wishes(_EAGER, backwards=-1)),
 }
-"""For list scheduling, by number of barriers, 0 for evaluation. Nobody stands and waits, so what others wait for comes
-first. The first list is nearly always the best: weight gradients fill what the rest leaves, and collectives may take
-longer than foreseen (by 0.3 F) before anybody waits. The others, in turn, are for steps that it leaves longer than the
-base order's and the vocabulary passes, by more than a thousandth; the third keeps more between S and T, or gives the
-second barrier no time of its own."""
+"""For list scheduling, by number of barriers, 0 for evaluation. No device is idle by plan, so passes that others wait
+for come first. The first entry is nearly always the best: weight gradients fill the gaps, and collectives may take
+longer than expected (by 0.3 F) before a device waits. The others are tried if the step is longer than the base order
+plus the vocabulary passes by more than a thousandth; the third keeps more between S and T, or gives the second barrier
+no time of its own."""
 
 
 @collecting_nothing()
 def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> Order:
-    """`order` with E, S, C, T and G on every device, and 1 barrier (vocab-2) or 2 (vocab-1).
+    """Return `order` with E, S, C, T and G on every device, and 1 barrier (vocab-2) or 2 (vocab-1).
 
-    An order that only evaluates gets E, S and C; its barrier is one.
-    `costs` (equal stages by default) decide where passes stand; vocabulary passes without a time there take none.
-    No device holds more stage activations than `peak_limits`, unless `order` offloads or recomputes: such orders are
-    sorted in any case.
-    Raises InputError when the order already has vocabulary passes or has torch's sharding passes, when it takes no
-    time, and for another number of barriers.
+    An order that only evaluates gets E, S and C; its barrier is one. `costs` (equal stages by default) decide the
+    positions; vocabulary passes without a time take 0. No device holds more stage activations than `peak_limits`,
+    unless `order` offloads or recomputes: such orders are sorted in any case. Raises InputError if the order already
+    has vocabulary passes or torch's sharding passes, if all its costs are 0, and for another number of barriers.
     """
     if barriers not in ((1,) if order.forward_only else (1, 2)):
         accepted = "1, as for every evaluation" if order.forward_only else "1 (vocab-2) or 2 (vocab-1)"
@@ -133,8 +132,8 @@ def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> O
 
 
 def apart_at_the_loss(order: Order) -> Order:
-    """`order`, with the parts of a joint pass one by one where it runs F and B of the last stage for one microbatch:
-    vocabulary passes come between these."""
+    """Return `order` with a joint pass split into its parts where it runs F and B of the last stage for one microbatch:
+    vocabulary passes come between them."""
     last = order.placement.stages - 1
 
     def splits(item: Pass) -> bool:
@@ -151,13 +150,14 @@ def apart_at_the_loss(order: Order) -> Order:
 
 
 def peak_limits(order: Order, barriers: int) -> list[int]:
-    """Per device, the stage activations it may hold: those of `order`, and one per barrier and stage of the device."""
+    """Return, per device, the stage activations it may hold: those of `order`, plus one per barrier and stage of the
+    device."""
     stages = map(order.placement.stages_of, range(order.devices))
     return [int(peak_activations(order.passes(device))) + barriers * len(held) for device, held in enumerate(stages)]
 
 
 def _vocabulary_work(order: Order, barriers: int, costs: Costs) -> float:
-    """The time of the vocabulary passes in one step, on the device that has the most of it."""
+    """Return the time of the vocabulary passes in one step, on the device that has the most of it."""
     times = costs.device_times(order.placement)
     kinds = vocabulary_kinds(barriers, order.forward_only)
     return order.microbatches * max(map(sum, zip(*(times[kind] or () for kind in kinds), strict=True)))
@@ -165,13 +165,13 @@ def _vocabulary_work(order: Order, barriers: int, costs: Costs) -> float:
 
 @dataclass(frozen=True, slots=True)
 class VirtualTimes:
-    """Where every pass wants to stand.
+    """Virtual time of every pass.
 
     passes: every pass once: those of the base order as the event model ran them, then one per kind and microbatch of
-    the vocabulary passes, which all devices share. A place is one whole number, of time, rank and index in `passes`;
-    places sort as passes should stand. forwards, backwards, weights: per device, the places of F and O, of what follows
-    from a backward, and of W. vocabulary: (time, kind, index). makespan: of the base order. stage_work: what a stage
-    does per microbatch, on average.
+    the vocabulary passes, which all devices share. A place is one whole number made of time, rank and index in
+    `passes`; sorted places give the order of passes. forwards, backwards, weights: per device, the places of F and O,
+    of passes that follow from a backward, and of W. vocabulary: (time, kind, index). makespan: of the base order.
+    stage_work: mean work of a stage per microbatch.
     """
 
     order: Order
@@ -186,7 +186,7 @@ class VirtualTimes:
 
     @classmethod
     def of(cls, order: Order, barriers: int, costs: Costs) -> VirtualTimes:
-        """Those of `order` by the rules above."""
+        """Return the virtual times of `order` by the rules above."""
         if order.barriers:
             raise InputError(f"the order has vocabulary passes already, with {order.barriers} barriers")
         graph = Graph.of(order)
@@ -224,7 +224,7 @@ class VirtualTimes:
         return cls(order, barriers, passes, forwards, backwards, weights, vocabulary, makespan, stage_work)
 
     def sort(self, wishes: Wishes) -> Order:
-        """Each device's passes by virtual time, then by rank; what is equal in both stands as it happened."""
+        """Return each device's passes by virtual time, then by rank; ties keep the order of the event model."""
         order, passes, at = self.order, self.passes, (1 << _INDEX_BITS) - 1
         rank = wishes.ranks[0 if order.forward_only else self.barriers]
         later = [
@@ -248,7 +248,7 @@ def _empty_rows(devices: int) -> list[list[int]]:
 
 
 def _companions(part: Pass, start: int, end: int, order: Order, barriers: int) -> Iterator[tuple[int, Pass]]:
-    """Time and pass of each vocabulary pass that goes by `part`, which runs from `start` to `end`."""
+    """Return time and pass of each vocabulary pass derived from `part`, which runs from `start` to `end`."""
     microbatch = part.microbatch
     if part.kind is Kind.F and part.stage == 0:
         yield start - INTERVAL, Pass(Kind.E, None, microbatch)
@@ -265,7 +265,7 @@ def _companions(part: Pass, start: int, end: int, order: Order, barriers: int) -
 
 
 def interval_of(order: Order, graph: Graph, times: Run) -> float:
-    """Work of the busiest device per microbatch, without vocabulary passes."""
+    """Return the work of the busiest device per microbatch, without vocabulary passes."""
     work = [0.0] * order.devices
     for number, (device, item) in enumerate(zip(graph.device_of, graph.items, strict=True)):
         if item.kind not in VOCABULARY_KINDS:

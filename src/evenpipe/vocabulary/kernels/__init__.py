@@ -1,8 +1,8 @@
-"""What works on rows of logits and of hidden states between the matrix products of S, C and T.
+"""Implementations for rows of logits and of hidden states, between the matrix products of S, C and T.
 
 Two versions: operations of torch (plain.py), which run anywhere, and Triton's kernels (rows.py, triton_kernels.py),
 which read every logit once from the product and write every exponential once. Their results agree to rounding; each
-gives the same bits every time, but for `add_label_rows` of torch on a GPU, where `index_add_` adds in any order.
+gives the same bits every time, except `add_label_rows` of torch on a GPU, where `index_add_` adds in any order.
 """
 
 from __future__ import annotations
@@ -24,34 +24,35 @@ from evenpipe.vocabulary.state import OutputState
 
 @dataclass(frozen=True, slots=True)
 class Rooms:
-    """Where the exponentials of some tokens and columns are made: all [tokens, columns]."""
+    """Memory for the exponentials of some tokens and columns: all [tokens, columns]."""
 
     logits: Tensor
-    """What the product gave: X W^T, overwritten."""
+    """The product X W^T, which is overwritten."""
     exponentials: Tensor
     """May be the same memory as `logits`. With a soft-cap the exponentials are stored times its derivative D."""
     derivative: Tensor | None
-    """Room for D, where it is wanted by itself."""
+    """Memory for D, if it is needed separately."""
     bias: Tensor | None
     """[columns]."""
 
 
 class Kernels(Protocol):
-    """Letters as in output.py. Tokens are valid ones; what is [tokens] in `Combined` counts all."""
+    """Letters as in output.py. Tokens are valid ones; tensors with [tokens] in `Combined` count all."""
 
     by_column: bool
-    """Does it want targets by column (see `Targets`)?"""
+    """Whether it needs targets by column (see `Targets`)."""
 
     def tokens_at_once(self, tokens: int, columns: int, like: Tensor) -> int:
-        """How many of a block's tokens `exponentials` works on at a time."""
+        """Return how many of a block's tokens `exponentials` processes at a time."""
 
     def exponentials(
         self, rooms: Rooms, first: int, statistics: Tensor, state: OutputState, *, gradients: bool
     ) -> None:
-        """A block of logits, of tokens `first` and on, to statistics [tokens, k] and, for gradients, exponentials."""
+        """Convert a block of logits, of tokens from `first` on, to statistics [tokens, k] and, for gradients,
+        exponentials."""
 
     def exponentials_again(self, rooms: Rooms, first_column: int, maximum: Tensor, state: OutputState) -> None:
-        """Logits of all tokens and the shard's columns from `first_column` on to the exponentials of before.
+        """Convert logits of all tokens and the shard's columns from `first_column` on to the same exponentials again.
 
         maximum: [tokens], of the whole shard.
         """
@@ -69,12 +70,13 @@ class Kernels(Protocol):
         product: Tensor,
         derivative_product: Tensor | None,
     ) -> Tensor:
-        """dX = r A + u (D W) + c W[target], [all tokens, hidden_size], zero at ignored ones; may overwrite A."""
+        """Compute dX = r A + u (D W) + c W[target], [all tokens, hidden_size], zero at ignored ones; may overwrite
+        A."""
 
     def scaled_hidden(
         self, state: OutputState, combined: Combined, hidden: Tensor, dtype: torch.dtype, *, of_derivative: bool
     ) -> tuple[Tensor, Tensor]:
-        """r X (or u X) in the dtype of exponentials, and r (or u), [tokens]."""
+        """Return r X (or u X) in the dtype of exponentials, and r (or u), [tokens]."""
 
     def add_label_rows(
         self,
@@ -88,7 +90,7 @@ class Kernels(Protocol):
 
 
 def interpreted() -> bool:
-    """Does Triton run its kernels on the CPU, one operation at a time ("TRITON_INTERPRET=1")?"""
+    """Return whether Triton runs its kernels on the CPU, one operation at a time ("TRITON_INTERPRET=1")."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -98,9 +100,9 @@ def _has_triton() -> bool:
 
 
 def choose(options: LossOptions, like: Tensor) -> Kernels:
-    """The version that `options.kernels` asks for, for tensors on the device of `like`.
+    """Return the version that `options.kernels` selects, for tensors on the device of `like`.
 
-    Raises InputError where Triton is asked for and cannot run.
+    Raises InputError if Triton is selected and cannot run.
     """
     from evenpipe.vocabulary.kernels.plain import PlainKernels
 
@@ -110,7 +112,7 @@ def choose(options: LossOptions, like: Tensor) -> Kernels:
     if wanted == "torch":
         return PlainKernels()
     if not _has_triton():
-        raise InputError('kernels is "triton", which is not installed; "auto" and "torch" do without it.')
+        raise InputError('kernels is "triton", which is not installed; "auto" and "torch" work without it.')
     if not (like.is_cuda or interpreted()):
         raise InputError(
             f'kernels is "triton", but the tensors are on {like.device.type!r}, not on a GPU; "auto" or "torch" run'

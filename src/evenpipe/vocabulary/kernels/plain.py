@@ -1,7 +1,7 @@
 """Operations of torch on rows of logits.
 
-On a CPU the chain from logits to exponentials goes over a few rows at a time, which stay in the processor's cache: over
-a whole block each operation would read and write main memory. Setting the few target columns by index is cheaper than
+On a CPU the steps from logits to exponentials process a few rows at a time, which stay in the processor's cache: for a
+whole block each operation would read and write main memory. Setting the few target columns by index is cheaper than
 masking a block.
 """
 
@@ -20,11 +20,11 @@ from evenpipe.vocabulary.targets import Owned
 
 LOG2_E = 1.0 / math.log(2.0)
 CACHED_LOGITS = 256 * 1024
-"""Logits that are worked on at a time on a CPU: 1 MiB in fp32, the second-level cache of a core."""
+"""Logits that are processed at a time on a CPU: 1 MiB in fp32, the second-level cache of a core."""
 
 
 def cached_rows(rows: int, columns: int) -> int:
-    """Rows of so many columns that are worked on at a time on a CPU."""
+    """Return how many rows of this many columns are processed at a time on a CPU."""
     return max(1, min(rows, CACHED_LOGITS // max(1, columns)))
 
 
@@ -34,13 +34,13 @@ class PlainKernels:
     by_column = False
 
     def tokens_at_once(self, tokens: int, columns: int, like: Tensor) -> int:
-        """All on a GPU, where every operation is a launch of its own."""
+        """All on a GPU, where every operation is a separate launch."""
         return cached_rows(tokens, columns) if like.device.type == "cpu" else tokens
 
     def exponentials(
         self, rooms: Rooms, first: int, statistics: Tensor, state: OutputState, *, gradients: bool
     ) -> None:
-        """Part after part of the block."""
+        """Part by part of the block."""
         tokens = rooms.logits.shape[0]
         with _Work(rooms, state, statistics.dtype, gradients=gradients) as work:
             for start in range(0, tokens, work.size):
@@ -52,7 +52,7 @@ class PlainKernels:
                     work.store(values, slope, part)
 
     def exponentials_again(self, rooms: Rooms, first_column: int, maximum: Tensor, state: OutputState) -> None:
-        """Part after part, and zeros at the targets at last."""
+        """Part by part, with zeros at the targets at the end."""
         tokens, columns = rooms.exponentials.shape
         with _Work(rooms, state, maximum.dtype, gradients=True) as work:
             for start in range(0, tokens, work.size):
@@ -69,7 +69,7 @@ class PlainKernels:
     def combine(
         self, statistics: Tensor, token_weights: Tensor, labels: Tensor, options: LossOptions, vocabulary: int
     ) -> Combined:
-        """In fp64, on numbers per token and shard only."""
+        """In fp64, only on numbers per token and shard."""
         return combine_plainly(statistics, token_weights, labels, options, vocabulary)
 
     def hidden_gradient(
@@ -128,14 +128,14 @@ class PlainKernels:
 
 
 def _others(state: OutputState, combined: Combined) -> Tensor:
-    """r: what multiplies this shard's exponentials, [valid tokens]."""
+    """Return r, the factor on this shard's exponentials, [valid tokens]."""
     assert state.maximum is not None
     maximum = state.targets.select(combined.maximum)
     return state.targets.select(combined.others) * torch.exp(state.maximum - maximum)
 
 
 class _Work:
-    """Rooms for a part of a block: logits in the accumulator dtype, and the derivative of the soft-cap."""
+    """Memory for a part of a block: logits in the accumulator dtype, and the derivative of the soft-cap."""
 
     def __init__(self, rooms: Rooms, state: OutputState, dtype: torch.dtype, *, gradients: bool) -> None:
         like, buffers = rooms.logits, state.buffers
@@ -155,7 +155,7 @@ class _Work:
         self._buffers.give(self._slope)
 
     def logits_of(self, part: slice) -> tuple[Tensor, Tensor | None]:
-        """Logits of some tokens with bias, scale and soft-cap; and the derivative of the soft-cap."""
+        """Return logits of some tokens with bias, scale and soft-cap; and the derivative of the soft-cap."""
         values = self._rooms.logits[part]
         size = values.shape[0]
         if self._values is not None:
@@ -170,7 +170,7 @@ class _Work:
         return values, slope
 
     def store(self, values: Tensor, slope: Tensor | None, part: slice) -> None:
-        """Where they are wanted, in the dtype that they are kept in."""
+        """Store them in their place, in the dtype of kept exponentials."""
         exponentials = self._rooms.exponentials[part]
         if slope is not None:
             values.mul_(slope)

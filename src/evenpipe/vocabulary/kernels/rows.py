@@ -1,9 +1,9 @@
 """Triton's kernels: one program per row, no atomics, so that every run gives the same bits.
 
 Sums are in the dtype of the accumulators (fp32, or fp64 for fp64), the statistics of all shards are combined in fp64.
-Offsets are int64: tokens times rows of a shard may be more than 2^31. Numbers that belong to a model (scale, soft-cap,
-smoothing) are compiled in: as arguments Triton would round them to fp32. Matrices are given with the stride of their
-rows; the numbers of a row are neighbours.
+Offsets are int64: tokens times rows of a shard may be more than 2^31. Constants of a model (scale, soft-cap, smoothing)
+are compiled in: as arguments Triton would round them to fp32. Matrices are given with their row stride; the numbers of
+a row are contiguous.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from evenpipe.vocabulary import combination, targets
 
-# A kernel reads names of its module only if they are constants of Triton's.
+# A kernel can read names of its module only if they are Triton constants.
 IGNORED = tl.constexpr(targets.IGNORED)
 MAXIMUM = tl.constexpr(combination.MAXIMUM)
 SUM = tl.constexpr(combination.SUM)
@@ -25,7 +25,7 @@ WEIGHTED = tl.constexpr(combination.WEIGHTED)
 
 @triton.jit
 def _logits(logits, bias, offsets, there, inside, TYPE: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Some numbers of a row of X W^T, with bias and scale."""
+    """Return some numbers of a row of X W^T, with bias and scale."""
     values = tl.load(logits + offsets, mask=there, other=0.0).to(TYPE)
     if HAS_BIAS:
         values += tl.load(bias + offsets, mask=inside, other=0.0).to(TYPE)
@@ -34,7 +34,7 @@ def _logits(logits, bias, offsets, there, inside, TYPE: tl.constexpr, SCALE: tl.
 
 @triton.jit
 def _soft_cap(values, CAP: tl.constexpr):
-    """CAP tanh(values / CAP), and its derivative, without a difference of numbers that are nearly one."""
+    """Return CAP tanh(values / CAP), and its derivative, without subtracting from numbers close to one."""
     small = tl.exp(-2.0 * tl.abs(values) / CAP)
     capped = CAP * (1.0 - small) / (1.0 + small)
     return tl.where(values < 0.0, -capped, capped), 4.0 * small / ((1.0 + small) * (1.0 + small))
@@ -63,11 +63,11 @@ def exponentials_of_rows(
     STORES_DERIVATIVE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Logits of a token to exp(z - maximum of the others), 0 at the target, and to its statistics.
+    """Convert logits of a token to exp(z - maximum of the others), 0 at the target, and to its statistics.
 
-    CAP: 0 is none. NUMBERS: of the statistics per token. SIZE: columns at a time. width: columns that every room has
-    memory for, at least `columns`. What stands behind these is undefined, and is only touched because a whole number of
-    vectors is read and written faster.
+    CAP: 0 means no soft-cap. NUMBERS: statistics per token. SIZE: columns at a time. width: columns that every buffer
+    has memory for, at least `columns`. The content beyond `columns` is undefined, and is only touched because whole
+    vectors are faster to read and write.
     """
     row = tl.program_id(0).to(tl.int64)
     TYPE = statistics.dtype.element_ty
@@ -146,7 +146,7 @@ def exponentials_again(
     STORES_DERIVATIVE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """The exponentials of a token a second time, for the columns of the shard from `first_column` on."""
+    """Compute the exponentials of a token again, for the columns of the shard from `first_column` on."""
     row = tl.program_id(0).to(tl.int64)
     TYPE = maxima.dtype.element_ty
     logits += row * logits_stride
@@ -173,7 +173,7 @@ def exponentials_again(
 
 @triton.jit
 def _log_of_one_plus(x):
-    """log(1 + x), with as many good digits for a small x as for a large one (W. Kahan)."""
+    """Return log(1 + x), with as many correct digits for a small x as for a large one (W. Kahan)."""
     rounded = 1.0 + x
     difference = rounded - 1.0
     safe = tl.where(difference == 0.0, 1.0, difference)
@@ -199,7 +199,7 @@ def combine_rows(
     SIZE: tl.constexpr,
 ):
     """See combination.py. statistics: [shards, tokens, NUMBERS]; results: one row of tokens for each of losses,
-    log-probabilities, log-sum-exp, maximum, others, target and, where they are wanted, uniform and entropies.
+    log-probabilities, log-sum-exp, maximum, others, target and, if wanted, uniform and entropies.
     """
     offsets = (tl.program_id(0) * SIZE + tl.arange(0, SIZE)).to(tl.int64)
     inside = offsets < tokens
@@ -271,7 +271,7 @@ def combine_rows(
 
 @triton.jit
 def _token_of(row, valid, HAS_VALID: tl.constexpr):
-    """Where a valid token stands among all."""
+    """Return the position of a valid token among all."""
     if HAS_VALID:
         return tl.load(valid + row)
     else:
@@ -280,7 +280,7 @@ def _token_of(row, valid, HAS_VALID: tl.constexpr):
 
 @triton.jit
 def _of_exponentials(row, token, others, maximum, own_maximum):
-    """r: what multiplies a shard's exponentials of a token."""
+    """Return r, the factor on a shard's exponentials of a token."""
     return tl.load(others + token) * tl.exp(tl.load(own_maximum + row) - tl.load(maximum + token))
 
 
@@ -350,7 +350,7 @@ def scaled_rows(
     else:
         coefficient = _of_exponentials(row, token, others, maximum, own_maximum)
     x = tl.load(hidden + row * hidden_stride + offsets, mask=inside, other=0.0).to(coefficient.dtype)
-    # Whatever stands in the hidden states of an ignored token must reach nothing: 0 times NaN is NaN.
+    # The hidden states of an ignored token must reach nothing: 0 times NaN is NaN.
     x = tl.where(tl.load(target_columns + row) == IGNORED, 0.0, x * coefficient)
     tl.store(scaled + row * hidden_size + offsets, x.to(scaled.dtype.element_ty), mask=inside)
     if tl.program_id(1) == 0:
@@ -379,8 +379,8 @@ def add_label_rows(
     """Add c X of all tokens with one target to its row of the gradient, SIZE numbers of it.
 
     entry_rows, entry_columns: [entries], sorted by columns and then by rows. The program of a column's first entry adds
-    them all up, ENTRIES at a time: in text one token in twenty has the same target. The others have nothing to do, and
-    neither has that of a negative column.
+    them all up, ENTRIES at a time: in text one token in twenty has the same target. The others, and the program of a
+    negative column, do nothing.
     """
     entry = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * SIZE + tl.arange(0, SIZE)

@@ -15,17 +15,18 @@ from evenpipe.vocabulary.options import LossOptions
 from evenpipe.vocabulary.state import OutputState
 
 COLUMNS_AT_ONCE = 4096
-"""Of a row of logits, with 16 warps: 8 numbers per thread, so that a Hopper multiprocessor has registers for three rows
-at a time (twice as many numbers leave room for one). Fixed, not tuned on the fly: the kernels are bound by the memory
-behind them, and a choice that depends on a measurement would change the bits of sums from run to run."""
+"""Columns of a row of logits at a time, with 16 warps: 8 numbers per thread, so that a Hopper multiprocessor has
+registers for three rows at a time (twice as many numbers leave room for one). Fixed, not autotuned: the kernels are
+limited by memory bandwidth, and a choice that depends on a measurement would change the bits of sums from run to
+run."""
 HIDDEN_AT_ONCE = 2048
 LABELS_AT_ONCE = 8
-"""Of one target, with a quarter of HIDDEN_AT_ONCE numbers of each."""
+"""Tokens of one target at a time, with a quarter of HIDDEN_AT_ONCE numbers of each."""
 TOKENS_AT_ONCE = 128
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **compiled: Any) -> None:
-    """Every launch goes through here: on the GPU of its tensors, which need not be the current one."""
+    """Launch a kernel on the GPU of its tensors, which need not be the current one."""
     if all(grid):
         like = next(argument for argument in arguments if isinstance(argument, Tensor))
         with torch.cuda.device(like.device if like.is_cuda else -1):
@@ -35,7 +36,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **c
 def _launch_over_hidden(
     kernel: Any, rows: int, hidden_size: int, *arguments: Any, at_once: int | None = None, **compiled: Any
 ) -> None:
-    """A program for each row and each piece of its numbers."""
+    """Launch a program for each row and each piece of its numbers."""
     size = _size(hidden_size, at_once or HIDDEN_AT_ONCE)
     _launch(kernel, (rows, triton.cdiv(hidden_size, size)), *arguments, warps=4, SIZE=size, **compiled)
 
@@ -56,7 +57,7 @@ class TritonKernels:
     def exponentials(
         self, rooms: Rooms, first: int, statistics: Tensor, state: OutputState, *, gradients: bool
     ) -> None:
-        """One launch, which reads the logits twice: the second time from the cache where a block fits in."""
+        """One launch, which reads the logits twice: the second time from the cache if a block fits."""
         column = state.targets.column
         assert column is not None
         tokens, columns = rooms.logits.shape
@@ -136,7 +137,7 @@ class TritonKernels:
         product: Tensor,
         derivative_product: Tensor | None,
     ) -> Tensor:
-        """One launch; in place in A, unless tokens were left out."""
+        """One launch; in place in A, unless tokens were removed."""
         tokens, hidden_size = product.shape
         valid = state.targets.valid
         gradient = product if valid is None else product.new_zeros(state.targets.tokens, hidden_size)
@@ -200,7 +201,7 @@ class TritonKernels:
         weight_gradient: Tensor | None,
         bias_gradient: Tensor | None,
     ) -> None:
-        """One launch; the tokens of one target always in the same order."""
+        """One launch; always in the same order for the tokens of one target."""
         if weight_gradient is None and bias_gradient is None:
             return
         owned, hidden_size = state.targets.owned, hidden.shape[1]
@@ -229,14 +230,14 @@ class TritonKernels:
 
 
 def _places(rooms: Rooms) -> tuple[int, int, int, int]:
-    """Columns that all rooms have memory for, and the strides of their rows."""
+    """Return the columns that all buffers have memory for, and their row strides."""
     given = [room for room in (rooms.logits, rooms.exponentials, rooms.derivative) if room is not None]
     derivative = 0 if rooms.derivative is None else rooms.derivative.stride(0)
     return min(room.stride(0) for room in given), rooms.logits.stride(0), rooms.exponentials.stride(0), derivative
 
 
 def _of_logits(options: LossOptions, rooms: Rooms, columns: int) -> dict[str, Any]:
-    """What both kernels that make exponentials are compiled for."""
+    """Return the compile-time constants of both kernels that compute exponentials."""
     return {
         "warps": 16,
         "SCALE": options.logit_scale,
