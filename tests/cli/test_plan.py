@@ -79,7 +79,7 @@ def test_a_table_with_what_binds_each_plan(capsys: pytest.CaptureFixture[str]) -
     assert out.startswith("4 GPUs (H100-80G, 79.1 GiB), 32 sequences of 2048 tokens per step:")
     lines = out.splitlines()
     assert lines[2].split() == ["plan", "step", "tokens/s", "MFU", "most", "memory", "recomputed"]
-    assert len([line for line in lines if "limited by" in line]) == 3
+    assert len([line for line in lines if "limits:" in line]) == 3
 
 
 def test_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,8 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     batch.add_argument("--microbatch-size", metavar="N", type=int, default=1, help="sequences (default: 1)")
     batch.add_argument("--microbatches", metavar="M", type=int, help="of a step and replica (default: 4 per device)")
     batch.add_argument("--schedule", metavar="NAME|FILE.csv", default="1f1b", help="default: %(default)s")
-    batch.add_argument("--stages-per-device", metavar="V", type=int, help="for schedules that leave a choice")
-    batch.add_argument("--group-size", metavar="G", type=int, help="microbatches that a device takes in turn, likewise")
+    batch.add_argument(
+        "--stages-per-device", metavar="V", type=int, help="stages per device, for schedules that leave a choice"
+    )
+    batch.add_argument(
+        "--group-size", metavar="G", type=int, help="microbatches that a device takes in turn, for interleaved and gis"
+    )
     batch.add_argument(
         "--memory-limit",
         metavar="K[,K...]",

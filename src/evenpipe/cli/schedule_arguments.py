@@ -71,9 +71,11 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
         help="several schedules side by side, after --schedule if given; 'all': every name",
     )
     add_size(parser, required=False)
-    parser.add_argument("--stages-per-device", metavar="V", type=int, help="for schedules that leave a choice")
     parser.add_argument(
-        "--group-size", metavar="G", type=int, help="microbatches that a device takes in turn, likewise"
+        "--stages-per-device", metavar="V", type=int, help="stages per device, for schedules that leave a choice"
+    )
+    parser.add_argument(
+        "--group-size", metavar="G", type=int, help="microbatches that a device takes in turn, for interleaved and gis"
     )
     add_memory_limit(parser, "most stage activations that a device may hold, for schedules that have this option")
     parser.add_argument(
@@ -90,7 +92,7 @@ def add_offload(parser: argparse._ActionsContainer) -> None:
     """Add `--offload`, for `offload`."""
     parser.add_argument(
         "--offload",
-        metavar="WHAT",
+        metavar="CHOICE",
         default="scheduled",
         help="activations for the host: free (all that lower the peak without costing time), all (enough to reach"
         " the lowest possible peak), a number (enough to stay below that many bytes, with the sizes of --costs),"

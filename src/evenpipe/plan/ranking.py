@@ -163,7 +163,7 @@ class Ranking:
             ).rstrip()
         yield ""
         for place, plan in enumerate(self.plans, 1):
-            yield f"{place:>{widths[0]}}  limited by {binding(problem, plan)}"
+            yield f"{place:>{widths[0]}}  limits: {binding(problem, plan)}"
 
     def _gains(self) -> Iterator[str]:
         compared = gains(self.found)
