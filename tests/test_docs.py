@@ -17,7 +17,12 @@ sys.path.insert(0, str(ROOT / "tools"))
 from outputs import PAGES, render  # noqa: E402
 
 NAMES = [page.name for page in PAGES]
-SLOW = {"index.md", "long_runs.md", "measurements.md", "memory.md", "offload.md"} | {
+SLOW = {
+    "index.md",
+    "long_runs.md",
+    "measurements.md",
+    "memory.md",
+    "offload.md",
     "optimizers.md",
     "own_data_and_model.md",
 }
