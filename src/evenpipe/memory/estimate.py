@@ -165,6 +165,7 @@ def estimate(
     hardware: Hardware | None = None,
     memory: int | None = None,
     framework: Framework | None = None,
+    optimizer: str = "adamw",
     offloaded: float = 0.0,
     foreach: bool = False,
     traced: bool = False,
@@ -187,6 +188,7 @@ def estimate(
         hardware: None: some NVIDIA GPU.
         memory: bytes of a card; None: those of the hardware. Without either there is no verdict.
         framework: None: the one that the preset of kernels belongs to.
+        optimizer: "adamw", "muon", "adafactor" or "sgd" with momentum.
         offloaded: share of the optimizer's state that is in the host's memory.
         foreach: the optimizer works on all tensors at a time (a fused one does not).
         traced: run the stages without memory instead of closed forms; without tensor and context parallelism only.
@@ -227,6 +229,7 @@ def estimate(
         vocabulary=plan.mode,
         on_cpu=on_cpu,
         overheads=overheads_of(hardware),
+        optimizer=optimizer,
         offloaded=offloaded,
         foreach=foreach,
         traced=traced,

@@ -69,8 +69,8 @@ class Muon(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         self._held = {one.parameter: one for one in pipeline.held_parameters() if one.parameter.requires_grad}
-        is_matrix = matrices_of_layers(pipeline)
-        matrices = [one.parameter for one in self._held.values() if is_matrix(one)]
+        of_layer = matrices_of_layers(pipeline)
+        matrices = [one.parameter for one in self._held.values() if of_layer(one)]
         chosen = set(matrices)
         others = [parameter for parameter in self._held if parameter not in chosen]
         options = checked_options(lr=lr, weight_decay=weight_decay, adjust_lr_fn=adjust_lr_fn, **options)
@@ -125,13 +125,18 @@ def matrices_of_layers(pipeline: Pipeline) -> Callable[[HeldParameter], bool]:
     """Whether Muon is for a parameter."""
     skeleton, layers = pipeline.description.skeleton, f"{pipeline.description.structure.layers_name}."
 
-    def is_matrix(held: HeldParameter) -> bool:
+    def of_layer(held: HeldParameter) -> bool:
         path, _, leaf = held.name.rpartition(".")
-        if not held.name.startswith(layers) or isinstance(skeleton.get_submodule(path), _NO_MATRICES):
-            return False
-        return len(held.shape) == 3 or (len(held.shape) == 2 and leaf == "weight")
+        return held.name.startswith(layers) and is_matrix(skeleton.get_submodule(path), leaf, len(held.shape))
 
-    return is_matrix
+    return of_layer
+
+
+def is_matrix(module: nn.Module, name: str, dimensions: int) -> bool:
+    """Whether a parameter of a module of a layer, its name in that module, is a matrix or several stacked ones."""
+    if isinstance(module, _NO_MATRICES):
+        return False
+    return dimensions == 3 or (dimensions == 2 and name == "weight")
 
 
 def orthogonalise(
