@@ -27,6 +27,7 @@ from test_gradients import described
 from torch import Tensor, nn
 from torch.nn import functional
 
+import evenpipe
 from evenpipe import Pipeline
 from evenpipe.model import describe
 from evenpipe.train.config import OptimizerConfig
@@ -360,3 +361,32 @@ def through_layouts_with(names: list[str], folder: Path) -> list[str]:
 def test_an_optimizer_goes_on_in_other_layouts(tmp_path: Path) -> None:
     faults = run_processes(through_layouts_with, 4, ["muon", "adafactor", "sgd"], tmp_path, timeout_seconds=120)
     assert not faults[0], "\n".join(faults[0])
+
+
+def own_loop(folder: Path, kind: str, mode: str, until: int) -> list[tuple[float, list[float]]]:
+    """A loop of one's own, with a scheduler of torch: loss and rates of its steps."""
+    pipeline = make(Layout(dist.get_world_size(), mode))
+    optimizer = getattr(evenpipe, kind)(pipeline, lr=RATE)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    step, rows = 0, []
+    checkpoint = evenpipe.newest_checkpoint(folder)
+    if checkpoint is not None:
+        pipeline.load_checkpoint(checkpoint, optimizer, scheduler)
+        step = checkpoint.step
+    for batch in reference.batches(VOCABULARY, SEQUENCES, TOKENS, 4)[step:until]:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        rows.append((take_step(pipeline, optimizer, batch), rates))
+        scheduler.step()
+    pipeline.save_checkpoint(folder, until, optimizer, scheduler)
+    pipeline.close()
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
+def test_a_loop_of_ones_own_has_them_with_schedulers_of_torch(tmp_path: Path, kind: str) -> None:
+    whole = run_processes(own_loop, 1, tmp_path / "whole", kind, "vocab-2", 4)[0]
+    rows = run_processes(own_loop, 3, tmp_path / "parts", kind, "vocab-2", 2)[0]
+    rows += run_processes(own_loop, 2, tmp_path / "parts", kind, "first-last", 4)[1]
+    assert [rates for _, rates in rows] == [rates for _, rates in whole]
+    assert [rates[0] for _, rates in rows] == pytest.approx([RATE / (1 + step) for step in range(4)])
+    assert [loss for loss, _ in rows] == pytest.approx([loss for loss, _ in whole], rel=1e-8)
