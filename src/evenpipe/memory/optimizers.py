@@ -99,15 +99,17 @@ def step_counters(optimizer: str, trained: Trained) -> int:
 def bytes_in_step(optimizer: str, trained: Trained, *, master: int, shards: int) -> int:
     """At most, beside state.
 
-    Muon has two matrices under way: the momentum of both in bf16, and four copies of one while it is orthogonalised.
-    Adafactor has the updates of a bucket, or of one parameter where parameters are whole.
+    Muon has the momentum of a matrix in bf16, and four more copies of it while it is orthogonalised; in shards, twice
+    the rows of as many matrices as there are shards, and a whole one with each. Adafactor has the updates of a bucket,
+    or of one parameter where parameters are whole.
 
     Args:
         master: bytes of an element of the parameters.
         shards: over how many replicas parameters are spread.
     """
     if optimizer == "muon":
-        return 4 * trained.largest_matrix + 8 * min(trained.largest_matrix, _AT_ONCE)
+        momentum = (2 if shards == 1 else 8) * trained.largest_matrix
+        return momentum + 8 * min(trained.largest_matrix, _AT_ONCE)
     if optimizer == "adafactor":
         most = trained.largest if shards == 1 else min(trained.elements, _BUCKET + trained.largest)
         return master * -(-most // shards)

@@ -24,33 +24,48 @@ class HeldParameter:
     """Of the processes that its rows are spread over, this one among them; None: it is held whole."""
 
 
-class WholeMatrix:
-    """Rows that are spread over replicas by `torch.chunk`'s rule, on their way to all of them.
+class Visit:
+    """A matrix whose rows are spread over replicas by `torch.chunk`'s rule, whole on one of them for a while.
+
+    Every process of the communicator does the same, in the same order.
 
     Args:
         rows: those of this process, perhaps none.
-        held: the parameter that they are shaped like. Every process of its communicator does this, in the same order.
+        held: the parameter that they are shaped like.
+        host: where it is whole, by its place among the members.
     """
 
-    def __init__(self, rows: Tensor, held: HeldParameter) -> None:
+    def __init__(self, rows: Tensor, held: HeldParameter, host: int) -> None:
         communicator = held.communicator
         assert communicator is not None
-        self._rows, self._count = held.shape[0], len(rows)
-        chunk = -(-self._rows // len(communicator.members))
-        self._first = min(communicator.position * chunk, self._rows)
-        padded = rows.new_zeros(chunk, *rows.shape[1:])
-        padded[: self._count] = rows
-        self._gathered = rows.new_empty(len(communicator.members), *padded.shape)
-        self._handle = communicator.all_gather(self._gathered, padded, f"whole matrix of {held.name}")
+        self._communicator, self._root, self._name = communicator, communicator.members[host], held.name
+        count, members = held.shape[0], len(communicator.members)
+        chunk = -(-count // members)
+        self._counts = [max(0, min(chunk, count - member * chunk)) for member in range(members)]
+        self._tensor = rows.contiguous()
+        self.is_here = communicator.rank == self._root
+        """Whether this process is the host."""
+        if self.is_here:
+            self._tensor = rows.new_empty(held.shape)
+            self._tensor[communicator.own_rows(self._counts)] = rows
+        self._handle = communicator.gather_rows(self._tensor, self._counts, self._root, f"rows of {self._name}")
 
-    def wait(self) -> Tensor:
-        """The whole matrix, once it is there."""
+    def arrived(self) -> Tensor:
+        """The whole matrix on the host, once it is there; on the others the rows that have left."""
         self._handle.wait(NEEDED_BY)
-        return self._gathered.flatten(0, 1)[: self._rows]
+        return self._tensor
 
-    def own(self, whole: Tensor) -> Tensor:
-        """This process's rows of a matrix of that shape."""
-        return whole[self._first : self._first + self._count]
+    def go_back(self, tensor: Tensor) -> None:
+        """On the host: a matrix of that shape, whose rows go to the others; on them: where their rows go."""
+        self._tensor = tensor.contiguous()
+        self._handle = self._communicator.scatter_rows(
+            self._tensor, self._counts, self._root, f"update of {self._name}"
+        )
+
+    def rows(self) -> Tensor:
+        """This process's rows of what has come back."""
+        self._handle.wait(NEEDED_BY)
+        return self._tensor[self._communicator.own_rows(self._counts)] if self.is_here else self._tensor
 
 
 def sums(tensors: list[Tensor], communicator: Communicator | None, what: str) -> list[Tensor]:

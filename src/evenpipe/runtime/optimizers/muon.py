@@ -4,12 +4,17 @@ Muon replaces the momentum of a matrix by the nearest orthogonal one: all direct
 needs the whole matrix. What a process holds, and what happens to it:
 
     matrix of a layer, whole          momentum -> orthogonal -> update
-    its rows, spread over replicas    momentum of the rows -> gather in bf16 -> orthogonal, everywhere -> own rows
+    its rows, spread over replicas    momentum of the rows -> bf16, to one replica -> orthogonal -> rows back -> update
     matrices of experts, stacked      each by itself; over replicas they are spread by experts, so each is whole
     all else                          torch's AdamW, element by element
 
 The matrix that is gathered is the bf16 one that orthogonalisation begins with, so the result has the bits of one
-process with the same momentum, and a replica receives half of what gradients weigh.
+process with the same momentum. Replicas share the work: as many matrices as there are replicas make a round, and each
+replica orthogonalises one of them.
+
+    round 1   rows of 3 matrices to replicas 0, 1, 2
+    round 2   the same, on its way while each replica orthogonalises its matrix of round 1
+    round 1   rows back, update
 
 Sources: K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024); arXiv 2502.16982,
 equation 4, for the rate that a matrix shares with AdamW; `torch.optim.Muon`, which has the same options.
@@ -20,19 +25,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from evenpipe.runtime.optimizers.held import HeldParameter, WholeMatrix
+from evenpipe.runtime.optimizers.held import HeldParameter, Visit
 
 if TYPE_CHECKING:
     from evenpipe.runtime.pipeline import Pipeline
 
 ELEMENTS_AT_ONCE = 1 << 26
 """Of stacked matrices: bounds the memory of what orthogonalisation makes beside them."""
+Item = TypeVar("Item")
+
 _NO_MATRICES = (nn.Embedding, nn.Conv1d)
 
 
@@ -93,25 +99,69 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             if group["algorithm"] == "muon":
-                trained = (one for one in group["params"] if one.grad is not None)
-                for update in _one_ahead(self._begin(one, group) for one in trained):
-                    update.apply(group)
+                trained = [one for one in group["params"] if one.grad is not None]
+                self._step_spread([one for one in trained if self._is_spread(one)], group)
+                for parameter in trained:
+                    if not self._is_spread(parameter):
+                        self._step_whole(parameter, group)
         self._adamw.param_groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
         self._adamw.state = self.state
         self._adamw.step()
         return loss
 
-    def _begin(self, parameter: nn.Parameter, group: dict[str, Any]) -> _Update:
-        """The momentum of what is held here, and its way to the other holders."""
+    def _is_spread(self, parameter: nn.Parameter) -> bool:
+        """Whether other processes hold rows of the same matrix."""
+        held = self._held[parameter]
+        return held.communicator is not None and len(held.shape) == 2
+
+    def _momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+        """That of what is held here, after this gradient, in bf16."""
         gradient, state, momentum = parameter.grad, self.state[parameter], group["momentum"]
         assert gradient is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        buffer = state["momentum_buffer"]
-        held, own = self._held[parameter], (gradient.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16()
-        spread = held.communicator is not None and len(held.shape) == 2
-        return _Update(held, own, WholeMatrix(own, held) if spread else None)
+        buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        return (gradient.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16()
+
+    def _step_whole(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        shape = parameter.shape if parameter.dim() == 3 else (1, *parameter.shape)
+        momentum = self._momentum(parameter, group).view(shape)
+        rate = self._decay(parameter, group)
+        count = max(1, ELEMENTS_AT_ONCE // max(1, math.prod(shape[1:])))
+        for some, own in zip(parameter.view(shape).split(count), momentum.split(count), strict=True):
+            some.add_(orthogonalise(own, **_of_orthogonalisation(group)), alpha=-rate)
+
+    def _step_spread(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """In rounds of matrices that are alike in work, the most work first."""
+        if not parameters:
+            return
+        communicator = self._held[parameters[0]].communicator
+        assert communicator is not None
+        members = len(communicator.members)
+        ordered = sorted(parameters, key=lambda one: -math.prod(self._held[one].shape) * min(self._held[one].shape))
+        rounds = (
+            [
+                (parameter, Visit(self._momentum(parameter, group), self._held[parameter], host))
+                for host, parameter in enumerate(ordered[first : first + members])
+            ]
+            for first in range(0, len(ordered), members)
+        )
+        for visits in _one_ahead(rounds):
+            for parameter, visit in visits:
+                arrived = visit.arrived()
+                if visit.is_here:
+                    visit.go_back(orthogonalise(arrived[None], **_of_orthogonalisation(group))[0])
+                else:
+                    visit.go_back(torch.empty_like(parameter, dtype=torch.bfloat16))
+            for parameter, visit in visits:
+                rate = self._decay(parameter, group)
+                parameter.add_(visit.rows(), alpha=-rate)
+
+    def _decay(self, parameter: nn.Parameter, group: dict[str, Any]) -> float:
+        """Decays a parameter, and gives the rate of its update: by the rules of `torch.optim.Muon`."""
+        rate = float(group["lr"])
+        parameter.mul_(1 - rate * group["weight_decay"])
+        return rate * _scale(self._held[parameter].shape, group["adjust_lr_fn"])
 
 
 def checked_options(**options: Any) -> dict[str, Any]:
@@ -162,32 +212,6 @@ def orthogonalise(
     return x.mT if tall else x
 
 
-@dataclass(frozen=True, slots=True)
-class _Update:
-    """The update of one parameter under way."""
-
-    held: HeldParameter
-    own: Tensor
-    """Momentum of what is held here, in bf16."""
-    whole: WholeMatrix | None
-    """Where that is not all of the matrix."""
-
-    def apply(self, group: dict[str, Any]) -> None:
-        """Changes the parameter, by the rules of `torch.optim.Muon`."""
-        parameter, rate = self.held.parameter, float(group["lr"])
-        options = _of_orthogonalisation(group)
-        adjusted = rate * _scale(self.held.shape, group["adjust_lr_fn"])
-        parameter.mul_(1 - rate * group["weight_decay"])
-        if self.whole is not None:
-            direction = orthogonalise(self.whole.wait()[None], **options)[0]
-            parameter.add_(self.whole.own(direction), alpha=-adjusted)
-            return
-        shape = parameter.shape if parameter.dim() == 3 else (1, *parameter.shape)
-        count = max(1, ELEMENTS_AT_ONCE // max(1, math.prod(shape[1:])))
-        for some, momentum in zip(parameter.view(shape).split(count), self.own.view(shape).split(count), strict=True):
-            some.add_(orthogonalise(momentum, **options), alpha=-adjusted)
-
-
 def _of_orthogonalisation(group: dict[str, Any]) -> dict[str, Any]:
     return {name: group[name] for name in ("ns_coefficients", "ns_steps", "eps")}
 
@@ -200,7 +224,7 @@ def _scale(shape: tuple[int, ...], adjust_lr_fn: str | None) -> float:
     return math.sqrt(max(1, rows / columns))
 
 
-def _one_ahead(begun: Iterable[_Update]) -> Iterator[_Update]:
+def _one_ahead(begun: Iterable[list[Item]]) -> Iterator[list[Item]]:
     """Each of them, once the one behind it has begun too."""
     for item, _ in itertools.pairwise(itertools.chain(begun, [None])):
         assert item is not None
