@@ -11,7 +11,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from evenpipe.runtime import (
+        Adafactor,
         HostAdamW,
+        Muon,
         NcclOptions,
         OffloadOptions,
         Pipeline,
@@ -24,8 +26,10 @@ if TYPE_CHECKING:
     from evenpipe.vocabulary.head import linear_cross_entropy
 
 _PUBLIC = {
+    "Adafactor": "evenpipe.runtime",
     "HostAdamW": "evenpipe.runtime",
     "LossOptions": "evenpipe.vocabulary",
+    "Muon": "evenpipe.runtime",
     "NcclOptions": "evenpipe.runtime",
     "OffloadOptions": "evenpipe.runtime",
     "Pipeline": "evenpipe.runtime",
@@ -37,8 +41,10 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "Adafactor",
     "HostAdamW",
     "LossOptions",
+    "Muon",
     "NcclOptions",
     "OffloadOptions",
     "Pipeline",

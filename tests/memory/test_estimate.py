@@ -216,6 +216,20 @@ def test_checkpointing_and_offload_need_less(model) -> None:
     assert foreach.devices[0].binding_event == "optimizer step"
 
 
+def test_an_optimizer_that_keeps_less_needs_less(model) -> None:
+    """Llama 3.1 8B: 6.98 B of its parameters are matrices of layers."""
+    matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    kept = {
+        name: estimate(model, sequence=4096, optimizer=name).devices[0].terms["optimizer"]
+        for name in ("adamw", "muon", "sgd", "adafactor")
+    }
+    assert kept["adamw"] - kept["muon"] == 4 * (matrices + 32 * 7)  # and a number of steps for each
+    assert kept["sgd"] == 4 * 8_030_261_248
+    assert kept["adafactor"] < 20 << 20
+    with pytest.raises(InputError, match=r"optimizer is 'lion', expected one of adamw, muon, adafactor, sgd"):
+        estimate(model, sequence=4096, optimizer="lion")
+
+
 # --- card ------------------------------------------------------------------------------------------------------------
 
 

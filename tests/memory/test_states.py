@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +14,14 @@ from transformers import GPT2Config, LlamaConfig
 
 from evenpipe.errors import InputError
 from evenpipe.memory.framework import EVENPIPE, MEGATRON
+from evenpipe.memory.optimizers import trained_tensor
 from evenpipe.memory.parameters import Held, Parameters
 from evenpipe.memory.states import SINGLE, Dtypes, state_bytes
 from evenpipe.model import build_stage, describe
+from evenpipe.runtime.accounting import ByteCounter
+from evenpipe.runtime.optimizers.held import HeldParameter
+from evenpipe.train.config import OptimizerConfig
+from evenpipe.train.optimization import make_optimizer
 
 LLAMA_8B = LlamaConfig(
     vocab_size=128256,
@@ -135,7 +141,7 @@ def test_a_bias_of_the_head_counts() -> None:
 # --- bytes per parameter -------------------------------------------------------------------------------------------
 
 N = 9_600_000
-HELD = Held(elements=N, tensors=1, trained=N, trained_tensors=1, largest=100_000)
+HELD = Held(elements=N, tensors=1, optimized=trained_tensor((N,), matrix=False), largest=100_000)
 D = 8
 BF16_GRADIENTS = Dtypes(gradients="bf16")
 FP16 = Dtypes(compute="fp16", gradients="fp16")
@@ -187,7 +193,7 @@ def test_offloaded_state_is_not_on_the_card() -> None:
 
 
 def test_frozen_parameters_have_no_state() -> None:
-    half = replace(HELD, trained=N // 2)
+    half = replace(HELD, optimized=trained_tensor((N // 2,), matrix=False))
     found = state_bytes(half, Dtypes(), EVENPIPE)
     assert (found.gradients, found.optimizer) == (4 * N // 2, 8 * N // 2 + 4)
     assert found.parameters + found.copies == 6 * N
@@ -214,3 +220,42 @@ def test_against_a_real_optimizer(foreach) -> None:
     sizes = math.fsum(4 * parameter.numel() for parameter in stage.parameters())
     assert (found.parameters, found.gradients, found.copies) == (sizes, sizes, 0)
     assert found.step_peak == (sizes if foreach else 0)
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerConfig(),
+    "muon": OptimizerConfig(name="muon"),
+    "adafactor": OptimizerConfig(name="adafactor"),
+    "sgd": OptimizerConfig(name="sgd", options={"momentum": 0.9}),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_state_of_every_optimizer_is_what_it_keeps(optimizer: str, family: str) -> None:
+    """The trainer's optimizers over layers and an embedding in fp32: state counted tensor by tensor, and what a step
+    makes beside it."""
+    description = describe(tiny_config(family))
+    stage = build_stage(description, 0, 2, is_first=True, is_last=False, dtype=torch.float32)
+    embedding = nn.Parameter(torch.randn(description.vocabulary_size, description.hidden_size))
+    named = dict(stage.named_parameters()) | {description.embedding_name: embedding}
+    for parameter in named.values():
+        parameter.grad = torch.randn_like(parameter)
+    pipeline = SimpleNamespace(
+        named_parameters=named.items,
+        held_parameters=lambda: [HeldParameter(name, one, tuple(one.shape), None) for name, one in named.items()],
+        description=description,
+    )
+    made = make_optimizer(pipeline, OPTIMIZERS[optimizer])
+    made.step()
+    counted = sum(tensor.nbytes for state in made.state.values() for tensor in state.values())
+    parameters = Parameters(description)
+    held = parameters.stage(0, 2, 1, is_first=True, is_last=False)
+    held += parameters.vocabulary(description.vocabulary_size, 0, one_matrix=False)
+    found = state_bytes(held, SINGLE, EVENPIPE, optimizer=optimizer)
+    assert found.optimizer == counted
+    there = [*named.values(), *(tensor for state in made.state.values() for tensor in state.values())]
+    with ByteCounter({"there": there}, lambda _: None) as counter:
+        made.step()
+    made_in_step = counter.peak - sum(tensor.nbytes for tensor in there)
+    assert 0.8 * found.step_peak <= made_in_step <= 1.01 * found.step_peak  # matrices are not square

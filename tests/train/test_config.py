@@ -75,6 +75,12 @@ BAD_VALUES = [
     ("optimizer.warmup_steps", -1, ["optimizer.warmup_steps"]),
     ("optimizer.minimum_learning_rate_ratio", 1.5, ["optimizer.minimum_learning_rate_ratio", "between 0 and 1"]),
     ("optimizer.clip_norm", 0, ["optimizer.clip_norm", "above 0"]),
+    ("optimizer.name", "adam", ['optimizer.name is "adam"', "adamw, muon, adafactor, sgd", 'did you mean "adamw"']),
+    ("optimizer.name", "my module:make", ['optimizer.name is "my module:make"', "module:function"]),
+    ("optimizer.options", 3, ["optimizer.options is 3", "a table"]),
+    ("optimizer.schedule", "cosin", ['optimizer.schedule is "cosin"', 'did you mean "cosine"', "warmup-stable-decay"]),
+    ("optimizer.decay_steps", 5, ["optimizer.decay_steps is 5", 'left out with schedule "cosine"']),
+    ("optimizer.decay_share", 0.0, ["optimizer.decay_share is 0.0", "above 0 and at most 1"]),
     ("training.steps", 0, ["training.steps is 0"]),
     ("training.minutes", -1, ["training.minutes", "above 0"]),
     ("training.seed", -1, ["training.seed"]),
@@ -118,6 +124,28 @@ CONFLICTS = [
             "training": {"evaluate_every_steps": 5},
         },
         ["training.evaluate_every_steps is 5", "data.validation_fraction"],
+    ),
+    *(
+        (
+            {**MINIMAL, "optimizer": {"name": name, field: value}},
+            [f"optimizer.{field} is", "left out", f'name "{name}"'],
+        )
+        for name, field, value in (
+            ("sgd", "betas", [0.9, 0.95]),
+            ("adafactor", "epsilon", 1e-8),
+            ("my_module:make", "weight_decay", 0.1),
+        )
+    ),
+    (
+        {**MINIMAL, "optimizer": {"name": "muon", "host_share": 0.5}},
+        ["optimizer.host_share is 0.5", '0 with name "muon"'],
+    ),
+    (
+        {
+            **MINIMAL,
+            "optimizer": {"schedule": "warmup-stable-decay", "decay_steps": 5, "decay_share": 0.5},
+        },
+        ["optimizer.decay_share is 0.5", "left out when optimizer.decay_steps is given"],
     ),
     ({**MINIMAL, "sample": {"prompts": ["a"]}, "output": {"export": False}}, ["output.export", "sample.prompts"]),
 ]

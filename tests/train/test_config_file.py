@@ -143,7 +143,7 @@ def test_the_help_says_type_default_and_meaning():
     fields = {field.name: field for section in sections().values() for field in describe_section(section)}
     assert (fields["processes"].type, fields["processes"].default) == ("integer", "1")
     assert (fields["minutes"].type, fields["minutes"].default) == ("number or none", "none")
-    assert fields["betas"].type == "list of 2 numbers"
+    assert fields["betas"].type == "list of 2 numbers or none"
     assert fields["files"].type == "list of text"
     assert fields["keep"].section == "checkpoint"
     assert fields["encoding_errors"].type == '"strict" | "replace"'

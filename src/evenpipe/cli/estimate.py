@@ -86,6 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--master-dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
     what.add_argument("--moment-dtype", choices=("fp32", "bf16", "fp16", "fp8"), default="fp32")
     what.add_argument(
+        "--optimizer",
+        choices=("adamw", "muon", "adafactor", "sgd"),
+        default="adamw",
+        help="optimizer whose state is counted (default: %(default)s); sgd with momentum",
+    )
+    what.add_argument(
         "--offload-optimizer",
         metavar="SHARE",
         type=float,
@@ -174,6 +180,7 @@ def run(arguments: argparse.Namespace) -> int:
         dtypes=dtypes,
         hardware=hardware,
         memory=memory,
+        optimizer=arguments.optimizer,
         offloaded=arguments.offload_optimizer,
         foreach=arguments.foreach_optimizer,
         traced=arguments.traced,

@@ -56,6 +56,7 @@ class DeviceBytes:
             run.framework,
             zero=parallelism.zero,
             replicas=parallelism.replicas,
+            optimizer=run.optimizer,
             offloaded=run.offloaded,
             foreach=run.foreach,
         )

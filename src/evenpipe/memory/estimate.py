@@ -166,6 +166,7 @@ def estimate(
     hardware: Hardware | None = None,
     memory: int | None = None,
     framework: Framework | None = None,
+    optimizer: str = "adamw",
     offloaded: float = 0.0,
     foreach: bool = False,
     traced: bool = False,
@@ -188,6 +189,7 @@ def estimate(
         hardware: None: some NVIDIA GPU.
         memory: bytes of a GPU; None: those of the hardware. Without either there is no verdict.
         framework: None: the framework of the preset of kernels.
+        optimizer: "adamw", "muon", "adafactor" or "sgd" with momentum.
         offloaded: share of the optimizer state in host memory.
         foreach: the optimizer processes all tensors at once (a fused one does not).
         traced: run the stages without memory instead of using closed forms; only without tensor and context
@@ -229,6 +231,7 @@ def estimate(
         vocabulary=plan.mode,
         on_cpu=on_cpu,
         overheads=overheads_of(hardware),
+        optimizer=optimizer,
         offloaded=offloaded,
         foreach=foreach,
         traced=traced,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -20,6 +20,9 @@ from torch import nn
 
 from evenpipe.errors import InputError
 from evenpipe.model import Description
+from evenpipe.runtime.optimizers.muon import is_matrix
+
+from .optimizers import Trained, trained_tensor
 
 Cut = Literal["columns", "rows", "whole"]
 
@@ -39,6 +42,8 @@ class Tensor:
     key_value_share: float
     """Share of its outputs that are keys and values: 1 for their own matrices, 0 for most."""
     trained: bool
+    matrix: bool = False
+    """Muon is for it."""
     linear: bool = False
     """Whether it belongs to a linear module, whose weight gradient a split backward leaves to W."""
 
@@ -59,9 +64,8 @@ class Held:
     elements: int = 0
     tensors: int = 0
     """Number of tensors."""
-    trained: int = 0
-    """Elements with a gradient."""
-    trained_tensors: int = 0
+    optimized: Trained = field(default_factory=Trained)
+    """Tensors with a gradient."""
     unsplit: int = 0
     """Elements whose gradient is computed in I, because they are outside of linear modules."""
     largest: int = 0
@@ -72,12 +76,16 @@ class Held:
     """Splits of matrices and their elements here, each pair once. Matrices of one parent with the same split count as
     one, as in frameworks with packed projections."""
 
+    @property
+    def trained(self) -> int:
+        """Elements that get a gradient."""
+        return self.optimized.elements
+
     def __add__(self, other: Held) -> Held:
         return Held(
             elements=self.elements + other.elements,
             tensors=self.tensors + other.tensors,
-            trained=self.trained + other.trained,
-            trained_tensors=self.trained_tensors + other.trained_tensors,
+            optimized=self.optimized + other.optimized,
             unsplit=self.unsplit + other.unsplit,
             largest=max(self.largest, other.largest),
             module=max(self.module, other.module),
@@ -129,8 +137,8 @@ class Parameters:
             for layer in self.layers[first:last]:
                 held += self._layer(layer, tp)
             for name in (*structure.first_parameters * is_first, *structure.last_parameters * is_last):
-                elements = self._description.skeleton.get_parameter(name).numel()
-                held += _one(elements, trained=self._trained(name))
+                shape = tuple(self._description.skeleton.get_parameter(name).shape)
+                held += _one(shape, trained=self._trained(name))
             self._held_by_stage[key] = replace(held, module=held.trained)
         return self._held_by_stage[key]
 
@@ -155,27 +163,32 @@ class Parameters:
         """
         description = self._description
         head = description.embedding_name if description.tied else description.head_name
-        sizes = [(description.embedding_name, embedding_rows * description.hidden_size)]
+        shapes: list[tuple[str, tuple[int, ...]]] = [
+            (description.embedding_name, (embedding_rows, description.hidden_size))
+        ]
         if not one_matrix:
-            sizes.append((head, head_rows * description.hidden_size))
+            shapes.append((head, (head_rows, description.hidden_size)))
         if description.head_bias_name is not None:
-            sizes.append((description.head_bias_name, head_rows))
+            shapes.append((description.head_bias_name, (head_rows,)))
         held = Held()
-        for name, elements in sizes:
-            if elements:
-                held += _one(elements, trained=self._trained(name))
+        for name, shape in shapes:
+            if math.prod(shape):
+                held += _one(shape, trained=self._trained(name))
         return held
 
     def _layer(self, tensors: tuple[Tensor, ...], tp: int) -> Held:
         key = (id(tensors), tp)  # `layers` keeps them alive
         if key not in self._held_by_layer:
             sizes = [tensor.local(tp, self.key_value_heads) for tensor in tensors]
-            trained = [size for size, tensor in zip(sizes, tensors, strict=True) if tensor.trained]
+            trained = [
+                trained_tensor(tensor.shape, matrix=tensor.matrix, elements=size)
+                for size, tensor in zip(sizes, tensors, strict=True)
+                if tensor.trained
+            ]
             self._held_by_layer[key] = Held(
                 elements=sum(sizes),
                 tensors=len(sizes),
-                trained=sum(trained),
-                trained_tensors=len(trained),
+                optimized=sum(trained, Trained()),
                 unsplit=sum(size for size, one in zip(sizes, tensors, strict=True) if one.trained and not one.linear),
                 largest=sum(sizes),
                 products=_products(tensors, sizes),
@@ -203,7 +216,8 @@ class Parameters:
                 name = f"{module_name}.{key}" if module_name else key
                 own = cut or self._planned(name) or "whole"
                 trained, linear = self._trained(f"{prefix}.{name}"), type(module).__name__ in _LINEAR
-                yield Tensor(name, tuple(parameter.shape), own, share, trained, linear)
+                matrix = is_matrix(module, key, parameter.dim())
+                yield Tensor(name, tuple(parameter.shape), own, share, trained, matrix, linear)
 
     def _cut(self, layer: nn.Module, name: str, module: nn.Module) -> Cut | None:
         """Return how a module's parameters are split; None: parameter by parameter."""
@@ -234,12 +248,12 @@ def _products(tensors: Sequence[Tensor], sizes: Sequence[int]) -> frozenset[tupl
     return frozenset((cut, size) for (_, cut), size in found.items())
 
 
-def _one(elements: int, *, trained: bool) -> Held:
+def _one(shape: tuple[int, ...], *, trained: bool) -> Held:
+    elements = math.prod(shape)
     return Held(
         elements=elements,
         tensors=1,
-        trained=elements if trained else 0,
-        trained_tensors=int(trained),
+        optimized=trained_tensor(shape, matrix=False) if trained else Trained(),
         unsplit=elements if trained else 0,
         largest=elements,
         module=elements if trained else 0,

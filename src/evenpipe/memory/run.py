@@ -32,6 +32,7 @@ class Run:
     """Vocabulary mode."""
     on_cpu: bool
     overheads: Overheads
+    optimizer: str
     offloaded: float
     foreach: bool
     traced: bool

@@ -24,6 +24,7 @@ from evenpipe.errors import InputError
 
 from .bytes import StateBytes
 from .framework import EVENPIPE, Framework
+from .optimizers import bytes_in_step, check_optimizer_name, kept_numbers, step_counters
 from .parameters import Held
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -71,6 +72,7 @@ def state_bytes(
     *,
     zero: int = 0,
     replicas: int = 1,
+    optimizer: str = "adamw",
     offloaded: float = 0.0,
     foreach: bool = False,
 ) -> StateBytes:
@@ -78,15 +80,17 @@ def state_bytes(
 
     Args:
         zero: sharded over `replicas`: 1 optimizer state, 2 also gradients, 3 also parameters.
+        optimizer: "adamw", "muon", "adafactor" or "sgd" with momentum.
         offloaded: share of the optimizer state in host memory, 0 to 1.
         foreach: the optimizer processes all tensors at once and needs a temporary copy of them; a fused one does not.
 
-    Raises InputError for a share outside 0 to 1.
+    Raises InputError for another optimizer, and for a share outside 0 to 1.
     """
+    check_optimizer_name(optimizer)
     if not 0 <= offloaded <= 1:
         raise InputError(f"offloaded is {offloaded}, expected a share between 0 and 1")
     compute, gradient = ELEMENT_BYTES[dtypes.compute], ELEMENT_BYTES[dtypes.gradients]
-    master, moments = ELEMENT_BYTES[dtypes.masters], 2 * ELEMENT_BYTES[dtypes.moments]
+    master, moment = ELEMENT_BYTES[dtypes.masters], ELEMENT_BYTES[dtypes.moments]
     two_sets = dtypes.masters != dtypes.compute
     shards = replicas if zero >= 1 else 1
     parameter_shards = replicas if zero == 3 else 1
@@ -94,14 +98,18 @@ def state_bytes(
     masters_of_model = two_sets and framework.masters == "parameters"
     own = held.elements * (master if masters_of_model else compute)
     parameters = _part(own, parameter_shards)
-    in_optimizer = moments
+    beside = 0
     if two_sets and not masters_of_model:
-        in_optimizer += master
+        beside += master
     if dtypes.gradients == "fp16":
-        in_optimizer += ELEMENT_BYTES["fp32"]  # the loss scale is removed from gradients in fp32
-    optimizer = _part(held.trained * in_optimizer, shards)
+        beside += ELEMENT_BYTES["fp32"]  # the loss scale is removed from gradients in fp32
+    spread, whole = kept_numbers(optimizer, held.optimized)
+    state = _part(held.trained * beside + spread * moment, shards) + whole * moment
     step_peak = _part(held.trained * master, shards) if foreach else 0
-    optimizer = round(optimizer * (1 - offloaded)) + STEP_COUNTER * held.trained_tensors * framework.step_counters
+    own_peak = bytes_in_step(optimizer, held.optimized, master=master, shards=parameter_shards)
+    step_peak = max(step_peak, own_peak)
+    counters = step_counters(optimizer, held.optimized) * framework.step_counters
+    state = round(state * (1 - offloaded)) + STEP_COUNTER * counters
 
     gradients = _part(held.trained * gradient, replicas if zero >= 2 else 1)
     copies = held.elements * compute if masters_of_model else 0
@@ -119,7 +127,7 @@ def state_bytes(
     return StateBytes(
         parameters=parameters,
         gradients=gradients,
-        optimizer=optimizer,
+        optimizer=state,
         copies=copies,
         unsharded=unsharded,
         step_peak=step_peak,

@@ -7,6 +7,7 @@ from typing import Any
 
 from evenpipe.memory.estimate import Estimate, estimate
 from evenpipe.memory.framework import FRAMEWORKS
+from evenpipe.memory.optimizers import Trained
 from evenpipe.memory.parameters import Held
 from evenpipe.memory.states import MIXED, SINGLE, state_bytes
 from evenpipe.schedule import Program
@@ -91,7 +92,7 @@ def state_floor(problem: Problem, layout: Layout, host_share: float) -> tuple[fl
     parallelism, framework = layout.parallelism, FRAMEWORKS[problem.kernels_name]
     many = 10**6
     state = state_bytes(
-        Held(elements=many, trained=many),
+        Held(elements=many, optimized=Trained(elements=many)),
         SINGLE if problem.dtype == "fp32" else MIXED,
         framework,
         zero=parallelism.zero,

@@ -13,12 +13,16 @@ if TYPE_CHECKING:
     from evenpipe.runtime.launcher import launch
     from evenpipe.runtime.nccl import NcclOptions
     from evenpipe.runtime.offload_options import OffloadOptions
+    from evenpipe.runtime.optimizers.adafactor import Adafactor
+    from evenpipe.runtime.optimizers.muon import Muon
     from evenpipe.runtime.pipeline import Pipeline
     from evenpipe.runtime.result import StepResult
     from evenpipe.runtime.worker import initialise_worker
 
 _PUBLIC = {
+    "Adafactor": "evenpipe.runtime.optimizers.adafactor",
     "HostAdamW": "evenpipe.runtime.host_optimizer",
+    "Muon": "evenpipe.runtime.optimizers.muon",
     "NcclOptions": "evenpipe.runtime.nccl",
     "OffloadOptions": "evenpipe.runtime.offload_options",
     "Pipeline": "evenpipe.runtime.pipeline",
@@ -29,7 +33,9 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "Adafactor",
     "HostAdamW",
+    "Muon",
     "NcclOptions",
     "OffloadOptions",
     "Pipeline",

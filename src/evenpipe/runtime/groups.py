@@ -100,6 +100,13 @@ class Groups:
         columns = [self._grid.column(device) for device in range(self._grid.devices)]
         return self._mesh([self.pipeline, replicas], columns, "pp", "dp")
 
+    def of_rows(self, mesh: DeviceMesh | None) -> Communicator | None:
+        """The communicator of the processes in a mesh of rows, one of the two above; None for a single process."""
+        if mesh is None:
+            return None
+        by_axes = {("dp",): self.replicas, ("pp",): self.pipeline, ("pp", "dp"): self.everyone}
+        return by_axes[mesh.mesh_dim_names]  # type: ignore[index]
+
     def _mesh(self, communicators: Sequence[Communicator], ranks: Sequence[Any], *names: str) -> DeviceMesh:
         groups = [communicator.group for communicator in communicators if communicator.group is not None]
         return DeviceMesh.from_group(groups, self._torch_device.type, mesh=torch.tensor(ranks), mesh_dim_names=names)

@@ -56,6 +56,7 @@ from evenpipe.runtime.host_memory import keep_freed_memory, return_freed_memory
 from evenpipe.runtime.layout import Layout, ModelCosts, build_layout, flop_costs, without_vocabulary
 from evenpipe.runtime.nccl import NcclOptions
 from evenpipe.runtime.offload_options import OffloadOptions
+from evenpipe.runtime.optimizers.held import HeldParameter
 from evenpipe.runtime.parameters import ParameterShard, Sharding
 from evenpipe.runtime.replicas import Replicas
 from evenpipe.runtime.result import Shared, StepResult, html_table
@@ -591,6 +592,13 @@ class Pipeline:
             name: replace(shard, saved_here=shard.saved_here and spread and shard.start_row is not None)
             for name, shard in shards.items()
         }
+
+    def held_parameters(self) -> Iterator[HeldParameter]:
+        """For optimizers that look at whole matrices: what this process holds of each parameter, and its communicator
+        with the holders of the rest. In the same order on all of them."""
+        for name, shard in self._held.shards.items():
+            spread_over = None if shard.start_row is None else self._groups.of_rows(shard.mesh)
+            yield HeldParameter(name, shard.parameter, tuple(shard.shape), spread_over)
 
     def count_bytes(self) -> ByteCounter:
         """A context that counts the bytes of all tensors of this process, pass by pass of the steps within it.

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from evenpipe.errors import InputError
 from evenpipe.runtime.nccl import MOST_CHANNELS
-from evenpipe.train.section import Section, show
+from evenpipe.train.section import Section, show, unknown
 
 PYTHON_STANDARD_LIBRARY = "python-standard-library"
 DEFAULT_TOKENIZER_ENTRIES = 32768
@@ -20,6 +20,13 @@ MOST_TOKENIZER_ENTRIES = 10_000_000
 """The trainer takes memory for all of them at once, and ends the process where there is not enough."""
 DEFAULT_END_OF_TEXT = "<|endoftext|>"
 BYTE_VALUES = 256
+OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "adamw": {"betas": (0.9, 0.95), "epsilon": 1e-8, "weight_decay": 0.1},
+    "muon": {"betas": (0.9, 0.95), "epsilon": 1e-8, "weight_decay": 0.1},
+    "adafactor": {"weight_decay": 0.0},
+    "sgd": {"weight_decay": 0.0},
+}
+"""Optimizers by name, and the fields that each of them has beside its options."""
 LONGEST_TIMEOUT = 1e9
 """Seconds, some thirty years: clocks of the system take no more."""
 
@@ -331,35 +338,87 @@ class LossConfig(Section):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig(Section):
-    """AdamW with linear warm-up and a cosine to the last step."""
+    """The optimizer, and the learning rate of each step: a linear warm-up, then a schedule that follows the number of
+    steps."""
 
     section: ClassVar[str] = "optimizer"
 
+    name: str = "adamw"
+    """Optimizer of torch: "adamw"; "muon" for the matrices of layers, with AdamW for all else; "adafactor"; "sgd". Or a
+    function of yours, "module:function", in the folder that the command is started in or installed: each process calls
+    it with its trained parameters, a list of (name, parameter), with `lr` and with the options. It returns a
+    `torch.optim.Optimizer`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Table [optimizer.options]: what else that class of torch.optim takes, such as `momentum` of sgd and muon, or what
+    your function takes."""
     learning_rate: float = 3e-4
-    """Highest learning rate, reached after the warm-up."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the two moments of AdamW per step."""
-    epsilon: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.1
-    """Decoupled decay of the matrices; norms and biases have none."""
+    """Highest learning rate, reached after the warm-up. Muon's matrices and the AdamW beside it share it: by default
+    their updates are equally large."""
+    schedule: Literal["cosine", "linear", "constant", "warmup-stable-decay"] = "cosine"
+    """What the rate does after the warm-up: it falls to the last step, on half a cosine or a line; it stays; or it
+    stays and falls at the end, on half a cosine."""
     warmup_steps: int = 100
     """Steps over which the rate grows from 0."""
     minimum_learning_rate_ratio: float = 0.1
-    """Learning rate of the last step, as a share of the highest."""
+    """Learning rate of the last step, as a share of the highest; "constant" does not use it."""
+    decay_steps: int | None = None
+    """Steps at the end over which "warmup-stable-decay" lowers the rate; none: as decay_share says."""
+    decay_share: float | None = None
+    """The same as a share of all steps, which follows the time box; none: 0.2, unless there are decay_steps."""
+    betas: tuple[float, float] | None = None
+    """Decay of the two moments of AdamW per step, also of the AdamW beside muon; none: 0.9 and 0.95."""
+    epsilon: float | None = None
+    """Added to the root of AdamW's second moment; none: 1e-8."""
+    weight_decay: float | None = None
+    """Decay of the matrices, decoupled but with sgd; norms and biases have none. None: 0.1 with adamw and muon, else
+    0."""
     clip_norm: float | None = 1.0
     """Gradients are scaled down to this total norm over all devices; none: never."""
     host_share: float = 0.0
-    """Share of the two moments, by elements, that each device has on the host (0 to 1, whole parameters, the largest
-    first): they come to the device for the update, bucket by bucket. On the CPU the host's side is a file in
+    """Share of the two moments of adamw, by elements, that each device has on the host (0 to 1, whole parameters, the
+    largest first): they come to the device for the update, bucket by bucket. On the CPU the host's side is a file in
     offload.directory."""
 
     def check(self) -> None:
         self.positive("learning_rate", "epsilon", "clip_norm")
         self.require("host_share", 0 <= self.host_share <= 1, "between 0 and 1")
-        self.require("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers of at least 0 and below 1")
+        betas = self.betas or ()
+        self.require("betas", all(0 <= beta < 1 for beta in betas), "two numbers of at least 0 and below 1")
         self.at_least(0, "weight_decay", "warmup_steps")
         self.require("minimum_learning_rate_ratio", 0 <= self.minimum_learning_rate_ratio <= 1, "between 0 and 1")
+        self._check_name()
+        self._check_decay()
+
+    def _check_name(self) -> None:
+        if self.is_own:
+            module, _, function = self.name.partition(":")
+            parts = [*module.split("."), function]
+            self.require("name", all(part.isidentifier() for part in parts), '"module:function", two names of Python')
+        elif self.name not in OPTIMIZER_DEFAULTS:
+            raise InputError(unknown("optimizer.name", self.name, (*OPTIMIZER_DEFAULTS, "module:function")))
+        for name in ("betas", "epsilon", "weight_decay"):
+            fits = getattr(self, name) is None or name in OPTIMIZER_DEFAULTS.get(self.name, {})
+            self.require(name, fits, f"left out with name {show(self.name)}")
+        self.require("host_share", not self.host_share or self.name == "adamw", f"0 with name {show(self.name)}")
+
+    def _check_decay(self) -> None:
+        self.at_least(1, "decay_steps")
+        self.require("decay_share", self.decay_share is None or 0 < self.decay_share <= 1, "above 0 and at most 1")
+        for name in ("decay_steps", "decay_share"):
+            fits = getattr(self, name) is None or self.schedule == "warmup-stable-decay"
+            self.require(name, fits, f"left out with schedule {show(self.schedule)}")
+        fits = self.decay_share is None or self.decay_steps is None
+        self.require("decay_share", fits, "left out when optimizer.decay_steps is given")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether `name` is a function of the user's."""
+        return ":" in self.name
+
+    def given(self, name: str) -> Any:
+        """The value of `betas`, `epsilon` or `weight_decay`, or the default of this optimizer."""
+        value = getattr(self, name)
+        return OPTIMIZER_DEFAULTS[self.name][name] if value is None else value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

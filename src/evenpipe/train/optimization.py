@@ -1,57 +1,207 @@
-"""AdamW over the parameters that a process holds, and the learning rate of each step."""
+"""The optimizer that a configuration names, over the parameters that a process holds."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from typing import Any
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from evenpipe.errors import InputError
 from evenpipe.runtime.host_optimizer import HostAdamW
+from evenpipe.runtime.optimizers.adafactor import Adafactor
+from evenpipe.runtime.optimizers.muon import Muon, checked_options
 from evenpipe.train.config import OptimizerConfig
+from evenpipe.train.section import nearest, show
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from evenpipe.runtime import Pipeline
+
+_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "muon": torch.optim.Muon,
+    "adafactor": torch.optim.Adafactor,
+    "sgd": torch.optim.SGD,
+}
+_FIELDS = {"lr": "learning_rate", "betas": "betas", "eps": "epsilon", "weight_decay": "weight_decay"}
+"""Options of torch's that are fields of the configuration."""
+_OTHER_MEANING = {("muon", "eps"), ("adafactor", "eps")}
+"""Options that are none of those fields though one is called alike: `epsilon` is that of AdamW."""
+_WITHOUT = {("adafactor", "foreach")}
 
 
-def adamw(
-    parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, directory: str | None = None
-) -> torch.optim.AdamW | None:
-    """AdamW with weight decay on matrices only; None for a process that holds no parameter that is trained.
+def make_optimizer(
+    pipeline: Pipeline, config: OptimizerConfig, directory: str | None = None
+) -> torch.optim.Optimizer | None:
+    """The optimizer of a process; None for one that holds no parameter that is trained.
 
     directory: of moments on the host of a process that computes on the CPU.
 
-    The fused version, on CPU too: one pass over memory, and the same bits for any cut of a parameter on multiples of
-    its vector width.
+    AdamW and SGD are torch's fused versions, on CPU too: one pass over memory, and the same bits for any cut of a
+    parameter on multiples of the vector width.
+
+    Raises:
+        InputError: a value that the optimizer refuses, or what a function of the user's returns.
     """
-    trained = [parameter for _, parameter in parameters if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.dim() >= 2]
-    others = [parameter for parameter in trained if parameter.dim() < 2]
-    groups = [
-        {"params": group, "weight_decay": decay}
-        for group, decay in ((matrices, config.weight_decay), (others, 0.0))
-        if group
-    ]
-    if not groups:
+    trained = [(name, parameter) for name, parameter in pipeline.named_parameters() if parameter.requires_grad]
+    if not trained:
         return None
-    options: dict[str, Any] = {
-        "lr": config.learning_rate,
-        "betas": config.betas,
-        "eps": config.epsilon,
-        "fused": True,
-    }
-    if config.host_share:
-        return HostAdamW(groups, share=config.host_share, directory=directory, **options)
-    return torch.optim.AdamW(groups, **options)
+    if config.is_own:
+        return _own(pipeline, trained, config)
+    options = {"lr": config.learning_rate, **_options(config)}
+    with _refused(config):
+        match config.name:
+            case "muon":
+                betas, epsilon = config.given("betas"), config.given("epsilon")
+                decay = config.given("weight_decay")
+                return Muon(pipeline, betas=betas, adamw_eps=epsilon, weight_decay=decay, **options)
+            case "adafactor":
+                return Adafactor(pipeline, weight_decay=config.given("weight_decay"), **options)
+            case "sgd":
+                return torch.optim.SGD(_groups(trained, config), **options)
+        if config.host_share:
+            return HostAdamW(_groups(trained, config), share=config.host_share, directory=directory, **options)
+        return torch.optim.AdamW(_groups(trained, config), **options)
 
 
-def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Of the step with this number (0 is the first) among `steps`: linear from 0, then half a cosine.
+def check_optimizer(config: OptimizerConfig) -> None:
+    """Refuses what can be refused before a model is there.
 
-    The last step has `minimum_learning_rate_ratio` of the highest rate, unless there are no steps after the warm-up.
+    Raises:
+        InputError: an option that the optimizer does not have or a value that it refuses, or no such function.
     """
-    warmup = min(config.warmup_steps, steps - 1)
-    if step < warmup:
-        return config.learning_rate * (step + 1) / (warmup + 1)
-    progress = (step - warmup) / max(1, steps - 1 - warmup)
-    low = config.minimum_learning_rate_ratio
-    return config.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))
+    if config.is_own:
+        _check_call(_own_function(config.name), [], config)
+        return
+    options = {"lr": config.learning_rate, **_options(config)}
+    with _refused(config):
+        if config.name == "muon":
+            checked_options(**options)
+        else:
+            _CLASSES[config.name]([nn.Parameter(torch.empty(0, 0))], **options)
+
+
+def rate_shares(optimizer: torch.optim.Optimizer | None, config: OptimizerConfig) -> list[float]:
+    """The learning rate of each group, as a share of the configured one: a function of the user's may give several."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [float(group["lr"]) / config.learning_rate for group in groups]
+
+
+def _groups(trained: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Weight decay is for matrices only."""
+    matrices = [parameter for _, parameter in trained if parameter.dim() >= 2]
+    others = [parameter for _, parameter in trained if parameter.dim() < 2]
+    decays = ((matrices, config.given("weight_decay")), (others, 0.0))
+    return [{"params": group, "weight_decay": decay} for group, decay in decays if group]
+
+
+def _options(config: OptimizerConfig) -> dict[str, Any]:
+    """`optimizer.options`, and the fields that are the same for all parameters, as torch takes them."""
+    kind = _CLASSES[config.name]
+    known = [name for name in inspect.signature(kind).parameters if name != "params"]
+    known = [name for name in known if (config.name, name) not in _WITHOUT]
+    for name in config.options:
+        field = None if (config.name, name) in _OTHER_MEANING else _FIELDS.get(name)
+        if field is not None:
+            raise InputError(f"optimizer.options.{name} is given, but must be left out: it is optimizer.{field}")
+        if name not in known:
+            free = [name for name in known if name not in _FIELDS or (config.name, name) in _OTHER_MEANING]
+            raise InputError(
+                f"{show(f'optimizer.options.{name}')[1:-1]} is no option of torch.optim.{kind.__name__}"
+                f"{nearest(name, free)}; known: {', '.join(free)}"
+            )
+    options = _as_python(config.options)
+    if config.name in ("adamw", "sgd"):
+        options.setdefault("fused", not options.get("foreach"))
+    if config.name == "adamw":
+        options |= {"betas": config.given("betas"), "eps": config.given("epsilon")}
+    return options
+
+
+def _as_python(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What TOML cannot say: tuples, and None."""
+
+    def value_of(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return tuple(value_of(item) for item in value)
+        return None if value == "none" else value
+
+    return {name: value_of(value) for name, value in options.items()}
+
+
+@contextmanager
+def _refused(config: OptimizerConfig) -> Iterator[None]:
+    """torch's words about a value, as a sentence about the configuration."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (ValueError, TypeError, RuntimeError) as error:
+        said = str(error).partition("\n")[0]
+        kind = _CLASSES[config.name].__name__
+        raise InputError(f"optimizer.options is {show(config.options)}, but torch.optim.{kind} says: {said}") from error
+
+
+# --- a function of the user's ----------------------------------------------------------------------------------------
+
+
+def _own(pipeline: Pipeline, trained: list[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    function = _own_function(config.name)
+    _check_call(function, trained, config)
+    made = function(trained, lr=config.learning_rate, **_as_python(config.options))
+    where = f"optimizer.name is {show(config.name)}"
+    if not isinstance(made, torch.optim.Optimizer):
+        raise InputError(f"{where}, which returns {type(made).__name__}, but must return a torch.optim.Optimizer")
+    if isinstance(made, torch.optim.Muon | torch.optim.Adafactor):
+        held = {parameter for group in made.param_groups for parameter in group["params"]}
+        spread = [one.name for one in pipeline.held_parameters() if one.communicator and one.parameter in held]
+        if spread:
+            kind = type(made).__name__
+            raise InputError(
+                f"{where}, which returns {kind}, and this process holds only rows of {spread[0]}, but {kind} must see "
+                f'whole matrices: optimizer.name = "{kind.lower()}" does'
+            )
+    return made
+
+
+def _own_function(name: str) -> Callable[..., Any]:
+    """The function of "module:function". An installed module goes before one in the folder that the command is started
+    in."""
+    module_name, _, function_name = name.partition(":")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # one that the user's module imports
+        raise InputError(
+            f"optimizer.name is {show(name)}, but there is no module {error.name} in {show(folder)} or installed"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise InputError(
+            f"optimizer.name is {show(name)}, but {module_name} has no function {function_name}"
+            f"{nearest(function_name, known)}"
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def _check_call(function: Callable[..., Any], trained: Sequence[Any], config: OptimizerConfig) -> None:
+    try:
+        inspect.signature(function).bind(trained, lr=config.learning_rate, **config.options)
+    except TypeError as error:
+        raise InputError(
+            f"optimizer.name is {show(config.name)}, which cannot be called with the named parameters, lr and"
+            f" optimizer.options {show(config.options)}: {error}"
+        ) from error

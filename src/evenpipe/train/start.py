@@ -69,9 +69,12 @@ def set_up(config: Config, force: bool) -> list[Claim]:
 
     Gives the locks of the folders that the run writes to, which this process holds from now on.
     """
+    from evenpipe.train.optimization import check_optimizer
+
     model = model_config(config.model)
     check_shape(config, model)
     check_schedule(config, model)
+    check_optimizer(config.optimizer)
     check_folders(config.folders)  # before a lock is left in one of them
     claims = []
     for field, folder in (("output.folder", config.run_folder), ("checkpoint.folder", config.checkpoint_folder)):

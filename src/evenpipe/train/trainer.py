@@ -33,9 +33,10 @@ from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_to_dict
 from evenpipe.train.data import PreparedData, changes_of_data, data_identity, open_batches, open_data
 from evenpipe.train.files import disk_errors
+from evenpipe.train.learning_rates import learning_rate
 from evenpipe.train.metrics import Metrics, RunningMean, StepMetrics
 from evenpipe.train.model_source import generation_config
-from evenpipe.train.optimization import adamw, learning_rate
+from evenpipe.train.optimization import make_optimizer, rate_shares
 from evenpipe.train.packing import Batches
 from evenpipe.train.report import DeviceReport, Prediction, RunReport, ScheduleReport, report_text, write_report
 from evenpipe.train.stopping import say_stop
@@ -98,7 +99,8 @@ class _Run:
         self.is_first = self.feeds and self.pipeline.replica == 0
         """Of the whole run."""
         self._generation_config = generation_config(config.model)
-        self.optimizer = adamw(self.pipeline.named_parameters(), config.optimizer, config.offload.directory)
+        self.optimizer = make_optimizer(self.pipeline, config.optimizer, config.offload.directory)
+        self._rate_shares = rate_shares(self.optimizer, config.optimizer)
         self.progress = _Progress(steps=config.training.steps)
         self.started_step = 0
         self.metrics: Metrics | None = None
@@ -149,8 +151,9 @@ class _Run:
                 self.metrics.say(line)
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        """What the optimizer's groups are told (weight decay and the like) stays as the configuration has it."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        """What the optimizer's groups are told (weight decay and the like) stays as the configuration has it; but
+        groups of a user's own optimizer may keep state there."""
+        groups = [] if self.optimizer is None or self.config.optimizer.is_own else self.optimizer.param_groups
         configured = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         self.pipeline.load_checkpoint(checkpoint, self.optimizer)
         for group, options in zip(groups, configured, strict=True):
@@ -249,8 +252,8 @@ class _Run:
         torch.manual_seed(_seed(config.training.seed, progress.step, process))  # for dropout
         rate = learning_rate(progress.step, progress.steps, config.optimizer)
         if self.optimizer is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
+            for group, share in zip(self.optimizer.param_groups, self._rate_shares, strict=True):
+                group["lr"] = rate * share
         traced = progress.step + 1 in config.output.trace_steps
         batch = self.batches.batch(progress.step, pipeline.replica, pipeline.replicas) if self.feeds else None
         result = pipeline.step(batch, record_passes=traced)

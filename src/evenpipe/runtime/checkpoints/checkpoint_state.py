@@ -7,7 +7,7 @@ them, are wrapped as DTensors here; all else is plain.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from evenpipe.runtime.checkpoints.agreement import Team
 from evenpipe.runtime.checkpoints.manifest import Manifest, TensorEntry
 from evenpipe.runtime.host_optimizer import HostAdamW
 from evenpipe.runtime.messages import dtype_name
+from evenpipe.runtime.optimizers.adafactor import Adafactor
 
 PARAMETERS = "parameters."
 OPTIMIZER = "optimizer."
@@ -66,7 +67,7 @@ def tensors_to_save(shards: Mapping[str, ParameterShard], optimizer: torch.optim
     An optimizer's state need not exist (before the first step, or for a frozen parameter): then there is none to save.
 
     Raises:
-        InputError: the optimizer keeps something that is neither one number nor shaped like its parameter's rows.
+        InputError: the optimizer keeps something that is neither one number nor has its parameter's rows.
     """
     layout = _Layout(team)
     owned = _owned(shards, optimizer)
@@ -85,12 +86,13 @@ def tensors_to_save(shards: Mapping[str, ParameterShard], optimizer: torch.optim
                 raise InputError(
                     f"optimizer: its state {key!r} of {name!r} is {type(value).__name__}, expected a tensor"
                 )
-            if shard.start_row is None or value.shape == shard.parameter.shape:
+            rows = len(shard.parameter) if shard.parameter.dim() else 0
+            if shard.start_row is None or _follows_rows(value.shape, rows, shard.parameter, key, optimizer):
                 state[f"{OPTIMIZER}{key}.{name}"] = layout.whole(value.detach(), shard)
-            elif value.numel() != 1:
+            elif value.numel() != 1 and not _is_same_on_all(shard.parameter, key, optimizer):
                 raise InputError(
-                    f"optimizer: its state {key!r} of {name!r} has shape {tuple(value.shape)}, expected that of the "
-                    f"rows held here, {tuple(shard.parameter.shape)}, or one number"
+                    f"optimizer: its state {key!r} of {name!r} has shape {tuple(value.shape)}, expected as many "
+                    f"rows as are held here, {rows}, or one number"
                 )
             elif layout.has_first_rows(shard):  # the same on every process
                 state[f"{OPTIMIZER}{key}.{name}"] = value.detach()
@@ -151,8 +153,10 @@ def plan_load(
             what = f"optimizer state {state_key!r} of {name!r}"
             if isinstance(existing.get(state_key), Tensor):
                 _check_equal(what, "dtype", state_entry.dtype, dtype_name(existing[state_key].dtype))
-            like_parameter = state_entry.shape == tuple(shard.shape)
-            shape = tuple(shard.parameter.shape) if like_parameter else state_entry.shape
+            shape = state_entry.shape
+            spread = _follows_rows(shape, shard.shape[0] if shard.shape else 0, shard.parameter, state_key, optimizer)
+            if spread:
+                shape = (len(shard.parameter), *shape[1:])
             dtype = getattr(torch, state_entry.dtype)
             place = _place_on_host(optimizer, shard.parameter, state_key)
             if place is None:
@@ -163,7 +167,7 @@ def plan_load(
             else:
                 fresh = torch.empty(shape, dtype=dtype, device=place.device)
             fresh_state[state_key] = fresh
-            plan.state[f"{OPTIMIZER}{state_key}.{name}"] = layout.whole(fresh, shard) if like_parameter else fresh
+            plan.state[f"{OPTIMIZER}{state_key}.{name}"] = layout.whole(fresh, shard) if spread else fresh
         plan.optimizer_states.append((optimizer.state, shard.parameter, fresh_state))
     return plan
 
@@ -204,11 +208,11 @@ class _Layout:
         return list(zip(place, shard.mesh.mesh.shape, strict=True))
 
     def whole(self, local: Tensor, shard: ParameterShard) -> Tensor:
-        """The whole tensor that `local` is this process's part of. No communication."""
+        """The whole tensor that `local` has this process's rows of. No communication."""
         if shard.start_row is None or (shard.mesh is None and self._team.size == 1):
             return local
         mesh = self._mesh(shard.mesh, local.device.type)
-        shape = torch.Size(shard.shape)
+        shape = torch.Size((shard.shape[0], *local.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             local.contiguous(), mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=stride
@@ -262,6 +266,21 @@ def _state_device(state: str, parameter: nn.Parameter, group: Mapping[str, Any])
     if state == "step" and not (group.get("capturable") or group.get("fused")):
         return torch.device("cpu")
     return parameter.device
+
+
+def _follows_rows(
+    shape: Sequence[int], rows: int, parameter: nn.Parameter, state: str, optimizer: torch.optim.Optimizer
+) -> bool:
+    """Whether a state of that shape is spread over processes as the rows of its parameter are: one entry, or one row of
+    them, for each."""
+    if _is_same_on_all(parameter, state, optimizer):
+        return False
+    return len(shape) == parameter.dim() > 0 and shape[0] == rows
+
+
+def _is_same_on_all(parameter: nn.Parameter, state: str, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer vouches for a state of rows that belongs to the whole parameter."""
+    return isinstance(optimizer, Adafactor) and optimizer.is_same_on_all(parameter, state)
 
 
 def _place_on_host(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: str) -> Tensor | None:

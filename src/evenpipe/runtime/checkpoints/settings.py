@@ -109,7 +109,10 @@ class SettingsPlan:
         saved = settings.get("optimizer")
         if optimizer is not None and saved is not None:
             if saved["type"] != _kind(optimizer):
-                raise InputError(f"optimizer: it is {_kind(optimizer)}, and {where} was saved with {saved['type']}")
+                raise InputError(
+                    f"optimizer: it is {_kind(optimizer)}, and {where} was saved with {saved['type']}; expected the"
+                    " same one, or another folder for a new run"
+                )
             for place, group in enumerate(optimizer.param_groups):
                 options = _options_of_group(saved, place, [names[one] for one in group["params"]], where)
                 if options is not None:

@@ -1,0 +1,182 @@
+"""Adafactor whose factors and norms are those of whole matrices, wherever their rows are.
+
+Adafactor keeps of the second moments of a matrix only the means of its rows and of its columns, and scales each update
+by norms of the parameter and of the update. Where the rows of a parameter are spread over processes,
+
+    means of rows            of the rows that are held here
+    means of columns         sums over the processes: the same on all of them
+    the mean over all rows, norms of the parameter and the update   sums over the processes
+
+in two messages for a bucket of parameters. Stacked matrices of experts are spread by experts, so their factors are
+whole and only norms are summed.
+
+Source: arXiv 1804.04235, algorithms 4 and 5, as `torch.optim.Adafactor` changes them; its state has the same shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from evenpipe.runtime.communication import Communicator
+from evenpipe.runtime.optimizers.held import HeldParameter, sums
+
+if TYPE_CHECKING:
+    from evenpipe.runtime.pipeline import Pipeline
+
+BUCKET_ELEMENTS = 1 << 24
+"""About so many elements of whole parameters share their messages, and have their updates in memory together."""
+
+
+class Adafactor(torch.optim.Adafactor):
+    """`torch.optim.Adafactor` over the parameters of a pipeline. Each step equals that of one process with the whole
+    model, up to the order in which sums are taken.
+
+    Weight decay is for parameters with two and more dimensions. `step` is collective where rows of parameters are
+    spread over processes.
+
+    Args:
+        pipeline: whose parameters that require a gradient are trained.
+        lr: the largest relative step; an update is that times the root mean square of its parameter.
+        options: as of `torch.optim.Adafactor`, but `foreach`: parameters are updated one by one.
+
+    Raises:
+        ValueError: a value that torch's class refuses.
+    """
+
+    def __init__(self, pipeline: Pipeline, *, lr: float = 1e-2, weight_decay: float = 0.0, **options: Any) -> None:
+        self._held = {one.parameter: one for one in pipeline.held_parameters() if one.parameter.requires_grad}
+        groups: list[dict[str, Any]] = [
+            {"params": [one for one in self._held if one.dim() >= 2]},
+            {"params": [one for one in self._held if one.dim() < 2], "weight_decay": 0.0},
+        ]
+        super().__init__(groups, lr=lr, weight_decay=weight_decay, **options)
+
+    def is_same_on_all(self, parameter: nn.Parameter, state: str) -> bool:
+        """Whether a state belongs to the whole parameter although its rows are spread."""
+        return state == "step" or (state == "col_var" and parameter.dim() == 2)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update. Collective where rows of parameters are spread over processes."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._init_group(group, [], [], [], [], [], [])  # state of what has its first gradient
+        for communicator, bucket in self._buckets():
+            parts = [number for one in bucket for number in one.statistics()]
+            totals = iter(sums(parts, communicator, "factors of the second moments"))
+            squares = [one.update(next(totals), next(totals), next(totals)) for one in bucket]
+            for one, square in zip(bucket, sums(squares, communicator, "norms of updates"), strict=True):
+                one.apply(square)
+        return loss
+
+    def _buckets(self) -> Iterator[tuple[Communicator | None, list[_Update]]]:
+        """Parameters in the same order, and cut alike, on all processes that their rows are spread over; what is whole
+        comes one by one."""
+        by_communicator: dict[Communicator | None, list[_Update]] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                held = self._held[parameter]
+                if parameter.grad is None and held.communicator is None:
+                    continue
+                by_communicator.setdefault(held.communicator, []).append(
+                    _Update(held, group, self.state.get(parameter, {}))
+                )
+        for communicator, updates in by_communicator.items():
+            bucket: list[_Update] = []
+            elements = 0
+            for one in updates:
+                bucket.append(one)
+                elements += math.prod(one.held.shape)
+                if communicator is None or elements >= BUCKET_ELEMENTS:
+                    yield communicator, bucket
+                    bucket, elements = [], 0
+            if bucket:
+                yield communicator, bucket
+
+
+@dataclass(slots=True)
+class _Update:
+    """The update of one parameter. One without a gradient takes part in sums, with zeros."""
+
+    held: HeldParameter
+    group: dict[str, Any]
+    state: dict[str, Any]
+    _direction: Tensor | None = None
+    _size: Tensor | None = None
+    """Root mean square of the whole parameter, before weight decay."""
+
+    @property
+    def _gradient(self) -> Tensor | None:
+        gradient = self.held.parameter.grad
+        return -gradient if gradient is not None and self.group["maximize"] else gradient
+
+    @property
+    def _by_rows(self) -> bool:
+        """Whether processes have rows of one matrix, rather than matrices."""
+        return len(self.held.shape) == 2 and self.held.communicator is not None
+
+    @property
+    def _new_share(self) -> float:
+        """1 - beta_2 of this step, which has been counted."""
+        return float(self.state["step"].item() ** self.group["beta2_decay"])
+
+    def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums over what is held here: squares of the parameter, means of rows, squares by columns (with factors that
+        are whole: two empty tensors)."""
+        gradient, square = self._gradient, torch.linalg.vector_norm(self.held.parameter).square()
+        if gradient is not None:
+            self.state["step"] += 1
+            if gradient.dim() >= 2:
+                mean = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True).square_().div_(gradient.shape[-1])
+                self.state["row_var"].lerp_(mean, self._new_share)
+        if not self._by_rows:
+            return square, square.new_empty(0), square.new_empty(0)
+        if gradient is None:
+            return square, torch.zeros_like(square), square.new_zeros(self.held.shape[1])
+        return square, self.state["row_var"].sum(), torch.linalg.vector_norm(gradient, dim=0).square_()
+
+    def update(self, square: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """The direction, before its norm is known, from sums over the whole parameter; gives the sum of its squares."""
+        self._size = (square / math.prod(self.held.shape)).sqrt()
+        gradient = self._gradient
+        if gradient is None:
+            return torch.zeros_like(square)
+        least = self.group["eps"][0]
+        least = torch.finfo(gradient.dtype).eps if least is None else least
+        if gradient.dim() < 2:
+            self.state["variance"].lerp_(gradient * gradient, self._new_share)
+            estimate = self.state["variance"].clone()
+        else:
+            row_variance, column_variance = self.state["row_var"], self.state["col_var"]
+            if self._by_rows:
+                column_mean, mean = (columns / self.held.shape[0])[None], rows / self.held.shape[0]
+            else:
+                norms = torch.linalg.vector_norm(gradient, dim=-2, keepdim=True)
+                column_mean, mean = norms.square_().div_(gradient.shape[-2]), row_variance.mean(dim=-2, keepdim=True)
+            column_variance.lerp_(column_mean, self._new_share)
+            estimate = (row_variance @ column_variance).div_(mean.clamp(min=least))
+        self._direction = estimate.clamp_(min=least * least).rsqrt_().mul_(gradient)
+        return torch.linalg.vector_norm(self._direction).square()
+
+    def apply(self, square: Tensor) -> None:
+        """Changes the parameter; square: sum of the squares of the whole direction."""
+        if self._direction is None:
+            return
+        assert self._size is not None
+        rate, group, parameter = float(self.group["lr"]), self.group, self.held.parameter
+        norm = (square / math.prod(self.held.shape)).sqrt()
+        step = min(rate, 1 / math.sqrt(self.state["step"].item()))
+        step = self._size.clamp(min=group["eps"][1]) * step / (norm / group["d"]).clamp(min=1.0)
+        if group["weight_decay"]:
+            parameter.mul_(1 - rate * group["weight_decay"])
+        parameter.sub_(self._direction.mul_(step))
+        self._direction = None

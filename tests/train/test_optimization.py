@@ -1,0 +1,156 @@
+"""Which optimizer a configuration makes, what it is told, and what is refused in one sentence."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from evenpipe.errors import InputError
+from evenpipe.runtime.host_optimizer import HostAdamW
+from evenpipe.runtime.optimizers.held import HeldParameter
+from evenpipe.train.config import OptimizerConfig
+from evenpipe.train.optimization import check_optimizer, make_optimizer, rate_shares
+
+MATRIX, NORM, FROZEN = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2), False)
+
+
+def pipeline(communicator: Any = None) -> Any:
+    """As far as an optimizer looks at it."""
+    named = {"layers.0.weight": MATRIX, "norm.weight": NORM, "frozen": FROZEN}
+    return SimpleNamespace(
+        named_parameters=lambda: iter(named.items()),
+        held_parameters=lambda: (
+            HeldParameter(name, one, tuple(one.shape), communicator) for name, one in named.items()
+        ),
+        description=SimpleNamespace(
+            skeleton=SimpleNamespace(get_submodule=lambda path: nn.Linear(1, 1)),
+            structure=SimpleNamespace(layers_name="layers"),
+        ),
+    )
+
+
+def groups_of(optimizer: torch.optim.Optimizer | None) -> list[tuple[list[nn.Parameter], float]]:
+    assert optimizer is not None
+    return [(group["params"], group["weight_decay"]) for group in optimizer.param_groups]
+
+
+def test_adamw_is_told_what_it_was_told_before_there_were_others() -> None:
+    optimizer = make_optimizer(pipeline(), OptimizerConfig())
+    assert type(optimizer) is torch.optim.AdamW
+    assert groups_of(optimizer) == [([MATRIX], 0.1), ([NORM], 0.0)]
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"], group["fused"]) == (3e-4, (0.9, 0.95), 1e-8, True)
+    assert isinstance(make_optimizer(pipeline(), OptimizerConfig(host_share=1.0)), HostAdamW)
+
+
+def test_options_reach_torchs_classes() -> None:
+    options = {"momentum": 0.9, "nesterov": True}
+    optimizer = make_optimizer(pipeline(), OptimizerConfig(name="sgd", options=options, weight_decay=0.2))
+    assert type(optimizer) is torch.optim.SGD and groups_of(optimizer) == [([MATRIX], 0.2), ([NORM], 0.0)]
+    assert all(group["momentum"] == 0.9 and group["nesterov"] and group["fused"] for group in optimizer.param_groups)
+    optimizer = make_optimizer(pipeline(), OptimizerConfig(options={"amsgrad": True, "foreach": True}))
+    assert all(group["amsgrad"] and group["foreach"] and not group["fused"] for group in optimizer.param_groups)
+    optimizer = make_optimizer(pipeline(), OptimizerConfig(name="adafactor", options={"eps": ["none", 1e-2], "d": 2}))
+    assert all(group["eps"] == (None, 1e-2) and group["d"] == 2 for group in optimizer.param_groups)
+    assert groups_of(optimizer) == [([MATRIX], 0.0), ([NORM], 0.0)]
+    optimizer = make_optimizer(pipeline(), OptimizerConfig(name="muon", betas=(0.8, 0.9), options={"ns_steps": 3}))
+    assert groups_of(optimizer) == [([MATRIX], 0.1), ([], 0.1), ([NORM], 0.0)]
+    assert [group.get("ns_steps") for group in optimizer.param_groups] == [3, None, None]
+    assert [group.get("betas") for group in optimizer.param_groups] == [None, (0.8, 0.9), (0.8, 0.9)]
+    assert optimizer.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+
+
+def test_a_process_without_a_trained_parameter_has_none() -> None:
+    nothing = SimpleNamespace(named_parameters=lambda: iter([("frozen", FROZEN)]))
+    for name in ("adamw", "muon", "adafactor", "sgd", "no_such_module:make"):
+        assert make_optimizer(nothing, OptimizerConfig(name=name)) is None
+    assert rate_shares(None, OptimizerConfig()) == []
+
+
+REFUSED = [
+    # name, options, words that the sentence must hold
+    ("sgd", {"momentun": 0.9}, ["optimizer.options.momentun is no option of torch.optim.SGD", '"momentum"', "known: "]),
+    ("adamw", {"lr": 1.0}, ["optimizer.options.lr", "left out", "optimizer.learning_rate"]),
+    ("adamw", {"eps": 1.0}, ["optimizer.options.eps", "left out", "optimizer.epsilon"]),
+    ("muon", {"weight_decay": 1.0}, ["optimizer.options.weight_decay", "optimizer.weight_decay"]),
+    ("muon", {"betas": [0.9, 0.9]}, ["optimizer.options.betas", "optimizer.betas"]),
+    ("muon", {"momentum": -1.0}, ["optimizer.options is {'momentum': -1.0}", "torch.optim.Muon says: momentum should"]),
+    ("muon", {"ns_coefficients": [1.0]}, ["ns_coefficients", "torch.optim.Muon says"]),
+    ("muon", {"adjust_lr_fn": "mine"}, ["torch.optim.Muon says: Adjust learning rate function mine"]),
+    ("adafactor", {"foreach": True}, ["optimizer.options.foreach is no option of torch.optim.Adafactor"]),
+    ("adafactor", {"d": 0.5}, ["torch.optim.Adafactor says: Clipping threshold d should be >= 1"]),
+    ("sgd", {"momentum": "high"}, ["torch.optim.SGD says"]),
+    ("sgd", {"nesterov": True}, ["torch.optim.SGD says: Nesterov momentum requires a momentum"]),
+    ("adamw", {"fused": True, "foreach": True}, ["torch.optim.AdamW says: `fused` and `foreach`"]),
+    ("no_such_module:make", {}, ['optimizer.name is "no_such_module:make"', "there is no module no_such_module in"]),
+    ("mine.more:make", {}, ["there is no module mine.more in"]),
+    ("mine:mke", {}, ["mine has no function mke", 'did you mean "make"']),
+    ("mine:make", {"factr": 1}, ["cannot be called", "{'factr': 1}", "unexpected keyword argument 'factr'"]),
+    ("mine:no_rate", {}, ["cannot be called", "unexpected keyword argument 'lr'"]),
+]
+
+MINE = """
+import torch
+
+def make(named_parameters, lr, factor=1.0):
+    parameters = dict(named_parameters)
+    return torch.optim.Adam([
+        {"params": [one for one in parameters.values() if one.dim() > 1]},
+        {"params": [one for one in parameters.values() if one.dim() < 2], "lr": factor * lr},
+    ], lr=lr)
+
+def no_rate(named_parameters):
+    return None
+
+def nothing(named_parameters, lr):
+    return None
+
+def torch_adafactor(named_parameters, lr):
+    return torch.optim.Adafactor([parameter for _, parameter in named_parameters], lr=lr)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module in the folder that the command is started in."""
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+
+
+@pytest.mark.parametrize(("name", "options", "words"), REFUSED)
+def test_what_does_not_fit_is_one_sentence_before_anything_starts(mine, name, options, words) -> None:
+    with pytest.raises(InputError) as caught:
+        check_optimizer(OptimizerConfig(name=name, options=options))
+    sentence = str(caught.value)
+    assert "\n" not in sentence and "Traceback" not in sentence
+    for word in words:
+        assert word in sentence, sentence
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "sgd", "mine:make"])
+def test_what_fits_is_accepted(mine, name) -> None:
+    check_optimizer(OptimizerConfig(name=name))
+
+
+def test_a_function_of_ones_own_gets_trained_parameters_and_may_give_rates_to_groups(mine) -> None:
+    config = OptimizerConfig(name="mine:make", learning_rate=1e-2, options={"factor": 0.25})
+    optimizer = make_optimizer(pipeline(), config)
+    assert type(optimizer) is torch.optim.Adam
+    assert [group["params"] for group in optimizer.param_groups] == [[MATRIX], [NORM]]
+    assert rate_shares(optimizer, config) == [1.0, 0.25]
+
+
+def test_what_a_function_of_ones_own_gives_is_looked_at(mine) -> None:
+    with pytest.raises(InputError, match=r'"mine:nothing", which returns NoneType, but must return a torch.optim'):
+        make_optimizer(pipeline(), OptimizerConfig(name="mine:nothing"))
+    assert make_optimizer(pipeline(), OptimizerConfig(name="mine:torch_adafactor")) is not None
+    with pytest.raises(InputError, match=r'only rows of layers.0.weight.*optimizer.name = "adafactor" does'):
+        make_optimizer(pipeline("rows are spread"), OptimizerConfig(name="mine:torch_adafactor"))
