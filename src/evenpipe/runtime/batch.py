@@ -354,7 +354,8 @@ def cut(
     def masks() -> Iterable[Tensor | None]:
         if attention_mask is None:
             return repeat(None, microbatches)
-        needed = [position_ids is not None or not bool((mask == 1).all()) for mask in parts(attention_mask)]
+        split = attention_mask.tensor_split(microbatches)
+        needed = [position_ids is not None or not bool((mask == 1).all()) for mask in split]
         given = attention_mask.to(torch_device) if any(needed) else attention_mask
         return [mask if needs else None for mask, needs in zip(parts(given), needed, strict=True)]
 

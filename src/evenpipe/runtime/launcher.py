@@ -105,8 +105,7 @@ def launch(
         RunError: anything else that ended a process: the first cause, with the traceback of the process as a note.
         KeyboardInterrupt: Ctrl-C. SystemExit: SIGTERM, SIGHUP or SIGQUIT. All processes are gone by then.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # imports the program of its launcher
-        os._exit(UNGUARDED)
+    end_if_unguarded()
     if "RANK" in os.environ:
         raise InputError(
             f"launch: this is already process {os.environ['RANK']} of a launched group (environment variable RANK), "
@@ -179,6 +178,15 @@ def prepare_launch(*modules: str, torch_device: str | None = None) -> None:
     with _threads_of_new_processes(), _signal_handlers(signal.SIG_IGN, STOPS):
         _give_the_server_a_folder()
         multiprocessing.forkserver.ensure_running()
+
+
+def end_if_unguarded() -> None:
+    """Ends this process where it is one of a launch that imports the program of its launcher, and comes upon a launch.
+
+    What a caller of `launch` does before it asks the same first: the launcher then says what is wrong.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(UNGUARDED)
 
 
 # -- what travels -----------------------------------------------------------------------------------------------------
