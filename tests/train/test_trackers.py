@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from evenpipe.errors import InputError
+from evenpipe.train import trackers
 from evenpipe.train.config_file import config_from_dict
 from evenpipe.train.metrics import Metrics, StepMetrics
 from evenpipe.train.start import set_up
@@ -24,6 +26,7 @@ class Recorder:
         self.logged: list[tuple[int, dict]] = []
         self.finished = 0
         self.fails: set[str] = set()
+        self.waits = False
 
     def _fail(self, name):
         if name in self.fails:
@@ -40,6 +43,8 @@ class Recorder:
 
     def finish(self):
         self._fail("finish")
+        if self.waits:
+            threading.Event().wait()
         self.finished += 1
 
 
@@ -66,13 +71,18 @@ def step(number):
     )
 
 
-def start(folder, steps, *, resume_step=0, trackers=("wandb", "trackio"), project="mine"):
+def start(folder, steps, *, resume_step=0, project="mine"):
     """A start of a run that logs the steps behind `resume_step`, with an evaluation at the last; what it said."""
     config = config_from_dict(
         {
             "model": {"architecture": "llama"},
             "data": {"files": ["a"]},
-            "output": {"folder": str(folder), "trackers": list(trackers), "project": project, "tensorboard": False},
+            "output": {
+                "folder": str(folder),
+                "trackers": ["wandb", "trackio"],
+                "project": project,
+                "tensorboard": False,
+            },
         }
     )
     stream = io.StringIO()
@@ -126,6 +136,13 @@ def test_a_tracker_that_fails_ends_nothing_and_is_one_line(packages, tmp_path, m
     assert [number for number, _ in packages["trackio"].logged] == [1, 2, 3, 4, 4]
     assert packages["trackio"].finished == 1
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 5
+
+
+def test_a_tracker_that_does_not_come_to_its_end_is_left_behind(packages, tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, "FINISH_SECONDS", 0.1)
+    packages["wandb"].waits = True
+    assert start(tmp_path / "run", 1) == ["wandb has not sent all of its figures within 0.1 s; they are left behind"]
+    assert packages["trackio"].finished == 1
 
 
 def test_a_tracker_that_cannot_be_opened_is_refused_at_first_and_passed_over_later(packages, tmp_path):

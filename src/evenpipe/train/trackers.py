@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import json
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from evenpipe.train.config_file import config_to_dict
 from evenpipe.train.files import write_json
 
 FILE = "trackers.json"
+FINISH_SECONDS = 60.0
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -85,8 +87,12 @@ class Tracker:
         self._try(lambda run: run.log(dict(scalars(record)), step=record["step"]))
 
     def close(self) -> None:
-        """Send what is left."""
-        self._try(lambda run: run.finish())
+        """Send what is left, if that can be done in `FINISH_SECONDS`: without a network it may take for ever."""
+        thread = threading.Thread(target=self._try, args=(lambda run: run.finish(),), daemon=True)
+        thread.start()
+        thread.join(FINISH_SECONDS)
+        if thread.is_alive():
+            self._say(f"{self._name} has not sent all of its figures within {FINISH_SECONDS:g} s; they are left behind")
 
     def _try(self, do: Callable[[Any], Any]) -> None:
         if self._run is None:
