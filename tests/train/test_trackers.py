@@ -167,6 +167,13 @@ def test_a_tracker_that_is_not_installed_is_a_sentence(monkeypatch):
         check_trackers(["json", "trackio"])
 
 
+def test_a_folder_of_that_name_is_no_package(monkeypatch, tmp_path):
+    (tmp_path / "only_a_folder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match="pip install only_a_folder"):
+        check_trackers(["only_a_folder"])
+
+
 def test_a_run_with_one_is_refused_before_anything_is_prepared(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
     tables = {

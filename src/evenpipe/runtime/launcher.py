@@ -105,7 +105,7 @@ def launch(
         RunError: anything else that ended a process: the first cause, with the traceback of the process as a note.
         KeyboardInterrupt: Ctrl-C. SystemExit: SIGTERM, SIGHUP or SIGQUIT. All processes are gone by then.
     """
-    end_if_unguarded()
+    _end_if_unguarded()
     if "RANK" in os.environ:
         raise InputError(
             f"launch: this is already process {os.environ['RANK']} of a launched group (environment variable RANK), "
@@ -171,6 +171,7 @@ def prepare_launch(*modules: str, torch_device: str | None = None) -> None:
 
     modules: names of more modules to import, beside torch, transformers and evenpipe.
     """
+    _end_if_unguarded()  # whatever a caller does before it launches is not done there either
     if _start_method(torch_device) != "forkserver":
         return
     multiprocessing.set_forkserver_preload([*PRELOAD, *modules])
@@ -178,15 +179,6 @@ def prepare_launch(*modules: str, torch_device: str | None = None) -> None:
     with _threads_of_new_processes(), _signal_handlers(signal.SIG_IGN, STOPS):
         _give_the_server_a_folder()
         multiprocessing.forkserver.ensure_running()
-
-
-def end_if_unguarded() -> None:
-    """Ends this process where it is one of a launch that imports the program of its launcher, and comes upon a launch.
-
-    What a caller of `launch` does before it asks the same first: the launcher then says what is wrong.
-    """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        os._exit(UNGUARDED)
 
 
 # -- what travels -----------------------------------------------------------------------------------------------------
@@ -201,6 +193,13 @@ def _main_can_be_imported() -> bool:
 def _dumps(value: Any) -> bytes:
     """By reference, which also tells early what no process could import; by value where `__main__` is no file."""
     return pickle.dumps(value) if _main_can_be_imported() else cloudpickle.dumps(value)
+
+
+def _end_if_unguarded() -> None:
+    """Ends this process where it is one of a launch that imports the program of its launcher, and comes upon another:
+    the launcher then says what is wrong."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(UNGUARDED)
 
 
 # -- the parent -------------------------------------------------------------------------------------------------------

@@ -59,9 +59,8 @@ def start(config: Config, *, callbacks: Sequence[Callback] = (), force: bool = F
     if "RANK" in os.environ:
         _run_in_place(config, callbacks, force)
         return
-    from evenpipe.runtime.launcher import end_if_unguarded, launch, prepare_launch
+    from evenpipe.runtime.launcher import launch, prepare_launch
 
-    end_if_unguarded()
     prepare_launch("evenpipe.train.trainer", "evenpipe.runtime.pipeline")  # imports in the background, once for all
     claims = set_up(config, force)
 

@@ -27,7 +27,8 @@ FINISH_SECONDS = 60.0
 def check_trackers(names: Sequence[str]) -> None:
     """Raises InputError for one that is not installed. Imports nothing."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # a folder of that name, such as wandb makes, is no package
             raise InputError(f'output.trackers names "{name}", but must not until it is installed: pip install {name}')
 
 

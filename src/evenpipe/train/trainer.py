@@ -262,7 +262,8 @@ class _Run:
             every = config.training.evaluate_every_steps
             if number == progress.steps or (every is not None and number % every == 0 and not asked):
                 self._evaluate()
-                asked = asked or self._asked_to_stop()
+                if number < progress.steps:
+                    asked = self._asked_to_stop()
             every = config.checkpoint.every_steps
             if number == progress.steps or asked or (every is not None and number % every == 0):
                 self._log()
