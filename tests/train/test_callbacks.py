@@ -83,6 +83,7 @@ def test_what_is_no_callback_is_a_sentence(folder, name, words):
         find_callbacks([name])
     for word in words:
         assert word in str(caught.value), str(caught.value)
+    assert "importlib" not in str(caught.value)
 
 
 def test_a_run_with_a_wrong_name_is_refused_before_the_data_is_read(folder):

@@ -9,7 +9,6 @@ Every process of the run makes a callback of its own and calls it at the same pl
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -181,9 +180,10 @@ def _name(callback: type) -> str:
 
 
 def _told(error: Exception) -> str:
-    """The error in words, and below them the traceback from where our own code was left."""
+    """The error in words, and below them the traceback, without our own lines and those of the import."""
+    ours = (__file__, importlib.__file__)
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if os.path.dirname(__file__) != os.path.dirname(frame.filename)]  # noqa: PTH120
+    theirs = [frame for frame in frames if frame.filename not in ours and not frame.filename.startswith("<frozen")]
     lines = "".join(traceback.format_list(theirs)).rstrip("\n")
     words = "".join(traceback.format_exception_only(error)).strip()
     return f"{words}\nTraceback (most recent call last):\n{lines}\n{words}" if theirs else words
