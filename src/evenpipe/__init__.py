@@ -22,11 +22,14 @@ if TYPE_CHECKING:
         launch,
         newest_checkpoint,
     )
+    from evenpipe.train.callbacks import Callback, TrainingState
+    from evenpipe.train.start import run_training
     from evenpipe.vocabulary import LossOptions
     from evenpipe.vocabulary.head import linear_cross_entropy
 
 _PUBLIC = {
     "Adafactor": "evenpipe.runtime",
+    "Callback": "evenpipe.train.callbacks",
     "HostAdamW": "evenpipe.runtime",
     "LossOptions": "evenpipe.vocabulary",
     "Muon": "evenpipe.runtime",
@@ -34,14 +37,17 @@ _PUBLIC = {
     "OffloadOptions": "evenpipe.runtime",
     "Pipeline": "evenpipe.runtime",
     "StepResult": "evenpipe.runtime",
+    "TrainingState": "evenpipe.train.callbacks",
     "initialise_worker": "evenpipe.runtime",
     "launch": "evenpipe.runtime",
     "linear_cross_entropy": "evenpipe.vocabulary.head",
     "newest_checkpoint": "evenpipe.runtime",
+    "run_training": "evenpipe.train.start",
 }
 
 __all__ = [
     "Adafactor",
+    "Callback",
     "HostAdamW",
     "LossOptions",
     "Muon",
@@ -49,11 +55,13 @@ __all__ = [
     "OffloadOptions",
     "Pipeline",
     "StepResult",
+    "TrainingState",
     "__version__",
     "initialise_worker",
     "launch",
     "linear_cross_entropy",
     "newest_checkpoint",
+    "run_training",
 ]
 
 

@@ -60,7 +60,8 @@ def started(monkeypatch, exported):
 def test_train_prepares_and_then_launches(started, capsys):
     assert main(["train", "config.toml", "training.steps=7", "pipeline.timeout_seconds=30"]) == 0
     config = load_config("config.toml", ["training.steps=7", "pipeline.timeout_seconds=30"])
-    ((function, (launched, claims), options),) = started
+    ((function, (launched, claims, callbacks), options),) = started
+    assert callbacks == ()
     assert callable(options.pop("on_stop"))
     assert (function, launched, options) == ("train", config, {"processes": 2, "timeout_seconds": 30.0})
     assert [Path(claim.folder) for claim in claims] == [Path("run").resolve(), Path("run/checkpoints").resolve()]
@@ -207,7 +208,7 @@ def torchrun(monkeypatch, exported):
         worker.initialise_worker = lambda timeout_seconds: this
         worker.finish_worker = lambda: watch.calls.append("finished")
         trainer = types.ModuleType("evenpipe.train.trainer")
-        trainer.train = trained.append
+        trainer.train = lambda config, callbacks: trained.append(config)
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setitem(sys.modules, "evenpipe.runtime", types.ModuleType("evenpipe.runtime"))
         monkeypatch.setitem(sys.modules, "evenpipe.runtime.worker", worker)

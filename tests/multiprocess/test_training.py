@@ -224,7 +224,8 @@ def test_loss_means_the_same_everywhere(uninterrupted: Path) -> None:
     assert last["loss"] != last["running_mean_loss"]
     assert report["validation_loss"] == validation["validation_loss"]
     console = (uninterrupted / "console").read_text()
-    assert f"step {STEPS}/{STEPS}  loss {last['loss']:.3f}  running mean {last['running_mean_loss']:.3f}" in console
+    shown = f"epoch {last['epoch']:.2f}  loss {last['loss']:.3f}  running mean {last['running_mean_loss']:.3f}"
+    assert f"step {STEPS}/{STEPS}  {shown}" in console
     assert f"loss {last['loss']:.3f} in the last step, {validation['validation_loss']:.3f} in validation" in console
 
 

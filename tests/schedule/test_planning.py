@@ -139,6 +139,20 @@ def test_options_reach_the_generator() -> None:
         assert evaluation_program(order).placement == order.placement
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_first_microbatches_of_an_evaluation_are_a_sound_program(name: str) -> None:
+    for mode in MODES:
+        for devices in (1, 3):
+            whole = evaluation_program(plan_order(name, devices, 6, mode))
+            for microbatches in range(1, 7):
+                first = whole.of_the_first(microbatches)
+                assert check_program(first).ok
+                assert first.rows == tuple(
+                    tuple(item for item in row if item.microbatch < microbatches) for row in whole.rows
+                )
+            assert whole.of_the_first(6) == whole
+
+
 def test_programs_are_checked_for_both_ways_of_queueing() -> None:
     for mode in MODES:
         assert check_program(plan_program("1f1b", 4, 3, mode)[1]).ok

@@ -82,6 +82,12 @@ BAD_VALUES = [
     ("optimizer.decay_steps", 5, ["optimizer.decay_steps is 5", 'left out with schedule "cosine"']),
     ("optimizer.decay_share", 0.0, ["optimizer.decay_share is 0.0", "above 0 and at most 1"]),
     ("training.steps", 0, ["training.steps is 0"]),
+    ("training.epochs", 0, ["training.epochs is 0.0", "above 0"]),
+    ("training.callbacks", "my_module", ['training.callbacks[0] is "my_module"', '"module:Name"']),
+    ("training.callbacks", ["a.b:C", "a b:C"], ['training.callbacks[1] is "a b:C"']),
+    ("output.trackers", ["wand"], ['output.trackers[0] is "wand"', 'did you mean "wandb"']),
+    ("output.trackers", ["wandb", "wandb"], ["output.trackers", "differ"]),
+    ("output.project", "", ["output.project"]),
     ("training.minutes", -1, ["training.minutes", "above 0"]),
     ("training.seed", -1, ["training.seed"]),
     ("training.evaluate_every_steps", 0, ["training.evaluate_every_steps"]),
@@ -147,6 +153,21 @@ CONFLICTS = [
         },
         ["optimizer.decay_share is 0.5", "left out when optimizer.decay_steps is given"],
     ),
+    ({**MINIMAL, "training": {"steps": 5, "epochs": 1}}, ["training.epochs is 1.0", "left out", "training.steps"]),
+    (
+        {**MINIMAL, "data": {"files": ["a"], "validation_files": ["b"], "validation_fraction": 0.1}},
+        ["data.validation_fraction is 0.1", "left out or 0", "data.validation_files", '"b"'],
+    ),
+    (
+        {**MINIMAL, "data": {"dataset": "d", "validation_split": "test", "validation_fraction": 0.1}},
+        ["data.validation_fraction is 0.1", "left out or 0", "data.validation_split", '"test"'],
+    ),
+    ({**MINIMAL, "data": {"files": ["a"], "validation_split": "test"}}, ["data.validation_split", "without dataset"]),
+    ({**MINIMAL, "data": {"dataset": "d", "validation_split": "train"}}, ["data.validation_split", "another split"]),
+    (
+        {**MINIMAL, "data": {"dataset": "d", "validation_split": "test", "validation_files": ["b"]}},
+        ["data.validation_split", "none when validation_files"],
+    ),
     ({**MINIMAL, "sample": {"prompts": ["a"]}, "output": {"export": False}}, ["output.export", "sample.prompts"]),
 ]
 
@@ -184,6 +205,24 @@ def test_lists_become_tuples_whole_numbers_become_numbers_and_one_text_a_list():
     assert changed.optimizer.betas == (0.0, 0.5)
     assert isinstance(changed.optimizer.learning_rate, float)
     assert changed.pipeline.layers_per_stage == (3, 1)
+
+
+def test_a_fraction_is_held_back_unless_there_is_other_data_to_evaluate_on():
+    for data, held_back, validates in (
+        ({}, 0.01, True),
+        ({"validation_fraction": 0.2}, 0.2, True),
+        ({"validation_fraction": 0}, 0.0, False),
+        ({"validation_files": ["b"]}, 0.0, True),
+        ({"validation_files": ["b"], "validation_fraction": 0}, 0.0, True),
+    ):
+        found = config(data=data).data
+        assert (found.held_back, found.validates) == (held_back, validates)
+    own = config(data={"validation_files": ["b"]}, training={"evaluate_every_steps": 3})
+    assert own.training.evaluate_every_steps == 3
+
+
+def test_a_tracker_may_be_written_without_brackets():
+    assert config(output={"trackers": "trackio"}).output.trackers == ("trackio",)
 
 
 def test_none_is_written_as_a_word():

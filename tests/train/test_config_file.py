@@ -35,7 +35,7 @@ def test_a_file_is_read(path):
     config = load_config(path)
     assert config.model.config == {"hidden_size": 64}
     assert config.pipeline.layers_per_stage == (1, 3)
-    assert config.training.steps == 1000
+    assert config.training.steps is None
 
 
 OVERRIDES = [

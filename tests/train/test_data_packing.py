@@ -19,9 +19,11 @@ def encode(texts):
     return [[ord(character) for character in text] for text in texts]
 
 
-def batches(rows, batch_size=3, seed=5, validation_fraction=0.0):
+def batches(rows, batch_size=3, seed=5, validation_fraction=0.0, validation=None):
     tokens = np.arange(rows * 4, dtype=np.int32).reshape(rows, 4)
-    return Batches(tokens, batch_size=batch_size, seed=seed, validation_fraction=validation_fraction)
+    return Batches(
+        tokens, batch_size=batch_size, seed=seed, validation_fraction=validation_fraction, validation=validation
+    )
 
 
 STREAMS = [
@@ -98,7 +100,7 @@ def test_a_batch_depends_on_seed_and_step_alone(rows, batch_size, seed, step):
 
 
 def test_replicas_share_a_batch_in_turn():
-    data = batches(40, 6, seed=2, validation_fraction=0.1)
+    data = batches(60, 6, seed=2, validation_fraction=0.1)
     for take in (lambda *part: data.batch(3, *part), lambda *part: data.validation_batch(0, *part)[1]):
         parts = [take(replica, 3) for replica in range(3)]
         assert [tuple(part.shape) for part in parts] == [(2, data.sequence_length)] * 3
@@ -129,7 +131,7 @@ def test_the_order_is_the_same_on_every_machine_and_version():
     assert batches(12, 6, seed=3).row_numbers(0) == [0, 4, 9, 7, 1, 10]
 
 
-def test_validation_batches_hold_every_row_held_back_and_ignore_what_fills_the_last():
+def test_validation_batches_hold_every_row_held_back_and_the_last_is_smaller():
     data = batches(40, batch_size=3, validation_fraction=0.1)
     assert data.validation_rows.tolist() == [5, 15, 25, 35]
     assert data.validation_batches == 2
@@ -137,12 +139,54 @@ def test_validation_batches_hold_every_row_held_back_and_ignore_what_fills_the_l
     assert torch.equal(first, labels)
     assert (first[:, 0] // 4).tolist() == [5, 15, 25]
     second, labels = data.validation_batch(1)
-    assert second.shape == labels.shape == (3, 4)
+    assert second.shape == labels.shape == (1, 4)
     assert second.dtype == labels.dtype == torch.int64
-    assert (second[:, 0] // 4).tolist() == [35, 35, 35]
-    assert torch.equal(labels[0], second[0])
-    assert labels[1:].eq(-100).all()
+    assert (second[:, 0] // 4).tolist() == [35]
+    assert torch.equal(labels, second)
     assert batches(40).validation_batches == 0
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(1, [[0], [], []]), (2, [[0], [1], []]), (5, [[0, 1], [2, 3], [4]])])
+def test_every_replica_takes_part_in_the_last_validation_batch(rows, parts):
+    """One without a row gets one whose labels do not count."""
+    own = 1000 + np.arange(rows * 4, dtype=np.int32).reshape(rows, 4)
+    data = batches(12, batch_size=6, validation=own)
+    assert data.validation_batches == 1
+    for replica, wanted in enumerate(parts):
+        ids, labels = data.validation_batch(0, replica, 3)
+        counted = labels[labels[:, 0] != -100]
+        assert torch.equal(counted, torch.from_numpy(own[wanted].astype(np.int64)))
+        assert torch.equal(ids[: len(wanted)], counted)
+        assert len(ids) == len(labels) == max(len(wanted), 1)
+
+
+def test_rows_of_their_own_to_evaluate_on_leave_all_others_to_train_on():
+    data = batches(12, batch_size=4, validation=np.full((3, 4), 7, dtype=np.int32))
+    assert data.training_rows.tolist() == list(range(12))
+    assert data.validation_batch(0)[0].tolist() == [[7] * 4] * 3
+    assert sorted(row for step in range(3) for row in data.row_numbers(step)) == list(range(12))
+
+
+STEPS_OF_EPOCHS = [
+    # rows, batch size, epochs, steps
+    (12, 4, 1, 3),
+    (12, 4, 2, 6),
+    (13, 4, 1, 4),  # the last batch begins the next epoch
+    (13, 4, 3, 10),
+    (10, 1, 0.1, 1),
+    (30, 1, 0.1, 3),  # 0.1 * 30 is 3.0000000000000004
+    (12, 4, 0.5, 2),
+    (12, 4, 1e-9, 1),
+]
+
+
+@pytest.mark.parametrize(("rows", "batch_size", "epochs", "steps"), STEPS_OF_EPOCHS)
+def test_steps_of_epochs(rows, batch_size, epochs, steps):
+    data = batches(rows, batch_size)
+    assert data.steps_of(epochs) == steps
+    for done in range(steps + 1):  # at any point as many are left; none is more than all
+        assert done + data.steps_of(epochs, done * data.tokens_per_batch) == steps
+    assert data.steps_of(epochs, (steps + 1) * data.tokens_per_batch) == 0
 
 
 def test_validation_rows_are_never_trained_on():

@@ -19,7 +19,7 @@ from evenpipe.errors import InputError, RunError
 from evenpipe.model.config import read_config
 from evenpipe.train import data as data_module
 from evenpipe.train.config_file import config_from_dict
-from evenpipe.train.data import changes_of_data, data_identity, open_batches, open_data, prepare
+from evenpipe.train.data import changes_of_data, data_identity, open_batches, open_data, planned_steps, prepare
 from evenpipe.train.files import locked
 from evenpipe.train.start import set_up
 from evenpipe.train.tokenizer import copy_tokenizer, tokenizer_size, train_tokenizer
@@ -357,3 +357,125 @@ def test_what_a_checkpoint_compares(config):
         assert ("rows that were trained on may now be validated on" in said) == mixes
     same_batch = config(pipeline={"microbatches": 4, "microbatch_size": 1})
     assert changes_of_data(identity, data_identity(same_batch, data)) == []
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Documents to evaluate on."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    texts = [f"class C{number}:\n    pass  # ü\n" for number in range(9)]
+    for number, text in enumerate(texts):
+        (folder / f"{number}.py").write_text(text)
+    return folder, texts
+
+
+def test_files_to_evaluate_on_get_the_same_tokenizer_and_are_not_trained_on(config, corpus, other, monkeypatch):
+    folder, texts = other
+    alone = prepare(config(), quiet)
+    settings = config(data={"validation_files": [f"{folder}/*.py"], "validation_fraction": "none"})
+    said: list[str] = []
+    data = prepare(settings, said.append)
+    assert (data.fingerprint, data.tokens) == (alone.fingerprint, alone.tokens)
+    assert data.validation is not None
+    assert tokens_of(data).tolist() == tokens_of(alone).tolist()
+    tokenizer = AutoTokenizer.from_pretrained(data.tokenizer_folder)
+    assert tokenizer.decode(tokens_of(data.validation)) == "".join(text + "<|endoftext|>" for text in texts)
+    assert said[-2] == "reading 9 files to evaluate on"
+    assert open_data(settings) == data
+
+    batches = open_batches(settings, data)
+    assert len(batches.training_rows) == data.tokens // 16
+    assert len(batches.validation_rows) == data.validation.tokens // 16
+    count = batches.validation_batches
+    rows = [row for index in range(count) for row in batches.validation_batch(index)[0].tolist()]
+    assert [token for row in rows for token in row] == tokens_of(data.validation).tolist()[: len(rows) * 16]
+
+    monkeypatch.setattr(data_module, "write_tokens", None)  # the second time both are in the cache
+    assert prepare(settings, quiet) == data
+    damage_truncate(Path(data.validation.folder))
+    with pytest.raises(RunError, match="incomplete"):
+        open_data(settings)
+
+
+def test_a_file_that_both_patterns_name_is_only_evaluated_on(config, corpus):
+    """By what the file is, not by how it is written."""
+    both = config(data={"validation_files": [f"{corpus}/../corpus/0*.py"], "validation_fraction": 0})
+    data = prepare(both, quiet)
+    assert (data.documents, data.validation.documents) == (50, 10)
+    everything = config(data={"validation_files": [f"{corpus}/*.py"], "validation_fraction": 0})
+    with pytest.raises(InputError, match=r"data\.validation_files is .*must leave files of data\.files to train on"):
+        prepare(everything, quiet)
+
+
+def test_data_to_evaluate_on_with_an_existing_tokenizer(config, other, tokenizer, tmp_path):
+    source = str(_saved(tokenizer, tmp_path / "mine"))
+    folder, texts = other
+    data = prepare(
+        config(
+            data={"validation_files": [f"{folder}/*.py"], "validation_fraction": 0},
+            tokenizer={"source": source, "vocabulary_size": "none"},
+        ),
+        quiet,
+    )
+    expected = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    assert tokens_of(data.validation).tolist() == expected
+
+
+def test_a_split_to_evaluate_on(config, tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    splits = {"train": LINES[:50], "test": LINES[50:]}
+    DatasetDict({name: Dataset.from_dict({"text": texts}) for name, texts in splits.items()}).save_to_disk(
+        tmp_path / "saved"
+    )
+    table = {"files": [], "dataset": str(tmp_path / "saved"), "validation_split": "test", "validation_fraction": 0}
+    data = prepare(config(data=table), quiet)
+    tokenizer = AutoTokenizer.from_pretrained(data.tokenizer_folder)
+    assert tokenizer.decode(tokens_of(data.validation)) == "".join(text + "<|endoftext|>" for text in LINES[50:])
+    assert data.documents == 50
+    with pytest.raises(InputError, match='split "dev"'):
+        prepare(config(data={**table, "validation_split": "dev"}), quiet)
+
+
+def test_wrong_data_to_evaluate_on_is_one_sentence(config, other):
+    folder, _ = other
+    for data, words in (
+        (
+            {"validation_files": ["nowhere/*.py"]},
+            r'^data\.validation_files names "nowhere/\*\.py", but there is no such',
+        ),
+        ({"validation_files": [str(folder)]}, r"^data\.validation_files names the folder"),
+        (
+            {"validation_files": [f"{folder}/1.py"], "sequence_length": 64},
+            "^the data to evaluate on holds .* tokens, but must hold at least one sequence",
+        ),
+    ):
+        with pytest.raises(InputError, match=words):
+            prepare(config(data={"validation_fraction": 0, **data}), quiet)
+
+
+def test_what_a_checkpoint_says_of_data_to_evaluate_on(config, corpus, other):
+    folder, _ = other
+    plain = config(data={"validation_fraction": 0})
+    own = config(data={"validation_files": [f"{folder}/*.py"], "validation_fraction": 0})
+    fewer = config(data={"validation_files": [f"{folder}/[0-7].py"], "validation_fraction": 0})
+    identities = [data_identity(settings, prepare(settings, quiet)) for settings in (plain, own, fewer)]
+    line = "other text is evaluated on from now on: validation losses do not compare with those before"
+    for before, now in ((0, 1), (1, 2), (2, 0)):
+        assert changes_of_data(identities[before], identities[now]) == [line]
+    assert changes_of_data(identities[1], identities[1]) == []
+    del identities[0]["validation data"]  # a checkpoint that was written before there was such data
+    assert changes_of_data(identities[0], data_identity(plain, prepare(plain, quiet))) == []
+
+
+def test_steps_follow_from_epochs_the_data_and_the_batch(config):
+    settings = config(training={"epochs": 2.5})
+    data = prepare(settings, quiet)
+    rows = len(open_batches(settings, data).training_rows)
+    assert planned_steps(settings, open_batches(settings, data)) == -(-5 * rows // 8)
+    wider = config(training={"epochs": 2.5}, pipeline={"microbatches": 4})
+    done, tokens = 6, 6 * 4 * 16  # of a run that is resumed with a batch of another size
+    assert planned_steps(wider, open_batches(wider, data), done, tokens) == done + -(-(5 * rows - 2 * 24) // 16)
+    assert planned_steps(config(), open_batches(config(), data)) == 1000
+    assert planned_steps(config(training={"steps": 7}), open_batches(config(), data), 3, 99) == 7

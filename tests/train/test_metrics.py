@@ -26,6 +26,7 @@ from evenpipe.train.metrics import (
 def step(number, **changes):
     figures = {
         "step": number,
+        "epoch": number / 4,
         "loss": 10.0 / number,
         "running_mean_loss": 11.0 / number,
         "tokens": 1024 * number,
@@ -149,7 +150,7 @@ def test_tensorboard_that_is_not_installed_is_a_sentence(tmp_path, monkeypatch):
 
 def test_progress_in_words():
     text = progress_text(step(2, loss=4.9, running_mean_loss=5.1234, tokens_per_second=12345.6, busy=(0.934, 0.5, 1.0)))
-    assert text == "loss 4.900  running mean 5.123  12,346 tokens/s  busy 93 50 100 %"
+    assert text == "epoch 0.50  loss 4.900  running mean 5.123  12,346 tokens/s  busy 93 50 100 %"
 
 
 def test_plain_lines_come_every_ten_seconds_and_at_the_end():
@@ -160,7 +161,7 @@ def test_plain_lines_come_every_ten_seconds_and_at_the_end():
     progress.close()
     lines = stream.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 1/6", "step 4/6", "step 6/6"]
-    assert lines[0].endswith("loss 10.000  running mean 11.000  1,234 tokens/s  busy 93 50 %")
+    assert lines[0].endswith("epoch 0.25  loss 10.000  running mean 11.000  1,234 tokens/s  busy 93 50 %")
 
 
 class Terminal(io.StringIO):
@@ -194,6 +195,7 @@ def test_all_three_together(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[0] == {
         "step": 1,
+        "epoch": 0.25,
         "loss": 10.0,
         "running_mean_loss": 11.0,
         "tokens": 1024,

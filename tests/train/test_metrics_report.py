@@ -29,6 +29,7 @@ DEVICES = (
 def report(**changes):
     values = {
         "steps": 300,
+        "epoch": 1.2345,
         "tokens": 307_200,
         "seconds": 200.0,
         "loss": 5.1234,
@@ -47,7 +48,8 @@ def report(**changes):
 
 def test_the_report_in_words():
     assert report_text(report()).splitlines() == [
-        "300 steps, 307,200 tokens in 200.0 s (1,536 tokens/s); loss 5.123 in the last step, 5.200 in validation",
+        "300 steps to epoch 1.23, 307,200 tokens in 200.0 s (1,536 tokens/s); "
+        "loss 5.123 in the last step, 5.200 in validation",
         "schedule zbv: 4 stages on 2 devices (2 each), 8 microbatches, 6 communicators; predicted busy 80.0 %",
         "device    busy  peak memory  stages  layers  in flight  vocabulary rows",
         "     0  91.2 %    700.0 MiB     0 3       4          5            4,096",
@@ -96,7 +98,7 @@ def test_the_report_of_first_last_itself_and_of_a_run_with_nothing_left_to_do():
     lines = report_text(
         report(prediction=FIRST_LAST, validation_loss=None, steps=0, tokens=0, seconds=0.0)
     ).splitlines()
-    assert lines[0] == "0 steps, 0 tokens in 0.0 s (0 tokens/s); loss 5.123 in the last step"
+    assert lines[0] == "0 steps to epoch 1.23, 0 tokens in 0.0 s (0 tokens/s); loss 5.123 in the last step"
     assert lines[-1].startswith("vocabulary first-last: embedding and output layer on the first and last device")
     assert "1.50 times the mean work" in lines[-1]
 

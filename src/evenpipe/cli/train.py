@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.trace = ""
     config = load_config(arguments.config, arguments.overrides)
     if arguments.trace is not None:
-        steps = config.output.trace_steps or (min(TRACED_STEP, config.training.steps),)
+        steps = config.output.trace_steps or (min(TRACED_STEP, config.training.steps or TRACED_STEP),)
         folder = arguments.trace or config.output.trace_folder
         config = replace(config, output=replace(config.output, trace_steps=steps, trace_folder=folder))
 

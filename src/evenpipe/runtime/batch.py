@@ -31,7 +31,7 @@ INPUT_NAMES = ("input_ids", "labels", "position_ids", "attention_mask", "token_w
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One of the equal parts of a step's batch. n = sequences x tokens."""
+    """One of the parts of a step's batch, equal in training. n = sequences x tokens."""
 
     token_ids: Tensor
     """[sequences, tokens] int64, on the host: the sizes of messages are read from them."""
@@ -86,6 +86,9 @@ class Totals:
 
 def check(inputs: Inputs, *, microbatches: int, model: Description) -> None:
     """Check the inputs of the first process.
+
+    Args:
+        microbatches: the number of sequences must be a multiple of it.
 
     Raises:
         InputError: a shape, a dtype or a value is off; the sentence names the argument, what it is and what it may be.
@@ -174,6 +177,7 @@ def distribute(
     parameters; the first one broadcasts an int64 tensor with all integers, then the weights if there are any.
 
     Args:
+        microbatches: as for `check`.
         communicator: of the pipeline's processes; None for one device.
         replicas: of the processes that are this device in their pipelines; None for one pipeline.
         trained: flags read for this step.
@@ -316,7 +320,7 @@ def cut(
     torch_device: torch.device | str = "cpu",
 ) -> Batch:
     """Shift the labels, turn them into weights that add up to 1 / `accumulate` over all replicas, and cut into
-    microbatches.
+    microbatches: equal ones, or with one more sequence in the first ones.
 
     Labels are aligned with `input_ids`, as in transformers: position t predicts label t + 1. A position's weight is the
     token weight of the label that it predicts (1 by default) over the step's sum of weights, so that the step's loss is
@@ -339,25 +343,26 @@ def cut(
     totals = totals or _own_total(targets, weights)
     weights = torch.zeros_like(weights) if totals.weight == 0 else weights / (totals.weight * totals.accumulate)
     weights = weights.to(torch_device, dtype)
-    size = sequences // microbatches
+    assert sequences >= microbatches
 
     def parts(tensor: Tensor | None) -> Iterable[Tensor | None]:
-        return repeat(None, microbatches) if tensor is None else tensor.split(size)
+        return repeat(None, microbatches) if tensor is None else tensor.tensor_split(microbatches)
 
     def masks() -> Iterable[Tensor | None]:
         if attention_mask is None:
             return repeat(None, microbatches)
-        needed = [position_ids is not None or not bool((mask == 1).all()) for mask in attention_mask.split(size)]
+        split = attention_mask.tensor_split(microbatches)
+        needed = [position_ids is not None or not bool((mask == 1).all()) for mask in split]
         given = attention_mask.to(torch_device) if any(needed) else attention_mask
-        return [mask if needs else None for mask, needs in zip(given.split(size), needed, strict=True)]
+        return [mask if needs else None for mask, needs in zip(parts(given), needed, strict=True)]
 
     return Batch(
         microbatches=tuple(
             Microbatch(*fields)
             for fields in zip(
-                input_ids.split(size),
-                targets.flatten().split(size * tokens),
-                weights.flatten().split(size * tokens),
+                input_ids.tensor_split(microbatches),
+                (part.flatten() for part in targets.tensor_split(microbatches)),
+                (part.flatten() for part in weights.tensor_split(microbatches)),
                 parts(position_ids),
                 masks(),
                 strict=True,

@@ -164,7 +164,7 @@ def build(
         shape = (description.vocabulary_size, *parameter.shape[1:])
         if sharding is None:
             found = Matrix(parameter, compute_dtype)
-            start = shard.start if layout.sharded else None
+            start = shard.start if layout.sharded and layout.program.devices > 1 else None
         else:
             found = ShardedMatrix(parameter, compute_dtype, sharding, name)
             start = shard.start + found.start

@@ -105,8 +105,7 @@ def launch(
         RunError: anything else that ended a process: the first cause, with the traceback of the process as a note.
         KeyboardInterrupt: Ctrl-C. SystemExit: SIGTERM, SIGHUP or SIGQUIT. All processes have ended by then.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # imports the program of its launcher
-        os._exit(UNGUARDED)
+    _end_if_unguarded()
     if "RANK" in os.environ:
         raise InputError(
             f"launch: this is already process {os.environ['RANK']} of a launched group (environment variable RANK), "
@@ -172,6 +171,7 @@ def prepare_launch(*modules: str, torch_device: str | None = None) -> None:
 
     modules: names of more modules to import, besides torch, transformers and evenpipe.
     """
+    _end_if_unguarded()  # whatever a caller does before it launches is not done there either
     if _start_method(torch_device) != "forkserver":
         return
     multiprocessing.set_forkserver_preload([*PRELOAD, *modules])
@@ -194,6 +194,13 @@ def _dumps(value: Any) -> bytes:
     """Pickle by reference, which also fails early if no process could import it; by value if `__main__` is not a
     file."""
     return pickle.dumps(value) if _main_can_be_imported() else cloudpickle.dumps(value)
+
+
+def _end_if_unguarded() -> None:
+    """Ends this process where it is one of a launch that imports the program of its launcher, and comes upon another:
+    the launcher then says what is wrong."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(UNGUARDED)
 
 
 # -- the parent -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -208,6 +208,7 @@ class Pipeline:
             offload=offload.activations,
             copy_time=offload.copy_times,
         )
+        self._evaluations: dict[int, Program] = {}
         kept = offload.of_layers(self.description.layers)
         self._kept_layers = frozenset(layer for layer, choice in enumerate(kept) if choice == "keep")
         self._activations = None
@@ -440,7 +441,11 @@ class Pipeline:
         attention_mask: Tensor | None = None,
         token_weights: Tensor | None = None,
     ) -> StepResult:
-        """Forward of one batch, without gradients: the loss, and the log-probability of every label. As `step`."""
+        """Forward of one batch, without gradients: the loss, and the log-probability of every label.
+
+        As `step`, but the batch has any size: fewer sequences than `microbatches` are as many microbatches, and others
+        need not be equal. The loss is the mean over all labels that count, whichever microbatch they are in.
+        """
         inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights)
         modes = {stage: module.training for stage, module in self._held.stages.items()}
         for module in self._held.stages.values():
@@ -460,7 +465,7 @@ class Pipeline:
         self._trained.read()
         inputs, totals = distribute(
             inputs,
-            microbatches=self.microbatches,
+            microbatches=self.microbatches if training else 1,
             model=self.description,
             communicator=groups.pipeline,
             replicas=groups.replicas,
@@ -469,17 +474,17 @@ class Pipeline:
         )
         self._trained.follow()
         weights_dtype = torch.float64 if self._compute_dtype == torch.float64 else torch.float32
-        batch = cut(inputs, totals, microbatches=self.microbatches, dtype=weights_dtype, torch_device=self.torch_device)
+        assert inputs.input_ids is not None
+        program = self.layout.program if training else self._evaluation(len(inputs.input_ids))
+        parts = program.microbatches
+        batch = cut(inputs, totals, microbatches=parts, dtype=weights_dtype, torch_device=self.torch_device)
         self._held.refresh()
         if self._router_losses is not None:
             self._router_losses.accumulate = totals.accumulate
         self._walker.record_passes = record_passes
         before = read_clocks(groups.pipeline, self.torch_device) if record_passes else None
-        if training:
-            with self._tied_gradients():
-                record = self._walker.walk(self.layout.program, batch)
-        else:
-            record = self._walker.walk(self.layout.evaluation, batch)
+        with self._tied_gradients() if training else nullcontext():
+            record = self._walker.walk(program, batch)
         if before is not None:
             record.clock = Conversion(before, read_clocks(groups.pipeline, self.torch_device))
         output = self._held.output
@@ -504,6 +509,14 @@ class Pipeline:
             entropy,
             totals.accumulate,
         )
+
+    def _evaluation(self, sequences: int) -> Program:
+        """The program that evaluates a batch of so many, each kept: the walker knows programs by what they are."""
+        whole = self.layout.evaluation
+        parts = min(sequences, whole.microbatches)
+        if parts not in self._evaluations:
+            self._evaluations[parts] = whole if parts == whole.microbatches else whole.of_the_first(parts)
+        return self._evaluations[parts]
 
     def _log_probabilities(self, batch: Batch, dtype: torch.dtype) -> list[Shared]:
         own = None if self._held.output is None else self._held.output.log_probabilities

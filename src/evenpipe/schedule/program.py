@@ -82,6 +82,18 @@ class Program:
         rows = tuple(tuple(readdressed(item, device) for item in row) for device, row in enumerate(self.rows))
         return replace(self, rows=rows, sharing=sharing)
 
+    def of_the_first(self, microbatches: int) -> Program:
+        """The program of so many microbatches, with all that is about them at its place; for one that evaluates.
+
+        It completes where the whole one does: forwards of one microbatch wait for nothing of another.
+        """
+        assert self.forward_only and 0 < microbatches <= self.microbatches
+        rows = tuple(
+            tuple(item for item in row if item is not None and (item.microbatch or 0) < microbatches)
+            for row in self.rows
+        )
+        return replace(self, microbatches=microbatches, rows=rows)
+
     def to_csv(self) -> str:
         """Return one line per device, readable by `from_csv` and, if torch has all the kinds, by torch's runtime."""
         return rows_to_csv(self.rows)

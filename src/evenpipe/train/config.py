@@ -12,10 +12,13 @@ from typing import Any, ClassVar, Literal
 
 from evenpipe.errors import InputError
 from evenpipe.runtime.nccl import MOST_CHANNELS
+from evenpipe.train.callbacks import check_name
 from evenpipe.train.section import Section, show, unknown
 
 PYTHON_STANDARD_LIBRARY = "python-standard-library"
 DEFAULT_TOKENIZER_ENTRIES = 32768
+DEFAULT_STEPS = 1000
+DEFAULT_VALIDATION_FRACTION = 0.01
 MOST_TOKENIZER_ENTRIES = 10_000_000
 """The trainer takes memory for all of them at once, and ends the process where there is not enough."""
 DEFAULT_END_OF_TEXT = "<|endoftext|>"
@@ -90,8 +93,13 @@ class DataConfig(Section):
     sequence_length: int = 1024
     """Tokens per training sequence. Documents are joined by the end-of-text token and cut into such rows, so a row may
     hold several documents, and attention looks across their borders; the last incomplete row is dropped."""
-    validation_fraction: float = 0.01
-    """Share of the rows that is held back for evaluation, evenly spread over the data; 0 holds back none."""
+    validation_files: tuple[str, ...] = ()
+    """Files or patterns of documents to evaluate on, read as `files`. Those among `files` are not trained on."""
+    validation_split: str | None = None
+    """Split of `dataset` to evaluate on."""
+    validation_fraction: float | None = None
+    """Share of the rows that is held back for evaluation, evenly spread over the data; 0 holds back none. None: 0.01,
+    or 0 with validation_files or validation_split."""
     cache_folder: str | None = None
     """Where tokens are kept, to be used again when sources and tokenizer are unchanged; none: `data` in
     output.folder."""
@@ -102,11 +110,35 @@ class DataConfig(Section):
             raise InputError(f"data needs exactly one of files, dataset and corpus, but has {_listed(given)}")
         self.require("dataset_config", self.dataset_config is None or self.dataset is not None, "none without dataset")
         self.at_least(2, "sequence_length")
-        self.require("validation_fraction", 0 <= self.validation_fraction < 1, "at least 0 and below 1")
+        self._check_validation()
         if self.corpus is not None:
             name, colon, parts = self.corpus.partition(":")
             accepted = f'"{PYTHON_STANDARD_LIBRARY}", or that and a colon and names of its modules'
             self.require("corpus", name == PYTHON_STANDARD_LIBRARY and bool(colon) == bool(parts), accepted)
+
+    def _check_validation(self) -> None:
+        split = self.validation_split
+        if split is not None:
+            self.require("validation_split", self.dataset is not None, "none without dataset")
+            self.require("validation_split", split != self.dataset_split, "another split than data.dataset_split")
+            self.require("validation_split", not self.validation_files, "none when validation_files are given")
+        self.require("validation_fraction", 0 <= self.held_back < 1, "at least 0 and below 1")
+        if own := split or self.validation_files:
+            field = "validation_split" if split else "validation_files"
+            accepted = f"left out or 0 when data.{field} is {show(own)}"
+            self.require("validation_fraction", not self.held_back, accepted)
+
+    @property
+    def held_back(self) -> float:
+        """`validation_fraction`, or its default."""
+        if self.validation_fraction is not None:
+            return self.validation_fraction
+        return 0.0 if self.validation_files or self.validation_split else DEFAULT_VALIDATION_FRACTION
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self.held_back or self.validation_files or self.validation_split)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -427,22 +459,32 @@ class TrainingConfig(Section):
 
     section: ClassVar[str] = "training"
 
-    steps: int = 1000
-    """Optimizer steps."""
+    steps: int | None = None
+    """Optimizer steps; none: as many as `epochs` are, or 1000."""
+    epochs: float | None = None
+    """In place of `steps`: how often the rows are gone through, each time in another order. The last step is the one
+    with which all of them have been, so it may begin the next epoch."""
     minutes: float | None = None
-    """Time box: the speed of the first steps decides how many steps fit, never more than `steps`; learning rate and end
-    follow that number. A run killed before its first checkpoint decides again. None: `steps`, however long they
-    take."""
+    """Time box: the speed of the first steps decides how many steps fit, never more than `steps` or `epochs`; learning
+    rate and end follow that number. A run killed before its first checkpoint decides again. None: all of them, however
+    long they take."""
     seed: int = 0
     """Draws fresh weights and the order of the data."""
     evaluate_every_steps: int | None = None
-    """Steps between evaluations on the rows held back; none: only at the end."""
-    evaluation_batches: int = 8
-    """Batches of held-back rows per evaluation, at most; always the same ones."""
+    """Steps between evaluations; none: only at the end."""
+    evaluation_batches: int | None = 8
+    """Batches of the rows to evaluate on, at most, and always the same ones; none: all. The last may be smaller than
+    the others."""
+    callbacks: tuple[str, ...] = ()
+    """Classes derived from evenpipe.Callback, as "my_module:MyCallback": their methods are called after steps,
+    evaluations and checkpoints, on every process. Modules in the folder of the command are found."""
 
     def check(self) -> None:
         self.at_least(1, "steps", "evaluate_every_steps", "evaluation_batches")
-        self.positive("minutes")
+        self.positive("minutes", "epochs")
+        self.require("epochs", self.epochs is None or self.steps is None, "left out when training.steps is given")
+        for number, name in enumerate(self.callbacks):
+            check_name(f"training.callbacks[{number}]", name)
         self.require("seed", 0 <= self.seed < 2**63, "at least 0 and below 2**63")
 
 
@@ -475,6 +517,11 @@ class OutputConfig(Section):
     """Steps between lines of metrics.jsonl."""
     tensorboard: bool = True
     """Write the same figures for TensorBoard."""
+    trackers: tuple[Literal["wandb", "trackio"], ...] = ()
+    """Send them to Weights & Biases ("wandb"), or keep them in trackio's database, where these packages are installed.
+    A run that is started again goes on in the same run there."""
+    project: str = "evenpipe"
+    """Project of these trackers; the run has the name of its folder."""
     trace_steps: tuple[int, ...] = ()
     """Steps, counted from 1, of which a trace is written: what each device did and waited for, for `evenpipe draw` and
     `evenpipe profile --from`. The first steps are slower than those that follow."""
@@ -487,6 +534,9 @@ class OutputConfig(Section):
 
     def check(self) -> None:
         self.require("folder", self.folder != "", "a folder")
+        differ = len(set(self.trackers)) == len(self.trackers)
+        self.require("trackers", differ, "names that differ")
+        self.require("project", self.project != "", "a name")
         self.at_least(1, "log_every_steps")
         self.require("trace_steps", min(self.trace_steps, default=1) >= 1, "numbers of steps, at least 1")
 
@@ -534,10 +584,10 @@ class Config:
                 f"tokenizer.vocabulary_size is {self.tokenizer.vocabulary_size}, but must be left out when training "
                 f"continues from the weights of model.source ({show(self.model.source)})"
             )
-        if self.training.evaluate_every_steps is not None and self.data.validation_fraction == 0:
+        if self.training.evaluate_every_steps is not None and not self.data.validates:
             raise InputError(
                 f"training.evaluate_every_steps is {self.training.evaluate_every_steps}, but must be none when "
-                "data.validation_fraction is 0"
+                "data.validation_fraction is 0 and no data.validation_files are given"
             )
         if self.sample.prompts and not self.output.export:
             raise InputError("output.export is false, but must be true when sample.prompts are given")

@@ -9,22 +9,23 @@ One process calls `prepare` before the workers start; workers call `open_data`. 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.given import plain
 from evenpipe.train import tokenizer as tokenizers_
-from evenpipe.train.config import DEFAULT_END_OF_TEXT, Config
+from evenpipe.train.config import DEFAULT_END_OF_TEXT, DEFAULT_STEPS, Config
 from evenpipe.train.files import disk_errors, locked, write_json
 from evenpipe.train.packing import TOKEN, Batches, open_rows, split_rows, write_tokens
-from evenpipe.train.sources import Documents, find_documents
+from evenpipe.train.sources import Documents, find_documents, find_validation_documents
 
 FORMAT = 1  # part of the fingerprint: raise it when the same sources would give other tokens
 
@@ -42,6 +43,8 @@ class PreparedData:
     tokenizer_size: int
     """Rows that the embedding needs at least."""
     end_of_text_id: int
+    validation: PreparedData | None = None
+    """What it evaluates on, where that is data of its own: with the same tokenizer."""
 
     @property
     def tokens_path(self) -> Path:
@@ -60,7 +63,16 @@ class PreparedData:
             tokens.is_file()
             and tokens.stat().st_size == self.tokens * TOKEN.itemsize
             and (self.tokenizer_folder / "tokenizer_config.json").is_file()
+            and (self.validation is None or self.validation.is_complete())
         )
+
+    @classmethod
+    def read(cls, path: Path) -> PreparedData:
+        """From data.json. Raises OSError, ValueError or TypeError where it is not one."""
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found.get("validation") is not None:
+            found["validation"] = cls(**found["validation"])
+        return cls(**found)
 
 
 def prepare(config: Config, say: Callable[[str], None] | None = None) -> PreparedData:
@@ -85,7 +97,7 @@ def open_data(config: Config) -> PreparedData:
     """What `prepare` found, in another process of the same run. Raises `RunError` when it is not there (any more)."""
     path = config.run_folder / "data.json"
     try:
-        data = PreparedData(**json.loads(path.read_text(encoding="utf-8")))
+        data = PreparedData.read(path)
     except (OSError, ValueError, TypeError) as error:
         raise RunError(
             f"the prepared data {path} cannot be read ({error}); output.folder must be one that all machines see"
@@ -97,12 +109,23 @@ def open_data(config: Config) -> PreparedData:
 
 def open_batches(config: Config, data: PreparedData) -> Batches:
     """The batches of a run; each process that feeds a pipeline opens its own."""
+    length = config.data.sequence_length
     return Batches(
-        rows=open_rows(data.tokens_path, config.data.sequence_length),
+        rows=open_rows(data.tokens_path, length),
         batch_size=config.pipeline.sequences_per_step,
         seed=config.training.seed,
-        validation_fraction=config.data.validation_fraction,
+        validation_fraction=config.data.held_back,
+        validation=None if data.validation is None else open_rows(data.validation.tokens_path, length),
     )
+
+
+def planned_steps(config: Config, batches: Batches, done: int = 0, tokens: int = 0) -> int:
+    """Steps of a whole run, of which so many are done, on so many tokens. What is left of `training.epochs` follows
+    from these: steps before may have been of another size."""
+    training = config.training
+    if training.epochs is not None:
+        return done + batches.steps_of(training.epochs, tokens)
+    return DEFAULT_STEPS if training.steps is None else training.steps
 
 
 def data_identity(config: Config, data: PreparedData) -> dict[str, Any]:
@@ -110,9 +133,10 @@ def data_identity(config: Config, data: PreparedData) -> dict[str, Any]:
     return {
         "data": data.fingerprint,
         "data.sequence_length": config.data.sequence_length,
-        "data.validation_fraction": config.data.validation_fraction,
+        "data.validation_fraction": config.data.held_back,
         "training.seed": config.training.seed,
         "sequences per step": config.pipeline.sequences_per_step,
+        _VALIDATION: None if data.validation is None else data.validation.fingerprint,
     }
 
 
@@ -120,7 +144,11 @@ def changes_of_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
     """What a resumed run says of its data, from `data_identity` when the checkpoint was saved and of now."""
     lines = []
     for name, value in now.items():
-        if before.get(name) != value:
+        if before.get(name) == value:
+            continue
+        if name == _VALIDATION:
+            lines.append("other text is evaluated on from now on: validation losses do not compare with those before")
+        else:
             lines.append(f"{name} is now {value}, was {before.get(name)}: the order of the data changes")
             if name in _DECIDES_VALIDATION and now["data.validation_fraction"]:
                 lines[-1] += (
@@ -130,6 +158,7 @@ def changes_of_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
     return lines
 
 
+_VALIDATION = "validation data"
 _DECIDES_VALIDATION = ("data.sequence_length", "data.validation_fraction")
 
 
@@ -137,24 +166,52 @@ def _find_or_build(config: Config, say: Callable[[str], None]) -> PreparedData:
     """The cached data of these sources and this tokenizer, built if there is none. Called with the cache locked."""
     cache = config.cache_folder
     documents = find_documents(config.data, cache)
+    validation = find_validation_documents(config.data, cache)
     say(f"reading {documents.description}")
     sources = documents.fingerprint()
-    building = cache / "building.tmp"  # one that is there was left by a killed run: we hold the lock
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir()
-    try:
+    with _building(cache) as building:
         tokenizer, identity = _existing_tokenizer(config, building)
-        fingerprint = hashlib.sha256(json.dumps([FORMAT, sources, identity]).encode()).hexdigest()
-        folder = cache / fingerprint[:16]
+        folder, fingerprint = _place(cache, sources, identity)
         data = _read_cached(folder)
         if data is None:
             if tokenizer is None:
                 tokenizer = _train_tokenizer(config, documents, building, say)
             data = _build(documents, tokenizer, building, folder, fingerprint)
             say(f"{data.documents:,} documents, {data.tokens:,} tokens of {data.tokenizer_size:,} kinds")
+    if validation is None:
+        return data
+    say(f"reading {validation.description} to evaluate on")
+    sources = validation.fingerprint()
+    with _building(cache) as building:
+        if config.tokenizer_source is None:
+            identity = ["trained on", data.fingerprint]
+        folder, fingerprint = _place(cache, sources, identity)
+        found = _read_cached(folder)
+        if found is None:
+            if tokenizer is None:
+                tokenizer = tokenizers_.load_tokenizer(str(data.tokenizer_folder), None)
+            tokenizer.save_pretrained(building / "tokenizer")
+            found = _build(validation, tokenizer, building, folder, fingerprint)
+            say(f"{found.documents:,} documents, {found.tokens:,} tokens to evaluate on")
+    return replace(data, validation=found)
+
+
+@contextlib.contextmanager
+def _building(cache: Path) -> Iterator[Path]:
+    """A folder to build in, which is gone afterwards unless it was renamed."""
+    building = cache / "building.tmp"  # one that is there was left by a killed run: we hold the lock
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
+    try:
+        yield building
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    return data
+
+
+def _place(cache: Path, sources: str, tokenizer: list[Any]) -> tuple[Path, str]:
+    """(folder of the tokens of these sources, fingerprint of them and of what identifies the tokenizer)."""
+    fingerprint = hashlib.sha256(json.dumps([FORMAT, sources, tokenizer]).encode()).hexdigest()
+    return cache / fingerprint[:16], fingerprint
 
 
 def _existing_tokenizer(config: Config, building: Path) -> tuple[Any, list[Any]]:
@@ -205,8 +262,7 @@ def _build(documents: Documents, tokenizer: Any, building: Path, folder: Path, f
 
 def _read_cached(folder: Path) -> PreparedData | None:
     try:
-        found = json.loads((folder / "data.json").read_text(encoding="utf-8"))
-        data = PreparedData(**{**found, "folder": str(folder.absolute())})
+        data = replace(PreparedData.read(folder / "data.json"), folder=str(folder.absolute()))
     except (OSError, ValueError, TypeError):
         return None
     return data if data.is_complete() else None
@@ -215,12 +271,17 @@ def _read_cached(folder: Path) -> PreparedData | None:
 def _check_amount(config: Config, data: PreparedData) -> None:
     length, batch_size = config.data.sequence_length, config.pipeline.sequences_per_step
     rows = data.tokens // length
-    training, _ = split_rows(rows, config.data.validation_fraction)
+    training, _ = split_rows(rows, config.data.held_back)
     if len(training) < batch_size:
         raise InputError(
             f"the data holds {data.tokens:,} tokens, that is {len(training)} training sequences of "
             f"data.sequence_length = {length}, but one step needs {batch_size} (pipeline.replicas * "
             "pipeline.microbatches * pipeline.microbatch_size)"
+        )
+    if data.validation is not None and data.validation.tokens < length:
+        raise InputError(
+            f"the data to evaluate on holds {data.validation.tokens:,} tokens, but must hold at least one sequence of "
+            f"data.sequence_length = {length}"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a run reports while it trains: metrics.jsonl, TensorBoard files, and a progress bar.
+"""What a run reports while it trains: metrics.jsonl, TensorBoard files, trackers, and a progress bar.
 
 The first process of the run owns these. A line of metrics.jsonl is one JSON object: a logged step (`StepMetrics`), or
 an evaluation (step, validation_loss, validation_tokens). Loss fields of a resumed run equal an uninterrupted one's; the
@@ -15,12 +15,13 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from evenpipe.errors import InputError
+from evenpipe.train.trackers import Tracker, scalars
 
 WINDOW_STEPS = 50
 PLAIN_LINE_SECONDS = 10.0
@@ -32,6 +33,8 @@ class StepMetrics:
 
     step: int
     """Steps done, this one included: 1 is the first."""
+    epoch: float
+    """How often the rows have been gone through, this step included."""
     loss: float
     """Mean over the valid tokens of this step, with the weights before its update."""
     running_mean_loss: float
@@ -82,8 +85,12 @@ class MetricsFile:
         never been interrupted.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.last_step = 0
+        """The last one that was logged by an earlier start of the run, removed lines included."""
         if path.exists():
-            kept = kept_lines(path.read_text(encoding="utf-8", errors="replace"), resume_step)
+            text = path.read_text(encoding="utf-8", errors="replace")
+            self.last_step = max((step for step, _ in _complete_lines(text)), default=0)
+            kept = kept_lines(text, resume_step)
             temporary = path.with_name(path.name + ".tmp")
             temporary.write_text(kept, encoding="utf-8")
             temporary.replace(path)
@@ -106,15 +113,18 @@ class MetricsFile:
 
 def kept_lines(text: str, resume_step: int) -> str:
     """The complete lines of metrics.jsonl up to and with `resume_step`."""
-    kept = []
+    return "".join(line for step, line in _complete_lines(text) if step <= resume_step)
+
+
+def _complete_lines(text: str) -> Iterator[tuple[int, str]]:
+    """(step, line) of metrics.jsonl."""
     for line in text.splitlines(keepends=True):
         try:
             step = json.loads(line)["step"]
         except (ValueError, KeyError, TypeError):
             continue
-        if line.endswith("\n") and step <= resume_step:
-            kept.append(line)
-    return "".join(kept)
+        if line.endswith("\n"):
+            yield step, line
 
 
 class TensorBoard:
@@ -133,13 +143,8 @@ class TensorBoard:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """One scalar per figure; a list becomes one per device."""
-        step = record["step"]
-        for name, value in record.items():
-            if isinstance(value, (list, tuple)):
-                for device, item in enumerate(value):
-                    self._writer.add_scalar(f"{name}/device {device}", item, step)
-            elif name != "step":
-                self._writer.add_scalar(name, value, step)
+        for name, value in scalars(record):
+            self._writer.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
         """Write what is left and close."""
@@ -197,14 +202,17 @@ class Progress:
 
 
 def progress_text(metrics: StepMetrics) -> str:
-    """Losses, speed, how busy devices are: `loss 5.123  running mean 5.345  1,234 tokens/s  busy 93 91 95 92 %`."""
+    """Losses, speed, how busy devices are:
+
+    `epoch 1.24  loss 5.123  running mean 5.345  1,234 tokens/s  busy 93 91 95 92 %`
+    """
     busy = " ".join(f"{100 * share:.0f}" for share in metrics.busy)
     loss = f"loss {metrics.loss:.3f}  running mean {metrics.running_mean_loss:.3f}"
-    return f"{loss}  {metrics.tokens_per_second:,.0f} tokens/s  busy {busy} %"
+    return f"epoch {metrics.epoch:.2f}  {loss}  {metrics.tokens_per_second:,.0f} tokens/s  busy {busy} %"
 
 
 class Metrics:
-    """All three together: what the training loop talks to."""
+    """All of them together: what the training loop talks to."""
 
     def __init__(
         self, folder: Path, *, steps: int, resume_step: int = 0, tensorboard: bool = True, stream: TextIO | None = None
@@ -212,7 +220,12 @@ class Metrics:
         """`folder`: the run's; `steps`: the planned number; `resume_step`: steps that a checkpoint has already done."""
         self._file = MetricsFile(folder / "metrics.jsonl", resume_step)
         self._tensorboard = TensorBoard(folder / "tensorboard", resume_step) if tensorboard else None
+        self._trackers: list[Tracker] = []
         self._progress = Progress(steps, resume_step, stream)
+
+    def follow(self, trackers: Iterable[Tracker]) -> None:
+        """From now on they get what is logged, but for steps that they had before: few of them can take these back."""
+        self._trackers += trackers
 
     def log(self, metrics: StepMetrics) -> None:
         """A step to be logged."""
@@ -239,6 +252,8 @@ class Metrics:
     def close(self) -> None:
         """Write out and close everything."""
         self._progress.close()
+        for tracker in self._trackers:
+            tracker.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         self._file.close()
@@ -247,6 +262,9 @@ class Metrics:
         self._file.write(record)
         if self._tensorboard is not None:
             self._tensorboard.write(record)
+        if record["step"] > self._file.last_step:
+            for tracker in self._trackers:
+                tracker.write(record)
 
 
 def _finite(value: Any) -> Any:

@@ -7,9 +7,11 @@ drops the rest of every *batch* of documents, so its rows depend on the batch si
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,13 +76,20 @@ class Batches:
     """Sequences per batch."""
     seed: int
     validation_fraction: float
+    """Of the rows, held back to be evaluated on; 0 where `validation` has rows of their own for that."""
+    validation: np.ndarray[Any, Any] | None = None
+    """[rows, sequence_length] int32."""
     training_rows: np.ndarray[Any, Any] = field(init=False)
     validation_rows: np.ndarray[Any, Any] = field(init=False)
+    """Numbers of rows, of `validation` where there is one."""
     _order: tuple[int, np.ndarray[Any, Any]] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.training_rows, self.validation_rows = split_rows(len(self.rows), self.validation_fraction)
         assert len(self.training_rows) > 0, "no rows to train on"
+        if self.validation is not None:
+            assert len(self.validation_rows) == 0, "two kinds of rows to evaluate on"
+            self.validation_rows = np.arange(len(self.validation))
 
     @property
     def sequence_length(self) -> int:
@@ -92,6 +101,17 @@ class Batches:
         """Tokens in a batch."""
         return self.batch_size * self.sequence_length
 
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Tokens of all rows to train on."""
+        return len(self.training_rows) * self.sequence_length
+
+    def steps_of(self, epochs: float, tokens: int = 0) -> int:
+        """Steps until all rows have been gone through so many times, `tokens` of which were trained on before; 0 when
+        that has happened. A step is whole, so the last one may go beyond."""
+        left = Fraction(str(epochs)) * self.tokens_per_epoch - tokens  # 0.1 is a tenth, not the nearest float
+        return max(0, math.ceil(left / self.tokens_per_batch))
+
     def row_numbers(self, step: int) -> list[int]:
         """The rows of batch `step` (0 is the first)."""
         numbers = range(step * self.batch_size, (step + 1) * self.batch_size)
@@ -100,37 +120,29 @@ class Batches:
     def batch(self, step: int, replica: int = 0, replicas: int = 1) -> torch.Tensor:
         """int64 [batch_size / replicas, sequence_length]: token ids of batch `step` (0 is the first), the part of one
         of `replicas`."""
-        return self._read(self.row_numbers(step)[self._part(replica, replicas)])
+        assert self.batch_size % replicas == 0, f"{self.batch_size} sequences for {replicas} replicas"
+        each = self.batch_size // replicas
+        return _read(self.rows, self.row_numbers(step)[replica * each : (replica + 1) * each])
 
     @property
     def validation_batches(self) -> int:
-        """Batches that hold all rows held back; the last may be filled up."""
+        """Batches that hold all rows to evaluate on; the last may be smaller than the others."""
         return -(-len(self.validation_rows) // self.batch_size)
 
     def validation_batch(self, index: int, replica: int = 0, replicas: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """(token ids, labels), both int64 [batch_size / replicas, sequence_length], of held-back rows.
+        """(token ids, labels), both int64 [rows, sequence_length], of at most `batch_size` rows to evaluate on: those
+        of one of `replicas`, which have as many each, or one more.
 
-        The last batch is filled up with rows whose labels are all ignored, so means must be weighted by valid tokens.
+        The last batch may have fewer, so means must be weighted by valid tokens. A replica for which it has no row gets
+        one whose labels are all ignored: every pipeline takes part.
         """
         rows = self.validation_rows[index * self.batch_size : (index + 1) * self.batch_size]
         assert len(rows) > 0, f"there are {self.validation_batches} validation batches, not {index + 1}"
-        filled = [int(row) for row in rows] + [int(rows[-1])] * (self.batch_size - len(rows))
-        input_ids = self._read(filled)
+        own = np.array_split(rows, replicas)[replica]
+        input_ids = _read(self.rows if self.validation is None else self.validation, own if len(own) else rows[:1])
         labels = input_ids.clone()
-        labels[len(rows) :] = IGNORED
-        part = self._part(replica, replicas)
-        return input_ids[part], labels[part]
-
-    def _part(self, replica: int, replicas: int) -> slice:
-        """The sequences of a batch that a replica trains on."""
-        assert self.batch_size % replicas == 0, f"{self.batch_size} sequences for {replicas} replicas"
-        each = self.batch_size // replicas
-        return slice(replica * each, (replica + 1) * each)
-
-    def _read(self, rows: list[int]) -> torch.Tensor:
-        import torch
-
-        return torch.from_numpy(np.asarray(self.rows[rows], dtype=np.int64))
+        labels[len(own) :] = IGNORED
+        return input_ids, labels
 
     def _epoch_order(self, epoch: int) -> np.ndarray[Any, Any]:
         if self._order is None or self._order[0] != epoch:
@@ -138,6 +150,12 @@ class Batches:
             words = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(len(self.training_rows))
             self._order = epoch, self.training_rows[np.argsort(words, kind="stable")]
         return self._order[1]
+
+
+def _read(rows: np.ndarray[Any, Any], numbers: Sequence[int] | np.ndarray[Any, Any]) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(np.asarray(rows[numbers], dtype=np.int64))
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:

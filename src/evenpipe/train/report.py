@@ -74,6 +74,8 @@ class RunReport:
     """A finished run. `steps`, `tokens` and `seconds` count what this start of the run did."""
 
     steps: int
+    epoch: float
+    """How often the rows have been gone through, earlier starts included."""
     tokens: int
     seconds: float
     loss: float
@@ -131,7 +133,8 @@ def report_text(report: RunReport) -> str:
         numbers = ["replica", *(str(device.replica) for device in report.devices)]
         rows = [(number, *row) for number, row in zip(numbers, rows, strict=True)]
     lines = [
-        f"{report.steps:,} steps, {report.tokens:,} tokens in {report.seconds:.1f} s ({speed:,.0f} tokens/s); {loss}",
+        f"{report.steps:,} steps to epoch {report.epoch:.2f}, {report.tokens:,} tokens in {report.seconds:.1f} s "
+        f"({speed:,.0f} tokens/s); {loss}",
         _schedule_line(report),
         *_table(rows),
         *_step_lines(report),

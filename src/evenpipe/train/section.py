@@ -155,7 +155,8 @@ def convert(where: str, value: Any, annotation: Any) -> Any:
 def _convert_list(where: str, value: Any, annotation: Any) -> tuple[Any, ...]:
     item_types = get_args(annotation)
     any_length = item_types[-1] is ...
-    if any_length and (type(value) is item_types[0] or (item_types[0] is float and type(value) is int)):
+    is_item = takes_text(item_types[0]) if isinstance(value, str) else type(value) is item_types[0]
+    if any_length and (is_item or (item_types[0] is float and type(value) is int)):
         value = [value]
     if not isinstance(value, (list, tuple)) or not (any_length or len(value) == len(item_types)):
         raise InputError(f"{where} is {show(value)}, but must be {_article(type_words(annotation))}")

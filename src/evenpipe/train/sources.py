@@ -47,29 +47,47 @@ class Documents(Protocol):
 
 
 def find_documents(data: DataConfig, cache_folder: Path) -> Documents:
-    """What `data` names. `cache_folder` is where `datasets` may write: locks, and what it downloads from the hub."""
+    """What `data` says to train on: without files to evaluate on, where a pattern names these too.
+
+    `cache_folder` is where `datasets` may write: locks, and what it downloads from the hub.
+    """
     cache = str(cache_folder / "datasets")
     if data.dataset is not None:
         return DatasetDocuments(data.dataset, data.dataset_config, data.dataset_split, data.text_field, cache)
     if data.corpus is not None:
         paths = _standard_library(data.corpus.partition(":")[2])
         return FileDocuments(paths, data.text_field, "strict", data.corpus, cache)
-    paths = find_files(data.files)
+    evaluated = {path.resolve() for path in find_files(data.validation_files, "data.validation_files")}
+    paths = [path for path in find_files(data.files) if path.resolve() not in evaluated]
+    if not paths:
+        raise InputError(
+            f"data.validation_files is {show(data.validation_files)}, but must leave files of data.files to train on"
+        )
     return FileDocuments(paths, data.text_field, data.encoding_errors, count(len(paths), "file"), cache)
 
 
-def find_files(patterns: tuple[str, ...]) -> list[Path]:
-    """The files that the patterns name, each once, sorted by name."""
+def find_validation_documents(data: DataConfig, cache_folder: Path) -> Documents | None:
+    """What `data` says to evaluate on alone; None where that is a share of what it says to train on."""
+    cache = str(cache_folder / "datasets")
+    if data.validation_split is not None:
+        assert data.dataset is not None
+        return DatasetDocuments(data.dataset, data.dataset_config, data.validation_split, data.text_field, cache)
+    if not data.validation_files:
+        return None
+    paths = find_files(data.validation_files, "data.validation_files")
+    return FileDocuments(paths, data.text_field, data.encoding_errors, count(len(paths), "file"), cache)
+
+
+def find_files(patterns: tuple[str, ...], field: str = "data.files") -> list[Path]:
+    """The files that the patterns in `field` name, each once, sorted by name."""
     found: set[str] = set()
     for pattern in patterns:
         if Path(pattern).is_dir():
-            raise InputError(
-                f'data.files names the folder {show(pattern)}, but must name files, as "{pattern}/**/*.txt"'
-            )
+            raise InputError(f'{field} names the folder {show(pattern)}, but must name files, as "{pattern}/**/*.txt"')
         names = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)  # noqa: PTH207
         files = [name for name in names if Path(name).is_file()]
         if not files:
-            raise InputError(f"data.files names {show(pattern)}, but there is no such file")
+            raise InputError(f"{field} names {show(pattern)}, but there is no such file")
         found.update(files)
     return [Path(name) for name in sorted(found)]
 

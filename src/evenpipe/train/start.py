@@ -4,30 +4,60 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.given import plain, plain_lines
 from evenpipe.runtime.checkpoints.folder_lock import Claim, claim, release
+from evenpipe.train.callbacks import Callback, find_callbacks
 from evenpipe.train.config import Config
-from evenpipe.train.config_file import config_to_dict
+from evenpipe.train.config_file import config_from_dict, config_to_dict, load_config
 from evenpipe.train.data import prepare
 from evenpipe.train.files import check_folders, disk_errors, write_json
 from evenpipe.train.model_source import check_schedule, check_shape, model_config, pipeline_model
 from evenpipe.train.stopping import say_stop
+from evenpipe.train.trackers import check_trackers
 
 SET_UP = "set up"  # the mark of the first process: it has done its part
 
 
-def start(config: Config, *, force: bool = False) -> None:
+def run_training(
+    config: Mapping[str, Any] | str | Path, *, callbacks: Sequence[Callback] = (), force: bool = False
+) -> None:
+    """What `evenpipe train` does: from a configuration to a trained and exported model.
+
+    It starts the processes itself, so a script calls it under `if __name__ == "__main__":`; under torchrun it runs in
+    place. Called again it goes on from the newest checkpoint.
+
+    Args:
+        config: a TOML file, or the same as nested dictionaries, section by section.
+        callbacks: called beside those of `training.callbacks`; each process has a copy of its own, made by pickle.
+        force: also in folders that another run writes to; its next checkpoint then fails.
+
+    Raises:
+        InputError: something in the configuration, or a callback, is wrong; one sentence says what.
+        RunError: the run failed: a callback, a process, a disk, a connection, or the loss is no longer finite.
+        SystemExit, KeyboardInterrupt: a signal ended it, after it has saved.
+    """
+    start(
+        config_from_dict(config) if isinstance(config, Mapping) else load_config(config),
+        callbacks=callbacks,
+        force=force,
+    )
+
+
+def start(config: Config, *, callbacks: Sequence[Callback] = (), force: bool = False) -> None:
     """Run `config` to its end: in local processes that are started here, or in place when torchrun started this one.
 
-    `force`: also in folders that another run writes to; its next checkpoint then fails.
+    `callbacks` and `force` as for `run_training`.
 
     Raises `InputError` for wrong input, before any process starts where that is possible, `RunError` when the run
     fails, and `SystemExit` or `KeyboardInterrupt` when a signal ended it.
     """
     if "RANK" in os.environ:
-        _run_in_place(config, force)
+        _run_in_place(config, callbacks, force)
         return
     from evenpipe.runtime.launcher import launch, prepare_launch
 
@@ -49,6 +79,7 @@ def start(config: Config, *, force: bool = False) -> None:
                 train,
                 config,
                 claims,
+                callbacks,
                 processes=config.pipeline.processes,
                 timeout_seconds=config.pipeline.timeout_seconds,
                 on_stop=on_stop,
@@ -75,6 +106,8 @@ def set_up(config: Config, force: bool) -> list[Claim]:
     check_shape(config, model)
     check_schedule(config, model)
     check_optimizer(config.optimizer)
+    check_trackers(config.output.trackers)
+    find_callbacks(config.training.callbacks)
     check_folders(config.folders)  # before a lock is left in one of them
     claims = []
     for field, folder in (("output.folder", config.run_folder), ("checkpoint.folder", config.checkpoint_folder)):
@@ -113,7 +146,7 @@ def show_result(config: Config) -> None:
         print(plain_lines(f"\n--- {prompt!r}\n{text}"), flush=True)
 
 
-def _run_in_place(config: Config, force: bool) -> None:
+def _run_in_place(config: Config, callbacks: Sequence[Callback], force: bool) -> None:
     """This process is one of those that torchrun started. However long the first one prepares data, the others wait."""
     from evenpipe.runtime.worker import finish_worker, initialise_worker
     from evenpipe.train.trainer import train
@@ -129,7 +162,7 @@ def _run_in_place(config: Config, force: bool) -> None:
             set_up(config, force)
             worker.mark(SET_UP)
         worker.wait_for_mark(SET_UP, "the data", "training")
-        stopped_by = train(config)
+        stopped_by = train(config, callbacks=callbacks)
     except BaseException as error:
         worker.watch.report_exception(error)  # the others end too, with its words
         raise

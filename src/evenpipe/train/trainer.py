@@ -1,6 +1,6 @@
 """The training loop, as one process of a pipeline runs it.
 
-    read the newest sound checkpoint -> step, step, ..., save -> evaluate -> report
+    read the newest sound checkpoint -> step, step, ..., evaluate -> save -> report
 
 Everything that a step depends on follows from the configuration and the number of the step: the batch, the learning
 rate, the seeds. So a run that was killed and started again goes on as if nothing had happened, to the last bit.
@@ -12,7 +12,7 @@ import gc
 import hashlib
 import math
 import os
-import resource
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,22 +26,22 @@ from evenpipe.runtime import StepResult, initialise_worker
 from evenpipe.runtime.checkpoints import Checkpoint, find_latest, prepare_folder
 from evenpipe.runtime.checkpoints.folder_lock import Claim, join
 from evenpipe.runtime.stopping import StopRequest
-from evenpipe.schedule import Timeline
 from evenpipe.schedule.trace_file import write_trace
 from evenpipe.train.build import build_pipeline
+from evenpipe.train.callbacks import Callback, Callbacks, TrainingState, find_callbacks
 from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_to_dict
-from evenpipe.train.data import PreparedData, changes_of_data, data_identity, open_batches, open_data
+from evenpipe.train.data import PreparedData, changes_of_data, data_identity, open_batches, open_data, planned_steps
 from evenpipe.train.files import disk_errors
 from evenpipe.train.learning_rates import learning_rate
 from evenpipe.train.metrics import Metrics, RunningMean, StepMetrics
 from evenpipe.train.model_source import generation_config
 from evenpipe.train.optimization import make_optimizer, rate_shares
 from evenpipe.train.packing import Batches
-from evenpipe.train.report import DeviceReport, Prediction, RunReport, ScheduleReport, report_text, write_report
+from evenpipe.train.report import report_text, write_report
+from evenpipe.train.run_report import gather_report
 from evenpipe.train.stopping import say_stop
-
-BASELINE = "first-last"
+from evenpipe.train.trackers import open_trackers
 
 WARM_UP_STEPS, TIMED_STEPS = 2, 8
 """In a run with a time box: steps that do not count, and steps whose speed decides how many there will be."""
@@ -59,21 +59,22 @@ class _Progress:
     mean: RunningMean = field(default_factory=RunningMean)
 
 
-def train(config: Config, claims: Sequence[Claim] = ()) -> int:
+def train(config: Config, claims: Sequence[Claim] = (), callbacks: Sequence[Callback] = ()) -> int:
     """Trains from the newest checkpoint, or from the beginning, to the end. Called on every process of the run.
 
     Asked to stop by Ctrl-C or SIGTERM it ends after the step that it is in, saved; then it gives the signal's number,
     else 0.
 
     claims: locks of the run's folders that the process which started this one holds.
+    callbacks: beside those that the configuration names.
 
     Raises:
         InputError: something in the configuration does not go together.
-        RunError: the loss is no longer finite, or a disk, a process or a connection failed.
+        RunError: the loss is no longer finite, or a callback, a disk, a process or a connection failed.
     """
     worker = initialise_worker(timeout_seconds=config.pipeline.timeout_seconds)
     join(claims)
-    run = _Run(config, worker.torch_device)
+    run = _Run(config, worker.torch_device, Callbacks([*find_callbacks(config.training.callbacks), *callbacks]))
     run.resume()
     gc.collect()
     gc.freeze()  # what is there now stays: a full collection in the middle of a step would look like a straggler
@@ -89,8 +90,9 @@ def train(config: Config, claims: Sequence[Claim] = ()) -> int:
 class _Run:
     """One start of a run on one process."""
 
-    def __init__(self, config: Config, torch_device: torch.device) -> None:
+    def __init__(self, config: Config, torch_device: torch.device, callbacks: Callbacks) -> None:
         self.config = config
+        self.callbacks = callbacks
         self.data: PreparedData = open_data(config)
         self.batches: Batches = open_batches(config, self.data)
         self.pipeline = build_pipeline(config, self.data.tokenizer_size, self.data.end_of_text_id, torch_device)
@@ -101,7 +103,8 @@ class _Run:
         self._generation_config = generation_config(config.model)
         self.optimizer = make_optimizer(self.pipeline, config.optimizer, config.offload.directory)
         self._rate_shares = rate_shares(self.optimizer, config.optimizer)
-        self.progress = _Progress(steps=config.training.steps)
+        self._planned = planned_steps(config, self.batches)
+        self.progress = _Progress(steps=self._planned)
         self.started_step = 0
         self.metrics: Metrics | None = None
         self.stop: StopRequest
@@ -114,6 +117,10 @@ class _Run:
         self._busy_in_all = 0.0
         self._loss = math.nan
         """Of the last step that was logged."""
+        self._last: tuple[StepResult | None, float, float] = (None, math.nan, math.nan)
+        """Result, gradient norm and learning rate of the last step."""
+        self._wants_to_stop = False
+        """Whether a callback of this process does."""
         self._validation: float | None = None
 
     # --- resuming and saving ---------------------------------------------------------------------------------
@@ -128,12 +135,13 @@ class _Run:
             state = checkpoint.extra
             self._check_data(checkpoint.path, state["data"])  # before shapes that differ are complained of
             self._load(checkpoint)
-            decided = state["decided_steps"]
-            if decided is not None and decided["for"] == self._time_box:
-                self.progress.steps, self.box_open = decided["steps"], False
             self.progress.step = checkpoint.step
             self.progress.tokens = state["tokens"]
             self.progress.mean = RunningMean(**state["running_mean"])
+            self.progress.steps = planned_steps(config, self.batches, checkpoint.step, self.progress.tokens)
+            decided = state["decided_steps"]
+            if decided is not None and decided["for"] == self._time_box:
+                self.progress.steps, self.box_open = decided["steps"], False
         self.started_step = self.progress.step
         if not self.is_first:
             return
@@ -143,6 +151,7 @@ class _Run:
             resume_step=self.progress.step,
             tensorboard=config.output.tensorboard,
         )
+        self.metrics.follow(open_trackers(config, self.metrics.say))
         for rejected in found.rejected:
             self.metrics.say(f"passed over checkpoint {rejected.path.name}: {rejected.reason}")
         if checkpoint is not None:
@@ -170,7 +179,7 @@ class _Run:
     @property
     def _time_box(self) -> dict[str, Any]:
         """What the number of steps was decided from; the decision holds for a resumed run with the same values."""
-        return {"steps": self.config.training.steps, "minutes": self.config.training.minutes}
+        return {"steps": self._planned, "minutes": self.config.training.minutes}
 
     def save(self) -> None:
         """Saves where the run is. Collective."""
@@ -189,13 +198,14 @@ class _Run:
         }
         if self._generation_config is not None:
             extra["generation_config"] = self._generation_config
-        self.pipeline.save_checkpoint(
+        path = self.pipeline.save_checkpoint(
             self.config.checkpoint_folder,
             progress.step,
             self.optimizer,
             extra=extra,
             keep=self.config.checkpoint.keep,
         )
+        self._call("on_save", path)
 
     # --- the loop --------------------------------------------------------------------------------------------
 
@@ -207,8 +217,37 @@ class _Run:
             stop.announce()
 
     def _asked_to_stop(self) -> int:
-        """The number of the signal by which any process was asked to stop, or 0. Collective."""
-        return int(max(values[0] for values in self.pipeline.gather_numbers([self.stop.asked])))
+        """The number of the signal by which any process was asked to stop, or 0. A callback that wants to stop, on any
+        process, has made the last step of the one that has just been. Collective."""
+        table = self.pipeline.gather_numbers([self.stop.asked, self._wants_to_stop])
+        if any(wants for _, wants in table):
+            self._wants_to_stop = self.box_open = False
+            self._set_steps(self.progress.step)
+        return int(max(asked for asked, _ in table))
+
+    @property
+    def epoch(self) -> float:
+        """How often the rows have been gone through."""
+        return self.progress.tokens / self.batches.tokens_per_epoch
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        """Calls that method of the callbacks."""
+        if not self.callbacks:
+            return
+        result, norm, rate = self._last
+        state = TrainingState(
+            step=self.progress.step,
+            steps=self.progress.steps,
+            epoch=self.epoch,
+            learning_rate=rate,
+            gradient_norm=norm,
+            result=result,
+            validation_loss=self._validation,
+            is_first=self.is_first,
+            pipeline=self.pipeline,
+            optimizer=self.optimizer,
+        )
+        self._wants_to_stop |= self.callbacks.call(method, state, *arguments)
 
     def to_the_end(self) -> int:
         """Steps until the last one, or until it is asked to stop; gives the number of the signal that asked, or 0."""
@@ -221,19 +260,21 @@ class _Run:
             number = progress.step
             if self.box_open and self.steps_taken == WARM_UP_STEPS + TIMED_STEPS:
                 self._decide_steps(sum(self._step_seconds[WARM_UP_STEPS:]) / TIMED_STEPS)
-            last = number == progress.steps
-            if number % config.output.log_every_steps == 0 or last:
+            if number % config.output.log_every_steps == 0 or number == progress.steps:
                 self._log()
             every = config.training.evaluate_every_steps
-            if last or (every is not None and number % every == 0 and not asked):
+            if number == progress.steps or (every is not None and number % every == 0 and not asked):
                 self._evaluate()
+                if number < progress.steps:
+                    asked = self._asked_to_stop()
             every = config.checkpoint.every_steps
-            if last or asked or (every is not None and number % every == 0):
+            if number == progress.steps or asked or (every is not None and number % every == 0):
                 self._log()
                 self.save()
                 self._since = time.perf_counter()
         if progress.step == progress.steps and self.steps_taken:
             self._report()
+        self._call("on_end")
         if self.metrics is not None and asked:
             self.metrics.say(f"stopped at step {progress.step}; continue with the same command")
         elif self.metrics is not None and not self.steps_taken:
@@ -266,7 +307,9 @@ class _Run:
         if traced:
             self._write_trace(result)
         self._busy_seconds += result.record.busy
-        self._pending.append((result, norm, rate))
+        self._last = (result, norm, rate)
+        self._pending.append(self._last)
+        self._call("on_step_end")
         self._step_seconds.append(time.perf_counter() - started)
 
     def _write_trace(self, result: StepResult) -> None:
@@ -287,8 +330,8 @@ class _Run:
         if not self._pending:
             return
         progress, steps = self.progress, len(self._pending)
-        loss = norm = rate = 0.0
-        for result, norm, rate in self._pending:  # noqa: B007  (the last ones are logged)
+        loss = math.nan
+        for result, norm, _ in self._pending:
             loss = result.loss
             if not (abs(loss) < float("inf") and norm < float("inf")):
                 first = progress.step - steps + 1
@@ -297,6 +340,7 @@ class _Run:
                     " diverged; checkpoints before it are as they were"
                 )
             progress.mean.add(loss)
+        result, norm, rate = self._pending[-1]
         now = time.perf_counter()
         seconds = now - self._since
         busy = [values[0] / seconds for values in self.pipeline.gather_numbers([self._busy_seconds])]
@@ -306,6 +350,7 @@ class _Run:
             self.metrics.log(
                 StepMetrics(
                     step=progress.step,
+                    epoch=self.epoch,
                     loss=loss,
                     running_mean_loss=progress.mean.mean,
                     tokens=progress.tokens,
@@ -314,14 +359,14 @@ class _Run:
                     gradient_norm=norm,
                     busy=tuple(busy),
                     seconds=seconds,
-                    entropy=self._pending[-1][0].entropy if self.config.loss.entropy else None,
+                    entropy=result.entropy if self.config.loss.entropy else None,
                 )
             )
         self._pending, self._busy_seconds, self._since, self._loss = [], 0.0, now, loss
 
     def _evaluate(self) -> None:
-        """Mean loss over held-back rows, the same ones every time. Collective."""
-        count = min(self.batches.validation_batches, self.config.training.evaluation_batches)
+        """Mean loss over the rows to evaluate on, the same ones every time. Collective."""
+        count = min(self.batches.validation_batches, self.config.training.evaluation_batches or sys.maxsize)
         if not count:
             return
         self._log()
@@ -335,6 +380,7 @@ class _Run:
         self._validation = total / tokens
         if self.metrics is not None:
             self.metrics.log_evaluation(self.progress.step, self._validation, tokens)
+        self._call("on_evaluate")
         self._since = time.perf_counter()
 
     def _decide_steps(self, step_seconds: float) -> None:
@@ -346,82 +392,35 @@ class _Run:
         assert minutes is not None
         slowest = max(values[0] for values in self.pipeline.gather_numbers([step_seconds]))
         fit = int(minutes * 60 / slowest)
-        self.progress.steps = min(self.config.training.steps, max(fit, self.progress.step))
+        self._set_steps(min(self.progress.steps, max(fit, self.progress.step)))
         self.box_open = False
-        if self.metrics is not None:
-            self.metrics.set_steps(self.progress.steps)
 
-    # --- the end ---------------------------------------------------------------------------------------------
+    def _set_steps(self, steps: int) -> None:
+        """How many there will be is now known better."""
+        self.progress.steps = steps
+        if self.metrics is not None:
+            self.metrics.set_steps(steps)
 
     def _report(self) -> None:
         """Writes and prints the report. Collective."""
-        pipeline = self.pipeline
-        table = pipeline.gather_numbers([self._busy_in_all, _peak_memory_bytes(pipeline.torch_device)])
-        if self.metrics is None:
-            return
-        from evenpipe.plan.configuration_search import cores  # planning is nothing that every process should import
-
-        config, seconds = self.config.pipeline, self._training_seconds
-        timeline = pipeline.predict()
-        prediction = _prediction(timeline, pipeline.layout.mode)
-        predicted_step_seconds = None
-        if pipeline.torch_device.type == "cpu" and self.steps_taken:
-            work = sum(busy for busy, _ in table) / pipeline.replicas / self.steps_taken
-            predicted_step_seconds = prediction.makespan * work / sum(prediction.busy)
-        placement = pipeline.order.placement
-        report = RunReport(
+        report = gather_report(
+            self.pipeline,
+            schedule=self.config.pipeline.schedule,
             steps=self.steps_taken,
+            epoch=self.epoch,
             tokens=self.steps_taken * self.batches.tokens_per_batch,
-            seconds=seconds,
+            seconds=self._training_seconds,
+            busy_seconds=self._busy_in_all,
             loss=self._loss,
             running_mean_loss=self.progress.mean.mean,
             validation_loss=self._validation,
-            schedule=ScheduleReport(
-                name=config.schedule,
-                replicas=pipeline.replicas,
-                devices=pipeline.devices,
-                stages=placement.stages,
-                microbatches=pipeline.microbatches,
-                communicators=len(pipeline.layout.communicators),
-                in_flight=timeline.peak_in_flight,
-            ),
-            devices=tuple(
-                DeviceReport(
-                    replica=process // pipeline.devices,
-                    device=device,
-                    busy=busy / seconds if seconds else 0.0,
-                    peak_memory_bytes=int(peak),
-                    stages=placement.stages_of(device),
-                    layers=sum(
-                        last - first for first, last in (pipeline.layout.layers[s] for s in placement.stages_of(device))
-                    ),
-                    vocabulary_rows=pipeline.layout.head_shards[device].rows,
-                )
-                for process, (busy, peak) in enumerate(table)
-                for device in [process % pipeline.devices]
-            ),
-            prediction=prediction,
-            baseline=_prediction(pipeline.predict(BASELINE), BASELINE),
-            predicted_step_seconds=predicted_step_seconds,
-            processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            threads=torch.get_num_threads(),
-            cores=cores(),
         )
-        write_report(report, self.config.run_folder / "report.json")
-        self.metrics.say(report_text(report))
-
-
-def _prediction(timeline: Timeline, mode: str) -> Prediction:
-    return Prediction(vocabulary=mode, makespan=timeline.makespan, busy=timeline.busy, bubble_rate=timeline.bubble_rate)
+        if report is not None and self.metrics is not None:
+            write_report(report, self.config.run_folder / "report.json")
+            self.metrics.say(report_text(report))
 
 
 def _seed(seed: int, step: int, process: int) -> int:
     """Of what is random in a step: the same for a resumed run, another one on every process."""
     digest = hashlib.sha256(f"{seed} {step} {process}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
-
-
-def _peak_memory_bytes(torch_device: torch.device) -> int:
-    if torch_device.type == "cuda":
-        return torch.cuda.max_memory_allocated(torch_device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

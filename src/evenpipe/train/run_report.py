@@ -1,0 +1,98 @@
+"""The report of a run, put together from what its processes know at the end."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import torch
+
+from evenpipe.runtime import Pipeline
+from evenpipe.schedule import Timeline
+from evenpipe.train.report import DeviceReport, Prediction, RunReport, ScheduleReport
+
+BASELINE = "first-last"
+
+
+def gather_report(
+    pipeline: Pipeline,
+    *,
+    schedule: str,
+    steps: int,
+    epoch: float,
+    tokens: int,
+    seconds: float,
+    busy_seconds: float,
+    loss: float,
+    running_mean_loss: float,
+    validation_loss: float | None,
+) -> RunReport | None:
+    """On the first process of the run, else None. Collective.
+
+    Args:
+        schedule: as the configuration names it.
+        busy_seconds: of this process, in passes.
+
+    The others as in `RunReport`.
+    """
+    table = pipeline.gather_numbers([busy_seconds, _peak_memory_bytes(pipeline.torch_device)])
+    if pipeline.device or pipeline.replica:
+        return None
+    from evenpipe.plan.configuration_search import cores  # planning is nothing that every process should import
+
+    timeline = pipeline.predict()
+    prediction = _prediction(timeline, pipeline.layout.mode)
+    predicted_step_seconds = None
+    if pipeline.torch_device.type == "cpu" and steps:
+        work = sum(busy for busy, _ in table) / pipeline.replicas / steps
+        predicted_step_seconds = prediction.makespan * work / sum(prediction.busy)
+    placement = pipeline.order.placement
+    return RunReport(
+        steps=steps,
+        epoch=epoch,
+        tokens=tokens,
+        seconds=seconds,
+        loss=loss,
+        running_mean_loss=running_mean_loss,
+        validation_loss=validation_loss,
+        schedule=ScheduleReport(
+            name=schedule,
+            replicas=pipeline.replicas,
+            devices=pipeline.devices,
+            stages=placement.stages,
+            microbatches=pipeline.microbatches,
+            communicators=len(pipeline.layout.communicators),
+            in_flight=timeline.peak_in_flight,
+        ),
+        devices=tuple(
+            DeviceReport(
+                replica=process // pipeline.devices,
+                device=device,
+                busy=busy / seconds if seconds else 0.0,
+                peak_memory_bytes=int(peak),
+                stages=placement.stages_of(device),
+                layers=sum(
+                    last - first for first, last in (pipeline.layout.layers[s] for s in placement.stages_of(device))
+                ),
+                vocabulary_rows=pipeline.layout.head_shards[device].rows,
+            )
+            for process, (busy, peak) in enumerate(table)
+            for device in [process % pipeline.devices]
+        ),
+        prediction=prediction,
+        baseline=_prediction(pipeline.predict(BASELINE), BASELINE),
+        predicted_step_seconds=predicted_step_seconds,
+        processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        threads=torch.get_num_threads(),
+        cores=cores(),
+    )
+
+
+def _prediction(timeline: Timeline, mode: str) -> Prediction:
+    return Prediction(vocabulary=mode, makespan=timeline.makespan, busy=timeline.busy, bubble_rate=timeline.bubble_rate)
+
+
+def _peak_memory_bytes(torch_device: torch.device) -> int:
+    if torch_device.type == "cuda":
+        return torch.cuda.max_memory_allocated(torch_device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

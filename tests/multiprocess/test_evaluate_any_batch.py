@@ -1,0 +1,123 @@
+"""A batch of any size is evaluated as by transformers in one process: loss, and log-probabilities in row order."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import reference
+import torch
+from families import tiny_config, whole_model
+from harness import run_processes
+from test_gradients import MODES, described
+from torch import Tensor
+
+from evenpipe import Pipeline
+from evenpipe.model import describe
+
+FP64 = torch.float64
+MICROBATCHES = 4
+SIZES = (1, 3, 5, 4, 6, 8)
+"""Fewer than the microbatches, not a multiple of them, and multiples; a step of training comes in between."""
+
+
+def padded(sequences: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids, labels, mask): rows of several lengths, padded on the right; some labels count for nothing."""
+    ((ids, labels),) = reference.batches(97, sequences, 7, 1, seed=seed)
+    mask = torch.ones_like(ids)
+    for row in range(1, sequences, 2):
+        mask[row, 7 - row % 4 :] = 0
+    return ids, labels.masked_fill(mask == 0, reference.IGNORE), mask
+
+
+def log_probabilities_of(model, ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """[sequences, tokens], at t that of the label at t + 1, 0 where none counts."""
+    with torch.no_grad():
+        found = torch.log_softmax(model(input_ids=ids, attention_mask=mask, use_cache=False).logits, -1)
+    targets = torch.full_like(labels, reference.IGNORE)
+    targets[:, :-1] = labels[:, 1:]
+    return torch.where(targets == reference.IGNORE, 0.0, found.gather(2, targets.clamp(min=0)[..., None]).squeeze(-1))
+
+
+def any_size(schedule: str, modes: tuple[str, ...]) -> None:
+    model = copy.deepcopy(described(97, True, FP64).model)
+    for mode in modes:
+        pipeline = Pipeline(
+            described(97, True, FP64),
+            schedule=schedule,
+            vocabulary=mode,
+            microbatches=MICROBATCHES,
+            parameter_dtype=FP64,
+            self_check=False,
+        )
+        for sequences in SIZES:
+            ids, labels, mask = padded(sequences, seed=sequences)
+            given = (ids, labels) if pipeline.device == 0 else (None, None)
+            result = pipeline.evaluate(*given, attention_mask=mask)
+            wanted = log_probabilities_of(model, ids, labels, mask)
+            valid = int((labels[:, 1:] != reference.IGNORE).sum())
+            assert result.tokens == valid
+            assert result.loss == pytest.approx(-float(wanted.sum()) / max(valid, 1), rel=1e-12), (mode, sequences)
+            assert torch.allclose(result.log_probabilities, wanted, rtol=1e-12, atol=1e-12), (mode, sequences)
+            if sequences == SIZES[2]:
+                pipeline.step(torch.zeros(MICROBATCHES, 3, dtype=torch.int64))
+        pipeline.close()
+
+
+def test_a_batch_of_any_size_is_evaluated_in_every_mode() -> None:
+    run_processes(any_size, 2, "1f1b", MODES, timeout_seconds=120)
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved"])
+def test_a_batch_of_any_size_is_evaluated_by_other_schedules(schedule: str) -> None:
+    run_processes(any_size, 2, schedule, ("first-last", "vocab-2"), timeout_seconds=120)
+
+
+def replicas_of_any_size(kind: str) -> None:
+    """Pipelines side by side with batches of other sizes and lengths: the mean over the labels of all of them."""
+    model = copy.deepcopy(described(97, True, FP64).model)
+    for mode in ("first-last", "vocab-2"):
+        pipeline = Pipeline(
+            described(97, True, FP64),
+            vocabulary=mode,
+            microbatches=MICROBATCHES,
+            parameter_dtype=FP64,
+            replicas=2,
+            data_parallel=kind,
+            self_check=False,
+        )
+        for sizes in ((1, 5), (6, 2), (4, 3)):
+            batches = [padded(sequences, seed=replica) for replica, sequences in enumerate(sizes)]
+            own = batches[pipeline.replica]
+            result = pipeline.evaluate(own[0], own[1], attention_mask=own[2])
+            wanted = [log_probabilities_of(model, *batch) for batch in batches]
+            valid = sum(int((labels[:, 1:] != reference.IGNORE).sum()) for _, labels, _ in batches)
+            assert result.tokens == valid
+            assert result.loss == pytest.approx(-sum(float(one.sum()) for one in wanted) / valid, rel=1e-12)
+            assert torch.allclose(result.log_probabilities, wanted[pipeline.replica], rtol=1e-12, atol=1e-12)
+        pipeline.close()
+
+
+@pytest.mark.parametrize("kind", ["replicate", "shard"])
+def test_replicas_evaluate_batches_of_any_size(kind: str) -> None:
+    run_processes(replicas_of_any_size, 4, kind, timeout_seconds=120)
+
+
+def routers() -> None:
+    """One sequence is one microbatch, whose routers' loss is that of transformers on it."""
+    config = tiny_config("mixtral", num_hidden_layers=2, vocab_size=131)
+    config.output_router_logits, config.router_aux_loss_coef = True, 0.5
+    described_experts = describe(whole_model(config, FP64))
+    model = copy.deepcopy(described_experts.model)
+    pipeline = Pipeline(described_experts, microbatches=MICROBATCHES, parameter_dtype=FP64, self_check=False)
+    ids = torch.randint(0, 131, (1, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = model(input_ids=ids, labels=ids, use_cache=False).loss.item()
+    result = pipeline.evaluate(ids)
+    assert result.router_loss > 0
+    assert result.loss == pytest.approx(wanted, rel=1e-8)  # routers count in fp32, as in test_experts
+    pipeline.close()
+
+
+def test_the_routers_of_a_single_sequence() -> None:
+    run_processes(routers, 2)

@@ -1,0 +1,162 @@
+"""Callbacks: how they are found, what is no callback, and what their answers and faults become."""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from evenpipe import Callback, TrainingState
+from evenpipe.errors import InputError, RunError
+from evenpipe.train.callbacks import Callbacks, find_callbacks
+from evenpipe.train.config_file import config_from_dict
+from evenpipe.train.start import set_up
+
+MODULE = """
+import evenpipe
+
+class Mine(evenpipe.Callback):
+    pass
+
+ready = Mine()
+number = 3
+
+class NeedsMore(evenpipe.Callback):
+    def __init__(self, what):
+        self.what = what
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder that the command is started in, with modules of the user's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    (tmp_path / "callbacks_found_here.py").write_text(MODULE)
+    (tmp_path / "broken_callbacks.py").write_text("def helper():\n    return 1 / 0\n\nhelper()\n")
+    (tmp_path / "callbacks_that_import.py").write_text("import nothing_of_this_name\n")
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def state(**changes):
+    values = {
+        "step": 3,
+        "steps": 9,
+        "epoch": 0.5,
+        "learning_rate": 1e-3,
+        "gradient_norm": 1.0,
+        "result": SimpleNamespace(loss=2.5),
+        "validation_loss": None,
+        "is_first": True,
+        "pipeline": None,
+        "optimizer": None,
+    }
+    return TrainingState(**{**values, **changes})
+
+
+def test_classes_and_instances_are_found_in_the_folder_of_the_command(folder):
+    found = find_callbacks(["callbacks_found_here:Mine", "callbacks_found_here:ready"])
+    module = sys.modules["callbacks_found_here"]
+    assert found == [module.Mine, module.ready]
+    assert Callbacks(found)
+    assert not Callbacks(find_callbacks([]))
+
+
+NOT_FOUND = [
+    ("nothing_at_all:Mine", ["training.callbacks[0]", '"nothing_at_all:Mine"', "no module nothing_at_all"]),
+    ("callbacks_found_here.deeper:Mine", ["no module callbacks_found_here.deeper"]),
+    ("callbacks_found_here:Mina", ["callbacks_found_here has no Mina", 'did you mean "Mine"']),
+    ("callbacks_found_here:number", ["must name a class derived from evenpipe.Callback"]),
+    ("broken_callbacks:Mine", ["cannot be imported: ZeroDivisionError", "in helper", "return 1 / 0"]),
+    ("callbacks_that_import:Mine", ["cannot be imported: ModuleNotFoundError", "import nothing_of_this_name"]),
+]
+
+
+@pytest.mark.parametrize(("name", "words"), NOT_FOUND)
+def test_what_is_no_callback_is_a_sentence(folder, name, words):
+    with pytest.raises(InputError) as caught:
+        find_callbacks([name])
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+    assert "importlib" not in str(caught.value)
+
+
+def test_a_run_with_a_wrong_name_is_refused_before_the_data_is_read(folder):
+    tables = {
+        "model": {"architecture": "llama"},
+        "data": {"files": ["nowhere.txt"]},
+        "training": {"callbacks": ["callbacks_found_here:Mina"]},
+        "output": {"folder": str(folder / "run")},
+    }
+    with pytest.raises(InputError, match=r'^training\.callbacks\[0\] is .*did you mean "Mine"\?$'):
+        set_up(config_from_dict(tables), force=False)
+    assert not (folder / "run").exists()
+
+
+def test_what_cannot_be_made_is_a_sentence(folder):
+    (needs_more,) = find_callbacks(["callbacks_found_here:NeedsMore"])
+    with pytest.raises(InputError, match="callback callbacks_found_here:NeedsMore cannot be made without arguments"):
+        Callbacks([needs_more])
+    with pytest.raises(InputError, match=r"callbacks: int, expected instances of evenpipe\.Callback"):
+        Callbacks([3])
+
+
+class Answers(Callback):
+    def __init__(self, answer):
+        self.answer = answer
+        self.seen = []
+
+    def on_step_end(self, state):
+        self.seen.append(state.step)
+        return self.answer
+
+    def on_save(self, state, path):
+        return self.answer
+
+
+@pytest.mark.parametrize(("answers", "stop"), [((None, None), False), ((None, "stop"), True), (("stop", None), True)])
+def test_one_that_wants_to_stop_is_enough_and_all_are_called(answers, stop):
+    callbacks = [Answers(answer) for answer in answers]
+    assert Callbacks(callbacks).call("on_step_end", state()) is stop
+    assert [one.seen for one in callbacks] == [[3], [3]]
+
+
+def test_any_other_answer_is_a_sentence():
+    with pytest.raises(RunError, match=r'Answers returned true from on_step_end, expected None or "stop"$'):
+        Callbacks([Answers(True)]).call("on_step_end", state())
+    with pytest.raises(RunError, match=r"Answers returned true from on_save, expected None$"):
+        Callbacks([Answers(True)]).call("on_save", state(), "somewhere")
+
+
+class Fails(Callback):
+    def __init__(self, error):
+        self.error = error
+
+    def on_evaluate(self, state):
+        raise self.error
+
+
+def test_a_failing_one_is_named_with_its_traceback():
+    with pytest.raises(RunError) as caught:
+        Callbacks([Fails(KeyError("lost"))]).call("on_evaluate", state())
+    sentence, *traceback = str(caught.value).splitlines()
+    assert sentence == f"callback {__name__}:Fails failed in on_evaluate at step 3: KeyError: 'lost'"
+    assert traceback[0] == "Traceback (most recent call last):"
+    assert f'File "{__file__}"' in traceback[1]
+    assert traceback[-1] == "KeyError: 'lost'"
+    assert "callbacks.py" not in "".join(traceback).replace(__file__, "")
+
+
+def test_the_end_of_another_process_is_no_fault_of_the_callback():
+    with pytest.raises(RunError, match=r"^process 1 has died$"):
+        Callbacks([Fails(RunError("process 1 has died"))]).call("on_evaluate", state())
+
+
+def test_the_loss_is_that_of_the_last_step():
+    assert state().loss == 2.5
+    assert math.isnan(state(result=None).loss)

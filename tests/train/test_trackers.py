@@ -1,0 +1,186 @@
+"""What Weights & Biases and trackio are told, by packages of these names that write down their calls."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from evenpipe.errors import InputError
+from evenpipe.train import trackers
+from evenpipe.train.config_file import config_from_dict
+from evenpipe.train.metrics import Metrics, StepMetrics
+from evenpipe.train.start import set_up
+from evenpipe.train.trackers import check_trackers, open_trackers
+
+
+class Recorder:
+    """Stands for one of the packages."""
+
+    def __init__(self):
+        self.opened: list[dict] = []
+        self.logged: list[tuple[int, dict]] = []
+        self.finished = 0
+        self.fails: set[str] = set()
+        self.waits = False
+
+    def _fail(self, name):
+        if name in self.fails:
+            raise ConnectionError("no route to the host\nand more")
+
+    def init(self, **options):
+        self._fail("init")
+        self.opened.append(options)
+        return SimpleNamespace(log=self.log, finish=self.finish)
+
+    def log(self, figures, step):
+        self._fail("log")
+        self.logged.append((step, figures))
+
+    def finish(self):
+        self._fail("finish")
+        if self.waits:
+            threading.Event().wait()
+        self.finished += 1
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    recorders = {name: Recorder() for name in ("wandb", "trackio")}
+    for name, recorder in recorders.items():
+        monkeypatch.setitem(sys.modules, name, recorder)
+    return recorders
+
+
+def step(number):
+    return StepMetrics(
+        step=number,
+        epoch=number / 4,
+        loss=10.0 / number,
+        running_mean_loss=11.0,
+        tokens=64 * number,
+        tokens_per_second=100.0,
+        learning_rate=1e-3,
+        gradient_norm=0.5,
+        busy=(0.5, 0.25),
+        seconds=1.0,
+    )
+
+
+def start(folder, steps, *, resume_step=0, project="mine"):
+    """A start of a run that logs the steps behind `resume_step`, with an evaluation at the last; what it said."""
+    config = config_from_dict(
+        {
+            "model": {"architecture": "llama"},
+            "data": {"files": ["a"]},
+            "output": {
+                "folder": str(folder),
+                "trackers": ["wandb", "trackio"],
+                "project": project,
+                "tensorboard": False,
+            },
+        }
+    )
+    stream = io.StringIO()
+    metrics = Metrics(folder, steps=steps, resume_step=resume_step, tensorboard=False, stream=stream)
+    metrics.follow(open_trackers(config, metrics.say))
+    for number in range(resume_step + 1, steps + 1):
+        metrics.log(step(number))
+    metrics.log_evaluation(steps, 3.5, 99)
+    metrics.close()
+    return [line for line in stream.getvalue().splitlines() if "loss" not in line]
+
+
+def test_trackers_get_what_the_file_of_metrics_gets(packages, tmp_path):
+    assert start(tmp_path / "run", 2) == []
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line.update({f"busy/device {device}": share for device, share in enumerate(line.pop("busy", []))})
+    for recorder in packages.values():
+        assert [{"step": number, **figures} for number, figures in recorder.logged] == lines
+        assert [number for number, _ in recorder.logged] == [1, 2, 2]
+        assert recorder.finished == 1
+        (options,) = recorder.opened
+        assert options["project"] == "mine"
+        assert options["config"]["output"]["folder"] == str(tmp_path / "run")
+    assert packages["wandb"].opened[0]["name"] == "run"
+    assert packages["wandb"].opened[0]["dir"] == str(tmp_path / "run")
+    assert packages["trackio"].opened[0]["name"].startswith("run-")
+
+
+def test_a_resumed_run_goes_on_in_the_same_runs_and_sends_no_step_twice(packages, tmp_path):
+    start(tmp_path / "run", 5)
+    start(tmp_path / "run", 8, resume_step=3)
+    for name, key in (("wandb", "id"), ("trackio", "name")):
+        recorder = packages[name]
+        assert [number for number, _ in recorder.logged] == [1, 2, 3, 4, 5, 5, 6, 7, 8, 8]
+        first, second = recorder.opened
+        assert first[key] == second[key]
+        assert first["resume"] == second["resume"] == "allow"
+    start(tmp_path / "run", 8, resume_step=8, project="another")
+    start(tmp_path / "other", 1)
+    for name, key in (("wandb", "id"), ("trackio", "name")):
+        assert len({options[key] for options in packages[name].opened}) == 3
+
+
+@pytest.mark.parametrize("moment", ["log", "finish"])
+def test_a_tracker_that_fails_ends_nothing_and_is_one_line(packages, tmp_path, moment):
+    packages["wandb"].fails = {moment}
+    assert start(tmp_path / "run", 4) == [
+        "wandb has failed and gets no more figures until the next start: ConnectionError: no route to the host"
+    ]
+    assert [number for number, _ in packages["trackio"].logged] == [1, 2, 3, 4, 4]
+    assert packages["trackio"].finished == 1
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 5
+
+
+def test_a_tracker_that_does_not_come_to_its_end_is_left_behind(packages, tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, "FINISH_SECONDS", 0.1)
+    packages["wandb"].waits = True
+    assert start(tmp_path / "run", 1) == ["wandb has not sent all of its figures within 0.1 s; they are left behind"]
+    assert packages["trackio"].finished == 1
+
+
+def test_a_tracker_that_cannot_be_opened_is_refused_at_first_and_passed_over_later(packages, tmp_path):
+    packages["wandb"].fails = {"init"}
+    words = r'^output\.trackers names "wandb", but it cannot be opened: ConnectionError: no route to the host$'
+    with pytest.raises(InputError, match=words):
+        start(tmp_path / "run", 1)
+    packages["wandb"].fails = set()
+    start(tmp_path / "run", 1)
+    packages["wandb"].fails = {"init"}
+    (said,) = start(tmp_path / "run", 2, resume_step=1)
+    assert said.startswith("wandb has failed")
+    packages["wandb"].fails = set()
+    start(tmp_path / "run", 3, resume_step=2)
+    assert len({options["id"] for options in packages["wandb"].opened}) == 1
+
+
+def test_a_tracker_that_is_not_installed_is_a_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    check_trackers(["json"])
+    with pytest.raises(InputError, match=r'^output\.trackers names "trackio", .* pip install trackio$'):
+        check_trackers(["json", "trackio"])
+
+
+def test_a_folder_of_that_name_is_no_package(monkeypatch, tmp_path):
+    (tmp_path / "only_a_folder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match="pip install only_a_folder"):
+        check_trackers(["only_a_folder"])
+
+
+def test_a_run_with_one_is_refused_before_anything_is_prepared(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    tables = {
+        "model": {"architecture": "llama"},
+        "data": {"files": ["nowhere.txt"]},
+        "output": {"folder": str(tmp_path / "run"), "trackers": "wandb"},
+    }
+    with pytest.raises(InputError, match="pip install wandb"):
+        set_up(config_from_dict(tables), force=False)
+    assert not (tmp_path / "run").exists()
