@@ -88,9 +88,13 @@ REFUSED = [
     ("sgd", {"momentum": "high"}, ["torch.optim.SGD says"]),
     ("sgd", {"nesterov": True}, ["torch.optim.SGD says: Nesterov momentum requires a momentum"]),
     ("adamw", {"fused": True, "foreach": True}, ["torch.optim.AdamW says: `fused` and `foreach`"]),
-    ("no_such_module:make", {}, ['optimizer.name is "no_such_module:make"', "there is no module no_such_module in"]),
-    ("mine.more:make", {}, ["there is no module mine.more in"]),
-    ("mine:mke", {}, ["mine has no function mke", 'did you mean "make"']),
+    (
+        "no_such_module:make",
+        {},
+        ['optimizer.name is "no_such_module:make"', "there is no module no_such_module, neither"],
+    ),
+    ("mine.more:make", {}, ["there is no module mine.more, neither"]),
+    ("mine:mke", {}, ["mine has no mke", 'did you mean "make"']),
     ("mine:make", {"factr": 1}, ["cannot be called", "{'factr': 1}", "unexpected keyword argument 'factr'"]),
     ("mine:no_rate", {}, ["cannot be called", "unexpected keyword argument 'lr'"]),
 ]

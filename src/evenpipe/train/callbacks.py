@@ -8,16 +8,14 @@ Every process of the run makes a callback of its own and calls it at the same pl
 
 from __future__ import annotations
 
-import importlib
-import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from evenpipe.errors import InputError, RunError
-from evenpipe.train.section import nearest, show
+from evenpipe.train.named import find_named, told_with_traceback
+from evenpipe.train.section import show
 
 if TYPE_CHECKING:
     import torch
@@ -90,41 +88,18 @@ class Callback:
         state.steps`), or before, asked by a signal."""
 
 
-def check_name(field: str, name: str) -> None:
-    """Raises InputError for a text that is not of the form module:name."""
-    module, _, attribute = name.partition(":")
-    if not all(part.isidentifier() for part in module.split(".")) or not attribute.isidentifier():
-        raise InputError(f'{field} is {show(name)}, but must be written "module:Name"')
-
-
 def find_callbacks(names: Sequence[str]) -> list[type[Callback] | Callback]:
-    """The classes, or instances, that training.callbacks names; modules in the folder of the command are found.
+    """Return the classes, or instances, that training.callbacks names.
 
-    Raises InputError where there is no such name, or it is something else; with a traceback where the module fails.
+    Raises InputError if there is no such name, or it names something else; with a traceback if a module fails.
     """
-    folder = str(Path.cwd())
-    if names and folder not in sys.path:
-        sys.path.append(folder)  # at the end: nothing that is installed is hidden by a file there
     return [_find(f"training.callbacks[{number}]", name) for number, name in enumerate(names)]
 
 
 def _find(field: str, name: str) -> type[Callback] | Callback:
-    check_name(field, name)
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
-            raise InputError(
-                f"{field} is {show(name)}, but there is no module {error.name}, neither installed nor in {Path.cwd()}"
-            ) from None
-        raise InputError(f"{field} is {show(name)}, but its module cannot be imported: {_told(error)}") from error
-    found = getattr(module, attribute, None)
+    found = find_named(field, name)
     if isinstance(found, Callback) or (isinstance(found, type) and issubclass(found, Callback)):
         return found
-    if found is None:
-        others = [other for other in vars(module) if not other.startswith("_")]
-        raise InputError(f"{field} is {show(name)}, but {module_name} has no {attribute}{nearest(attribute, others)}")
     raise InputError(f"{field} is {show(name)}, but must name a class derived from evenpipe.Callback, or an instance")
 
 
@@ -156,8 +131,9 @@ class Callbacks:
             except RunError:  # of a collective method: another process, or a disk, failed
                 raise
             except Exception as error:
+                told = told_with_traceback(error, __file__)
                 raise RunError(
-                    f"callback {_name(type(callback))} failed in {method} at step {state.step}: {_told(error)}"
+                    f"callback {_name(type(callback))} failed in {method} at step {state.step}: {told}"
                 ) from error
             if answer is not None and answer != STOP:
                 raise RunError(
@@ -172,18 +148,10 @@ def _made(callback: type[Callback]) -> Callback:
     try:
         return callback()
     except Exception as error:
-        raise InputError(f"callback {_name(callback)} cannot be made without arguments: {_told(error)}") from error
+        raise InputError(
+            f"callback {_name(callback)} cannot be made without arguments: {told_with_traceback(error, __file__)}"
+        ) from error
 
 
 def _name(callback: type) -> str:
     return f"{callback.__module__}:{callback.__qualname__}"
-
-
-def _told(error: Exception) -> str:
-    """The error in words, and below them the traceback, without our own lines and those of the import."""
-    ours = (__file__, importlib.__file__)
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if frame.filename not in ours and not frame.filename.startswith("<frozen")]
-    lines = "".join(traceback.format_list(theirs)).rstrip("\n")
-    words = "".join(traceback.format_exception_only(error)).strip()
-    return f"{words}\nTraceback (most recent call last):\n{lines}\n{words}" if theirs else words

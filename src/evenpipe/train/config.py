@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from evenpipe.errors import InputError
 from evenpipe.runtime.nccl import MOST_CHANNELS
-from evenpipe.train.callbacks import check_name
+from evenpipe.train.named import check_name
 from evenpipe.train.section import Section, show, unknown
 
 PYTHON_STANDARD_LIBRARY = "python-standard-library"
@@ -423,9 +423,7 @@ class OptimizerConfig(Section):
 
     def _check_name(self) -> None:
         if self.is_own:
-            module, _, function = self.name.partition(":")
-            parts = [*module.split("."), function]
-            self.require("name", all(part.isidentifier() for part in parts), '"module:function", two names of Python')
+            check_name("optimizer.name", self.name)
         elif self.name not in OPTIMIZER_DEFAULTS:
             raise InputError(unknown("optimizer.name", self.name, (*OPTIMIZER_DEFAULTS, "module:function")))
         for name in ("betas", "epsilon", "weight_decay"):

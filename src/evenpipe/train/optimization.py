@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +15,7 @@ from evenpipe.runtime.host_optimizer import HostAdamW
 from evenpipe.runtime.optimizers.adafactor import Adafactor
 from evenpipe.runtime.optimizers.muon import Muon, checked_options
 from evenpipe.train.config import OptimizerConfig
+from evenpipe.train.named import find_named
 from evenpipe.train.section import nearest, show
 
 if TYPE_CHECKING:
@@ -173,27 +171,9 @@ def _own(pipeline: Pipeline, trained: list[tuple[str, nn.Parameter]], config: Op
 
 
 def _own_function(name: str) -> Callable[..., Any]:
-    """The function of "module:function". An installed module goes before one in the folder that the command is started
-    in."""
-    module_name, _, function_name = name.partition(":")
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.append(folder)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # one that the user's module imports
-        raise InputError(
-            f"optimizer.name is {show(name)}, but there is no module {error.name} in {show(folder)} or installed"
-        ) from error
-    function = getattr(module, function_name, None)
+    function = find_named("optimizer.name", name)
     if not callable(function):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise InputError(
-            f"optimizer.name is {show(name)}, but {module_name} has no function {function_name}"
-            f"{nearest(function_name, known)}"
-        )
+        raise InputError(f"optimizer.name is {show(name)}, but must name a function")
     return function  # type: ignore[no-any-return]
 
 
