@@ -1,0 +1,55 @@
+"""Python objects that a configuration names as "module:name": your optimizer, your callbacks."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from evenpipe.errors import InputError
+from evenpipe.train.section import nearest, show
+
+
+def check_name(field: str, name: str) -> None:
+    """Raise InputError for a text that is not of the form module:name."""
+    module, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in module.split(".")) or not attribute.isidentifier():
+        raise InputError(f'{field} is {show(name)}, but must be written "module:name"')
+
+
+def find_named(field: str, name: str) -> Any:
+    """Import the object that `field` names. Modules in the folder where the command was started are found, too.
+
+    Raises InputError if there is no such module or name; with a traceback if the module cannot be imported.
+    """
+    check_name(field, name)
+    module_name, _, attribute = name.partition(":")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)  # at the end: a file there hides no installed module
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            raise InputError(
+                f"{field} is {show(name)}, but there is no module {error.name}, neither installed nor in {folder}"
+            ) from None
+        told = told_with_traceback(error, __file__)
+        raise InputError(f"{field} is {show(name)}, but its module cannot be imported: {told}") from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        others = [other for other in vars(module) if not other.startswith("_")]
+        raise InputError(f"{field} is {show(name)}, but {module_name} has no {attribute}{nearest(attribute, others)}")
+    return found
+
+
+def told_with_traceback(error: Exception, ours: str) -> str:
+    """Return the error in words and, below them, its traceback without the lines of our file `ours` and of imports."""
+    hidden = (ours, importlib.__file__)
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if frame.filename not in hidden and not frame.filename.startswith("<frozen")]
+    lines = "".join(traceback.format_list(theirs)).rstrip("\n")
+    words = "".join(traceback.format_exception_only(error)).strip()
+    return f"{words}\nTraceback (most recent call last):\n{lines}\n{words}" if theirs else words
