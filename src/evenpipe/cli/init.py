@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write a configuration that trains as it stands."""
+    """Write a complete configuration."""
     from evenpipe.train.new_config import new_tables, write_example, write_new
 
     if arguments.example and (arguments.model or arguments.data or arguments.processes):
