@@ -105,7 +105,7 @@ def test_the_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 WRONG = [
     (["--example", "zvb"], 'one of quickstart, v_half, zbv; did you mean "zbv"?'),
-    (["--example", "zbv", "--data", "data"], "--example is a whole configuration"),
+    (["--example", "zbv", "--data", "data"], "--example is a complete configuration"),
     (["--data", "date"], '--data is "date", but there is no such file or folder; did you mean "data"?'),
     (["--data", "data"], "that folder holds no text, JSON lines or parquet"),
     (["--processes", "0"], "--processes is 0, but must be at least 1"),
