@@ -26,7 +26,7 @@ PROCESSES = 2
 SECONDS = 6.0
 """How long a stranger tries once the run trains."""
 
-ENDINGS = r"is not part of this run|timed out awaiting|process \d said|did not start|no process of it has written"
+ENDINGS = r"is not part of this run|timed out awaiting|process \d said|did not start|no process of the run has written"
 """How a run may end that a stranger has disturbed."""
 
 PORT = 29511

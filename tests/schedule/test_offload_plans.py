@@ -72,7 +72,7 @@ def test_an_order_that_evaluates_stays_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("costs", "given", "message"),
     [
-        (Costs(F=1, B=2), {"limit": 3}, "costs do not say what passes store (bytes), which a limit needs"),
+        (Costs(F=1, B=2), {"limit": 3}, "a limit needs costs with bytes, the bytes that passes store"),
         (Costs(F=1, B=2, bytes=1), {"limit": 0}, "must be a finite number above 0, in bytes, not 0"),
         (Costs(F=1, B=2, bytes=1), {"limit": [1, 2, 3]}, "has 3 numbers for 2 devices; give one number, or 2"),
     ],

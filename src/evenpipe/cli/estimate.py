@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stages-per-device", metavar="V", type=int, help="stages per device, for schedules that leave a choice"
     )
     batch.add_argument(
-        "--group-size", metavar="G", type=int, help="microbatches that a device takes in turn, for interleaved and gis"
+        "--group-size", metavar="G", type=int, help="microbatches that a device takes in turn (some schedules)"
     )
     batch.add_argument(
         "--memory-limit",

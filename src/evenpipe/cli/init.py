@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write a configuration that trains as it stands."""
+    """Write a complete configuration, or examples."""
     from evenpipe.train.new_config import ALL, new_tables, write_example, write_examples, write_new
 
     if arguments.example and (arguments.model or arguments.data or arguments.processes):

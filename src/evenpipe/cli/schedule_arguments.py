@@ -75,7 +75,7 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
         "--stages-per-device", metavar="V", type=int, help="stages per device, for schedules that leave a choice"
     )
     parser.add_argument(
-        "--group-size", metavar="G", type=int, help="microbatches that a device takes in turn, for interleaved and gis"
+        "--group-size", metavar="G", type=int, help="microbatches that a device takes in turn (some schedules)"
     )
     add_memory_limit(parser, "most stage activations that a device may hold, for schedules that have this option")
     parser.add_argument(

@@ -84,7 +84,7 @@ class MeasuredPasses:
     def from_dict(cls, values: Any) -> MeasuredPasses:
         """The inverse of `to_dict`. Raises InputError for an unknown or missing key and for a bad value."""
         if not isinstance(values, Mapping):
-            raise InputError(f"hardware: passes holds {shown(values)}, expected tables")
+            raise InputError(f"hardware: passes contains {shown(values)}, expected tables")
         for name in values:
             if name not in cls.__slots__:
                 raise InputError(
