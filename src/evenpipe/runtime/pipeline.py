@@ -345,7 +345,7 @@ class Pipeline:
             passes = (part for row in self.layout.program.order.rows for item in row if item for part in parts_of(item))
             splits = any(part.kind is Kind.I for part in passes)
             try:
-                self_check(self.description, split_once if splits else None)
+                self_check(self.description, split_once if splits else None, say=logger.warning)
             except InputError as error:
                 fault = str(error)
         fault = self._groups.from_the_first(fault, "the self-check")
