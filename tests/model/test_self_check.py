@@ -273,6 +273,47 @@ def test_labels_may_be_meant_for_their_own_positions() -> None:
     self_check(describe(LabelsAsTheyAre(tiny_config("llama"))))
 
 
+class LabelsOfAnotherShape(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **arguments):
+        if labels is not None:
+            raise ValueError("one label per picture is wanted")
+        return super().forward(input_ids=input_ids, **arguments)
+
+
+def test_labels_of_another_shape_are_refused_with_the_reason() -> None:
+    with pytest.raises(InputError, match=r"does not run on labels .* \(ValueError: one label per picture is wanted\)"):
+        self_check(describe(LabelsOfAnotherShape(tiny_config("llama"))))
+
+
+class PositionsWithoutPadding(transformers.LlamaForCausalLM):
+    """As RoBERTa has it: tokens with the id of padding get no position of their own."""
+
+    def forward(self, input_ids=None, **arguments):
+        if input_ids is not None:
+            arguments["position_ids"] = (input_ids != self.config.pad_token_id).cumsum(1)
+        return super().forward(input_ids=input_ids, **arguments)
+
+
+def test_padding_tokens_that_move_others_are_named_as_the_reason() -> None:
+    said = r"PositionsWithoutPadding lets tokens with its pad_token_id \(3\) change more than their own embedding"
+    with pytest.raises(InputError, match=said):
+        self_check(describe(PositionsWithoutPadding(tiny_config("llama"))))
+
+
+class RoundedLogits(transformers.LlamaForCausalLM):
+    """Gives its logits in fp32 whatever its dtype, as Mamba and xLSTM do."""
+
+    def forward(self, **arguments):
+        output = super().forward(**arguments)
+        output.logits = output.logits.float()
+        return output
+
+
+def test_logits_are_rounded_as_the_whole_rounds_them(monkeypatch) -> None:
+    monkeypatch.setattr(comparison, "PARTLY_FP32", 0.0)
+    self_check(describe(RoundedLogits(tiny_config("llama"))))
+
+
 class NeedsItsWidth(transformers.LlamaForCausalLM):
     def __init__(self, config):
         if config.hidden_size != 8192:

@@ -40,7 +40,7 @@ SMALLER = [
 ]
 HEAD_COUNT = re.compile(r"heads?$")
 GROUP_COUNT = re.compile(r"(key|kv)_.*heads$|kv_heads$|query_groups$")
-LAYER_COUNT = re.compile(r"layers?$|blocks$")
+LAYER_COUNT = re.compile(r"layers?$|blocks$|^depth$")
 LAYER_INDICES = re.compile(r"layer|idx|indices")
 SCALED = re.compile(r"hidden_size|embed(ding)?_(dim|size)$|proj_dim$|lru_width|d_ssm$")
 DROPOUT = re.compile(r"drop|jitter")
@@ -99,8 +99,8 @@ def small_copy(
         elif _are_indices(value, name, layers):
             places = [place for place, index in enumerate(kept) if index in value]
             _set(small, name, type(value)(places))
-        elif LAYER_COUNT.search(name) and _is_whole(value) and value == layers:
-            _set(small, name, len(kept))
+        elif LAYER_COUNT.search(name) and _is_whole(value) and value % layers == 0:  # LongCat counts each twice
+            _set(small, name, value // layers * len(kept))
     if narrow:
         _narrow(small)
     _fewer_tokens(small)
@@ -114,6 +114,11 @@ def small_copy(
         }
     for part in _parts(small):
         _make_telling(part, moved)
+    for tower in vars(whole).values():  # what sees or hears takes no part in text
+        if isinstance(tower, PreTrainedConfig) and tower.model_type and tower is not small:
+            for name, value in list(vars(tower).items()):
+                if LAYER_COUNT.search(name) and _is_whole(value):
+                    _set(tower, name, min(value, 1))
     if whole._attn_implementation not in (None, "eager", "sdpa"):
         whole._attn_implementation = None  # kernels for accelerators do not run here
     whole._experts_implementation = "eager"  # the grouped product of experts takes no fp64

@@ -18,7 +18,7 @@ from evenpipe.model.shrink import STEPS, said_of_layers, small_copy
 from evenpipe.model.structure import build_skeleton, first_line, layers_of
 
 MINIMUM_LAYERS = 4
-SMALL_ENOUGH = 60_000_000  # parameters of a copy whose widths cannot be made small
+SMALL_ENOUGH = 80_000_000  # parameters of a copy whose widths cannot be made small
 NOISE = 0.05
 
 
@@ -97,8 +97,15 @@ def choices_of_layers(config: PreTrainedConfig, kinds: Sequence[Hashable]) -> li
 
 def _form(description: Description) -> tuple:
     """What a small copy must have in common with the model that it stands for."""
+    structure = description.structure
+    ends = (structure.first_parameters, structure.last_parameters)
     return (
-        description.structure,
+        structure.layers_name,
+        structure.embedding_module,
+        structure.head_module,
+        structure.layer_argument,
+        structure.returns,
+        *({re.sub(r"\d+", "#", name) for name in names} for names in ends),  # a tower of fewer layers is the same
         description.tied,
         description.padding_index is None,
         description.head_bias_name,
