@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import faulthandler
 import gc
@@ -84,7 +83,7 @@ def _serve(configurations: Sequence[Configuration]) -> list[Outcome]:
         path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
         with mock.patch.dict(os.environ, PYTHONPATH=path):
             prepare_launch(*PRELOAD)
-        started, failure = time.perf_counter(), ""
+        started, failure, word = time.perf_counter(), "", "traceback"
         try:
             launch(
                 serve,
@@ -95,7 +94,9 @@ def _serve(configurations: Sequence[Configuration]) -> list[Outcome]:
                 silence_seconds=LIMIT_SECONDS,
                 preload=PRELOAD,
             )
-        except (InputError, RunError) as error:
+        except InputError as error:  # a step that one process refuses ends all
+            failure, word = str(error), "refused"
+        except RunError as error:
             failure = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         outcomes = [
             Outcome(**json.loads(file.read_text()))
@@ -104,11 +105,11 @@ def _serve(configurations: Sequence[Configuration]) -> list[Outcome]:
         ]
         if failure:
             one = configurations[min(len(outcomes), len(configurations) - 1)]
-            stacks = "".join(file.read_text() for file in sorted(folder.glob("stacks-*")))
+            stacks = "" if word == "refused" else "".join(file.read_text() for file in sorted(folder.glob("stacks-*")))
             seconds = time.perf_counter() - started
             outcomes = outcomes[: len(configurations) - 1]
             outcomes.append(
-                Outcome(one.model_type, one.variant, "traceback", failure + stacks, seconds=round(seconds, 1))
+                Outcome(one.model_type, one.variant, word, failure + stacks, seconds=round(seconds, 1))
             )
         return outcomes
 
@@ -130,7 +131,7 @@ def serve(configurations: Sequence[Configuration], folder: Path) -> None:
             found = _outcome_of(configuration)
             words: list[Any] = [None] * PROCESSES
             dist.all_gather_object(words, found["word"])
-            if len(set(words) - {"wrong"}) > 1:
+            if "wrong" not in words and len(set(words)) > 1:
                 found = {"word": "wrong", "sentence": f"processes do not agree: {words}"}
             if rank == 0:
                 outcome = Outcome(
@@ -160,7 +161,7 @@ def _outcome_of(configuration: Configuration) -> dict[str, Any]:
     dtype = str(reference.dtype).removeprefix("torch.")
     try:
         error = max(_compare(reference, schedule, self_check=schedule == SCHEDULES[0]) for schedule in SCHEDULES)
-    except InputError as refusal:
+    except Refused as refusal:
         return {"word": "refused", "sentence": str(refusal), "dtype": dtype, "unchecked": _unchecked(reference)}
     except Different as different:
         return {"word": "wrong", "sentence": str(different), "dtype": dtype}
@@ -175,11 +176,15 @@ def _unchecked(reference: Reference) -> str:
         return ""
     try:
         error = max(_compare(reference, schedule, self_check=False) for schedule in SCHEDULES)
-    except InputError as refusal:
+    except Refused as refusal:
         return f"refused: {refusal}"
     except Different as different:
         return f"wrong: {different}"
     return f"equal: {error:.1e}"
+
+
+class Refused(Exception):
+    """All processes refuse a pipeline. A step that is refused is not among these: one process alone may refuse it."""
 
 
 class Different(Exception):
@@ -249,19 +254,32 @@ def _rounds(loss: torch.Tensor) -> bool:
     return False
 
 
+def _agreed(refusal: str) -> None:
+    """All processes refuse a configuration, or none: else those that do not would wait for the others."""
+    refusals: list[Any] = [None] * PROCESSES
+    dist.all_gather_object(refusals, refusal)
+    if any(refusals) and not all(refusals):
+        raise Different(f"only some processes refuse it: {refusals}")
+
+
 def _compare(reference: Reference, schedule: str, *, self_check: bool) -> float:
     """One step of a pipeline, compared on the first process. Returns the largest relative error of a gradient."""
-    pipeline = Pipeline(
-        reference.model,
-        schedule=schedule,
-        microbatches=ROWS,
-        parameter_dtype=reference.dtype,
-        self_check=self_check,
-        timeout_seconds=LIMIT_SECONDS,
-    )
-    with contextlib.closing(pipeline):
-        loss = pipeline.step(reference.ids).loss
-        gradients = pipeline.full_gradients()
+    try:
+        pipeline = Pipeline(
+            reference.model,
+            schedule=schedule,
+            microbatches=ROWS,
+            parameter_dtype=reference.dtype,
+            self_check=self_check,
+            timeout_seconds=LIMIT_SECONDS,
+        )
+    except InputError as error:
+        _agreed(str(error))
+        raise Refused(str(error)) from error
+    _agreed("")
+    loss = pipeline.step(reference.ids).loss  # what one process refuses here ends all: the others wait for it
+    gradients = pipeline.full_gradients()
+    pipeline.close()
     if pipeline.device != 0:
         return 0.0
     error = abs(loss - reference.loss) / max(1.0, abs(reference.loss))
