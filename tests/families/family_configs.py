@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -43,6 +43,7 @@ COMMON: dict[str, Any] = {
     "index_topk": 4,
     "index_head_dim": 16,
     "index_n_heads": 2,
+    "rotary_dim": 8,
     # experts
     "num_experts": 4,
     "num_local_experts": 4,
@@ -132,6 +133,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "shared_experts_intermediate_size": 48,
         "layer_types": ["indexed_attention", "sliding_attention"] * 2,
+        "head_dim": 32,
         "per_layer_config": {},
     },
     "electra": {"embedding_size": 64},
@@ -170,7 +172,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "kimi_linear": {"layer_types": LINEAR, "num_experts": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "longcat_flash": {"zero_expert_num": 2},
+    "longcat_flash": {"zero_expert_num": 2, "num_layers": 4},
     "mamba2": {"num_heads": 8, "n_groups": 2, "state_size": 16},
     "minicpm3": {"scale_emb": 3, "dim_model_base": 32},
     "moshi": {"ffn_dim": 96},
@@ -260,9 +262,9 @@ def small_config(model_type: str, settings: dict[str, Any]) -> PreTrainedConfig:
             continue
         beside = settings.get(name, {})
         if name in ("text_config", "decoder"):
-            values[name] = small_config(part.model_type, SETTINGS.get(part.model_type, {}) | beside).to_dict()
+            values[name] = small_config(part.model_type, SETTINGS.get(part.model_type, {}) | beside)
         else:
-            values[name] = dict(_known(type(part), COMMON | TOWER)) | {"model_type": part.model_type} | beside
+            values[name] = dict(_known(part, COMMON | TOWER)) | {"model_type": part.model_type} | beside
     return config_class(**values)
 
 
@@ -274,6 +276,8 @@ def _fields(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
 
 def _known(config_class: type[PreTrainedConfig], wanted: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     fields = _fields(config_class)
+    if "kv_lora_rank" in fields:  # latent attention has keys and values for every head
+        wanted = wanted | {"num_key_value_heads": 4}
     for name, value in wanted.items():
         own = name if name in fields else config_class.attribute_map.get(name, name)
         if own in fields:
@@ -283,10 +287,10 @@ def _known(config_class: type[PreTrainedConfig], wanted: dict[str, Any]) -> Iter
             yield name, 0.0
 
 
-def _parts(config_class: type[PreTrainedConfig]) -> Iterator[tuple[str, PreTrainedConfig]]:
-    """(name, default) of the configs inside of a config that holds several."""
-    if not any(name.endswith("_config") or name == "decoder" for name in _fields(config_class)):
-        return
-    for name, value in vars(config_class()).items():
-        if isinstance(value, PreTrainedConfig) and value.model_type:
-            yield name, value
+def _parts(config_class: type[PreTrainedConfig]) -> Iterator[tuple[str, type[PreTrainedConfig]]]:
+    """(name, class) of the configs inside of a config that holds several."""
+    for name, part in getattr(config_class, "sub_configs_defaults", {}).items():
+        model_type = getattr(part, "model_type", None)
+        found = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else getattr(part, "config_class", part)
+        if found is not AutoConfig:
+            yield name, found

@@ -15,6 +15,7 @@ from evenpipe.errors import InputError
 from evenpipe.model.config import check_sizes, read_config
 from evenpipe.model.interface import probe_position_rows, takes
 from evenpipe.model.logits import probe_logits
+from evenpipe.model.probe import probe
 from evenpipe.model.router_loss import RouterLoss, probe_router_loss, wants_router_loss, without_router_loss
 from evenpipe.model.rules import undisturbed
 from evenpipe.model.structure import (
@@ -27,7 +28,6 @@ from evenpipe.model.structure import (
     layers_of,
     module_name,
     persistent_buffers,
-    probe,
     replace_head,
     uncuttable,
 )
@@ -201,7 +201,7 @@ def _describe(
         tied=embedding.weight is head.weight,
         embedding_name=f"{embedding_module}.weight",
         head_name=f"{head_module}.weight",
-        head_bias_name=f"{head_module}.bias" if head.bias is not None else None,
+        head_bias_name=None if head.bias is None else _name_of(skeleton, head.bias),
         head_weight_shape=(head.weight.shape[0], head.weight.shape[1]),
         padding_index=embedding.padding_idx,
         logit_scale=scale,
@@ -252,9 +252,16 @@ def check_sharing(
             name = f"{prefix}.{attribute}"
             other, held = first.setdefault(parameter.data_ptr() or id(parameter), (name, parameter))
             tied = module is head and parameter is held is embedding.weight
+            # The head's bias may have a second name (BERT); a forward that uses it there is refused by the probe.
+            tied |= parameter is held is head.bias and layers is None
             in_one_layer = parameter is held and _layer_of(other, layers) == _layer_of(name, layers) is not None
             if other != name and not tied and not in_one_layer:
                 raise uncuttable(architecture, f"its parameters {other} and {name} are one tensor")
+
+
+def _name_of(model: nn.Module, wanted: nn.Parameter) -> str:
+    """The name under which `named_parameters` lists a parameter: of several names the first."""
+    return next(name for name, parameter in model.named_parameters() if parameter is wanted)
 
 
 def _layer_of(name: str, layers: str | None) -> str | None:

@@ -34,6 +34,7 @@ from evenpipe.model.structure import (
     hollow,
     identity_forward,
     layers_of,
+    looked_up,
     outer_parameters,
     stand_in,
     uncuttable,
@@ -98,6 +99,7 @@ class Stage(nn.Module):
         }
         # The model's own forward has only this stage's routers: it must not make a loss of them.
         self._options = {} if description.router_loss is None else {OPTION: False}
+        self._writes_to_input, self._wants_token = structure.writes_to_input, structure.wants_token
         self._result_checked = False
         self.train()
 
@@ -149,8 +151,14 @@ class Stage(nn.Module):
                 relay.stand_in = torch.zeros_like(hidden, requires_grad=False)
             relay.received, relay.router_logits = hidden, router_logits
             embedded = embed_rows(self._embedding[0], hidden) if self.is_first else relay.stand_in
-            with nothing_packed() if position_ids is None else nullcontext():
-                self.whole(inputs_embeds=embedded, use_cache=False, **arguments, **self._options)
+            if self.is_first and self._writes_to_input:
+                embedded = embedded.clone()
+            given, asked = {"inputs_embeds": embedded}, nullcontext()
+            if self.is_first and self._wants_token is not None:
+                ids = torch.full(hidden.shape[:2], self._wants_token, device=hidden.device)
+                given, asked = {"input_ids": ids}, looked_up(self._embedding[0], embedded)
+            with asked, nothing_packed() if position_ids is None else nullcontext():
+                self.whole(**given, use_cache=False, **arguments, **self._options)
             assert relay.result is not None, "the model's forward passed by the last local layer"
             if not self._result_checked:
                 check_returned(self._name(), relay.result, hidden)
