@@ -129,6 +129,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v4": {"o_groups": 2, "o_lora_rank": 16, "hc_mult": 2},
     "dots1": {"n_shared_experts": 1},
+    "dots3_note": {"vision_config": {"num_hidden_layers": 42}},
     "dots3_note_text": {
         "num_key_value_heads": 4,
         "shared_experts_intermediate_size": 48,
@@ -213,6 +214,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "roformer": {"embedding_size": 64},
     "rwkv": {"attention_hidden_size": 64, "context_length": 128},
     "whisper": {"max_target_positions": 128, "max_source_positions": 16},
+    "xmod": {"default_language": "en_XX"},
     "xlnet": {"d_head": 16, "d_inner": 96},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_head_dim": 32},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
@@ -220,7 +222,94 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """What a type needs beside, to be built or to be small."""
 
-VARIANTS: dict[str, dict[str, dict[str, Any]]] = {}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+ROUTER = {"output_router_logits": True}
+
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "bamba": {"z-loss": {"z_loss_coefficient": 0.1}},
+    "bert": {"untied": UNTIED},
+    "big_bird": {"block sparse": {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1}},
+    "bloom": {"residual behind the norm": {"apply_residual_connection_post_layernorm": True}, "untied": UNTIED},
+    "cohere": {"norms of queries and keys": {"use_qk_norm": True}, "untied": UNTIED},
+    "cohere2": {"untied": UNTIED},
+    "deepseek_v2": {"whole queries": {"q_lora_rank": None}},
+    "deepseek_v3": {"whole queries": {"q_lora_rank": None}, "groups": {"n_routed_experts": 8, "n_group": 2}},
+    "dbrx": {"router loss": ROUTER},
+    "doge": {
+        "experts": {"is_moe": True, "num_experts": 16},
+        "router loss": {"is_moe": True, "num_experts": 16} | ROUTER,
+    },
+    "electra": {"narrow embeddings": {"embedding_size": 32}},
+    "ernie4_5_moe": {"router loss": ROUTER},
+    "falcon": {
+        "new architecture": {"new_decoder_architecture": True, "num_kv_heads": 2},
+        "one norm": {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+        "alibi": {"alibi": True},
+        "one after the other": {"parallel_attn": False, "bias": True, "multi_query": False},
+        "untied": UNTIED,
+    },
+    "gemma": {"untied": UNTIED},
+    "gemma2": {"untied": UNTIED},
+    "gemma3_text": {"mixed layers": {"layer_types": MIXED}, "untied": UNTIED},
+    "gemma4_text": {
+        "experts": {
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+        },
+        "inputs per layer": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 251},
+        "shared keys": {"num_kv_shared_layers": 2},
+    },
+    "glm4_moe": {"norms of queries and keys": {"use_qk_norm": True}},
+    "gpt2": {
+        "untied": UNTIED,
+        "scaled by layer": {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+    },
+    "gpt_bigcode": {"a key per head": {"multi_query": False}},
+    "gpt_neox": {"one after the other": {"use_parallel_residual": False}, "tied": TIED},
+    "gpt_oss": {"router loss": ROUTER},
+    "granite": {"biases, tied": BIASES | TIED},
+    "granitemoe": {"router loss": ROUTER},
+    "granitemoehybrid": {
+        "mixed layers": {"layer_types": LINEAR},
+        "dense": {"layer_types": LINEAR, "num_local_experts": 0, "num_experts_per_tok": 0},
+    },
+    "jamba": {"router loss": ROUTER},
+    "jetmoe": {"router loss": ROUTER},
+    "llama": {"tied": TIED, "biases": BIASES},
+    "llama4_text": {"dense and mixtures": {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 96}},
+    "mamba": {"residual in its own dtype": {"residual_in_fp32": False}},
+    "mamba2": {"tied": TIED},
+    "minimax": {"router loss": ROUTER},
+    "mistral": {"tied": TIED},
+    "mixtral": {"router loss": ROUTER, "tied": TIED},
+    "mpt": {"learned positions": {"attn_config": {"alibi": False}}},
+    "nemotron_h": {"dense": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}},
+    "olmo": {"clipped": {"clip_qkv": 0.2, "attention_bias": True}, "tied": TIED},
+    "olmoe": {"clipped": {"clip_qkv": 0.2, "attention_bias": True}, "router loss": ROUTER},
+    "opt": {
+        "like 350m": {"word_embed_proj_dim": 32, "do_layer_norm_before": False},
+        "norm behind": {"do_layer_norm_before": False},
+        "untied": UNTIED,
+    },
+    "persimmon": {"without norms of queries": {"qk_layernorm": False}},
+    "phi": {"norms of queries and keys": {"qk_layernorm": True}},
+    "phimoe": {"biases": {"attention_bias": True, "lm_head_bias": True}},
+    "qwen2": {"mixed layers": {"use_sliding_window": True, "layer_types": MIXED}, "tied": TIED},
+    "qwen2_moe": {"dense layers": {"mlp_only_layers": [1]}, "router loss": ROUTER},
+    "qwen3": {"tied": TIED, "biases": {"attention_bias": True}},
+    "qwen3_moe": {"dense layers": {"mlp_only_layers": [1]}, "router loss": ROUTER},
+    "qwen3_next": {"mixed layers": {"layer_types": LINEAR}, "router loss": ROUTER},
+    "recurrent_gemma": {"attention first": {"block_types": ["attention", "recurrent"]}},
+    "rembert": {"wider output": {"output_embedding_size": 96}},
+    "roformer": {"narrow embeddings": {"embedding_size": 32}},
+    "smollm3": {"untied": UNTIED},
+    "stablelm": {"parallel": {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True}},
+    "starcoder2": {"untied": UNTIED},
+    "zaya": {"sliding": {"layer_types": ["hybrid", "hybrid_sliding"] * 2}},
+}
 """Type -> name of the variant -> changes."""
 
 

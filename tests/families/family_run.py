@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from evenpipe import Pipeline, launch
 from evenpipe.errors import InputError, RunError
-from evenpipe.model import Description, describe, gradient_errors
+from evenpipe.model import Description, describe
 from evenpipe.runtime.launcher import prepare_launch
 
 HERE = Path(__file__).resolve().parent
@@ -108,9 +108,7 @@ def _serve(configurations: Sequence[Configuration]) -> list[Outcome]:
             stacks = "" if word == "refused" else "".join(file.read_text() for file in sorted(folder.glob("stacks-*")))
             seconds = time.perf_counter() - started
             outcomes = outcomes[: len(configurations) - 1]
-            outcomes.append(
-                Outcome(one.model_type, one.variant, word, failure + stacks, seconds=round(seconds, 1))
-            )
+            outcomes.append(Outcome(one.model_type, one.variant, word, failure + stacks, seconds=round(seconds, 1)))
         return outcomes
 
 
@@ -161,9 +159,9 @@ def _outcome_of(configuration: Configuration) -> dict[str, Any]:
     dtype = str(reference.dtype).removeprefix("torch.")
     try:
         error = max(_compare(reference, schedule, self_check=schedule == SCHEDULES[0]) for schedule in SCHEDULES)
-    except Refused as refusal:
+    except RefusedError as refusal:
         return {"word": "refused", "sentence": str(refusal), "dtype": dtype, "unchecked": _unchecked(reference)}
-    except Different as different:
+    except DifferentError as different:
         return {"word": "wrong", "sentence": str(different), "dtype": dtype}
     return {"word": "equal", "error": error, "dtype": dtype}
 
@@ -176,18 +174,18 @@ def _unchecked(reference: Reference) -> str:
         return ""
     try:
         error = max(_compare(reference, schedule, self_check=False) for schedule in SCHEDULES)
-    except Refused as refusal:
+    except RefusedError as refusal:
         return f"refused: {refusal}"
-    except Different as different:
+    except DifferentError as different:
         return f"wrong: {different}"
     return f"equal: {error:.1e}"
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """All processes refuse a pipeline. A step that is refused is not among these: one process alone may refuse it."""
 
 
-class Different(Exception):
+class DifferentError(Exception):
     """What a pipeline computes differs from what one process computes."""
 
 
@@ -259,7 +257,7 @@ def _agreed(refusal: str) -> None:
     refusals: list[Any] = [None] * PROCESSES
     dist.all_gather_object(refusals, refusal)
     if any(refusals) and not all(refusals):
-        raise Different(f"only some processes refuse it: {refusals}")
+        raise DifferentError(f"only some processes refuse it: {refusals}")
 
 
 def _compare(reference: Reference, schedule: str, *, self_check: bool) -> float:
@@ -275,7 +273,7 @@ def _compare(reference: Reference, schedule: str, *, self_check: bool) -> float:
         )
     except InputError as error:
         _agreed(str(error))
-        raise Refused(str(error)) from error
+        raise RefusedError(str(error)) from error
     _agreed("")
     loss = pipeline.step(reference.ids).loss  # what one process refuses here ends all: the others wait for it
     gradients = pipeline.full_gradients()
@@ -284,11 +282,11 @@ def _compare(reference: Reference, schedule: str, *, self_check: bool) -> float:
     if pipeline.device == 0:
         try:
             fault[1] = _worst_error(reference, pipeline.description, loss, gradients)
-        except Different as different:
+        except DifferentError as different:
             fault[0] = f"{schedule}: {different}"
     dist.broadcast_object_list(fault)
     if fault[0]:
-        raise Different(fault[0])
+        raise DifferentError(fault[0])
     return fault[1]
 
 
@@ -298,14 +296,26 @@ def _worst_error(
     """The largest relative error of a gradient."""
     error = abs(loss - reference.loss) / max(1.0, abs(reference.loss))
     if not error <= reference.tolerance:
-        raise Different(f"the loss is {loss:.12g} and {reference.loss:.12g} in one process")
+        raise DifferentError(f"the loss is {loss:.12g} and {reference.loss:.12g} in one process")
     expected = dict(reference.gradients)
     if description.tied and description.head_name in expected:  # transformers lists the one matrix under either name
         expected[description.embedding_name] = expected.pop(description.head_name)
     if unknown := gradients.keys() - expected.keys():
-        raise Different(f"gradients of {sorted(unknown)[:3]}, which are no parameters")
-    errors = gradient_errors({name: gradients.get(name) for name in expected}, expected)
+        raise DifferentError(f"gradients of {sorted(unknown)[:3]}, which are no parameters")
+    errors = _errors(gradients, expected, floor=torch.finfo(reference.dtype).eps / TOLERANCE[reference.dtype])
     worst = max(errors, key=errors.__getitem__)
     if not errors[worst] <= reference.tolerance:
-        raise Different(f"the gradient of {worst} is off by {errors[worst]:.1e} (relative)")
+        raise DifferentError(f"the gradient of {worst} is off by {errors[worst]:.1e} (relative)")
     return errors[worst]
+
+
+def _errors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor | None], floor: float) -> dict[str, float]:
+    """Relative Frobenius error of each gradient. One that is zero but for rounding is measured against the largest norm
+    times `floor`."""
+    norms = {name: 0.0 if wanted is None else float(wanted.norm()) for name, wanted in expected.items()}
+    errors = {}
+    for name, wanted in expected.items():
+        parts = [one for one in (found.get(name), wanted) if one is not None]
+        distance = float((parts[0] - sum(parts[1:])).norm()) if parts else 0.0
+        errors[name] = distance / max(norms[name], floor * max(norms.values()))
+    return errors

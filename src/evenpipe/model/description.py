@@ -23,6 +23,8 @@ from evenpipe.model.structure import (
     PROBE_SEQUENCE,
     Structure,
     build_skeleton,
+    call_embedded,
+    embedding_of,
     find_layers,
     first_line,
     layers_of,
@@ -176,6 +178,7 @@ def _describe(
     fresh = build_skeleton(quiet, torch.float64, model_class)
     structure = probe(fresh, layers_name, embedding_module, head_module)
     # `fresh` now runs without layers and weights, so it can be given any logits in place of the head's.
+    looked = embedding_of(fresh, embedding_module)
     logits_for: list[torch.Tensor] = []
     replace_head(fresh, head_module, lambda hidden: logits_for[0])
 
@@ -183,13 +186,13 @@ def _describe(
         logits_for[:] = [z]
         with torch.no_grad():
             hidden = torch.ones(z.shape[0], z.shape[1], embedding.weight.shape[1], dtype=torch.float64)
-            return fresh(inputs_embeds=hidden, use_cache=False, return_dict=True).logits
+            return call_embedded(fresh, looked, structure.wants_token, hidden, return_dict=True).logits
 
     scale, cap = probe_logits(architecture, run, head.weight.shape[0])
     router_loss = None
     if wants_router_loss(config):
         logits_for[:] = [torch.zeros(PROBE_BATCH, PROBE_SEQUENCE, head.weight.shape[0], dtype=torch.float64)]
-        router_loss = probe_router_loss(fresh, embedding.weight.shape[1], layers_name)
+        router_loss = probe_router_loss(fresh, embedding.weight.shape[1], structure)
     takes_position_ids = takes(model_class, "position_ids")
     maximum_length = getattr(config.get_text_config(), "max_position_embeddings", None)
     return Description(
@@ -209,7 +212,7 @@ def _describe(
         maximum_length=maximum_length if isinstance(maximum_length, int) and maximum_length > 0 else None,
         takes_position_ids=takes_position_ids,
         takes_attention_mask=takes(model_class, "attention_mask"),
-        position_rows=probe_position_rows(fresh, embedding_module) if takes_position_ids else None,
+        position_rows=probe_position_rows(fresh, structure) if takes_position_ids else None,
         router_loss=router_loss,
         structure=structure,
         skeleton=skeleton,

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,13 +29,14 @@ from evenpipe.model.structure import (
     PROBE_BATCH,
     PROBE_SEQUENCE,
     Structure,
+    build_skeleton,
+    call_embedded,
     embed_rows,
     embedding_of,
     first_line,
     hollow,
     identity_forward,
     layers_of,
-    looked_up,
     neutral_token,
     outer_parameters,
     replace_head,
@@ -50,6 +52,8 @@ class _Record:
     returned: list[torch.Tensor] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     sideways: list[str] = field(default_factory=list)
+    beside: list[torch.Tensor] = field(default_factory=list)
+    """All tensors that layers receive besides the hidden states."""
     head_input: torch.Tensor | None = None
 
     def take_head_input(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -71,7 +75,9 @@ class _Record:
             others: dict[str, Any] = {f"argument {place}": value for place, value in enumerate(args) if place > 0}
             others |= {name: value for name, value in kwargs.items() if args or name != argument}
             for name, value in others.items():
-                if any(tensor.requires_grad for tensor in _tensors(value)):
+                tensors = [*_tensors(value)]
+                self.beside += tensors
+                if any(tensor.requires_grad for tensor in tensors):
                     self.sideways.append(name)
             return identity(*args, **kwargs)
 
@@ -93,26 +99,22 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
     argument = next(iter(inspect.signature(layers[0].forward).parameters))
     shape = (PROBE_BATCH, PROBE_SEQUENCE, embedding.weight.shape[1])
     hollow(model, known, range(0), lambda hidden: hidden)
-    outer = _numbers_for_parameters(model)
+    outer, shown = _numbers_for_parameters(model)
     rows = torch.rand(shape, dtype=torch.float64, requires_grad=True)
 
-    def run(returns: int, beside: torch.Tensor | None = None, token: int | None = None) -> tuple[_Record, bool]:
+    def run(returns: int, token: int | None, beside: torch.Tensor | None = None) -> tuple[_Record, bool]:
         record = _Record()
         for index, layer in enumerate(layers):
             layer.forward = record.layer_forward(index, argument, returns, beside)
         replace_head(model, head_module, record.take_head_input)
         embedded = embed_rows(embedding, rows).clone()  # some families write to what they are given
-        if token is None:
-            model(inputs_embeds=embedded, use_cache=False)
-        else:
-            with looked_up(embedding, embedded):
-                model(input_ids=torch.full(shape[:2], token), use_cache=False)
+        call_embedded(model, embedding, token, embedded)
         return record, embedded._version > 0
 
-    failure = ""
-    for returns in (0, 1, 2):
+    failure, neutral = "", neutral_token(model.config, embedding.padding_idx)
+    for wants_token, returns in itertools.product((None, neutral), (0, 1, 2, 3)):
         try:
-            record, writes_to_input = run(returns)
+            record, writes_to_input = run(returns, wants_token)
         except Exception as error:  # whatever the family's code raises on a form that it does not expect
             failure = failure or f"{type(error).__name__}: {first_line(error)}"
             continue
@@ -122,7 +124,8 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
                 f" {tuple(record.received[0].shape)}"
             )
             raise uncuttable(
-                architecture, f"{got}, and between stages only tensors [batch, sequence, {shape[-1]}] travel, as embedded"
+                architecture,
+                f"{got}, and between stages only tensors [batch, sequence, {shape[-1]}] travel, as embedded",
             )
         travelling = [*record.received, record.head_input]
         if all(isinstance(hidden, torch.Tensor) and hidden.shape == shape for hidden in travelling):
@@ -133,8 +136,9 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
     _check_passage(architecture, record, len(layers))
     if returns > 1:  # attention weights, or what the next layer needs as well
         with contextlib.suppress(Exception):
-            record.sideways += run(returns, torch.rand((), dtype=torch.float64, requires_grad=True))[0].sideways
-        if record.sideways:
+            beside = torch.rand((), dtype=torch.float64, requires_grad=True)
+            record.sideways += run(returns, wants_token, beside)[0].sideways
+        if record.sideways and _returns_two_tensors(model, layers_name):
             names = ", ".join(sorted(set(record.sideways)))
             raise uncuttable(
                 architecture,
@@ -152,12 +156,20 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
             raise uncuttable(architecture, f"its parameter {name} acts both before and after the layers")
     # What has no part in text (a tower that sees images) gets no gradient anywhere, and stands beside the embedding.
     first = tuple(name for name in outer if name not in last)
-    wants_token: int | None = None
-    with contextlib.suppress(Exception):  # some forwards take no token ids without the weights that they look up
-        token = neutral_token(model.config, embedding.padding_idx)
-        model.eval()
-        embedded, asked = run(returns)[0].received[0], run(returns, token=token)[0].received[0]
-        wants_token = None if torch.equal(embedded, asked) else token
+    silent = [name for name in first if id(outer[name]) not in leaves_before]
+    if silent and (name := _acts_unseen(lambda: run(returns, wants_token)[0], shown, silent)):
+        raise uncuttable(architecture, f"its parameter {name} acts on the layers or after them without a gradient")
+    model.eval()
+    try:
+        embedded = run(returns, wants_token)[0].received[0]
+    except Exception as error:  # RWKV then changes the weights of all its layers
+        reason = f"its forward in evaluation does not run on layers that stand in ({type(error).__name__})"
+        raise uncuttable(architecture, reason) from error
+    if wants_token is None:
+        with contextlib.suppress(Exception):  # some forwards take no token ids without the weights that they look up
+            asked = run(returns, neutral)[0].received[0]
+            wants_token = None if torch.equal(embedded, asked) else neutral
+    model.train()
     for layer in layers:
         layer.forward = identity_forward(argument, returns)
     return Structure(
@@ -173,15 +185,53 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
     )
 
 
-def _numbers_for_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Puts one trainable number, seen as a tensor of the right shape, in the place of every parameter left."""
-    numbers = {}
+def _numbers_for_parameters(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Puts one trainable number, seen as a tensor of the right shape, in the place of every parameter left.
+
+    Returns: by parameter, the number, and what the model sees of it.
+    """
+    numbers, shown = {}, {}
     for owner, attribute, name in outer_parameters(model):
         numbers[name] = torch.rand((), dtype=torch.float64, requires_grad=True)
         shape = owner.get_parameter(attribute).shape
         del owner._parameters[attribute]
-        setattr(owner, attribute, (numbers[name] + 0.5).expand(shape))
-    return numbers
+        shown[name] = numbers[name] + 0.5
+        setattr(owner, attribute, shown[name].expand(shape))
+    return numbers, shown
+
+
+def _acts_unseen(run: Callable[[], _Record], shown: dict[str, torch.Tensor], names: list[str]) -> str:
+    """The first of some parameters that autograd does not see (tables that are looked up under `no_grad`) of which more
+    than what the first layer receives depends; empty where there is none."""
+
+    def found() -> list[torch.Tensor]:
+        torch.default_generator.manual_seed(0)
+        record = run()
+        assert record.head_input is not None
+        return [*record.beside, record.head_input.detach()]
+
+    def differs(changed: list[str]) -> bool:
+        before = found()
+        with torch.no_grad():
+            for name in changed:
+                shown[name].add_(1.0)
+        after = found()
+        return len(before) != len(after) or not all(map(torch.equal, before, after))
+
+    return next((name for name in names if differs([name])), "") if differs(names) else ""
+
+
+def _returns_two_tensors(model: PreTrainedModel, layers_name: str) -> bool:
+    """Whether real layers return a tensor beside the hidden states, seen on the meta device. Where they do not run
+    there it is taken that they do."""
+    whole, found = build_skeleton(model.config, torch.float32, type(model)), []
+    layers_of(whole, layers_name)[0].register_forward_hook(lambda module, args, output: found.append(output))
+    try:
+        with torch.no_grad():
+            whole(input_ids=torch.zeros(PROBE_BATCH, PROBE_SEQUENCE, dtype=torch.int64, device="meta"), use_cache=False)
+    except Exception:
+        return True
+    return any(any(True for _ in _tensors(beside)) for beside in found[0][1:])
 
 
 def _check_passage(architecture: str, record: _Record, layers: int) -> None:

@@ -29,12 +29,12 @@ from evenpipe.model.packed_rows import nothing_packed
 from evenpipe.model.router_loss import OPTION, router_modules
 from evenpipe.model.structure import (
     build_skeleton,
+    call_embedded,
     embed_rows,
     embedding_of,
     hollow,
     identity_forward,
     layers_of,
-    looked_up,
     outer_parameters,
     stand_in,
     uncuttable,
@@ -150,15 +150,11 @@ class Stage(nn.Module):
             if not (self.is_first and self.is_last):
                 relay.stand_in = torch.zeros_like(hidden, requires_grad=False)
             relay.received, relay.router_logits = hidden, router_logits
-            embedded = embed_rows(self._embedding[0], hidden) if self.is_first else relay.stand_in
+            embedded = embed_rows(self._embedding[0], hidden) if self.is_first else torch.zeros_like(hidden)
             if self.is_first and self._writes_to_input:
                 embedded = embedded.clone()
-            given, asked = {"inputs_embeds": embedded}, nullcontext()
-            if self.is_first and self._wants_token is not None:
-                ids = torch.full(hidden.shape[:2], self._wants_token, device=hidden.device)
-                given, asked = {"input_ids": ids}, looked_up(self._embedding[0], embedded)
-            with asked, nothing_packed() if position_ids is None else nullcontext():
-                self.whole(**given, use_cache=False, **arguments, **self._options)
+            with nothing_packed() if position_ids is None else nullcontext():
+                call_embedded(self.whole, self._embedding[0], self._wants_token, embedded, **arguments, **self._options)
             assert relay.result is not None, "the model's forward passed by the last local layer"
             if not self._result_checked:
                 check_returned(self._name(), relay.result, hidden)

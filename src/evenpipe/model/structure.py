@@ -1,4 +1,4 @@
-"""A transformers causal language model without its weights: built as a skeleton, and taken apart into what a stage needs.
+"""A transformers causal language model without its weights: built as a skeleton, and taken apart for a stage.
 
 How it is put together is found by asking it, not by reading names (`probe.py`).
 """
@@ -10,6 +10,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,8 +42,8 @@ class Structure:
     writes_to_input: bool = False
     """The forward changes the embedded tokens that it is given in place."""
     wants_token: int | None = None
-    """The forward does something else with embedded tokens than with token ids (Falcon-H1 scales what it looks up, and
-    nothing else): where tokens are embedded it is given ids, all of them this one. None: it does the same."""
+    """The forward has to be given token ids, all of them this one, as it does something else with embedded tokens
+    (Falcon-H1 scales what it looks up, and nothing else). None: it does the same with them."""
 
 
 def first_line(error: BaseException) -> str:
@@ -228,12 +229,20 @@ def embed_rows(embedding: nn.Embedding, rows: torch.Tensor) -> torch.Tensor:
         embedding.__dict__["weight"], embedding.padding_idx = None, padding
 
 
-@contextlib.contextmanager
-def looked_up(embedding: nn.Embedding, embedded: torch.Tensor) -> Iterator[None]:
-    """Lets the embedding module return `embedded` whatever token ids it is asked for."""
-    embedding.__dict__["forward"] = lambda token_ids: embedded
+def call_embedded(
+    model: nn.Module, embedding: nn.Embedding, wants_token: int | None, embedded: torch.Tensor, **arguments: Any
+) -> Any:
+    """A model's forward on embedded tokens [batch, sequence, hidden_size].
+
+    Args:
+        wants_token: of the structure. The embedding module then returns `embedded` whatever it is asked for.
+    """
+    if wants_token is None:
+        return model(inputs_embeds=embedded, use_cache=False, **arguments)
+    token_ids = torch.full(embedded.shape[:2], wants_token, device=embedded.device)
+    embedding.__dict__["forward"] = lambda _: embedded
     try:
-        yield
+        return model(input_ids=token_ids, use_cache=False, **arguments)
     finally:
         del embedding.__dict__["forward"]
 
@@ -241,7 +250,9 @@ def looked_up(embedding: nn.Embedding, embedded: torch.Tensor) -> Iterator[None]
 def neutral_token(config: PreTrainedConfig, padding_index: int | None) -> int:
     """The first token id that the config gives no meaning: images and padding have ids of their own."""
     configs = (config, config.get_text_config())
-    meant = {value for one in configs for name, value in vars(one).items() if name.endswith(("token_id", "token_index"))}
+    meant = {
+        value for one in configs for name, value in vars(one).items() if name.endswith(("token_id", "token_index"))
+    }
     return next(token for token in itertools.count() if token not in meant and token != padding_index)
 
 
