@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import json
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -163,7 +164,29 @@ def _outcome_of(configuration: Configuration) -> dict[str, Any]:
         return {"word": "refused", "sentence": str(refusal), "dtype": dtype, "unchecked": _unchecked(reference)}
     except DifferentError as different:
         return {"word": "wrong", "sentence": str(different), "dtype": dtype}
+    try:
+        _step_from(config, reference.ids)
+    except RefusedError as refusal:
+        return {"word": "refused", "sentence": f"with fresh weights: {refusal}", "dtype": dtype}
+    except DifferentError as different:
+        return {"word": "wrong", "sentence": str(different), "dtype": dtype}
     return {"word": "equal", "error": error, "dtype": dtype}
+
+
+def _step_from(config: transformers.PreTrainedConfig, ids: torch.Tensor) -> None:
+    """A config alone gives fresh weights, of which every stage draws its own: all are finite, and so is the loss."""
+    pipeline = _opened(config, schedule="1f1b", microbatches=ROWS, self_check=False)
+    loss, weights = pipeline.step(ids).loss, pipeline.full_state_dict()
+    pipeline.close()
+    infinite = [name for name, weight in weights.items() if not weight.isfinite().all()]
+    fault = [
+        f"fresh weights are not finite: {infinite[:3]}, the loss is {loss}"
+        if infinite or not math.isfinite(loss)
+        else ""
+    ]
+    dist.broadcast_object_list(fault)
+    if fault[0]:
+        raise DifferentError(fault[0])
 
 
 def _unchecked(reference: Reference) -> str:
@@ -252,6 +275,17 @@ def _rounds(loss: torch.Tensor) -> bool:
     return False
 
 
+def _opened(model: Any, **options: Any) -> Pipeline:
+    """A pipeline, which all processes have or refuse."""
+    try:
+        pipeline = Pipeline(model, timeout_seconds=LIMIT_SECONDS, **options)
+    except InputError as error:
+        _agreed(str(error))
+        raise RefusedError(str(error)) from error
+    _agreed("")
+    return pipeline
+
+
 def _agreed(refusal: str) -> None:
     """All processes refuse a configuration, or none: else those that do not would wait for the others."""
     refusals: list[Any] = [None] * PROCESSES
@@ -262,26 +296,20 @@ def _agreed(refusal: str) -> None:
 
 def _compare(reference: Reference, schedule: str, *, self_check: bool) -> float:
     """One step of a pipeline, compared on the first process. Returns the largest relative error of a gradient."""
-    try:
-        pipeline = Pipeline(
-            reference.model,
-            schedule=schedule,
-            microbatches=ROWS,
-            parameter_dtype=reference.dtype,
-            self_check=self_check,
-            timeout_seconds=LIMIT_SECONDS,
-        )
-    except InputError as error:
-        _agreed(str(error))
-        raise RefusedError(str(error)) from error
-    _agreed("")
+    pipeline = _opened(
+        reference.model,
+        schedule=schedule,
+        microbatches=ROWS,
+        parameter_dtype=reference.dtype,
+        self_check=self_check,
+    )
     loss = pipeline.step(reference.ids).loss  # what one process refuses here ends all: the others wait for it
     gradients = pipeline.full_gradients()
     pipeline.close()
     fault: list[Any] = [None, 0.0]
     if pipeline.device == 0:
         try:
-            fault[1] = _worst_error(reference, pipeline.description, loss, gradients)
+            fault[1] = worst_error(reference, pipeline.description, loss, gradients)
         except DifferentError as different:
             fault[0] = f"{schedule}: {different}"
     dist.broadcast_object_list(fault)
@@ -290,7 +318,7 @@ def _compare(reference: Reference, schedule: str, *, self_check: bool) -> float:
     return fault[1]
 
 
-def _worst_error(
+def worst_error(
     reference: Reference, description: Description, loss: float, gradients: dict[str, torch.Tensor]
 ) -> float:
     """The largest relative error of a gradient."""

@@ -15,7 +15,7 @@ from evenpipe.errors import InputError
 from evenpipe.model.config import check_sizes, read_config
 from evenpipe.model.interface import probe_position_rows, takes
 from evenpipe.model.logits import probe_logits
-from evenpipe.model.probe import probe
+from evenpipe.model.probe import output_of_first_layer, probe
 from evenpipe.model.router_loss import RouterLoss, probe_router_loss, wants_router_loss, without_router_loss
 from evenpipe.model.rules import undisturbed
 from evenpipe.model.structure import (
@@ -219,6 +219,30 @@ def _describe(
         source=name,
         model=live,
         trust_remote_code=trust_remote_code,
+    )
+
+
+def check_compute_dtype(description: Description, compute_dtype: torch.dtype) -> None:
+    """Layers have to return hidden states in the dtype that travels between stages. Mamba's may return fp32.
+
+    What is not seen here is seen in the first step (`check_returned`).
+
+    Raises:
+        InputError: they return another dtype; the sentence names the option of the config that does it.
+    """
+    if description.config is None or compute_dtype.itemsize >= torch.float32.itemsize:
+        return
+    model_class, layers_name = type(description.skeleton), description.structure.layers_name
+    returned = output_of_first_layer(description.config, model_class, layers_name, compute_dtype)
+    returned = returned[0] if isinstance(returned, (tuple, list)) else returned
+    if not isinstance(returned, torch.Tensor) or returned.dtype == compute_dtype:
+        return
+    settings = vars(description.config.get_text_config()).items()
+    options = [name for name, value in settings if value is True and "fp32" in name]
+    remedy = f"set {options[0]} to false in the model's config" if options else "compute in torch.float32"
+    raise InputError(
+        f"compute_dtype = {compute_dtype}: the layers of {description.architecture} return {returned.dtype}, which does"
+        f" not travel between stages that compute in another dtype; {remedy}."
     )
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from evenpipe.model.structure import (
     PROBE_BATCH,
@@ -222,16 +222,21 @@ def _acts_unseen(run: Callable[[], _Record], shown: dict[str, torch.Tensor], nam
 
 
 def _returns_two_tensors(model: PreTrainedModel, layers_name: str) -> bool:
-    """Whether real layers return a tensor beside the hidden states, seen on the meta device. Where they do not run
-    there it is taken that they do."""
-    whole, found = build_skeleton(model.config, torch.float32, type(model)), []
-    layers_of(whole, layers_name)[0].register_forward_hook(lambda module, args, output: found.append(output))
-    try:
-        with torch.no_grad():
-            whole(input_ids=torch.zeros(PROBE_BATCH, PROBE_SEQUENCE, dtype=torch.int64, device="meta"), use_cache=False)
-    except Exception:
-        return True
-    return any(any(True for _ in _tensors(beside)) for beside in found[0][1:])
+    """Whether layers return a tensor beside the hidden states. Where that is not seen it is taken that they do."""
+    returned = output_of_first_layer(model.config, type(model), layers_name, torch.float32)
+    return not isinstance(returned, (tuple, list)) or any(True for _ in _tensors(returned[1:]))
+
+
+def output_of_first_layer(
+    config: PreTrainedConfig, model_class: type[PreTrainedModel], layers_name: str, dtype: torch.dtype
+) -> Any:
+    """What the first layer of a model in `dtype` returns on the meta device; None where it does not run there."""
+    model, found = build_skeleton(config, dtype, model_class), []
+    layers_of(model, layers_name)[0].register_forward_hook(lambda module, args, output: found.append(output))
+    token_ids = torch.zeros(PROBE_BATCH, PROBE_SEQUENCE, dtype=torch.int64, device="meta")
+    with torch.no_grad(), contextlib.suppress(Exception):
+        model(input_ids=token_ids, use_cache=False)
+    return found[0] if found else None
 
 
 def _check_passage(architecture: str, record: _Record, layers: int) -> None:

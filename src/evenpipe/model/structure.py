@@ -208,7 +208,8 @@ def hollow(
     replace_head(model, structure.head_module, receive, dtype=dtype, torch_device=torch_device)
     for owner, attribute, _ in outer_parameters(model):
         if owner._parameters[attribute] is bias:
-            owner._parameters[attribute] = None
+            del owner._parameters[attribute]
+            setattr(owner, attribute, torch.empty_like(bias, requires_grad=False))  # on the meta device, for rules
     embedding = embedding_of(model, structure.embedding_module)
     del embedding._parameters["weight"]
     embedding.__dict__["weight"] = None
