@@ -15,7 +15,11 @@ RUNS ?= 100
 SEED ?= 0
 MINUTES ?=
 
-.PHONY: help install train test test-all fault-test fuzz gpu-test lint format bench docs clean
+# Of make families: an eighth of the configurations is PART=1/8; TYPES="llama gemma2" are those of two model types.
+PART ?= 1/1
+TYPES ?=
+
+.PHONY: help install train test test-all fault-test fuzz families gpu-test lint format bench docs clean
 
 help:
 	@echo "make train       train the quickstart model on 4 local processes and print text that it writes"
@@ -27,6 +31,8 @@ help:
 	@echo "make fault-test  processes fail in random places of 100 random runs (RUNS=1 SEED=123 repeats one); then"
 	@echo "                 machines lose each other and strangers attack, in network namespaces, where root may make them"
 	@echo "make fuzz        100 random pipelines against the same models in one process; MINUTES=60, RUNS, SEED"
+	@echo "make families    every model type of transformers in small against one process, and docs/families.md; PART=1/8 is an"
+	@echo "                 eighth of it, TYPES='llama gemma2' are these types"
 	@echo "make gpu-test    everything that needs an NVIDIA GPU, where there is one"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -51,6 +57,9 @@ fault-test: $(STAMP)
 
 fuzz: $(STAMP)
 	$(BIN)/python tests/fuzz/run_fuzz.py --seed $(SEED) $(if $(MINUTES),--minutes $(MINUTES),--runs $(RUNS))
+
+families: $(STAMP)
+	$(BIN)/python tests/families/run_families.py $(TYPES) --part $(PART) --record
 
 gpu-test: $(STAMP)
 	$(BIN)/python tests/gpu/run_gpu.py

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from evenpipe.errors import InputError
-from evenpipe.model.structure import PROBE_BATCH, PROBE_SEQUENCE, embedding_of
+from evenpipe.model.structure import PROBE_BATCH, PROBE_SEQUENCE, Structure, call_embedded, embedding_of
 
 
 def takes(model_class: type[nn.Module], argument: str) -> bool:
@@ -26,7 +26,7 @@ def takes(model_class: type[nn.Module], argument: str) -> bool:
     return False
 
 
-def probe_position_rows(model: nn.Module, embedding_module: str) -> int | None:
+def probe_position_rows(model: nn.Module, structure: Structure) -> int | None:
     """How many position ids a model has rows for, found by asking it for positions beyond every table that it holds.
 
     Tables inside of layers are not seen.
@@ -36,7 +36,7 @@ def probe_position_rows(model: nn.Module, embedding_module: str) -> int | None:
 
     Returns: position ids may be 0 to this minus 1; None where they index no table outside the layers.
     """
-    embedding = embedding_of(model, embedding_module)
+    embedding = embedding_of(model, structure.embedding_module)
     rows = [tensor.shape[0] for tensor in _tables(model) if tensor.dim() == 2]
     if not rows:
         return None
@@ -46,7 +46,7 @@ def probe_position_rows(model: nn.Module, embedding_module: str) -> int | None:
         positions = torch.full((PROBE_BATCH, PROBE_SEQUENCE), position)
         try:
             with torch.no_grad():
-                model(inputs_embeds=hidden, position_ids=positions, use_cache=False)
+                call_embedded(model, embedding, structure.wants_token, hidden, position_ids=positions)
         except (IndexError, RuntimeError):
             return False
         return True

@@ -22,6 +22,7 @@ from evenpipe.errors import InputError, RunError
 from evenpipe.model import (
     Description,
     as_stored,
+    check_compute_dtype,
     describe,
     describe_modules,
     disk_tensors,
@@ -188,6 +189,8 @@ class Pipeline:
         self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
         description = model if isinstance(model, Description) else describe(model, trust_remote_code=trust_remote_code)
         self.description = as_stored(description, say=logger.warning if self._is_very_first else None)
+        if self.devices > 1:
+            check_compute_dtype(self.description, self._compute_dtype)
         options = loss_of_model(loss or LossOptions(), self.description)
         self._entropy = options.entropy
         self._checkpointing = checkpointing_of_layers(checkpointing, self.description.layers)
