@@ -37,6 +37,7 @@ from evenpipe.model.structure import (
     hollow,
     identity_forward,
     layers_of,
+    line_of_model,
     neutral_token,
     outer_parameters,
     replace_head,
@@ -60,7 +61,7 @@ class _Record:
         self.head_input = hidden
         return hidden.detach()[..., :1]
 
-    def layer_forward(self, index: int, argument: str, returns: int, beside: torch.Tensor | None = None):
+    def layer_forward(self, index: int, arguments: list[str], returns: int, beside: torch.Tensor | None = None):
         """A forward for layer `index` that records its arguments and returns something new."""
 
         def transform(hidden: torch.Tensor) -> torch.Tensor:
@@ -69,10 +70,11 @@ class _Record:
             self.returned.append(torch.rand_like(hidden, requires_grad=True))
             return self.returned[-1]
 
+        argument = arguments[0]
         identity = identity_forward(argument, returns, transform, beside)
 
         def forward(*args, **kwargs):
-            others: dict[str, Any] = {f"argument {place}": value for place, value in enumerate(args) if place > 0}
+            others: dict[str, Any] = dict(zip(arguments[1:], args[1:], strict=False))
             others |= {name: value for name, value in kwargs.items() if args or name != argument}
             for name, value in others.items():
                 tensors = [*_tensors(value)]
@@ -96,7 +98,8 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
     architecture = type(model).__name__
     known = Structure(layers_name=layers_name, embedding_module=embedding_module, head_module=head_module)
     layers, embedding = layers_of(model, layers_name), embedding_of(model, embedding_module)
-    argument = next(iter(inspect.signature(layers[0].forward).parameters))
+    arguments = [*inspect.signature(layers[0].forward).parameters]
+    argument = arguments[0]
     shape = (PROBE_BATCH, PROBE_SEQUENCE, embedding.weight.shape[1])
     hollow(model, known, range(0), lambda hidden: hidden)
     outer, shown = _numbers_for_parameters(model)
@@ -105,7 +108,7 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
     def run(returns: int, token: int | None, beside: torch.Tensor | None = None) -> tuple[_Record, bool]:
         record = _Record()
         for index, layer in enumerate(layers):
-            layer.forward = record.layer_forward(index, argument, returns, beside)
+            layer.forward = record.layer_forward(index, arguments, returns, beside)
         replace_head(model, head_module, record.take_head_input)
         embedded = embed_rows(embedding, rows).clone()  # some families write to what they are given
         call_embedded(model, embedding, token, embedded)
@@ -116,7 +119,10 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
         try:
             record, writes_to_input = run(returns, wants_token)
         except Exception as error:  # whatever the family's code raises on a form that it does not expect
-            failure = failure or f"{type(error).__name__}: {first_line(error)}"
+            failure = failure or (
+                "its forward needs more of what other devices hold than the hidden states that layers hand on: it stops"
+                f" at {line_of_model(error)} ({type(error).__name__}: {first_line(error)})"
+            )
             continue
         if record.received and isinstance(record.received[0], torch.Tensor) and record.received[0].shape != shape:
             got = (
@@ -132,18 +138,17 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
             break
         failure = failure or "the hidden states change their shape on the way"
     else:
-        raise uncuttable(architecture, f"its forward does not run on layers that stand in ({failure})")
-    _check_passage(architecture, record, len(layers))
+        raise uncuttable(architecture, failure)
+    _check_passage(model, record, len(layers))
     if returns > 1:  # attention weights, or what the next layer needs as well
         with contextlib.suppress(Exception):
             beside = torch.rand((), dtype=torch.float64, requires_grad=True)
             record.sideways += run(returns, wants_token, beside)[0].sideways
         if record.sideways and _returns_two_tensors(model, layers_name):
-            names = ", ".join(sorted(set(record.sideways)))
             raise uncuttable(
                 architecture,
-                f"its layers hand a second tensor on to each other ({names}), and between stages only the hidden states"
-                " travel",
+                f"its layers hand a second tensor on to each other ({_named(model, record)}),"
+                " and between stages only the hidden states travel",
             )
 
     assert record.head_input is not None
@@ -163,7 +168,10 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
     try:
         embedded = run(returns, wants_token)[0].received[0]
     except Exception as error:  # RWKV then changes the weights of all its layers
-        reason = f"its forward in evaluation does not run on layers that stand in ({type(error).__name__})"
+        reason = (
+            "its forward in evaluation needs more of its layers than the hidden states that they hand on: it stops at"
+            f" {line_of_model(error)} ({type(error).__name__}: {first_line(error)})"
+        )
         raise uncuttable(architecture, reason) from error
     if wants_token is None:
         with contextlib.suppress(Exception):  # some forwards take no token ids without the weights that they look up
@@ -239,16 +247,26 @@ def output_of_first_layer(
     return found[0] if found else None
 
 
-def _check_passage(architecture: str, record: _Record, layers: int) -> None:
+def _named(model: PreTrainedModel, record: _Record) -> str:
+    """Arguments by which layers receive more than hidden states, and settings of the config that speak of the same."""
+    names = sorted(set(record.sideways))
+    settings = vars(model.config.get_text_config()).items()
+    said = [f"{name} = {value}" for name, value in settings if value and any(one.rstrip("s") in name for one in names)]
+    return ", ".join(names) + (f"; see {', '.join(said)} in its config" if said else "")
+
+
+def _check_passage(model: PreTrainedModel, record: _Record, layers: int) -> None:
     """Every layer once, in order, on exactly what the one before returned, and nothing trainable beside it."""
+    architecture = type(model).__name__
     if record.order != list(range(layers)):
         raise uncuttable(architecture, f"its forward calls its {layers} layers in the order {record.order[:20]}")
     for index in range(1, layers):
         if not torch.equal(record.received[index], record.returned[index - 1]):
             raise uncuttable(architecture, f"the hidden states change between layers {index - 1} and {index}")
     if record.sideways:
-        names = ", ".join(sorted(set(record.sideways)))
-        raise uncuttable(architecture, f"its layers receive trainable tensors besides the hidden states ({names})")
+        raise uncuttable(
+            architecture, f"its layers receive trainable tensors besides the hidden states ({_named(model, record)})"
+        )
 
 
 def _leaves(output: torch.Tensor) -> set[int]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import traceback
 from collections.abc import Hashable, Iterable, Sequence
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -15,7 +13,7 @@ from evenpipe.errors import InputError
 from evenpipe.model.description import Description, describe
 from evenpipe.model.packed_rows import nothing_packed
 from evenpipe.model.shrink import STEPS, said_of_layers, small_copy
-from evenpipe.model.structure import build_skeleton, first_line, layers_of
+from evenpipe.model.structure import build_skeleton, first_line, layers_of, line_of_model
 
 MINIMUM_LAYERS = 4
 SMALL_ENOUGH = 80_000_000  # parameters of a copy whose widths cannot be made small
@@ -49,11 +47,11 @@ def small_model(description: Description) -> tuple[Description, torch.dtype]:
     told = (
         first_line(failure) if isinstance(failure, InputError) else f"{type(failure).__name__}: {first_line(failure)}"
     )
-    place = _place(failure)
-    if place is not None and place == _place(_failure_at_its_size(description)):
+    place = line_of_model(failure)
+    if place is not None and place == line_of_model(_failure_at_its_size(description)):
         raise InputError(
-            f"{description.architecture} does not run with this config, in transformers and uncut either ({told}, "
-            f"{place}): correct the sizes and options in the model's config."
+            f"{description.architecture} does not run with this config, in transformers and uncut either ({told}"
+            f" at {place}): correct the sizes and options in the model's config."
         )
     raise InputError(
         f"{description.architecture} cannot be compared with its stages on a small copy, as its config cannot be made"
@@ -141,10 +139,3 @@ def _failure_at_its_size(description: Description) -> Exception | None:
     except Exception as error:  # among others, that something cannot be done without storage
         return error
     return None
-
-
-def _place(error: Exception | None) -> str | None:
-    """The last line of a model's own code that an error has come through."""
-    frames = traceback.extract_tb(None if error is None else error.__traceback__)
-    names = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames]
-    return next((name for name in reversed(names) if name.startswith("modeling_")), None)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +54,13 @@ def first_line(error: BaseException) -> str:
     if len(lines) > 1 and lines[0].endswith(":"):  # "Validation error for field 'hidden_size':"
         lines = [lines[1].removeprefix("TypeError: ").removeprefix("ValueError: ")]
     return (lines or [type(error).__name__])[0].rstrip(".")
+
+
+def line_of_model(error: BaseException | None) -> str | None:
+    """The last line of transformers' models, or of a hub model's own code, that an error has come through."""
+    frames = traceback.extract_tb(None if error is None else error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).name.startswith("modeling_")]
+    return f"`{own[-1].line}` in {Path(own[-1].filename).name}:{own[-1].lineno}" if own else None
 
 
 def uncuttable(architecture: str, reason: str) -> InputError:
