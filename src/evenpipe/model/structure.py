@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -22,6 +23,13 @@ from evenpipe.errors import InputError
 from evenpipe.model.rules import restore_buffers
 
 PROBE_BATCH, PROBE_SEQUENCE = 2, 3
+_FOLDERS = {module: Path(str(module.__file__)).parent for module in (torch, transformers)}
+_NO_MODELS = (
+    str(Path(__file__).parents[1]),
+    str(_FOLDERS[torch]),
+    *(str(_FOLDERS[transformers] / folder) for folder in ("utils", "integrations")),
+)
+"""Where code stands that calls models' code, or is called by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +65,9 @@ def first_line(error: BaseException) -> str:
 
 
 def line_of_model(error: BaseException | None) -> str | None:
-    """The last line of transformers' models, or of a hub model's own code, that an error has come through."""
+    """The last line of a model's own code that an error has come through: of its file in transformers, or a user's."""
     frames = traceback.extract_tb(None if error is None else error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).name.startswith("modeling_")]
+    own = [frame for frame in frames if not frame.filename.startswith(_NO_MODELS)]
     return f"`{own[-1].line}` in {Path(own[-1].filename).name}:{own[-1].lineno}" if own else None
 
 
