@@ -46,8 +46,9 @@ def test_families_of_full_size_pass(name) -> None:
     before = copy.deepcopy(config.to_dict())
     torch.manual_seed(9)
     state = torch.get_rng_state()
+    threads = torch.get_num_threads()
     assert self_check(describe(config)) is None
-    assert config.to_dict() == before
+    assert config.to_dict() == before and torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state) and torch.get_default_dtype() == torch.float32
 
 

@@ -71,7 +71,7 @@ def self_check(
     """
     if description.config is None:
         return
-    with undisturbed(), torch.enable_grad(), _sign_of_life(description, say):
+    with undisturbed(), torch.enable_grad(), _one_thread(), _sign_of_life(description, say):
         small, dtype = small_model(description)
         generator = torch.Generator().manual_seed(1)
         for padded in (False, True) if small.takes_attention_mask else (False,):
@@ -117,6 +117,17 @@ def _passes_without_padding(small: Description, dtype: torch.dtype, batch: Batch
     except InputError:
         return False
     return True
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Matrices this small take ten times as long where threads share them and other processes use the cores too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager
