@@ -129,7 +129,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v4": {"o_groups": 2, "o_lora_rank": 16, "hc_mult": 2},
     "dots1": {"n_shared_experts": 1},
-    "dots3_note": {"vision_config": {"num_hidden_layers": 42, "adapter_in_dim": 64, "adapter_input_size": 64}},
+    "dots3_note": {
+        "vision_config": {"num_hidden_layers": 42, "adapter_in_dim": 64, "adapter_out_dim": 64},
+        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    },
     "dots3_note_text": {
         "num_key_value_heads": 4,
         "shared_experts_intermediate_size": 48,

@@ -242,12 +242,15 @@ def _computed(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> Refe
     text = config.get_text_config(decoder=True)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(4, text.vocab_size, (ROWS, TOKENS), generator=generator)
+    if isinstance(text.pad_token_id, int):
+        ids[0, 5] = text.pad_token_id
     losses = []
     for one in ids.split(1):  # microbatches of one row: a loss of routers is one of every microbatch
         output = model(input_ids=one, use_cache=False)
         loss = functional.cross_entropy(output.logits[0, :-1], one[0, 1:])
         if getattr(text, "output_router_logits", False):
-            loss = loss + model.router_aux_loss_coef * output.aux_loss
+            coefficients = [value for name, value in vars(text).items() if name.endswith("aux_loss_coef")]
+            loss = loss + (coefficients or [model.router_aux_loss_coef])[0] * output.aux_loss
         losses.append(loss)
     mean = torch.stack(losses).mean()
     if not mean.isfinite():

@@ -8,7 +8,15 @@ import copy
 import pytest
 import torch
 import transformers
-from families import COMMON, GROUPED, loss_and_gradients, loss_and_gradients_in_stages, tiny_config, tokens_and_labels
+from families import (
+    COMMON,
+    GROUPED,
+    PADDING,
+    loss_and_gradients,
+    loss_and_gradients_in_stages,
+    tiny_config,
+    tokens_and_labels,
+)
 from families import whole_model as whole
 from torch import nn
 
@@ -47,6 +55,38 @@ def test_what_a_forward_does_to_its_input(model_type, settings, found) -> None:
     assert gradients.keys() == expected[1].keys()
     for name, gradient in expected[1].items():
         assert torch.allclose(gradients[name], gradient, rtol=1e-9, atol=1e-12), name
+
+
+ROBERTA = {"is_decoder": True, "intermediate_size": 96, "type_vocab_size": 1, **NO_DROPOUT}
+
+
+def test_positions_that_are_counted_from_token_ids() -> None:
+    """Stages have hidden states only, from which RoBERTa would count padding too."""
+    model = whole(transformers.RobertaConfig(**COMMON, **ROBERTA))
+    description = describe(model)
+    tokens, labels = tokens_and_labels()
+    positions = description.positions_of(tokens)
+    assert positions[0, :6].tolist() == [PADDING + 1, PADDING + 2, PADDING + 3, PADDING, PADDING + 4, PADDING + 5]
+    expected = loss_and_gradients(model, tokens, labels)
+    loss, gradients = loss_and_gradients_in_stages(description, (1, 3), tokens, labels, position_ids=positions)
+    assert loss == pytest.approx(expected[0], rel=1e-12)
+    assert all(torch.allclose(gradients[name], one, rtol=1e-9, atol=1e-12) for name, one in expected[1].items())
+    wrong, _ = loss_and_gradients_in_stages(description, (1, 3), tokens, labels)
+    assert abs(wrong - loss) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("llama", GROUPED),
+        ("gpt2", NO_DROPOUT),
+        ("bert", {"is_decoder": True, "intermediate_size": 96}),
+        ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    ],
+)
+def test_positions_of_others_are_not_counted(model_type, settings) -> None:
+    description = describe(transformers.AutoConfig.for_model(model_type, **(COMMON | settings)))
+    assert description.positions_of(torch.tensor([[5, PADDING, 7]])) is None
 
 
 def test_a_bias_with_two_names_goes_by_the_first() -> None:

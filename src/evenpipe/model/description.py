@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from evenpipe.errors import InputError
 from evenpipe.model.config import check_sizes, read_config
-from evenpipe.model.interface import probe_position_rows, takes
+from evenpipe.model.interface import counted_positions, probe_counted_positions, probe_position_rows, takes
 from evenpipe.model.logits import probe_logits
 from evenpipe.model.probe import output_of_first_layer, probe
 from evenpipe.model.router_loss import RouterLoss, probe_router_loss, wants_router_loss, without_router_loss
@@ -68,6 +68,8 @@ class Description:
     position_rows: int | None
     """Position ids must be below this, as they index a table (learned positions); None: no table outside the layers."""
     structure: Structure
+    counts_positions: bool = False
+    """Without position ids the model counts the tokens that are not padding (`counted_positions`)."""
     skeleton: Any = field(repr=False)
     """The whole model on the meta device, fp32: names and shapes. Of plain modules: the modules themselves."""
     source: str | None = None
@@ -83,6 +85,14 @@ class Description:
         """Parameters that are sharded by rows and belong to no stage."""
         names = (self.embedding_name, None if self.tied else self.head_name, self.head_bias_name)
         return tuple(name for name in names if name is not None)
+
+    def positions_of(self, token_ids: torch.Tensor) -> torch.Tensor | None:
+        """Position ids [batch, sequence] where the model makes them of token ids: stages have only hidden states.
+        Elsewhere None: 0, 1, 2, ..."""
+        if not self.counts_positions:
+            return None
+        assert self.padding_index is not None
+        return counted_positions(token_ids, self.padding_index)
 
     def layer(self, index: int) -> nn.Module:
         """One layer of the skeleton."""
@@ -194,6 +204,8 @@ def _describe(
         logits_for[:] = [torch.zeros(PROBE_BATCH, PROBE_SEQUENCE, head.weight.shape[0], dtype=torch.float64)]
         router_loss = probe_router_loss(fresh, embedding.weight.shape[1], structure)
     takes_position_ids = takes(model_class, "position_ids")
+    padding = embedding.padding_idx
+    counts = takes_position_ids and padding is not None and probe_counted_positions(fresh, structure, padding)
     maximum_length = getattr(config.get_text_config(), "max_position_embeddings", None)
     return Description(
         config=config,
@@ -214,6 +226,7 @@ def _describe(
         takes_attention_mask=takes(model_class, "attention_mask"),
         position_rows=probe_position_rows(fresh, structure) if takes_position_ids else None,
         router_loss=router_loss,
+        counts_positions=counts,
         structure=structure,
         skeleton=skeleton,
         source=name,

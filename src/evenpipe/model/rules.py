@@ -91,10 +91,12 @@ class Unit:
 
     def _construct(self) -> nn.Module | None:
         """The same module built really on the CPU; None if its constructor wants something else than usual."""
-        offered: dict[str, Any] = {"config": self.model.config.get_text_config()}
+        config = self.model.config.get_text_config()
+        wanted = inspect.signature(type(self.module).__init__).parameters
+        offered: dict[str, Any] = {name: getattr(config, name) for name in wanted if hasattr(config, name)}
+        offered["config"] = config
         for name in ("layer_idx", "layer_index", "layer_id", "layer_number", "idx"):
             offered[name] = self.layer_index
-        wanted = inspect.signature(type(self.module).__init__).parameters
         try:
             with torch.device("cpu"):
                 return type(self.module)(**{name: offered[name] for name in wanted if name in offered})

@@ -221,12 +221,14 @@ def hollow(
     for index, layer in enumerate(layers_of(model, structure.layers_name)):
         if index not in kept:
             strip(layer)
-    bias = getattr(model.get_submodule(structure.head_module), "bias", None)
+    bias: Any = getattr(model.get_submodule(structure.head_module), "bias", None)
     replace_head(model, structure.head_module, receive, dtype=dtype, torch_device=torch_device)
-    for owner, attribute, _ in outer_parameters(model):
-        if owner._parameters[attribute] is bias:
-            del owner._parameters[attribute]
-            setattr(owner, attribute, torch.empty_like(bias, requires_grad=False))  # on the meta device, for rules
+    if bias is not None:
+        without_storage = torch.empty_like(bias, requires_grad=False)  # what rules write to
+        for owner, attribute, _ in outer_parameters(model):
+            if owner._parameters[attribute] is bias:
+                del owner._parameters[attribute]
+                setattr(owner, attribute, without_storage)
     embedding = embedding_of(model, structure.embedding_module)
     del embedding._parameters["weight"]
     embedding.__dict__["weight"] = None

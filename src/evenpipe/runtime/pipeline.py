@@ -30,6 +30,7 @@ from evenpipe.model import (
     self_check,
     write_folder_metadata,
 )
+from evenpipe.model.structure import first_line
 from evenpipe.parallel import clip_gradients, process_grid, total_norm
 from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.arguments import (
@@ -351,6 +352,11 @@ class Pipeline:
                 self_check(self.description, split_once if splits else None, say=logger.warning)
             except InputError as error:
                 fault = str(error)
+            except Exception as error:  # whatever a family's own forward raises: the others wait for a sentence
+                fault = (
+                    f"{self.description.architecture} cannot be checked on a small copy ({type(error).__name__}:"
+                    f" {first_line(error)}): pass self_check=False to train it unchecked."
+                )
         fault = self._groups.from_the_first(fault, "the self-check")
         if fault is not None:
             raise InputError(fault)
