@@ -15,7 +15,11 @@ RUNS ?= 100
 SEED ?= 0
 MINUTES ?=
 
-.PHONY: help install train test test-all fault-test fuzz gpu-test lint format bench docs clean
+# Of make families: an eighth of the configurations is PART=1/8; TYPES="llama gemma2" are those of two model types.
+PART ?= 1/1
+TYPES ?=
+
+.PHONY: help install train test test-all fault-test fuzz families gpu-test lint format bench docs clean
 
 help:
 	@echo "make train       train the quickstart model on 4 local processes and print text that it writes"
@@ -27,6 +31,8 @@ help:
 	@echo "make fault-test  make processes fail at random points of 100 random runs (RUNS=1 SEED=123 repeats one); then"
 	@echo "                 cut network links and attack runs from outside, in network namespaces, if root may create them"
 	@echo "make fuzz        compare 100 random pipelines with the same models in one process; MINUTES=60, RUNS, SEED"
+	@echo "make families    compare a small model of every type in transformers with one process, and write"
+	@echo "                 docs/families.md; PART=1/8 runs an eighth of them, TYPES='llama gemma2' these types"
 	@echo "make gpu-test    run the tests that need an NVIDIA GPU, if there is one"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -51,6 +57,9 @@ fault-test: $(STAMP)
 
 fuzz: $(STAMP)
 	$(BIN)/python tests/fuzz/run_fuzz.py --seed $(SEED) $(if $(MINUTES),--minutes $(MINUTES),--runs $(RUNS))
+
+families: $(STAMP)
+	$(BIN)/python tests/families/run_families.py $(TYPES) --part $(PART) --record
 
 gpu-test: $(STAMP)
 	$(BIN)/python tests/gpu/run_gpu.py

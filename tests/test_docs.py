@@ -89,7 +89,9 @@ def test_make_targets_of_the_pages_exist(page: Path) -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-@pytest.mark.parametrize("name", ["picture", "memory_picture", "offload_picture", "configuration_page"])
+@pytest.mark.parametrize(
+    "name", ["picture", "memory_picture", "offload_picture", "configuration_page", "families_page"]
+)
 def test_pictures_are_what_the_code_draws(name: str) -> None:
     module = importlib.import_module(name)
     assert module.FILE.read_text(encoding="utf-8") == module.draw(), f"run python tools/{name}.py"

@@ -11,7 +11,15 @@ from families import COMMON, FAMILIES, GROUPED, PADDING, PROMISED_EXPERTS, VOCAB
 from torch import nn
 
 from evenpipe.errors import InputError
-from evenpipe.model import build_stage, describe, head_flops, layer_flops, persistent_buffers
+from evenpipe.model import (
+    build_stage,
+    copy_parameters,
+    describe,
+    head_flops,
+    layer_flops,
+    persistent_buffers,
+    self_check,
+)
 from evenpipe.model.logits import probe_logits
 
 # family -> what happens to its logits: (scale, soft-cap)
@@ -202,7 +210,6 @@ REFUSED = [
     (Skip, "uses hidden states other than the last layer's"),
     (Shared, r"model\.layers\.0\.\S+ and model\.layers\.3\.\S+ are one tensor"),
     (Sideways, r"receive trainable tensors besides the hidden states \(gate\)"),
-    (Unused, "model.extra.weight acts neither before nor after the layers"),
     (OtherLogits, "neither a positive scale nor a soft-cap"),
     (OtherHead, "its output layer is Head, not an nn.Linear"),
 ]
@@ -215,13 +222,26 @@ def test_models_that_cannot_be_cut_are_refused(model_class, text) -> None:
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
 
 
+def test_a_config_may_count_parts_of_its_layers() -> None:
+    """LongCat-Flash counts two blocks of attention in each."""
+    config = transformers.AutoConfig.for_model("longcat_flash")
+    assert config.num_hidden_layers == 56
+    assert describe(config).layers == 28
+
+
+def test_a_parameter_that_takes_no_part_stands_on_the_first_stage() -> None:
+    """A tower for images, say: it gets no gradient from text."""
+    model = Unused(tiny_config("llama"))
+    description = describe(model)
+    assert description.structure.first_parameters == ("model.extra.weight",)
+    self_check(description)
+    stage = build_stage(description, 0, 2, is_first=True, is_last=False)
+    copy_parameters(stage, description)
+    assert torch.equal(stage.get_parameter("model.extra.weight"), model.model.extra.weight)
+
+
 CONFIGS = [
     ("two stacks", lambda: transformers.AutoConfig.for_model("hrm_text"), "exactly one list of layers, "),
-    (
-        "a list of other length",
-        lambda: transformers.AutoConfig.for_model("longcat_flash"),
-        "exactly one list of layers, ",
-    ),
     (
         "inputs per layer",
         lambda: transformers.AutoConfig.for_model("gemma3n_text", num_hidden_layers=4, layer_types=None),

@@ -33,17 +33,29 @@ def test_every_layout_starts_from_the_same_weights(name) -> None:
         assert all(torch.equal(other[key], whole[key]) for key in whole)
 
 
-def test_what_the_model_around_the_layers_has_of_its_own_is_drawn_too() -> None:
-    config = transformers.AutoConfig.for_model("zaya", **GROUPED, num_experts=4, moe_intermediate_size=40)
-    description = describe(config)
-    assert description.structure.first_parameters[0] == "model.input_hidden_states_scale"
-    torch.manual_seed(0)
-    expected = transformers.AutoModelForCausalLM.from_config(config)
+class WithAGain(transformers.LlamaForCausalLM):
+    """The model that holds the layers has a parameter of its own, as in Zaya."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.gain = nn.Parameter(torch.ones(config.hidden_size))
+        self.model.layers[0].register_forward_pre_hook(lambda module, args: (args[0] * self.model.gain, *args[1:]))
+
+
+def _draw_the_gain(self, module) -> None:
+    transformers.LlamaPreTrainedModel._init_weights(self, module)
+    if hasattr(module, "gain"):
+        nn.init.constant_(module.gain, 0.25)
+
+
+def test_what_the_model_around_the_layers_has_of_its_own_is_drawn_too(monkeypatch) -> None:
+    monkeypatch.setattr(transformers.LlamaModel, "_init_weights", _draw_the_gain)
+    description = replace(describe(WithAGain(tiny_config("llama"))), model=None)
+    assert description.structure.first_parameters == ("model.gain",)
     for cuts in LAYOUTS:
         found = fresh(description, cuts)
         assert all(value.isfinite().all() for value in found.values())
-        for name in description.structure.first_parameters:
-            assert torch.equal(found[name], expected.get_parameter(name))
+        assert torch.equal(found["model.gain"], torch.full((64,), 0.25))
 
 
 class WithoutARule(transformers.LlamaForCausalLM):

@@ -12,8 +12,10 @@ from torch import nn
 
 import evenpipe.model.stage as stage_file
 from evenpipe.errors import InputError
-from evenpipe.model import build_stage, describe, self_check
-from evenpipe.model.shrink import STEPS, kept_layers, small_copy
+from evenpipe.model import build_stage, comparison, describe, self_check
+from evenpipe.model.shrink import STEPS, small_copy
+from evenpipe.model.small_model import kinds_of_layers, small_model
+from evenpipe.model.structure import layers_of
 from evenpipe.runtime.experts import split_once
 
 # Full-size configs, as users have them: the check has to make them small by itself.
@@ -44,9 +46,45 @@ def test_families_of_full_size_pass(name) -> None:
     before = copy.deepcopy(config.to_dict())
     torch.manual_seed(9)
     state = torch.get_rng_state()
+    threads = torch.get_num_threads()
     assert self_check(describe(config)) is None
-    assert config.to_dict() == before
+    assert config.to_dict() == before and torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state) and torch.get_default_dtype() == torch.float32
+
+
+WIDTHS = [
+    ("helium", {}, 64),
+    ("helium", {"head_dim": 96}, 32),
+    ("qwen3", {"hidden_size": 1024, "num_attention_heads": 16}, 128),
+    ("gemma2", {}, 32),  # 8 heads of 256 for 2304
+    ("mamba2", {}, 128),
+    ("falcon_h1", {}, 32),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "width"), WIDTHS)
+def test_heads_are_as_wide_as_the_hidden_states_only_where_they_were(name, settings, width) -> None:
+    config = transformers.AutoConfig.for_model(name, **settings)
+    small = small_copy(config, config.num_hidden_layers, range(4), **STEPS[0])
+    assert small.hidden_size == 64
+    if name == "falcon_h1":
+        assert small.mamba_n_heads * small.mamba_d_head == small.mamba_d_ssm == width
+    else:
+        heads = small.num_heads if name == "mamba2" else small.num_attention_heads
+        assert heads * small.head_dim == width
+
+
+def test_heads_of_latent_attention_keep_their_proportions() -> None:
+    small = small_copy(transformers.DeepseekV3Config(), 61, range(4), **STEPS[0])
+    assert (small.qk_nope_head_dim, small.qk_rope_head_dim, small.v_head_dim, small.head_dim) == (16, 8, 16, 8)
+
+
+def test_heads_that_do_not_fit_are_refused_as_transformers_would_in_the_first_step() -> None:
+    self_check(describe(transformers.HeliumConfig()))
+    description = describe(transformers.HeliumConfig(head_dim=96))
+    said = r"HeliumForCausalLM does not run with this config, in transformers and uncut either \(.*modeling_helium"
+    with pytest.raises(InputError, match=said):
+        self_check(description)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *(name for name in EXPERTS if name not in FULL_SIZE)])
@@ -134,6 +172,17 @@ def test_a_multiplier_of_one_does_not_hide_a_wrong_cut(monkeypatch) -> None:
     cut_at_the_embeddings(monkeypatch)
     with pytest.raises(InputError, match="GraniteForCausalLM cannot be trained in stages"):
         self_check(description)
+
+
+def test_a_long_check_says_that_it_goes_on(monkeypatch) -> None:
+    description, said = describe(tiny_config("llama")), []
+    monkeypatch.setattr(comparison, "SILENT_SECONDS", 600.0)
+    self_check(description, say=said.append)
+    assert not said
+    monkeypatch.setattr(comparison, "SILENT_SECONDS", 0.0)
+    self_check(description, say=said.append)
+    (line,) = said
+    assert line.startswith("checking on a small copy that LlamaForCausalLM gives the same gradients in stages")
 
 
 def test_a_cut_that_does_not_run_is_refused(monkeypatch) -> None:
@@ -225,6 +274,47 @@ def test_labels_may_be_meant_for_their_own_positions() -> None:
     self_check(describe(LabelsAsTheyAre(tiny_config("llama"))))
 
 
+class LabelsOfAnotherShape(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **arguments):
+        if labels is not None:
+            raise ValueError("one label per picture is wanted")
+        return super().forward(input_ids=input_ids, **arguments)
+
+
+def test_labels_of_another_shape_are_refused_with_the_reason() -> None:
+    with pytest.raises(InputError, match=r"does not run on labels .* \(ValueError: one label per picture is wanted\)"):
+        self_check(describe(LabelsOfAnotherShape(tiny_config("llama"))))
+
+
+class PositionsWithoutPadding(transformers.LlamaForCausalLM):
+    """As RoBERTa has it: tokens with the id of padding get no position of their own."""
+
+    def forward(self, input_ids=None, **arguments):
+        if input_ids is not None:
+            arguments["position_ids"] = (input_ids != self.config.pad_token_id).cumsum(1)
+        return super().forward(input_ids=input_ids, **arguments)
+
+
+def test_padding_tokens_that_move_others_are_named_as_the_reason() -> None:
+    said = r"PositionsWithoutPadding lets tokens with its pad_token_id \(3\) change more than their own embedding"
+    with pytest.raises(InputError, match=said):
+        self_check(describe(PositionsWithoutPadding(tiny_config("llama"))))
+
+
+class RoundedLogits(transformers.LlamaForCausalLM):
+    """Gives its logits in fp32 whatever its dtype, as Mamba and xLSTM do."""
+
+    def forward(self, **arguments):
+        output = super().forward(**arguments)
+        output.logits = output.logits.float()
+        return output
+
+
+def test_logits_are_rounded_as_the_whole_rounds_them(monkeypatch) -> None:
+    monkeypatch.setattr(comparison, "PARTLY_FP32", 0.0)
+    self_check(describe(RoundedLogits(tiny_config("llama"))))
+
+
 class NeedsItsWidth(transformers.LlamaForCausalLM):
     def __init__(self, config):
         if config.hidden_size != 8192:
@@ -235,47 +325,70 @@ class NeedsItsWidth(transformers.LlamaForCausalLM):
 def test_a_model_that_cannot_be_made_small_is_refused() -> None:
     with torch.device("meta"):
         model = NeedsItsWidth(transformers.LlamaConfig(hidden_size=8192, intermediate_size=8192, num_hidden_layers=4))
-    with pytest.raises(InputError, match=r"NeedsItsWidth cannot be checked on a small copy \(ValueError: hidden_size"):
+    with pytest.raises(InputError, match=r"NeedsItsWidth cannot be compared .* made small \(ValueError: hidden_size"):
         self_check(describe(model))
 
 
 LAYER_KINDS = [
-    (["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 6, [0, 1, 2, 5]),
-    (["full_attention"] * 12, [0, 1, 2, 3]),
-    (["full_attention"] * 11 + ["sliding_attention"], [0, 1, 2, 11]),
+    (
+        "gemma3_text",
+        {"layer_types": ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 6},
+        [0, 1, 2, 5],
+    ),
+    ("gemma3_text", {"layer_types": ["full_attention"] * 12}, [0, 1, 2, 3]),
+    ("gemma3_text", {"layer_types": ["full_attention"] * 11 + ["sliding_attention"]}, [0, 1, 2, 11]),
+    # Lists of the layers that are special, and rules by a layer's place.
+    ("bamba", {"attn_layer_indices": [9]}, [0, 1, 2, 9]),
+    ("qwen3_moe", {"mlp_only_layers": [7], "num_experts": 4}, [0, 1, 2, 7]),
+    ("deepseek_v3", {"first_k_dense_replace": 6}, [0, 1, 2, 3, 4, 5, 6]),
+    ("jamba", {"attn_layer_period": 8, "attn_layer_offset": 6}, [0, 1, 2, 3, 4, 5, 6]),
 ]
 
 
-@pytest.mark.parametrize(("kinds", "kept"), LAYER_KINDS)
-def test_one_layer_of_every_kind_stays(kinds, kept) -> None:
-    config = transformers.Gemma3TextConfig(num_hidden_layers=12, layer_types=kinds)
-    assert kept_layers(config) == kept
-    small = small_copy(config, narrow=True, moved=True)
-    assert small.num_hidden_layers == 4 and small.layer_types == [kinds[index] for index in kept]
+@pytest.mark.parametrize(("name", "settings", "kept"), LAYER_KINDS)
+def test_a_small_copy_has_a_layer_of_every_kind(name, settings, kept) -> None:
+    description = describe(transformers.AutoConfig.for_model(name, num_hidden_layers=12, **settings))
+    kinds = kinds_of_layers(all_layers(description))
+    small, _ = small_model(description)
+    found = kinds_of_layers(all_layers(small))
+    assert [[one == other for other in found] for one in found] == [
+        [kinds[index] == kinds[other] for other in kept] for index in kept
+    ]
+    types = getattr(description.config, "layer_types", None)
+    assert types is None or small.config.layer_types == [types[index] for index in kept]
+
+
+def all_layers(description):
+    return layers_of(description.skeleton, description.structure.layers_name)
 
 
 def test_a_model_of_two_layers_is_checked_with_four() -> None:
     config = transformers.Gemma3TextConfig(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
-    small = small_copy(config, narrow=True, moved=True)
-    assert small.layer_types == ["sliding_attention", "full_attention"] * 2
-    self_check(describe(config))
+    description = describe(config)
+    small, _ = small_model(description)
+    assert small.config.layer_types == ["sliding_attention", "full_attention"] * 2
+    self_check(description)
 
 
 def test_what_differs_from_layer_to_layer_still_does() -> None:
     config = transformers.AutoConfig.for_model("gemma4_text", num_key_value_heads=4, num_hidden_layers=12)
-    layers = small_copy(config, **STEPS[0]).per_layer_config
-    assert [layer.head_dim for layer in layers] == [16, 16, 16, 32]
+    layers = small_copy(config, 12, [0, 1, 2, 5], **STEPS[0]).per_layer_config
+    narrow, wide = layers[0].head_dim, layers[3].head_dim
+    assert [layer.head_dim for layer in layers] == [narrow] * 3 + [wide] and wide == 2 * narrow
     assert [layer.head_dim for layer in config.per_layer_config] == ([256] * 5 + [512]) * 2
 
 
+FOUR = (32, range(4))
+
+
 def test_multipliers_are_moved_and_dropouts_removed() -> None:
-    granite = small_copy(transformers.GraniteConfig(attention_dropout=0.3), **STEPS[0])
+    granite = small_copy(transformers.GraniteConfig(attention_dropout=0.3), *FOUR, **STEPS[0])
     moved = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
     assert all(getattr(granite, name) != 1.0 for name in moved) and granite.attention_dropout == 0.0
-    gemma = small_copy(transformers.Gemma2Config(), **STEPS[0])
+    gemma = small_copy(transformers.Gemma2Config(), *FOUR, **STEPS[0])
     assert gemma.final_logit_softcapping == gemma.attn_logit_softcapping == 3.0
     assert gemma.query_pre_attn_scalar not in (256, gemma.head_dim)
-    kept = small_copy(transformers.GraniteConfig(), **STEPS[1])
+    kept = small_copy(transformers.GraniteConfig(), *FOUR, **STEPS[1])
     assert all(getattr(kept, name) == 1.0 for name in moved)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evenpipe.runtime.batch import Batch, Inputs, cut
+from evenpipe.errors import InputError
+from evenpipe.model.interface import counted_positions
+from evenpipe.runtime.batch import Batch, Inputs, cut, with_positions
 
 IDS = torch.arange(24).reshape(4, 6)
 
@@ -38,6 +40,24 @@ def test_a_microbatch_without_padding_has_no_mask(
             rows = [row for row in padded if row // 2 == index]
             assert one.attention_mask.shape == (2, 6)
             assert int((one.attention_mask == 0).sum()) == 2 * len(rows)
+
+
+class Counting:
+    """A model that counts the tokens that are not padding, with rows for 6 of them."""
+
+    padding_index, position_rows = 1, 8
+
+    def positions_of(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return counted_positions(token_ids, self.padding_index)
+
+
+def test_positions_are_counted_where_the_model_does() -> None:
+    ids = torch.tensor([[5, 1, 6, 7, 8, 9]])
+    assert with_positions(Inputs(ids), Counting()).position_ids.tolist() == [[2, 1, 3, 4, 5, 6]]
+    given = torch.arange(6)[None]
+    assert with_positions(Inputs(ids, None, given), Counting()).position_ids is given
+    with pytest.raises(InputError, match=r"^input_ids: 7 tokens per sequence, the model allows at most 6$"):
+        with_positions(Inputs(torch.full((1, 7), 5)), Counting())
 
 
 def test_masks_are_looked_at_before_they_move() -> None:

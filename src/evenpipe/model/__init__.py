@@ -7,7 +7,7 @@ anything is trained.
 from __future__ import annotations
 
 from evenpipe.model.comparison import gradient_errors, self_check
-from evenpipe.model.description import Description, describe
+from evenpipe.model.description import Description, check_compute_dtype, describe
 from evenpipe.model.export import save_tensors, write_folder_metadata
 from evenpipe.model.flops import arranging_flops, head_flops, layer_flops
 from evenpipe.model.initialization import initial_rows, initialize
@@ -26,6 +26,7 @@ __all__ = [
     "arranging_flops",
     "as_stored",
     "build_stage",
+    "check_compute_dtype",
     "copy_parameters",
     "describe",
     "describe_modules",

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from evenpipe.errors import InputError
 from evenpipe.model.config import check_sizes, read_config
-from evenpipe.model.interface import probe_position_rows, takes
+from evenpipe.model.interface import counted_positions, probe_counted_positions, probe_position_rows, takes
 from evenpipe.model.logits import probe_logits
+from evenpipe.model.probe import output_of_first_layer, probe
 from evenpipe.model.router_loss import RouterLoss, probe_router_loss, wants_router_loss, without_router_loss
 from evenpipe.model.rules import undisturbed
 from evenpipe.model.structure import (
@@ -22,12 +23,13 @@ from evenpipe.model.structure import (
     PROBE_SEQUENCE,
     Structure,
     build_skeleton,
+    call_embedded,
+    embedding_of,
     find_layers,
     first_line,
     layers_of,
     module_name,
     persistent_buffers,
-    probe,
     replace_head,
     uncuttable,
 )
@@ -66,6 +68,8 @@ class Description:
     position_rows: int | None
     """Position ids must be below this, as they index a table (learned positions); None: no table outside the layers."""
     structure: Structure
+    counts_positions: bool = False
+    """Without position ids the model counts the tokens that are not padding (`counted_positions`)."""
     skeleton: Any = field(repr=False)
     """The whole model on the meta device, fp32: names and shapes. Of plain modules: the modules themselves."""
     source: str | None = None
@@ -81,6 +85,14 @@ class Description:
         """Parameters that are sharded by rows and belong to no stage."""
         names = (self.embedding_name, None if self.tied else self.head_name, self.head_bias_name)
         return tuple(name for name in names if name is not None)
+
+    def positions_of(self, token_ids: torch.Tensor) -> torch.Tensor | None:
+        """Position ids [batch, sequence] where the model makes them of token ids: stages have only hidden states.
+        Elsewhere None: 0, 1, 2, ..."""
+        if not self.counts_positions:
+            return None
+        assert self.padding_index is not None
+        return counted_positions(token_ids, self.padding_index)
 
     def layer(self, index: int) -> nn.Module:
         """One layer of the skeleton."""
@@ -176,6 +188,7 @@ def _describe(
     fresh = build_skeleton(quiet, torch.float64, model_class)
     structure = probe(fresh, layers_name, embedding_module, head_module)
     # `fresh` now runs without layers and weights, so it can be given any logits in place of the head's.
+    looked = embedding_of(fresh, embedding_module)
     logits_for: list[torch.Tensor] = []
     replace_head(fresh, head_module, lambda hidden: logits_for[0])
 
@@ -183,14 +196,16 @@ def _describe(
         logits_for[:] = [z]
         with torch.no_grad():
             hidden = torch.ones(z.shape[0], z.shape[1], embedding.weight.shape[1], dtype=torch.float64)
-            return fresh(inputs_embeds=hidden, use_cache=False, return_dict=True).logits
+            return call_embedded(fresh, looked, structure.wants_token, hidden, return_dict=True).logits
 
     scale, cap = probe_logits(architecture, run, head.weight.shape[0])
     router_loss = None
     if wants_router_loss(config):
         logits_for[:] = [torch.zeros(PROBE_BATCH, PROBE_SEQUENCE, head.weight.shape[0], dtype=torch.float64)]
-        router_loss = probe_router_loss(fresh, embedding.weight.shape[1], layers_name)
+        router_loss = probe_router_loss(fresh, embedding.weight.shape[1], structure)
     takes_position_ids = takes(model_class, "position_ids")
+    padding = embedding.padding_idx
+    counts = takes_position_ids and padding is not None and probe_counted_positions(fresh, structure, padding)
     maximum_length = getattr(config.get_text_config(), "max_position_embeddings", None)
     return Description(
         config=config,
@@ -201,7 +216,7 @@ def _describe(
         tied=embedding.weight is head.weight,
         embedding_name=f"{embedding_module}.weight",
         head_name=f"{head_module}.weight",
-        head_bias_name=f"{head_module}.bias" if head.bias is not None else None,
+        head_bias_name=None if head.bias is None else _name_of(skeleton, head.bias),
         head_weight_shape=(head.weight.shape[0], head.weight.shape[1]),
         padding_index=embedding.padding_idx,
         logit_scale=scale,
@@ -209,13 +224,38 @@ def _describe(
         maximum_length=maximum_length if isinstance(maximum_length, int) and maximum_length > 0 else None,
         takes_position_ids=takes_position_ids,
         takes_attention_mask=takes(model_class, "attention_mask"),
-        position_rows=probe_position_rows(fresh, embedding_module) if takes_position_ids else None,
+        position_rows=probe_position_rows(fresh, structure) if takes_position_ids else None,
         router_loss=router_loss,
+        counts_positions=counts,
         structure=structure,
         skeleton=skeleton,
         source=name,
         model=live,
         trust_remote_code=trust_remote_code,
+    )
+
+
+def check_compute_dtype(description: Description, compute_dtype: torch.dtype) -> None:
+    """Layers have to return hidden states in the dtype that travels between stages. Mamba's may return fp32.
+
+    What is not seen here is seen in the first step (`check_returned`).
+
+    Raises:
+        InputError: they return another dtype; the sentence names the option of the config that does it.
+    """
+    if description.config is None or compute_dtype.itemsize >= torch.float32.itemsize:
+        return
+    model_class, layers_name = type(description.skeleton), description.structure.layers_name
+    returned = output_of_first_layer(description.config, model_class, layers_name, compute_dtype)
+    returned = returned[0] if isinstance(returned, (tuple, list)) else returned
+    if not isinstance(returned, torch.Tensor) or returned.dtype == compute_dtype:
+        return
+    settings = vars(description.config.get_text_config()).items()
+    options = [name for name, value in settings if value is True and "fp32" in name]
+    remedy = f"set {options[0]} to false in the model's config" if options else "compute in torch.float32"
+    raise InputError(
+        f"compute_dtype = {compute_dtype}: the layers of {description.architecture} return {returned.dtype}, which does"
+        f" not travel between stages that compute in another dtype; {remedy}."
     )
 
 
@@ -252,9 +292,16 @@ def check_sharing(
             name = f"{prefix}.{attribute}"
             other, held = first.setdefault(parameter.data_ptr() or id(parameter), (name, parameter))
             tied = module is head and parameter is held is embedding.weight
+            # The head's bias may have a second name (BERT); a forward that uses it there is refused by the probe.
+            tied |= parameter is held is head.bias and layers is None
             in_one_layer = parameter is held and _layer_of(other, layers) == _layer_of(name, layers) is not None
             if other != name and not tied and not in_one_layer:
                 raise uncuttable(architecture, f"its parameters {other} and {name} are one tensor")
+
+
+def _name_of(model: nn.Module, wanted: nn.Parameter) -> str:
+    """The name under which `named_parameters` lists a parameter: of several names the first."""
+    return next(name for name, parameter in model.named_parameters() if parameter is wanted)
 
 
 def _layer_of(name: str, layers: str | None) -> str | None:

@@ -52,7 +52,10 @@ def initialize(stage: Stage, description: Description, seed: int) -> None:
             ]
             if not held:
                 continue
+            elsewhere = _held_elsewhere(unit.module)
             try:
+                for module, key, stand_in in elsewhere:
+                    setattr(module, key, torch.empty(stand_in.shape))
                 for module, key, parameter in held:
                     module._parameters[key] = _blank(parameter.shape)
                 unit.apply_rules(seed)
@@ -63,9 +66,21 @@ def initialize(stage: Stage, description: Description, seed: int) -> None:
             finally:
                 for module, key, parameter in held:
                     module._parameters[key] = parameter
+                for module, key, stand_in in elsewhere:
+                    setattr(module, key, stand_in)
         for name, module, owner in children_first(stage.whole, "", stage.whole):
             if structure.layers_name.startswith(f"{name}."):
                 _initialize_around(stage.whole, name, module, owner, seed)
+
+
+def _held_elsewhere(unit: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """What another stage owns of a unit stands here as a plain tensor without memory, to which no rule can write."""
+    return [
+        (module, key, value)
+        for module in unit.modules()
+        for key, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 def _initialize_around(model: PreTrainedModel, name: str, module: nn.Module, owner: PreTrainedModel, seed: int) -> None:

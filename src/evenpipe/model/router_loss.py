@@ -30,7 +30,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from evenpipe.errors import InputError
-from evenpipe.model.structure import PROBE_BATCH, PROBE_SEQUENCE
+from evenpipe.model.structure import PROBE_BATCH, PROBE_SEQUENCE, Structure, call_embedded, embedding_of
 
 OPTION = "output_router_logits"
 FUNCTION = "load_balancing_loss_func"
@@ -106,7 +106,7 @@ def without_router_loss(config: Any) -> None:
             setattr(one, OPTION, False)
 
 
-def probe_router_loss(model: PreTrainedModel, hidden_size: int, layers_name: str) -> RouterLoss:
+def probe_router_loss(model: PreTrainedModel, hidden_size: int, structure: Structure) -> RouterLoss:
     """Finds out what a family's forward does with the option.
 
     Its function for the loss is replaced for one forward, to see what it is called with and what its result is
@@ -121,7 +121,7 @@ def probe_router_loss(model: PreTrainedModel, hidden_size: int, layers_name: str
     architecture = type(model).__name__
     names = _globals_of_forward(model)
     theirs = names.get(FUNCTION)
-    if theirs is None or not router_modules(model, layers_name):
+    if theirs is None or not router_modules(model, structure.layers_name):
         raise _refused(architecture, "transformers computes no loss of its routers that could be trained")
     found: dict[str, Any] = {}
     value = torch.zeros((), dtype=torch.float64, requires_grad=True)
@@ -130,13 +130,14 @@ def probe_router_loss(model: PreTrainedModel, hidden_size: int, layers_name: str
         found.update(inspect.signature(theirs).bind(*args, **kwargs).arguments)
         return value
 
+    embedding = embedding_of(model, structure.embedding_module)
     hidden = torch.ones(PROBE_BATCH, PROBE_SEQUENCE, hidden_size, dtype=torch.float64)
     labels = torch.zeros(PROBE_BATCH, PROBE_SEQUENCE, dtype=torch.int64)
     mask = torch.ones_like(labels)
 
     def loss(on: bool) -> torch.Tensor:
-        given = {"inputs_embeds": hidden, "labels": labels, "attention_mask": mask, OPTION: on}
-        return model(**given, use_cache=False, return_dict=True).loss
+        given = {"labels": labels, "attention_mask": mask, OPTION: on, "return_dict": True}
+        return call_embedded(model, embedding, structure.wants_token, hidden, **given).loss
 
     try:
         with _replaced(names, FUNCTION, stand_in):

@@ -57,18 +57,26 @@ class Unit:
             torch.default_generator.manual_seed(seed_of(seed, name))
             owner._init_weights(module)
 
+    def gaps(self, tensors_of: Callable[[nn.Module], Tensors]) -> list[tuple[str, str, torch.Tensor]]:
+        """(module within the unit, name, tensor) of all that no rule has given a value.
+
+        Args:
+            tensors_of: the dictionary of parameters or buffers of one module.
+        """
+        return [
+            (prefix, key, value)
+            for prefix, module in self.module.named_modules()
+            for key, value in tensors_of(module).items()
+            if value is not None and not value.is_meta and untouched(value)
+        ]
+
     def fill_gaps(self, tensors_of: Callable[[nn.Module], Tensors]) -> None:
         """Copies what the rules left out from a real layer, or refuses with the name.
 
         Args:
             tensors_of: the dictionary of parameters or buffers of one module.
         """
-        gaps: list[tuple[str, str, torch.Tensor]] = [
-            (prefix, key, value)
-            for prefix, module in self.module.named_modules()
-            for key, value in tensors_of(module).items()
-            if value is not None and not value.is_meta and untouched(value)
-        ]
+        gaps = self.gaps(tensors_of)
         real = self._construct() if gaps else None
         for prefix, key, gap in gaps:
             value = None if real is None else tensors_of(real.get_submodule(prefix)).get(key)
@@ -83,10 +91,12 @@ class Unit:
 
     def _construct(self) -> nn.Module | None:
         """The same module built really on the CPU; None if its constructor wants something else than usual."""
-        offered: dict[str, Any] = {"config": self.model.config.get_text_config()}
+        config = self.model.config.get_text_config()
+        wanted = inspect.signature(type(self.module).__init__).parameters
+        offered: dict[str, Any] = {name: getattr(config, name) for name in wanted if hasattr(config, name)}
+        offered["config"] = config
         for name in ("layer_idx", "layer_index", "layer_id", "layer_number", "idx"):
             offered[name] = self.layer_index
-        wanted = inspect.signature(type(self.module).__init__).parameters
         try:
             with torch.device("cpu"):
                 return type(self.module)(**{name: offered[name] for name in wanted if name in offered})
@@ -145,20 +155,46 @@ def untouched(tensor: torch.Tensor) -> bool:
     return tensor.dtype != torch.bool and bool((tensor == torch.iinfo(tensor.dtype).min).any())
 
 
-def restore_buffers(model: PreTrainedModel, layers_name: str) -> None:
+def restore_buffers(model: PreTrainedModel, layers_name: str, kept: range) -> None:
     """Gives every meta buffer its value (rotary frequencies, embedding scales, ...) on the CPU.
 
-    Parameters stay on the meta device. Buffers keep the dtype they were built with: rotary tables fp32.
+    Parameters stay on the meta device, and so does everything of layers outside `kept`. Buffers keep the dtype they
+    were built with: rotary tables fp32.
 
     Raises:
         InputError: neither transformers' rules nor the module's constructor give one a value.
     """
-    with undisturbed(), torch.no_grad():
-        for unit in units(model, layers_name):
+    parts = [unit for unit in units(model, layers_name) if unit.layer_index is None or unit.layer_index in kept]
+    around = [  # the models that hold the layers
+        Unit(name, module, owner, model, None)
+        for name, module, owner in children_first(model, "", model)
+        if not name or layers_name.startswith(f"{name}.")
+    ]
+    with undisturbed(), torch.no_grad(), _default_dtype(torch.promote_types(model.dtype, torch.float32)):
+        for unit in parts:
             _restore(unit, list(unit.module.modules()), partial(unit.apply_rules, 0))
-        for name, module, owner in children_first(model, "", model):  # what is kept in the models that hold the layers
-            unit = Unit(name, module, owner, model, None)
-            _restore(unit, [module], partial(owner._init_weights, module))
+        for unit in around:
+            _restore(unit, [unit.module], partial(unit.owner._init_weights, unit.module))
+        if any(unit.gaps(_buffers) for unit in parts):  # buffers of layers that the model around them gives a value
+            for unit in around:
+                unit.owner._init_weights(unit.module)
+        for unit in (*parts, *around):
+            unit.fill_gaps(_buffers)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """What rules compute in where they do not say: that of the model, as when transformers builds it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _buffers(module: nn.Module) -> Tensors:
+    return module._buffers
 
 
 def _restore(unit: Unit, modules: list[nn.Module], run_rules: Callable[[], None]) -> None:
@@ -183,4 +219,3 @@ def _restore(unit: Unit, modules: list[nn.Module], run_rules: Callable[[], None]
         for (_, key, value), first_answer in zip(truths, first_answers, strict=True):
             if not torch.equal(value, first_answer):
                 unit.refuse("", key)
-    unit.fill_gaps(lambda module: module._buffers)

@@ -1,7 +1,8 @@
 """A small copy of a model's config that keeps everything by which architectures differ.
 
-Widths and counts become small, one layer of every kind stays, multipliers and soft-caps move away from the values at
-which they would not show, dropouts become zero. Attributes are set on a copy, not passed through the constructor, since
+Widths and counts become small, multipliers and soft-caps move away from the values at which they would not show,
+dropouts become zero. What has to fit together still does: heads times their size are as wide as the hidden states if
+they were, and are not if they were not. Attributes are set on a copy, not passed through the constructor, since
 validators and derived defaults of many configs reject or undo partial changes; what is read-only is left as it is.
 """
 
@@ -10,86 +11,136 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeGuard
 
 from transformers import PreTrainedConfig
 
-HIDDEN, HEADS, HEAD_SIZE, INTERMEDIATE, VOCABULARY = 64, 4, 16, 96, 251
-MINIMUM_LAYERS = 4
-WINDOW = 5
+HIDDEN, HEADS, HEAD_SIZE, ROTARY, VOCABULARY = 64, 4, 16, 8, 251
 
-# Integers that become this when they are larger. Names as in transformers, most common first.
-SMALLER = {
-    "hidden_size": HIDDEN,
-    "num_attention_heads": HEADS,
-    "head_dim": HEAD_SIZE,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 256,
-    "original_max_position_embeddings": 128,
-    "sliding_window": WINDOW,
-    "attention_chunk_size": WINDOW,
-    "window_size": WINDOW,
-    # mixture of experts
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    # latent attention
-    "q_lora_rank": 24,
-    "kv_lora_rank": 24,
-    "qk_rope_head_dim": HEAD_SIZE,
-    "qk_nope_head_dim": HEAD_SIZE,
-    "qk_head_dim": 2 * HEAD_SIZE,
-    "v_head_dim": HEAD_SIZE,
-    "rotary_dim": HEAD_SIZE // 2,
-    # linear attention and state spaces
-    "num_heads": HEADS,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": HEAD_SIZE,
-    "linear_value_head_dim": HEAD_SIZE,
-    "mamba_d_ssm": 2 * HIDDEN,
-    "mamba_n_heads": 8,
-    "mamba_d_head": HEAD_SIZE,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 8,
-}
-FEED_FORWARD = re.compile(r"intermediate_size|^ffn_dim$|^n_inner$|ffn_hidden_size|^block_ff_dim$")
+# (pattern, limit): an integer becomes `limit` if it is larger and its name matches. The first row that matches holds.
+SMALLER = [
+    (re.compile(pattern), limit)
+    for pattern, limit in (
+        (r"vocab_size|ngram_vocab", VOCABULARY),
+        (r"^original_max_position", 128),
+        (r"max_position|max_target_position|^n_positions$|^n_ctx$|max_seq_len|context_length", 256),
+        (r"window(_size|_len)?$|attention_chunk_size|^local_attention$|^index_topk$|^rel_extent$", 5),
+        (r"(?<!inference_)chunk_size$|block_size$", 8),
+        (r"experts?(_num)?$", 4),
+        (r"^topk_group$|^n_group$|^num_expert_group$", 1),
+        (r"per_tok(en)?$|top_?k$|moe_k$", 2),
+        (r"_rank$", 24),
+        (r"(^|_)[no]_groups$", 2),
+        (r"d_state$|state_size$", 16),
+        (r"rotary_dim$", ROTARY),
+        (r"head_?dim$|head_size$|d_head$|dim_head$|kv_channels", HEAD_SIZE),
+        (r"intermediate_size|ff(n)?_(dim|hidden_size)$|^n_inner$|^d_?ff$|^dim_ff$|^d_inner$|^feed_forward_size$", 96),
+    )
+]
+HEAD_COUNT = re.compile(r"heads?$")
+GROUP_COUNT = re.compile(r"(key|kv)_.*heads$|kv_heads$|query_groups$")
+LAYER_COUNT = re.compile(r"layers?$|blocks$|^depth$")
+LAYER_INDICES = re.compile(r"layer|idx|indices")
+SCALED = re.compile(r"hidden_size|embed(ding)?_(dim|size)$|proj_dim$|lru_width|d_ssm$")
 DROPOUT = re.compile(r"drop|jitter")
 MULTIPLIER = re.compile(r"multiplier|scal(e|ing|ar)|soft_?cap|^mup_|residual_alpha")
 NOT_A_MULTIPLIER = re.compile(r"rope|rotary|init|layer_?norm|^scale_|use_")
 
+HEADS_OF = {
+    "head_dim": ("num_attention_heads", "num_heads"),
+    "attention_head_dim": ("num_attention_heads",),
+    "kv_channels": ("num_attention_heads",),
+    "swa_head_dim": ("swa_num_attention_heads",),
+    "mamba_d_head": ("mamba_n_heads",),
+    "mamba_head_dim": ("mamba_num_heads",),
+    "mamba_headdim": ("n_mamba_heads",),
+}
+"""Sizes of heads, and what counts them: their product is a width that may have to fit that of the hidden states."""
+
+LATENT = ("qk_rope_head_dim", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "head_dim")
+"""Sizes of heads of latent attention, which keep their proportions instead."""
 
 STEPS = ({"narrow": True, "moved": True}, {"narrow": True, "moved": False}, {"narrow": False, "moved": True})
 """Arguments for `small_copy`, the most telling first, for the case that an architecture does not run from one."""
 
 
-def kept_layers(config: PreTrainedConfig) -> list[int]:
-    """Indices of the layers that stay: the first of each kind, and the earliest others up to four."""
-    count = config.num_hidden_layers
-    per_layer = [tuple(value) for value in vars(config).values() if _is_per_layer(value, count)]
-    per_layer += [tuple(values) for values in _of_layers(config).values()]
-    kinds = list(zip(*([repr(entry) for entry in values] for values in per_layer), strict=True)) or [()] * count
-    kept = {kinds.index(kind) for kind in kinds}
-    for index in range(count):
-        if len(kept) >= min(MINIMUM_LAYERS, count):
-            break
-        kept.add(index)
-    return sorted(kept)
+def said_of_layers(config: PreTrainedConfig, layers: int) -> list[list[Any]]:
+    """Everything that a config says layer by layer: each time a value for each of its `layers`."""
+    config = config.get_text_config()
+    said = [list(value) for value in vars(config).values() if _is_per_layer(value, layers)]
+    for name, value in vars(config).items():
+        if _are_indices(value, name, layers):
+            said.append([index in value for index in range(layers)])
+    return [*said, *_layerwise(config).values()]
 
 
-def _is_per_layer(value: Any, count: int) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == count and count > 1
+def small_copy(
+    config: PreTrainedConfig, layers: int, kept: Sequence[int], *, narrow: bool, moved: bool
+) -> PreTrainedConfig:
+    """A copy with few layers and few tokens.
+
+    Args:
+        layers: how many the model has.
+        kept: for each layer of the copy, the one that it stands for.
+        narrow: make widths small too.
+        moved: move multipliers, scales and soft-caps away from their values (a multiplier of 1 hides that it is there).
+    """
+    whole = copy.deepcopy(config)
+    small = whole.get_text_config()
+    layerwise = _layerwise(small)
+    if layerwise:
+        small.per_layer_config = None  # what holds for all layers can then be read and set
+    usual = {name: getattr(small, name, None) for name in layerwise}
+    for name, value in list(vars(small).items()):
+        if _is_per_layer(value, layers):
+            entries = [value[index] for index in kept]
+            _set(small, name, type(value)(entries))
+        elif _are_indices(value, name, layers):
+            places = [place for place, index in enumerate(kept) if index in value]
+            _set(small, name, type(value)(places))
+        elif LAYER_COUNT.search(name) and _is_whole(value) and value % layers == 0:  # LongCat counts each twice
+            _set(small, name, value // layers * len(kept))
+    if narrow:
+        _narrow(small)
+    _fewer_tokens(small)
+    if layerwise:
+        small.per_layer_config = {
+            place: {
+                name: _in_proportion(values[index], usual[name], getattr(small, name, None))
+                for name, values in layerwise.items()
+            }
+            for place, index in enumerate(kept)
+        }
+    for part in _parts(small):
+        _make_telling(part, moved)
+    for tower in vars(whole).values():  # what sees or hears takes no part in text
+        if isinstance(tower, PreTrainedConfig) and tower.model_type and tower is not small:
+            for name, value in list(vars(tower).items()):
+                if LAYER_COUNT.search(name) and _is_whole(value):
+                    _set(tower, name, min(value, 1))
+    if whole._attn_implementation not in (None, "eager", "sdpa"):
+        whole._attn_implementation = None  # kernels for accelerators do not run here
+    whole._experts_implementation = "eager"  # the grouped product of experts takes no fp64
+    return whole
 
 
-def _of_layers(config: PreTrainedConfig) -> dict[str, list[Any]]:
+def _is_whole(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_per_layer(value: Any, layers: int) -> TypeGuard[list]:
+    return isinstance(value, (list, tuple)) and len(value) == layers > 1 and list(value) != list(range(layers))
+
+
+def _are_indices(value: Any, name: str, layers: int) -> TypeGuard[list[int]]:
+    """Whether a list names layers by their places."""
+    if not (isinstance(value, (list, tuple)) and value and LAYER_INDICES.search(name)):
+        return False
+    return all(_is_whole(entry) and 0 <= entry < layers for entry in value) and sorted({*value}) == list(value)
+
+
+def _layerwise(config: PreTrainedConfig) -> dict[str, list[Any]]:
     """Attribute -> its value in every layer, of those that a config has per layer and not as a list (Gemma 4)."""
     if not getattr(config, "is_heterogeneous", False):
         return {}
@@ -97,85 +148,90 @@ def _of_layers(config: PreTrainedConfig) -> dict[str, list[Any]]:
     return {name: [getattr(layer, name) for layer in layers] for name in sorted(config.per_layer_attributes or ())}
 
 
-def small_copy(config: PreTrainedConfig, *, narrow: bool, moved: bool) -> PreTrainedConfig:
-    """A copy with few layers and few tokens.
-
-    Args:
-        narrow: make widths small too.
-        moved: move multipliers, scales and soft-caps away from their values (a multiplier of 1 hides that it is there).
-    """
-    whole = copy.deepcopy(config)
-    small = whole.get_text_config()
-    count, kept = small.num_hidden_layers, kept_layers(small)
-    of_layers = _of_layers(small)
-    if of_layers:
-        small.per_layer_config = None  # what holds for all layers can then be read and set
-    usual = {name: getattr(small, name, None) for name in of_layers}
-    for name, value in list(vars(small).items()):
-        if _is_per_layer(value, count):
-            _set(small, name, type(value)(value[index] for index in kept))
-    layers = len(kept) if count >= MINIMUM_LAYERS else MINIMUM_LAYERS
-    if count < MINIMUM_LAYERS:
-        for name, value in list(vars(small).items()):
-            if _is_per_layer(value, count):
-                _set(small, name, type(value)(value[index % count] for index in range(layers)))
-    _set(small, "num_hidden_layers", layers)
-    if narrow:
-        _narrow(small)
-    _fewer_tokens(small)
-    if of_layers:
-        small.per_layer_config = {
-            index: {
-                name: _like(name, values[kept[index % len(kept)]], usual[name], getattr(small, name, None))
-                for name, values in of_layers.items()
-            }
-            for index in range(layers)
-        }
-    for name, value in list(vars(small).items()):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if number and DROPOUT.search(name):
-            _set(small, name, 0.0)
-        elif moved and MULTIPLIER.search(name) and not NOT_A_MULTIPLIER.search(name):
-            if "cap" in name and (number or value is None):
-                _set(small, name, 3.0)
-            elif number:
-                _set(small, name, type(value)(round(value * 1.37, 6)) if value else 0.37)
-    if whole._attn_implementation not in (None, "eager", "sdpa"):
-        whole._attn_implementation = None  # kernels for accelerators do not run here
-    whole._experts_implementation = "eager"  # the grouped product of experts takes no fp64
-    return whole
-
-
-def _narrow(small: PreTrainedConfig) -> None:
-    names = ("num_attention_heads", "num_key_value_heads", "hidden_size")
-    heads, groups, hidden = (getattr(small, name, None) for name in names)
-    for name, limit in SMALLER.items():
-        if _larger(getattr(small, name, None), limit):
-            _set(small, name, limit)
-    for name, value in list(vars(small).items()):
-        if FEED_FORWARD.search(name) and _larger(value, INTERMEDIATE):
-            _set(small, name, INTERMEDIATE)
-        elif value == hidden and _larger(value, HIDDEN):  # another name for the same width
-            _set(small, name, HIDDEN)
-        elif isinstance(value, dict) and not name.startswith("rope"):
-            smaller = {key: SMALLER[key] for key, entry in value.items() if _larger(entry, SMALLER.get(key))}
-            _set(small, name, value | smaller)
-    if isinstance(groups, int) and isinstance(heads, int):
-        _set(small, "num_key_value_heads", HEADS if groups == heads else 1 if groups == 1 else 2)
-    _shorten_rotary_factors(small)
-
-
-def _like(name: str, value: Any, usual: Any, small: Any) -> Any:
-    """What a layer of the small copy has for `value`: what all have, or something else where its model differs."""
-    if small == usual:
+def _in_proportion(value: Any, usual: Any, small: Any) -> Any:
+    """What a layer of the small copy has for `value`: what all have, or more or less where its model differs."""
+    if small == usual or not (_is_whole(value) and _is_whole(usual) and _is_whole(small)):
         return value
     if value == usual:
         return small
-    return small // 2 if name == "num_key_value_heads" and small == HEADS else small * 2
+    near = max(1, round(small * value / usual))
+    return near if near != small else 2 * small if value > usual else max(1, small // 2)
 
 
-def _larger(value: Any, limit: int | None) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and limit is not None and value > limit
+def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """A config and those inside of it that are no models of their own (DBRX's `attn_config`)."""
+    yield config
+    yield from (part for part in vars(config).values() if isinstance(part, PreTrainedConfig) and not part.model_type)
+
+
+def _narrow(small: PreTrainedConfig) -> None:
+    before = copy.deepcopy(small)
+    hidden, heads = getattr(before, "hidden_size", None), getattr(before, "num_attention_heads", None)
+    for part in _parts(small):
+        for name, value in list(vars(part).items()):
+            if GROUP_COUNT.search(name) and _is_whole(value):
+                of = getattr(before, name.replace("key_value", "attention").replace("key", "value"), heads)
+                _set(part, name, _fewer_groups(value, of if _is_whole(of) else heads))
+            elif not name.startswith("rope"):
+                _set(part, name, _smaller(name, value, hidden))
+    turned = getattr(before, "qk_rope_head_dim", None)
+    for name in LATENT if _is_whole(turned) else HEADS_OF:
+        size = vars(before).get(name)
+        count = next((count for count in HEADS_OF.get(name, ()) if _is_whole(getattr(before, count, None))), None)
+        if _is_whole(size) and _is_whole(turned):
+            _set(small, name, max(1, size * min(turned, ROTARY) // turned))
+        elif _is_whole(size) and count is not None:
+            _set(small, name, _scaled(size * getattr(before, count), hidden) // getattr(small, count))
+    _shorten_rotary_factors(small)
+
+
+def _smaller(name: str, value: Any, hidden: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _smaller(str(key), entry, hidden) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_smaller(name, entry, hidden) for entry in value)
+    if not _is_whole(value):
+        return value
+    if HEAD_COUNT.search(name):
+        return _fewer_heads(value)
+    limit = next((limit for pattern, limit in SMALLER if pattern.search(name)), None)
+    if limit is not None:
+        return min(value, limit)
+    return _scaled(value, hidden) if value == hidden or SCALED.search(name) else value
+
+
+def _scaled(width: int, hidden: Any) -> int:
+    """A width that is as much smaller as the hidden states are, in steps of 32; equal to them only where it was."""
+    if not _is_whole(hidden) or hidden <= HIDDEN:
+        return width
+    near = 32 * max(1, round(width * HIDDEN / hidden / 32))
+    if near == HIDDEN and width != hidden:
+        near += 32 if width > hidden else -32
+    return min(width, near)
+
+
+def _fewer_heads(count: int) -> int:
+    """A power of two, so that heads share the hidden states evenly."""
+    return 1 << (min(count, HEADS).bit_length() - 1) if count > 0 else count
+
+
+def _fewer_groups(groups: int, heads: Any) -> int:
+    """How many heads have keys and values: all, one, or some, as before."""
+    few = _fewer_heads(groups)
+    return few if not _is_whole(heads) or groups in (1, heads) else max(1, min(few, _fewer_heads(heads) // 2))
+
+
+def _make_telling(config: PreTrainedConfig, moved: bool) -> None:
+    """No dropout, and `moved` multipliers and soft-caps."""
+    for name, value in list(vars(config).items()):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if number and DROPOUT.search(name):
+            _set(config, name, type(value)(0))
+        elif moved and MULTIPLIER.search(name) and not NOT_A_MULTIPLIER.search(name):
+            if "cap" in name and (number or value is None):
+                _set(config, name, 3.0)
+            elif number:
+                _set(config, name, type(value)(round(value * 1.37, 6)) if value else 0.37)
 
 
 def _fewer_tokens(small: PreTrainedConfig) -> None:

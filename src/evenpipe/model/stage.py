@@ -29,6 +29,7 @@ from evenpipe.model.packed_rows import nothing_packed
 from evenpipe.model.router_loss import OPTION, router_modules
 from evenpipe.model.structure import (
     build_skeleton,
+    call_embedded,
     embed_rows,
     embedding_of,
     hollow,
@@ -98,6 +99,7 @@ class Stage(nn.Module):
         }
         # The model's own forward has only this stage's routers: it must not make a loss of them.
         self._options = {} if description.router_loss is None else {OPTION: False}
+        self._writes_to_input, self._wants_token = structure.writes_to_input, structure.wants_token
         self._result_checked = False
         self.train()
 
@@ -148,9 +150,11 @@ class Stage(nn.Module):
             if not (self.is_first and self.is_last):
                 relay.stand_in = torch.zeros_like(hidden, requires_grad=False)
             relay.received, relay.router_logits = hidden, router_logits
-            embedded = embed_rows(self._embedding[0], hidden) if self.is_first else relay.stand_in
+            embedded = embed_rows(self._embedding[0], hidden) if self.is_first else torch.zeros_like(hidden)
+            if self.is_first and self._writes_to_input:
+                embedded = embedded.clone()
             with nothing_packed() if position_ids is None else nullcontext():
-                self.whole(inputs_embeds=embedded, use_cache=False, **arguments, **self._options)
+                call_embedded(self.whole, self._embedding[0], self._wants_token, embedded, **arguments, **self._options)
             assert relay.result is not None, "the model's forward passed by the last local layer"
             if not self._result_checked:
                 check_returned(self._name(), relay.result, hidden)

@@ -1,27 +1,21 @@
-"""Where a transformers causal language model can be cut, found by asking the model rather than by reading names.
+"""A transformers causal language model without its weights: built as a skeleton, and taken apart for a stage.
 
-A model is *probed*: its own forward runs once on two tiny sequences, with every layer replaced by a function that
-records what it receives and returns a fresh random tensor. That shows
-
-1. whether each layer is called once, in order, with exactly what the one before returned;
-2. in which form layers return (a tensor, or a tuple whose first entry is the tensor);
-3. which parameters outside the layers act before them (they belong to the first stage) and which after (the last);
-4. whether anything else crosses a boundary: hidden states or trainable tensors passed to layers sideways.
-
-A model that fails is refused with a sentence. The probe runs on the CPU in fp64 and holds no weights: one number
-stands for each parameter, and who acts where is read from the autograd graph.
+How it is put together is found by asking it, not by reading names (`probe.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
+import itertools
+import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -29,6 +23,13 @@ from evenpipe.errors import InputError
 from evenpipe.model.rules import restore_buffers
 
 PROBE_BATCH, PROBE_SEQUENCE = 2, 3
+_FOLDERS = {module: Path(str(module.__file__)).parent for module in (torch, transformers)}
+_NO_MODELS = (
+    str(Path(__file__).parents[1]),
+    str(_FOLDERS[torch]),
+    *(str(_FOLDERS[transformers] / folder) for folder in ("utils", "integrations")),
+)
+"""Where code stands that calls models' code, or is called by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +45,15 @@ class Structure:
     returns: int = 0
     """0: layers return a tensor; k > 0: a tuple of k entries, hidden states first."""
     first_parameters: tuple[str, ...] = ()
-    """Parameters outside the layers that act before them (learned positions), without the embedding matrix."""
+    """Parameters outside the layers that act before them (learned positions) or not at all on text (a tower that sees
+    images), without the embedding matrix."""
     last_parameters: tuple[str, ...] = ()
     """Parameters outside the layers that act after them (the final norm), without the head."""
+    writes_to_input: bool = False
+    """The forward changes the embedded tokens that it is given in place."""
+    wants_token: int | None = None
+    """The forward has to be given token ids, all of them this one, as it does something else with embedded tokens
+    (Falcon-H1 scales what it looks up, and nothing else). None: it does the same with them."""
 
 
 def first_line(error: BaseException) -> str:
@@ -55,6 +62,13 @@ def first_line(error: BaseException) -> str:
     if len(lines) > 1 and lines[0].endswith(":"):  # "Validation error for field 'hidden_size':"
         lines = [lines[1].removeprefix("TypeError: ").removeprefix("ValueError: ")]
     return (lines or [type(error).__name__])[0].rstrip(".")
+
+
+def line_of_model(error: BaseException | None) -> str | None:
+    """The last line of a model's own code that an error has come through: of its file in transformers, or a user's."""
+    frames = traceback.extract_tb(None if error is None else error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_NO_MODELS)]
+    return f"`{own[-1].line}` in {Path(own[-1].filename).name}:{own[-1].lineno}" if own else None
 
 
 def uncuttable(architecture: str, reason: str) -> InputError:
@@ -101,7 +115,8 @@ def find_layers(model: PreTrainedModel) -> str:
     base = model.base_model
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = [(name, module) for name, module in base.named_modules() if isinstance(module, nn.ModuleList)]
-    found = [name for name, module in lists if len(module) == count or (count is None and len(module))]
+    counted = [name for name, module in lists if len(module) == count]
+    found = counted or [name for name, module in lists if len(module)]  # a config may count parts of its layers
     outermost = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
     if len(outermost) > 1:
         plan = getattr(base, "_pp_plan", None) or getattr(model.config, "base_model_pp_plan", None) or {}
@@ -114,14 +129,22 @@ def find_layers(model: PreTrainedModel) -> str:
     return f"{prefix}.{outermost[0]}" if prefix else outermost[0]
 
 
-def identity_forward(argument: str, returns: int, transform: Callable[[torch.Tensor], torch.Tensor] | None = None):
-    """The forward of a layer that lives elsewhere: hands its hidden states on, in the form that real layers use."""
+def identity_forward(
+    argument: str,
+    returns: int,
+    transform: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    beside: torch.Tensor | None = None,
+):
+    """The forward of a layer that lives elsewhere: hands its hidden states on, in the form that real layers use.
+
+    `beside` stands for the further entries of a tuple.
+    """
 
     def forward(*args, **kwargs):
         hidden = args[0] if args else kwargs[argument]
         if transform is not None:
             hidden = transform(hidden)
-        return (hidden, *(None,) * (returns - 1)) if returns else hidden
+        return (hidden, *(beside,) * (returns - 1)) if returns else hidden
 
     return forward
 
@@ -187,16 +210,25 @@ def hollow(
 ) -> None:
     """Strips the layers outside `kept`, puts a stub in the head's place and takes the embedding's matrix away.
 
+    Another name of the head's bias goes with it.
+
     `dtype` and `torch_device` are those of the stub's weight.
 
     What remains: meta parameters, and buffers with their values on the CPU. The embedding's `weight` becomes a plain
     attribute, so that `embed_rows` may set it for the duration of a forward.
     """
+    restore_buffers(model, structure.layers_name, kept)
     for index, layer in enumerate(layers_of(model, structure.layers_name)):
         if index not in kept:
             strip(layer)
+    bias: Any = getattr(model.get_submodule(structure.head_module), "bias", None)
     replace_head(model, structure.head_module, receive, dtype=dtype, torch_device=torch_device)
-    restore_buffers(model, structure.layers_name)
+    if bias is not None:
+        without_storage = torch.empty_like(bias, requires_grad=False)  # what rules write to
+        for owner, attribute, _ in outer_parameters(model):
+            if owner._parameters[attribute] is bias:
+                del owner._parameters[attribute]
+                setattr(owner, attribute, without_storage)
     embedding = embedding_of(model, structure.embedding_module)
     del embedding._parameters["weight"]
     embedding.__dict__["weight"] = None
@@ -217,6 +249,33 @@ def embed_rows(embedding: nn.Embedding, rows: torch.Tensor) -> torch.Tensor:
         embedding.__dict__["weight"], embedding.padding_idx = None, padding
 
 
+def call_embedded(
+    model: nn.Module, embedding: nn.Embedding, wants_token: int | None, embedded: torch.Tensor, **arguments: Any
+) -> Any:
+    """A model's forward on embedded tokens [batch, sequence, hidden_size].
+
+    Args:
+        wants_token: of the structure. The embedding module then returns `embedded` whatever it is asked for.
+    """
+    if wants_token is None:
+        return model(inputs_embeds=embedded, use_cache=False, **arguments)
+    token_ids = torch.full(embedded.shape[:2], wants_token, device=embedded.device)
+    embedding.__dict__["forward"] = lambda _: embedded
+    try:
+        return model(input_ids=token_ids, use_cache=False, **arguments)
+    finally:
+        del embedding.__dict__["forward"]
+
+
+def neutral_token(config: PreTrainedConfig, padding_index: int | None) -> int:
+    """The first token id that the config gives no meaning: images and padding have ids of their own."""
+    configs = (config, config.get_text_config())
+    meant = {
+        value for one in configs for name, value in vars(one).items() if name.endswith(("token_id", "token_index"))
+    }
+    return next(token for token in itertools.count() if token not in meant and token != padding_index)
+
+
 @contextlib.contextmanager
 def meta_matrix(embedding: nn.Embedding) -> Iterator[None]:
     """A matrix without storage in the embedding, for rules that want to draw it."""
@@ -235,149 +294,3 @@ def outer_parameters(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
         for attribute, parameter in module._parameters.items()
         if parameter is not None
     ]
-
-
-@dataclass
-class _Record:
-    """What passed by in one forward."""
-
-    received: list[torch.Tensor] = field(default_factory=list)
-    returned: list[torch.Tensor] = field(default_factory=list)
-    order: list[int] = field(default_factory=list)
-    sideways: list[str] = field(default_factory=list)
-    head_input: torch.Tensor | None = None
-
-    def take_head_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.head_input = hidden
-        return hidden.detach()[..., :1]
-
-    def layer_forward(self, index: int, argument: str, returns: int):
-        """A forward for layer `index` that records its arguments and returns something new."""
-
-        def transform(hidden: torch.Tensor) -> torch.Tensor:
-            self.order.append(index)
-            self.received.append(hidden)
-            self.returned.append(torch.rand_like(hidden, requires_grad=True))
-            return self.returned[-1]
-
-        identity = identity_forward(argument, returns, transform)
-
-        def forward(*args, **kwargs):
-            others: dict[str, Any] = {f"argument {place}": value for place, value in enumerate(args) if place > 0}
-            others |= {name: value for name, value in kwargs.items() if args or name != argument}
-            for name, value in others.items():
-                if any(tensor.requires_grad for tensor in _tensors(value)):
-                    self.sideways.append(name)
-            return identity(*args, **kwargs)
-
-        return forward
-
-
-def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_module: str) -> Structure:
-    """Finds the rest of the structure.
-
-    Args:
-        model: a fresh fp64 skeleton. It is used up: afterwards it runs on hidden states with no layers and no weights.
-
-    Raises:
-        InputError: the model cannot be cut exactly.
-    """
-    architecture = type(model).__name__
-    known = Structure(layers_name=layers_name, embedding_module=embedding_module, head_module=head_module)
-    layers, embedding = layers_of(model, layers_name), embedding_of(model, embedding_module)
-    argument = next(iter(inspect.signature(layers[0].forward).parameters))
-    shape = (PROBE_BATCH, PROBE_SEQUENCE, embedding.weight.shape[1])
-    hollow(model, known, range(0), lambda hidden: hidden)
-    outer = _numbers_for_parameters(model)
-    rows = torch.rand(shape, dtype=torch.float64, requires_grad=True)
-
-    failure = ""
-    for returns in (0, 1, 2):
-        record = _Record()
-        for index, layer in enumerate(layers):
-            layer.forward = record.layer_forward(index, argument, returns)
-        replace_head(model, head_module, record.take_head_input)
-        try:
-            model(inputs_embeds=embed_rows(embedding, rows), use_cache=False)
-        except Exception as error:  # whatever the family's code raises on a form that it does not expect
-            failure = failure or f"{type(error).__name__}: {first_line(error)}"
-            continue
-        travelling = [*record.received, record.head_input]
-        if all(isinstance(hidden, torch.Tensor) and hidden.shape == shape for hidden in travelling):
-            break
-        failure = failure or "the hidden states change their shape on the way"
-    else:
-        raise uncuttable(architecture, f"its forward does not run on layers that stand in ({failure})")
-    _check_passage(architecture, record, len(layers))
-
-    assert record.head_input is not None
-    leaves_before, leaves_after = _leaves(record.received[0]), _leaves(record.head_input)
-    if any(id(hidden) in leaves_after for hidden in [rows, *record.returned[:-1]]):
-        raise uncuttable(architecture, "its output uses hidden states other than the last layer's")
-    first = tuple(name for name, leaf in outer.items() if id(leaf) in leaves_before)
-    last = tuple(name for name, leaf in outer.items() if id(leaf) in leaves_after)
-    for name in outer:
-        if (name in first) == (name in last):
-            where = "both before and after" if name in first else "neither before nor after"
-            raise uncuttable(architecture, f"its parameter {name} acts {where} the layers")
-    for layer in layers:
-        layer.forward = identity_forward(argument, returns)
-    return Structure(
-        layers_name=layers_name,
-        embedding_module=embedding_module,
-        head_module=head_module,
-        layer_argument=argument,
-        returns=returns,
-        first_parameters=first,
-        last_parameters=last,
-    )
-
-
-def _numbers_for_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Puts one trainable number, seen as a tensor of the right shape, in the place of every parameter left."""
-    numbers = {}
-    for owner, attribute, name in outer_parameters(model):
-        numbers[name] = torch.rand((), dtype=torch.float64, requires_grad=True)
-        shape = owner.get_parameter(attribute).shape
-        del owner._parameters[attribute]
-        setattr(owner, attribute, (numbers[name] + 0.5).expand(shape))
-    return numbers
-
-
-def _check_passage(architecture: str, record: _Record, layers: int) -> None:
-    """Every layer once, in order, on exactly what the one before returned, and nothing trainable beside it."""
-    if record.order != list(range(layers)):
-        raise uncuttable(architecture, f"its forward calls its {layers} layers in the order {record.order[:20]}")
-    for index in range(1, layers):
-        if not torch.equal(record.received[index], record.returned[index - 1]):
-            raise uncuttable(architecture, f"the hidden states change between layers {index - 1} and {index}")
-    if record.sideways:
-        names = ", ".join(sorted(set(record.sideways)))
-        raise uncuttable(architecture, f"its layers receive trainable tensors besides the hidden states ({names})")
-
-
-def _leaves(output: torch.Tensor) -> set[int]:
-    """Identities of the leaf tensors that a result was computed from, read from its graph."""
-    if output.is_leaf:
-        return {id(output)}
-    found, seen, waiting = set(), set(), [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        waiting += [following for following, _ in node.next_functions]
-    return found
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for entry in value.values():
-            yield from _tensors(entry)
-    elif isinstance(value, (tuple, list)):
-        for entry in value:
-            yield from _tensors(entry)

@@ -160,6 +160,22 @@ def check(inputs: Inputs, *, microbatches: int, model: Description) -> None:
             raise InputError(f"token_weights: contains {token_weights.min().item():g}, expected 0 or more for a mean")
 
 
+def with_positions(inputs: Inputs, model: Description) -> Inputs:
+    """With the position ids that a model makes of token ids itself, where it does.
+
+    Raises:
+        InputError: it has none for so many tokens.
+    """
+    if inputs.position_ids is not None or inputs.input_ids is None:
+        return inputs
+    positions, rows = model.positions_of(inputs.input_ids), model.position_rows
+    if positions is not None and rows is not None and int(positions.max()) >= rows:
+        assert model.padding_index is not None
+        most = rows - 1 - model.padding_index
+        raise InputError(f"input_ids: {inputs.input_ids.shape[1]} tokens per sequence, the model allows at most {most}")
+    return replace(inputs, position_ids=positions)
+
+
 def distribute(
     inputs: Inputs,
     *,
@@ -196,6 +212,7 @@ def distribute(
     if is_source:
         try:
             check(inputs, microbatches=microbatches, model=model)
+            inputs = with_positions(inputs, model)
         except InputError as error:
             fault = error
         else:

@@ -22,6 +22,7 @@ from evenpipe.errors import InputError, RunError
 from evenpipe.model import (
     Description,
     as_stored,
+    check_compute_dtype,
     describe,
     describe_modules,
     disk_tensors,
@@ -29,6 +30,7 @@ from evenpipe.model import (
     self_check,
     write_folder_metadata,
 )
+from evenpipe.model.structure import first_line
 from evenpipe.parallel import clip_gradients, process_grid, total_norm
 from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.arguments import (
@@ -189,6 +191,8 @@ class Pipeline:
         self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
         description = model if isinstance(model, Description) else describe(model, trust_remote_code=trust_remote_code)
         self.description = as_stored(description, say=logger.warning if self._is_very_first else None)
+        if self.devices > 1:
+            check_compute_dtype(self.description, self._compute_dtype)
         options = loss_of_model(loss or LossOptions(), self.description)
         self._entropy = options.entropy
         self._checkpointing = checkpointing_of_layers(checkpointing, self.description.layers)
@@ -347,9 +351,14 @@ class Pipeline:
             passes = (part for row in self.layout.program.order.rows for item in row if item for part in parts_of(item))
             splits = any(part.kind is Kind.I for part in passes)
             try:
-                self_check(self.description, split_once if splits else None)
+                self_check(self.description, split_once if splits else None, say=logger.warning)
             except InputError as error:
                 fault = str(error)
+            except Exception as error:  # whatever a family's own forward raises: the others wait for a sentence
+                fault = (
+                    f"{self.description.architecture} cannot be checked on a small copy ({type(error).__name__}:"
+                    f" {first_line(error)}): pass self_check=False to train it unchecked."
+                )
         fault = self._groups.from_the_first(fault, "the self-check")
         if fault is not None:
             raise InputError(fault)

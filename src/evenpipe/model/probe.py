@@ -1,0 +1,296 @@
+"""Where a transformers causal language model can be cut, found by asking the model rather than by reading names.
+
+A model is *probed*: its own forward runs once on two tiny sequences, with every layer replaced by a function that
+records what it receives and returns a fresh random tensor. That shows
+
+1. whether each layer is called once, in order, with exactly what the one before returned;
+2. in which form layers return (a tensor, or a tuple whose first entry is the tensor);
+3. which parameters outside the layers act after them (they belong to the last stage); the others belong to the first;
+4. whether anything else crosses a boundary: hidden states or trainable tensors passed to layers sideways.
+
+A model that fails is refused with a sentence. The probe runs on the CPU in fp64 and holds no weights: one number
+stands for each parameter, and who acts where is read from the autograd graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from evenpipe.model.structure import (
+    PROBE_BATCH,
+    PROBE_SEQUENCE,
+    Structure,
+    build_skeleton,
+    call_embedded,
+    embed_rows,
+    embedding_of,
+    first_line,
+    hollow,
+    identity_forward,
+    layers_of,
+    line_of_model,
+    neutral_token,
+    outer_parameters,
+    replace_head,
+    uncuttable,
+)
+
+
+@dataclass
+class _Record:
+    """What passed by in one forward."""
+
+    received: list[torch.Tensor] = field(default_factory=list)
+    returned: list[torch.Tensor] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+    sideways: list[str] = field(default_factory=list)
+    beside: list[torch.Tensor] = field(default_factory=list)
+    """All tensors that layers receive besides the hidden states."""
+    head_input: torch.Tensor | None = None
+
+    def take_head_input(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.head_input = hidden
+        return hidden.detach()[..., :1]
+
+    def layer_forward(self, index: int, arguments: list[str], returns: int, beside: torch.Tensor | None = None):
+        """A forward for layer `index` that records its arguments and returns something new."""
+
+        def transform(hidden: torch.Tensor) -> torch.Tensor:
+            self.order.append(index)
+            self.received.append(hidden)
+            self.returned.append(torch.rand_like(hidden, requires_grad=True))
+            return self.returned[-1]
+
+        argument = arguments[0]
+        identity = identity_forward(argument, returns, transform, beside)
+
+        def forward(*args, **kwargs):
+            others: dict[str, Any] = dict(zip(arguments[1:], args[1:], strict=False))
+            others |= {name: value for name, value in kwargs.items() if args or name != argument}
+            for name, value in others.items():
+                tensors = [*_tensors(value)]
+                self.beside += tensors
+                if any(tensor.requires_grad for tensor in tensors):
+                    self.sideways.append(name)
+            return identity(*args, **kwargs)
+
+        return forward
+
+
+def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_module: str) -> Structure:
+    """Finds the rest of the structure.
+
+    Args:
+        model: a fresh fp64 skeleton. It is used up: afterwards it runs on hidden states with no layers and no weights.
+
+    Raises:
+        InputError: the model cannot be cut exactly.
+    """
+    architecture = type(model).__name__
+    known = Structure(layers_name=layers_name, embedding_module=embedding_module, head_module=head_module)
+    layers, embedding = layers_of(model, layers_name), embedding_of(model, embedding_module)
+    arguments = [*inspect.signature(layers[0].forward).parameters]
+    argument = arguments[0]
+    shape = (PROBE_BATCH, PROBE_SEQUENCE, embedding.weight.shape[1])
+    hollow(model, known, range(0), lambda hidden: hidden)
+    outer, shown = _numbers_for_parameters(model)
+    rows = torch.rand(shape, dtype=torch.float64, requires_grad=True)
+
+    def run(returns: int, token: int | None, beside: torch.Tensor | None = None) -> tuple[_Record, bool]:
+        record = _Record()
+        for index, layer in enumerate(layers):
+            layer.forward = record.layer_forward(index, arguments, returns, beside)
+        replace_head(model, head_module, record.take_head_input)
+        embedded = embed_rows(embedding, rows).clone()  # some families write to what they are given
+        call_embedded(model, embedding, token, embedded)
+        return record, embedded._version > 0
+
+    failure, neutral = "", neutral_token(model.config, embedding.padding_idx)
+    for wants_token, returns in itertools.product((None, neutral), (0, 1, 2, 3)):
+        try:
+            record, writes_to_input = run(returns, wants_token)
+        except Exception as error:  # whatever the family's code raises on a form that it does not expect
+            failure = failure or (
+                "its forward needs more of what other devices hold than the hidden states that layers hand on: it stops"
+                f" at {line_of_model(error)} ({type(error).__name__}: {first_line(error)})"
+            )
+            continue
+        if record.received and isinstance(record.received[0], torch.Tensor) and record.received[0].shape != shape:
+            got = (
+                f"{PROBE_BATCH} sequences of {PROBE_SEQUENCE} tokens reach its layers in the shape"
+                f" {tuple(record.received[0].shape)}"
+            )
+            raise uncuttable(
+                architecture,
+                f"{got}, and between stages only tensors [batch, sequence, {shape[-1]}] travel, as embedded",
+            )
+        travelling = [*record.received, record.head_input]
+        if all(isinstance(hidden, torch.Tensor) and hidden.shape == shape for hidden in travelling):
+            break
+        failure = failure or "the hidden states change their shape on the way"
+    else:
+        raise uncuttable(architecture, failure)
+    _check_passage(model, record, len(layers))
+    if returns > 1:  # attention weights, or what the next layer needs as well
+        with contextlib.suppress(Exception):
+            beside = torch.rand((), dtype=torch.float64, requires_grad=True)
+            record.sideways += run(returns, wants_token, beside)[0].sideways
+        if record.sideways and _returns_two_tensors(model, layers_name):
+            raise uncuttable(
+                architecture,
+                f"its layers hand a second tensor on to each other ({_named(model, record)}),"
+                " and between stages only the hidden states travel",
+            )
+
+    assert record.head_input is not None
+    leaves_before, leaves_after = _leaves(record.received[0]), _leaves(record.head_input)
+    if any(id(hidden) in leaves_after for hidden in [rows, *record.returned[:-1]]):
+        raise uncuttable(architecture, "its output uses hidden states other than the last layer's")
+    last = tuple(name for name, leaf in outer.items() if id(leaf) in leaves_after)
+    for name in last:
+        if id(outer[name]) in leaves_before:
+            raise uncuttable(architecture, f"its parameter {name} acts both before and after the layers")
+    # What has no part in text (a tower that sees images) gets no gradient anywhere, and stands beside the embedding.
+    first = tuple(name for name in outer if name not in last)
+    silent = [name for name in first if id(outer[name]) not in leaves_before]
+    if silent and (name := _acts_unseen(lambda: run(returns, wants_token)[0], shown, silent)):
+        raise uncuttable(architecture, f"its parameter {name} acts on the layers or after them without a gradient")
+    model.eval()
+    try:
+        embedded = run(returns, wants_token)[0].received[0]
+    except Exception as error:  # RWKV then changes the weights of all its layers
+        reason = (
+            "its forward in evaluation needs more of its layers than the hidden states that they hand on: it stops at"
+            f" {line_of_model(error)} ({type(error).__name__}: {first_line(error)})"
+        )
+        raise uncuttable(architecture, reason) from error
+    if wants_token is None:
+        with contextlib.suppress(Exception):  # some forwards take no token ids without the weights that they look up
+            asked = run(returns, neutral)[0].received[0]
+            wants_token = None if torch.equal(embedded, asked) else neutral
+    model.train()
+    for layer in layers:
+        layer.forward = identity_forward(argument, returns)
+    return Structure(
+        layers_name=layers_name,
+        embedding_module=embedding_module,
+        head_module=head_module,
+        layer_argument=argument,
+        returns=returns,
+        first_parameters=first,
+        last_parameters=last,
+        writes_to_input=writes_to_input,
+        wants_token=wants_token,
+    )
+
+
+def _numbers_for_parameters(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Puts one trainable number, seen as a tensor of the right shape, in the place of every parameter left.
+
+    Returns: by parameter, the number, and what the model sees of it.
+    """
+    numbers, shown = {}, {}
+    for owner, attribute, name in outer_parameters(model):
+        numbers[name] = torch.rand((), dtype=torch.float64, requires_grad=True)
+        shape = owner.get_parameter(attribute).shape
+        del owner._parameters[attribute]
+        shown[name] = numbers[name] + 0.5
+        setattr(owner, attribute, shown[name].expand(shape))
+    return numbers, shown
+
+
+def _acts_unseen(run: Callable[[], _Record], shown: dict[str, torch.Tensor], names: list[str]) -> str:
+    """The first of some parameters that autograd does not see (tables that are looked up under `no_grad`) of which more
+    than what the first layer receives depends; empty where there is none."""
+
+    def found() -> list[torch.Tensor]:
+        torch.default_generator.manual_seed(0)
+        record = run()
+        assert record.head_input is not None
+        return [*record.beside, record.head_input.detach()]
+
+    def differs(changed: list[str]) -> bool:
+        before = found()
+        with torch.no_grad():
+            for name in changed:
+                shown[name].add_(1.0)
+        after = found()
+        return len(before) != len(after) or not all(map(torch.equal, before, after))
+
+    return next((name for name in names if differs([name])), "") if differs(names) else ""
+
+
+def _returns_two_tensors(model: PreTrainedModel, layers_name: str) -> bool:
+    """Whether layers return a tensor beside the hidden states. Where that is not seen it is taken that they do."""
+    returned = output_of_first_layer(model.config, type(model), layers_name, torch.float32)
+    return not isinstance(returned, (tuple, list)) or any(True for _ in _tensors(returned[1:]))
+
+
+def output_of_first_layer(
+    config: PreTrainedConfig, model_class: type[PreTrainedModel], layers_name: str, dtype: torch.dtype
+) -> Any:
+    """What the first layer of a model in `dtype` returns on the meta device; None where it does not run there."""
+    model, found = build_skeleton(config, dtype, model_class), []
+    layers_of(model, layers_name)[0].register_forward_hook(lambda module, args, output: found.append(output))
+    token_ids = torch.zeros(PROBE_BATCH, PROBE_SEQUENCE, dtype=torch.int64, device="meta")
+    with torch.no_grad(), contextlib.suppress(Exception):
+        model(input_ids=token_ids, use_cache=False)
+    return found[0] if found else None
+
+
+def _named(model: PreTrainedModel, record: _Record) -> str:
+    """Arguments by which layers receive more than hidden states, and settings of the config that speak of the same."""
+    names = sorted(set(record.sideways))
+    settings = vars(model.config.get_text_config()).items()
+    said = [f"{name} = {value}" for name, value in settings if value and any(one.rstrip("s") in name for one in names)]
+    return ", ".join(names) + (f"; see {', '.join(said)} in its config" if said else "")
+
+
+def _check_passage(model: PreTrainedModel, record: _Record, layers: int) -> None:
+    """Every layer once, in order, on exactly what the one before returned, and nothing trainable beside it."""
+    architecture = type(model).__name__
+    if record.order != list(range(layers)):
+        raise uncuttable(architecture, f"its forward calls its {layers} layers in the order {record.order[:20]}")
+    for index in range(1, layers):
+        if not torch.equal(record.received[index], record.returned[index - 1]):
+            raise uncuttable(architecture, f"the hidden states change between layers {index - 1} and {index}")
+    if record.sideways:
+        raise uncuttable(
+            architecture, f"its layers receive trainable tensors besides the hidden states ({_named(model, record)})"
+        )
+
+
+def _leaves(output: torch.Tensor) -> set[int]:
+    """Identities of the leaf tensors that a result was computed from, read from its graph."""
+    if output.is_leaf:
+        return {id(output)}
+    found, seen, waiting = set(), set(), [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from _tensors(entry)
+    elif isinstance(value, (tuple, list)):
+        for entry in value:
+            yield from _tensors(entry)

@@ -1,0 +1,141 @@
+"""A small whole model that stands for a large one: of small widths, with random weights and a layer of every kind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from evenpipe.errors import InputError
+from evenpipe.model.description import Description, describe
+from evenpipe.model.packed_rows import nothing_packed
+from evenpipe.model.shrink import STEPS, said_of_layers, small_copy
+from evenpipe.model.structure import build_skeleton, first_line, layers_of, line_of_model
+
+MINIMUM_LAYERS = 4
+SMALL_ENOUGH = 80_000_000  # parameters of a copy whose widths cannot be made small
+NOISE = 0.05
+
+
+def small_model(description: Description) -> tuple[Description, torch.dtype]:
+    """A small model that runs, described, and the dtype in which it does: fp64 if it can.
+
+    Every parameter carries noise, since norms of ones and biases of zero hide errors.
+
+    Raises:
+        InputError: none of `STEPS` gives a model that runs; the sentence says whether the large one would.
+    """
+    failures: list[Exception] = []
+    for step in STEPS:
+        for dtype in (torch.float64, torch.float32):
+            try:
+                model = _build(description, dtype, **step)
+                with torch.no_grad():
+                    logits = model(input_ids=torch.arange(6).view(2, 3), use_cache=False, return_dict=True).logits
+                small = describe(model)
+                if not logits.isfinite().all():
+                    raise InputError("its logits are not finite")
+                if _form(small) != _form(description):
+                    raise InputError("it is put together in another way")
+                return small, dtype
+            except Exception as error:  # whatever a family raises on widths that it does not like
+                failures.append(error)
+    failure = failures[0]
+    told = (
+        first_line(failure) if isinstance(failure, InputError) else f"{type(failure).__name__}: {first_line(failure)}"
+    )
+    place = line_of_model(failure)
+    if place is not None and place == line_of_model(_failure_at_its_size(description)):
+        raise InputError(
+            f"{description.architecture} does not run with this config, in transformers and uncut either ({told}"
+            f" at {place}): correct the sizes and options in the model's config."
+        )
+    raise InputError(
+        f"{description.architecture} cannot be compared with its stages on a small copy, as its config cannot be made"
+        f" small ({told}): pass self_check=False to train it unchecked."
+    )
+
+
+def kinds_of_layers(layers: Iterable[nn.Module]) -> list[Hashable]:
+    """What each layer is made of, without sizes: classes of its modules, and their settings that are no numbers."""
+    return [
+        frozenset(
+            (re.sub(r"\d+", "#", name), type(module).__qualname__, frozenset(_settings(module)))
+            for name, module in layer.named_modules()
+        )
+        for layer in layers
+    ]
+
+
+def _settings(module: nn.Module) -> list[tuple[str, bool | str | None]]:
+    return [
+        (name, value)
+        for name, value in vars(module).items()
+        if not name.startswith("_") and (value is None or isinstance(value, (bool, str)))
+    ]
+
+
+def choices_of_layers(config: PreTrainedConfig, kinds: Sequence[Hashable]) -> list[list[int]]:
+    """Which layers a small copy may have, the fewest first.
+
+    The first of each kind, and the earliest others up to four; then, for configs that tell kinds by a layer's place
+    (every eighth, all but the first three), all up to the last new kind; at last all. Fewer than four are repeated.
+    """
+    count = len(kinds)
+    told = list(zip(kinds, *([repr(value) for value in said] for said in said_of_layers(config, count)), strict=True))
+    first = {told.index(kind) for kind in told}
+    others = [index for index in range(count) if index not in first]
+    fewest = sorted([*first, *others[: max(0, MINIMUM_LAYERS - len(first))]])
+    choices = [fewest, list(range(max(max(first) + 1, min(count, MINIMUM_LAYERS)))), list(range(count))]
+    return [[choice[index % len(choice)] for index in range(max(len(choice), MINIMUM_LAYERS))] for choice in choices]
+
+
+def _form(description: Description) -> tuple:
+    """What a small copy must have in common with the model that it stands for."""
+    structure = description.structure
+    ends = (structure.first_parameters, structure.last_parameters)
+    return (
+        structure.layers_name,
+        structure.embedding_module,
+        structure.head_module,
+        structure.layer_argument,
+        structure.returns,
+        *({re.sub(r"\d+", "#", name) for name in names} for names in ends),  # a tower of fewer layers is the same
+        description.tied,
+        description.padding_index is None,
+        description.head_bias_name,
+    )
+
+
+def _build(description: Description, dtype: torch.dtype, **step: bool) -> PreTrainedModel:
+    model_class, name = type(description.skeleton), description.structure.layers_name
+    kinds = kinds_of_layers(layers_of(description.skeleton, name))
+    for kept in choices_of_layers(description.config, kinds):
+        config = small_copy(description.config, len(kinds), kept, **step)
+        skeleton = build_skeleton(config, dtype, model_class)
+        if len({*kinds_of_layers(layers_of(skeleton, name))}) == len({*kinds}):
+            break
+    size = sum(parameter.numel() for parameter in skeleton.parameters())
+    if size > SMALL_ENOUGH:
+        raise InputError(f"{size:,} parameters remain")
+    torch.default_generator.manual_seed(0)
+    with torch.device("cpu"):
+        model = model_class._from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(NOISE * torch.randn_like(parameter))
+    return model.train()
+
+
+def _failure_at_its_size(description: Description) -> Exception | None:
+    """What transformers raises on the model as it is, run without storage, if anything."""
+    model = build_skeleton(description.config, torch.float32, type(description.skeleton))
+    try:
+        with nothing_packed():  # positions without storage cannot be looked at
+            model(input_ids=torch.zeros(2, 3, dtype=torch.int64, device="meta"), use_cache=False)
+    except Exception as error:  # among others, that something cannot be done without storage
+        return error
+    return None

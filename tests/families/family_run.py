@@ -1,0 +1,352 @@
+"""Runs configurations in two processes that serve many of them, and says how each one ended."""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+import gc
+import json
+import logging
+import math
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import transformers
+from family_configs import Configuration
+from torch.nn import functional
+
+from evenpipe import Pipeline, launch
+from evenpipe.errors import InputError, RunError
+from evenpipe.model import Description, describe
+from evenpipe.runtime.launcher import prepare_launch
+
+HERE = Path(__file__).resolve().parent
+PRELOAD = ("evenpipe.runtime.pipeline", "family_run")
+PROCESSES = 2
+SCHEDULES = ("zbv", "1f1b")
+"""The first one splits backwards: its self-check covers both ways."""
+
+ROWS, TOKENS = 2, 12
+NOISE = 0.05
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+ROUNDED = 1e-6
+"""In fp64, where a family computes something in fp32 whatever its dtype."""
+
+BLOCK = 32
+"""Configurations that share a start of processes."""
+
+LIMIT_SECONDS = 90.0
+"""Of one configuration."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a configuration ended."""
+
+    model_type: str
+    variant: str
+    word: str
+    """"equal", "refused", "wrong", "traceback", or "cannot run" where transformers itself cannot run it."""
+    sentence: str = ""
+    """Of the refusal; what is wrong; the traceback."""
+    error: float = 0.0
+    """The largest relative error of a gradient."""
+    dtype: str = ""
+    unchecked: str = ""
+    """Of a refusal by the self-check: what comes out without it."""
+    seconds: float = 0.0
+
+
+def run(configurations: Sequence[Configuration]) -> Iterator[Outcome]:
+    """The outcomes, one by one; processes that fail are started anew for those that are left."""
+    left = list(configurations)
+    while left:
+        outcomes = _serve(left[:BLOCK])
+        yield from outcomes
+        left = left[len(outcomes) :]
+
+
+def _serve(configurations: Sequence[Configuration]) -> list[Outcome]:
+    """As many as one launch gets through: all, or those up to the one that ends it."""
+    with tempfile.TemporaryDirectory(prefix="evenpipe-families-") as name:
+        folder = Path(name)
+        path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
+        with mock.patch.dict(os.environ, PYTHONPATH=path):
+            prepare_launch(*PRELOAD)
+        started, failure, word = time.perf_counter(), "", "traceback"
+        try:
+            launch(
+                serve,
+                list(configurations),
+                folder,
+                processes=PROCESSES,
+                torch_device="cpu",
+                silence_seconds=LIMIT_SECONDS,
+                preload=PRELOAD,
+            )
+        except InputError as error:  # a step that one process refuses ends all
+            failure, word = str(error), "refused"
+        except RunError as error:
+            failure = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        outcomes = [
+            Outcome(**json.loads(file.read_text()))
+            for index in range(len(configurations))
+            if (file := folder / f"outcome-{index}").exists()
+        ]
+        if failure:
+            one = configurations[min(len(outcomes), len(configurations) - 1)]
+            stacks = "" if word == "refused" else "".join(file.read_text() for file in sorted(folder.glob("stacks-*")))
+            seconds = time.perf_counter() - started
+            outcomes = outcomes[: len(configurations) - 1]
+            outcomes.append(Outcome(one.model_type, one.variant, word, failure + stacks, seconds=round(seconds, 1)))
+        return outcomes
+
+
+# --- a process that serves --------------------------------------------------------------------------------------------
+
+
+def serve(configurations: Sequence[Configuration], folder: Path) -> None:
+    """One configuration after the other; the first process writes down how each one ended."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    rank = dist.get_rank()
+    with (folder / f"stacks-{rank}").open("w") as stacks:
+        for index, configuration in enumerate(configurations):
+            faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True, file=stacks)
+            started = time.perf_counter()
+            found = _outcome_of(configuration)
+            words: list[Any] = [None] * PROCESSES
+            dist.all_gather_object(words, found["word"])
+            if "wrong" not in words and len(set(words)) > 1:
+                found = {"word": "wrong", "sentence": f"processes do not agree: {words}"}
+            if rank == 0:
+                outcome = Outcome(
+                    configuration.model_type,
+                    configuration.variant,
+                    **found,
+                    seconds=round(time.perf_counter() - started, 2),
+                )
+                (folder / "part").write_text(json.dumps(asdict(outcome)))
+                (folder / "part").rename(folder / f"outcome-{index}")
+            gc.collect()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _outcome_of(configuration: Configuration) -> dict[str, Any]:
+    config = configuration.build()
+    config._experts_implementation = "eager"  # the grouped product of experts takes no fp64
+    try:
+        reference = _reference(config)
+    except Exception as error:  # whatever a family raises on a config that it cannot do anything with
+        reason = traceback.format_exception_only(error)[0].strip()
+        try:
+            describe(config)
+        except InputError as refusal:
+            return {"word": "refused", "sentence": str(refusal)}
+        return {"word": "cannot run", "sentence": f"transformers in one process: {reason}"}
+    dtype = str(reference.dtype).removeprefix("torch.")
+    try:
+        error = max(_compare(reference, schedule, self_check=schedule == SCHEDULES[0]) for schedule in SCHEDULES)
+    except RefusedError as refusal:
+        return {"word": "refused", "sentence": str(refusal), "dtype": dtype, "unchecked": _unchecked(reference)}
+    except DifferentError as different:
+        return {"word": "wrong", "sentence": str(different), "dtype": dtype}
+    try:
+        _step_from(config, reference.ids)
+    except RefusedError as refusal:
+        return {"word": "refused", "sentence": f"with fresh weights: {refusal}", "dtype": dtype}
+    except DifferentError as different:
+        return {"word": "wrong", "sentence": str(different), "dtype": dtype}
+    return {"word": "equal", "error": error, "dtype": dtype}
+
+
+def _step_from(config: transformers.PreTrainedConfig, ids: torch.Tensor) -> None:
+    """A config alone gives fresh weights, of which every stage draws its own: all are finite, and so is the loss."""
+    pipeline = _opened(config, schedule="1f1b", microbatches=ROWS, self_check=False)
+    loss, weights = pipeline.step(ids).loss, pipeline.full_state_dict()
+    pipeline.close()
+    infinite = [name for name, weight in weights.items() if not weight.isfinite().all()]
+    fault = [
+        f"fresh weights are not finite: {infinite[:3]}, the loss is {loss}"
+        if infinite or not math.isfinite(loss)
+        else ""
+    ]
+    dist.broadcast_object_list(fault)
+    if fault[0]:
+        raise DifferentError(fault[0])
+
+
+def _unchecked(reference: Reference) -> str:
+    """What comes out of a configuration that was refused, without a self-check."""
+    try:
+        describe(reference.model)
+    except InputError:
+        return ""
+    try:
+        error = max(_compare(reference, schedule, self_check=False) for schedule in SCHEDULES)
+    except RefusedError as refusal:
+        return f"refused: {refusal}"
+    except DifferentError as different:
+        return f"wrong: {different}"
+    return f"equal: {error:.1e}"
+
+
+class RefusedError(Exception):
+    """All processes refuse a pipeline. A step that is refused is not among these: one process alone may refuse it."""
+
+
+class DifferentError(Exception):
+    """What a pipeline computes differs from what one process computes."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model in one piece, and what it computes."""
+
+    model: transformers.PreTrainedModel
+    dtype: torch.dtype
+    ids: torch.Tensor
+    loss: float
+    gradients: dict[str, torch.Tensor | None]
+    tolerance: float
+
+
+def _reference(config: transformers.PreTrainedConfig) -> Reference:
+    """In fp64 if the family can do that, else in fp32."""
+    try:
+        return _computed(config, torch.float64)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return _computed(config, torch.float32)
+
+
+def _computed(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> Reference:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(NOISE * torch.randn_like(parameter))
+    model.train()
+    text = config.get_text_config(decoder=True)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(4, text.vocab_size, (ROWS, TOKENS), generator=generator)
+    if isinstance(text.pad_token_id, int):
+        ids[0, 5] = text.pad_token_id
+    losses = []
+    for one in ids.split(1):  # microbatches of one row: a loss of routers is one of every microbatch
+        output = model(input_ids=one, use_cache=False)
+        loss = functional.cross_entropy(output.logits[0, :-1], one[0, 1:])
+        if getattr(text, "output_router_logits", False):
+            coefficients = [value for name, value in vars(text).items() if name.endswith("aux_loss_coef")]
+            loss = loss + (coefficients or [model.router_aux_loss_coef])[0] * output.aux_loss
+        losses.append(loss)
+    mean = torch.stack(losses).mean()
+    if not mean.isfinite():
+        raise ValueError("the loss is not finite")
+    rounded = _rounds(mean)
+    mean.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    if dtype == torch.float64 and any(one is not None and one.dtype != dtype for one in gradients.values()):
+        raise TypeError("some of its parameters are fp32 whatever its dtype")
+    tolerance = max(TOLERANCE[dtype], ROUNDED if rounded else 0.0)
+    return Reference(model, dtype, ids, mean.item(), gradients, tolerance)
+
+
+def _rounds(loss: torch.Tensor) -> bool:
+    """Whether something on the way to the loss is cast."""
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name().startswith("ToCopy"):
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
+def _opened(model: Any, **options: Any) -> Pipeline:
+    """A pipeline, which all processes have or refuse."""
+    try:
+        pipeline = Pipeline(model, timeout_seconds=LIMIT_SECONDS, **options)
+    except InputError as error:
+        _agreed(str(error))
+        raise RefusedError(str(error)) from error
+    _agreed("")
+    return pipeline
+
+
+def _agreed(refusal: str) -> None:
+    """All processes refuse a configuration, or none: else those that do not would wait for the others."""
+    refusals: list[Any] = [None] * PROCESSES
+    dist.all_gather_object(refusals, refusal)
+    if any(refusals) and not all(refusals):
+        raise DifferentError(f"only some processes refuse it: {refusals}")
+
+
+def _compare(reference: Reference, schedule: str, *, self_check: bool) -> float:
+    """One step of a pipeline, compared on the first process. Returns the largest relative error of a gradient."""
+    pipeline = _opened(
+        reference.model,
+        schedule=schedule,
+        microbatches=ROWS,
+        parameter_dtype=reference.dtype,
+        self_check=self_check,
+    )
+    loss = pipeline.step(reference.ids).loss  # what one process refuses here ends all: the others wait for it
+    gradients = pipeline.full_gradients()
+    pipeline.close()
+    fault: list[Any] = [None, 0.0]
+    if pipeline.device == 0:
+        try:
+            fault[1] = worst_error(reference, pipeline.description, loss, gradients)
+        except DifferentError as different:
+            fault[0] = f"{schedule}: {different}"
+    dist.broadcast_object_list(fault)
+    if fault[0]:
+        raise DifferentError(fault[0])
+    return fault[1]
+
+
+def worst_error(
+    reference: Reference, description: Description, loss: float, gradients: dict[str, torch.Tensor]
+) -> float:
+    """The largest relative error of a gradient."""
+    error = abs(loss - reference.loss) / max(1.0, abs(reference.loss))
+    if not error <= reference.tolerance:
+        raise DifferentError(f"the loss is {loss:.12g} and {reference.loss:.12g} in one process")
+    expected = dict(reference.gradients)
+    if description.tied and description.head_name in expected:  # transformers lists the one matrix under either name
+        expected[description.embedding_name] = expected.pop(description.head_name)
+    if unknown := gradients.keys() - expected.keys():
+        raise DifferentError(f"gradients of {sorted(unknown)[:3]}, which are no parameters")
+    errors = _errors(gradients, expected, floor=torch.finfo(reference.dtype).eps / TOLERANCE[reference.dtype])
+    worst = max(errors, key=errors.__getitem__)
+    if not errors[worst] <= reference.tolerance:
+        raise DifferentError(f"the gradient of {worst} is off by {errors[worst]:.1e} (relative)")
+    return errors[worst]
+
+
+def _errors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor | None], floor: float) -> dict[str, float]:
+    """Relative Frobenius error of each gradient. One that is zero but for rounding is measured against the largest norm
+    times `floor`."""
+    norms = {name: 0.0 if wanted is None else float(wanted.norm()) for name, wanted in expected.items()}
+    errors = {}
+    for name, wanted in expected.items():
+        parts = [one for one in (found.get(name), wanted) if one is not None]
+        distance = float((parts[0] - sum(parts[1:])).norm()) if parts else 0.0
+        errors[name] = distance / max(norms[name], floor * max(norms.values()))
+    return errors

@@ -1,0 +1,104 @@
+"""Every config class for which transformers has a causal language model, at its default (real) size.
+
+The self-check makes a small copy of it and passes, or a sentence says what about it cannot be trained in stages.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from evenpipe.errors import InputError
+from evenpipe.model import describe, self_check
+
+SECONDS = 10.0
+"""Of the processor, for description and self-check together; they take half of that at most where it is not busy."""
+
+# What a default lacks for transformers to build the model from it, or to run it.
+NEEDED: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dbrx": {
+        "d_model": 6144,
+        "n_heads": 48,
+        "n_layers": 40,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        "attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 5e5},
+        "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 6, "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "falcon": {"new_decoder_architecture": True, "hidden_size": 8192, "num_attention_heads": 128, "num_kv_heads": 8},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_key_value_heads": 8, "num_experts": 16, "moe_topk": 2},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 48},
+}
+
+# By words of the sentence, what is refused.
+REFUSED = {
+    "transformers cannot build a causal language model from this": (
+        *("gemma3n", "gemma4_unified_assistant", "musicgen", "musicgen_melody", "qwen4_exp", "qwen4_exp_text"),
+        "reformer",
+    ),
+    "it needs exactly one list of layers": ("blt", "hrm_text", "xlm"),
+    r"its embedding is \(\d+, \d+\) and its output layer \(\d+, \d+\)": ("cpmant", "mllama", "moshi", "rembert"),
+    r"its parameters \S+ and \S+ are one tensor": ("prophetnet", "zamba", "zamba2"),
+    r"tokens reach its layers in the shape .* travel": ("deepseek_v4", "electra", "gemma3n_text", "hy_v4"),
+    r"hand a second tensor on to each other \(prev_\w+\)": ("glm_moe_dsa", "zaya"),
+    r"receive trainable tensors besides the hidden states \(block_states\)": ("inkling2_text",),
+    "acts on the layers or after them without a gradient": ("roformer",),
+    "its forward.* needs more of .* it stops at `.*` in modeling_": ("gemma4", "rwkv", "xlnet", "xmod"),
+    "does not run on labels of the shape of the token ids": ("git",),
+    r"lets tokens with its pad_token_id \(1\) change more than their own embedding": (
+        *("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"),
+    ),
+}
+REASONS = {name: reason for reason, names in REFUSED.items() for name in names}
+WITHOUT_A_DEFAULT = {"gemma4_assistant"}
+"""Types whose config class refuses its own defaults."""
+
+QUICK = [
+    *("bailing_hybrid", "bart", "dbrx", "falcon", "hunyuan_v1_moe", "kimi_linear", "longcat_flash", "mamba2", "xlstm"),
+    *("git", "roberta", "xlnet", "zaya"),
+]
+"""Those that had no small copy, took long, or were refused without a reason."""
+
+
+def check_default(name: str) -> None:
+    config = CONFIG_MAPPING[name](**NEEDED.get(name, {}))
+    start = time.process_time()
+    if name in REASONS:
+        with pytest.raises(InputError, match=REASONS[name]) as caught:
+            self_check(describe(config))
+        assert "\n" not in str(caught.value)
+    else:
+        self_check(describe(config))
+    assert time.process_time() - start < SECONDS
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_some_defaults_pass_or_are_refused_with_the_reason(name) -> None:
+    check_default(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
+def test_every_default_passes_or_is_refused_with_the_reason(name) -> None:
+    if name in WITHOUT_A_DEFAULT:
+        with pytest.raises(ValueError):
+            CONFIG_MAPPING[name]()
+    elif name not in QUICK:
+        check_default(name)
+
+
+def test_a_setting_without_which_the_model_does_not_run_is_called_for() -> None:
+    with pytest.raises(
+        InputError, match=r"DeepseekV2ForCausalLM does not run with this config.*topk.*modeling_deepseek"
+    ):
+        self_check(describe(CONFIG_MAPPING["deepseek_v2"]()))

@@ -1,0 +1,67 @@
+"""Writes docs/families.md from the outcomes of `make families`, benchmarks/results/families.json.
+
+python tools/families_page.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "families.json"
+FILE = ROOT / "docs" / "families.md"
+HEAD = """# Model families
+
+Every model type for which transformers {transformers} has a causal language model, in {count} small random
+configurations: **{equal} train as in one process, {refused} are refused with a sentence, {wrong} are wrong.**
+
+Each configuration has 4 layers of width 64, every multiplier away from its default, and noise on every parameter. A
+pipeline of two processes makes one step under `zbv` and one under `1f1b`, self-check included, and every gradient is
+compared with those of transformers in one process. "Equal" gives the largest relative error of any gradient: up to
+1e-10 in fp64, 1e-6 where the family itself computes something in fp32 on the way, 1e-5 in fp32 where it cannot run in
+fp64.
+
+`make families` repeats it (`make families PART=1/8` an eighth of it, `make families TYPES="llama gemma2"` some types)
+and writes this page. A type that is not listed is newer than this page; the self-check compares it before it trains.
+Models that also see or hear train on text: their towers get no gradient.
+
+| model type | configuration | result | largest error, or why not |
+|---|---|---|---|
+"""
+
+
+def draw() -> str:
+    """The text of the page."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    rows = results["configurations"]
+    words = Counter(row["word"] for row in rows)
+    head = HEAD.format(
+        transformers=results["transformers"],
+        count=len(rows),
+        equal=words["equal"],
+        refused=words["refused"] + words["cannot run"],
+        wrong=words["wrong"] + words["traceback"],
+    )
+    return head + "".join(map(_line, sorted(rows, key=_place)))
+
+
+def _place(row: dict[str, Any]) -> tuple[str, bool, str]:
+    return row["model_type"], row["variant"] != "plain", row["variant"]
+
+
+def _line(row: dict[str, Any]) -> str:
+    if row["word"] == "equal":
+        dtype = {"float64": "fp64", "float32": "fp32"}[row["dtype"]]
+        said = f"{row['error']:.0e}, {dtype}"
+    else:
+        said = row["sentence"].splitlines()[0] if row["sentence"] else ""
+    for sign in "\\|<*_[`":
+        said = said.replace(sign, {"<": "&lt;"}.get(sign, f"\\{sign}"))
+    return f"| `{row['model_type']}` | {row['variant']} | {row['word']} | {said} |\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(draw(), encoding="utf-8")
