@@ -150,8 +150,9 @@ class Stage(nn.Module):
             if not (self.is_first and self.is_last):
                 relay.stand_in = torch.zeros_like(hidden, requires_grad=False)
             relay.received, relay.router_logits = hidden, router_logits
-            embedded = embed_rows(self._embedding[0], hidden) if self.is_first else torch.zeros_like(hidden)
-            if self.is_first and self._writes_to_input:
+            embedded = embed_rows(self._embedding[0], hidden) if self.is_first else relay.stand_in
+            assert embedded is not None
+            if self._writes_to_input:
                 embedded = embedded.clone()
             with nothing_packed() if position_ids is None else nullcontext():
                 call_embedded(self.whole, self._embedding[0], self._wants_token, embedded, **arguments, **self._options)
