@@ -270,10 +270,11 @@ def call_embedded(
 def neutral_token(config: PreTrainedConfig, padding_index: int | None) -> int:
     """The first token id that the config gives no meaning: images and padding have ids of their own."""
     configs = (config, config.get_text_config())
-    meant = {
-        value for one in configs for name, value in vars(one).items() if name.endswith(("token_id", "token_index"))
-    }
-    return next(token for token in itertools.count() if token not in meant and token != padding_index)
+    meant = {padding_index}
+    for name, value in itertools.chain.from_iterable(vars(one).items() for one in configs):
+        if name.endswith(("token_id", "token_index")):
+            meant.update(value if isinstance(value, (list, tuple)) else [value])  # GLM ends texts with one of three
+    return next(token for token in itertools.count() if token not in meant)
 
 
 @contextlib.contextmanager
