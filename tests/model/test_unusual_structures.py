@@ -172,7 +172,11 @@ def test_what_stages_cannot_do_is_refused(model_class, text) -> None:
 ZAYA = {**GROUPED, "num_experts": 4, "moe_intermediate_size": 40, "router_hidden_size": 32}
 SHAPES = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 99, "num_attention_heads": 4}
 ONE_TENSOR = [
-    ("zaya", ZAYA, r"its layers hand a second tensor on to each other \(argument 1\), and between stages only"),
+    (
+        "zaya",
+        ZAYA,
+        r"a second tensor on to each other \(prev_router_hidden_states\), and between stages only",
+    ),
     (
         "opt",
         {**SHAPES, "ffn_dim": 96, "word_embed_proj_dim": 32},

@@ -60,8 +60,8 @@ class _Record:
         self.head_input = hidden
         return hidden.detach()[..., :1]
 
-    def layer_forward(self, index: int, argument: str, returns: int, beside: torch.Tensor | None = None):
-        """A forward for layer `index` that records its arguments and returns something new."""
+    def layer_forward(self, index: int, arguments: list[str], returns: int, beside: torch.Tensor | None = None):
+        """A forward for layer `index` that records its arguments, called so, and returns something new."""
 
         def transform(hidden: torch.Tensor) -> torch.Tensor:
             self.order.append(index)
@@ -69,10 +69,11 @@ class _Record:
             self.returned.append(torch.rand_like(hidden, requires_grad=True))
             return self.returned[-1]
 
+        argument = arguments[0]
         identity = identity_forward(argument, returns, transform, beside)
 
         def forward(*args, **kwargs):
-            others: dict[str, Any] = {f"argument {place}": value for place, value in enumerate(args) if place > 0}
+            others: dict[str, Any] = dict(zip(arguments[1:], args[1:], strict=False))
             others |= {name: value for name, value in kwargs.items() if args or name != argument}
             for name, value in others.items():
                 tensors = [*_tensors(value)]
@@ -96,7 +97,8 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
     architecture = type(model).__name__
     known = Structure(layers_name=layers_name, embedding_module=embedding_module, head_module=head_module)
     layers, embedding = layers_of(model, layers_name), embedding_of(model, embedding_module)
-    argument = next(iter(inspect.signature(layers[0].forward).parameters))
+    arguments = [*inspect.signature(layers[0].forward).parameters]
+    argument = arguments[0]
     shape = (PROBE_BATCH, PROBE_SEQUENCE, embedding.weight.shape[1])
     hollow(model, known, range(0), lambda hidden: hidden)
     outer, shown = _numbers_for_parameters(model)
@@ -105,7 +107,7 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
     def run(returns: int, token: int | None, beside: torch.Tensor | None = None) -> tuple[_Record, bool]:
         record = _Record()
         for index, layer in enumerate(layers):
-            layer.forward = record.layer_forward(index, argument, returns, beside)
+            layer.forward = record.layer_forward(index, arguments, returns, beside)
         replace_head(model, head_module, record.take_head_input)
         embedded = embed_rows(embedding, rows).clone()  # some families write to what they are given
         call_embedded(model, embedding, token, embedded)
@@ -116,7 +118,7 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
         try:
             record, writes_to_input = run(returns, wants_token)
         except Exception as error:  # whatever the family's code raises on a form that it does not expect
-            failure = failure or f"{type(error).__name__}: {first_line(error)}"
+            failure = failure or ": ".join(dict.fromkeys([type(error).__name__, first_line(error)]))
             continue
         if record.received and isinstance(record.received[0], torch.Tensor) and record.received[0].shape != shape:
             got = (
@@ -248,7 +250,11 @@ def _check_passage(architecture: str, record: _Record, layers: int) -> None:
             raise uncuttable(architecture, f"the hidden states change between layers {index - 1} and {index}")
     if record.sideways:
         names = ", ".join(sorted(set(record.sideways)))
-        raise uncuttable(architecture, f"its layers receive trainable tensors besides the hidden states ({names})")
+        raise uncuttable(
+            architecture,
+            f"its layers receive trainable tensors besides the hidden states ({names}), and between stages only the"
+            " hidden states travel",
+        )
 
 
 def _leaves(output: torch.Tensor) -> set[int]:
