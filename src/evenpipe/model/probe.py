@@ -62,7 +62,7 @@ class _Record:
         return hidden.detach()[..., :1]
 
     def layer_forward(self, index: int, arguments: list[str], returns: int, beside: torch.Tensor | None = None):
-        """A forward for layer `index` that records its arguments and returns something new."""
+        """A forward for layer `index` that records its arguments, called so, and returns something new."""
 
         def transform(hidden: torch.Tensor) -> torch.Tensor:
             self.order.append(index)
@@ -265,7 +265,9 @@ def _check_passage(model: PreTrainedModel, record: _Record, layers: int) -> None
             raise uncuttable(architecture, f"the hidden states change between layers {index - 1} and {index}")
     if record.sideways:
         raise uncuttable(
-            architecture, f"its layers receive trainable tensors besides the hidden states ({_named(model, record)})"
+            architecture,
+            f"its layers receive trainable tensors besides the hidden states ({_named(model, record)}), and between"
+            " stages only the hidden states travel",
         )
 
 

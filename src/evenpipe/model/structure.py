@@ -123,7 +123,7 @@ def find_layers(model: PreTrainedModel) -> str:
         outermost = [name for name in outermost if name in plan]
     if len(outermost) != 1:
         shapes = ", ".join(f"{name} ({len(module)})" for name, module in lists[:6]) or "none"
-        wanted = f"it needs exactly one list of layers, {count} long (num_hidden_layers)"
+        wanted = "it needs exactly one list of layers"
         raise uncuttable(type(model).__name__, f"{wanted}, and its module lists are {shapes}")
     prefix = module_name(model, base)
     return f"{prefix}.{outermost[0]}" if prefix else outermost[0]
