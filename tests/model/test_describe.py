@@ -250,7 +250,7 @@ CONFIGS = [
     (
         "inputs per layer",
         lambda: transformers.AutoConfig.for_model("gemma4_text"),
-        r"receive trainable tensors besides the hidden states \(per_layer_input\), and between stages only",
+        r"receive trainable tensors besides the hidden states \(per_layer_input; see .*\), and between stages only",
     ),
     ("not a language model", lambda: transformers.ViTConfig(), "model_type = 'vit' has no causal language model"),
     (
