@@ -43,16 +43,17 @@ NEEDED: dict[str, dict[str, Any]] = {
 # By words of the sentence, what is refused.
 REFUSED = {
     "transformers cannot build a causal language model from this": (
-        *("gemma3n", "gemma4_unified_assistant", "musicgen", "musicgen_melody", "qwen4_exp", "qwen4_exp_text"),
-        "reformer",
+        *("musicgen", "musicgen_melody", "qwen4_exp", "qwen4_exp_text", "reformer"),
     ),
     "it needs exactly one list of layers": ("blt", "hrm_text", "xlm"),
     r"its embedding is \(\d+, \d+\) and its output layer \(\d+, \d+\)": ("cpmant", "mllama", "moshi", "rembert"),
     r"its parameters \S+ and \S+ are one tensor": ("prophetnet", "zamba", "zamba2"),
     r"tokens reach its layers in the shape .* travel": ("deepseek_v4", "electra", "hy_v4"),
-    r"hand a second tensor on to each other \(prev_\w+\)": ("glm_moe_dsa", "zaya"),
+    r"hand a second tensor on to each other \(prev_\w+\)": ("zaya",),
     r"receive trainable tensors besides the hidden states \(block_states\)": ("inkling2_text",),
-    "num_kv_shared_layers = 15 lets layers use the keys and values of others": ("gemma3n_text",),
+    r"num_kv_shared_layers = \d+ lets layers use the keys and values of others": (
+        *("gemma3n", "gemma3n_text", "gemma4_unified_assistant"),
+    ),
     "acts on the layers or after them without a gradient": ("roformer",),
     "its forward.* needs more of .* it stops at `.*` in modeling_": ("gemma4", "rwkv", "xlnet", "xmod"),
     "does not run on labels of the shape of the token ids": ("git",),
