@@ -26,7 +26,8 @@ fp64.
 
 `make families` repeats it (`make families PART=1/8` an eighth of it, `make families TYPES="llama gemma2"` some types)
 and writes this page. A type that is not listed is newer than this page; the self-check compares it before it trains.
-Models that also see or hear train on text: their towers get no gradient.
+Models that also see or hear train on text: their towers get no gradient. What is equal also starts from fresh weights,
+and runs in bf16 (`tests/families`); there Mamba, Mamba-2 and Falcon-Mamba need `residual_in_fp32 = false`.
 
 | model type | configuration | result | largest error, or why not |
 |---|---|---|---|

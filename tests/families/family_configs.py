@@ -266,6 +266,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "shared keys": {"num_kv_shared_layers": 2},
     },
     "glm4_moe": {"norms of queries and keys": {"use_qk_norm": True}},
+    "glm_moe_dsa": {"shared indexers": {"indexer_types": ["full", "shared"] * 2}},
     "gpt2": {
         "untied": UNTIED,
         "scaled by layer": {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},

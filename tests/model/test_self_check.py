@@ -286,21 +286,6 @@ def test_labels_of_another_shape_are_refused_with_the_reason() -> None:
         self_check(describe(LabelsOfAnotherShape(tiny_config("llama"))))
 
 
-class PositionsWithoutPadding(transformers.LlamaForCausalLM):
-    """As RoBERTa has it: tokens with the id of padding get no position of their own."""
-
-    def forward(self, input_ids=None, **arguments):
-        if input_ids is not None:
-            arguments["position_ids"] = (input_ids != self.config.pad_token_id).cumsum(1)
-        return super().forward(input_ids=input_ids, **arguments)
-
-
-def test_padding_tokens_that_move_others_are_named_as_the_reason() -> None:
-    said = r"PositionsWithoutPadding lets tokens with its pad_token_id \(3\) change more than their own embedding"
-    with pytest.raises(InputError, match=said):
-        self_check(describe(PositionsWithoutPadding(tiny_config("llama"))))
-
-
 class RoundedLogits(transformers.LlamaForCausalLM):
     """Gives its logits in fp32 whatever its dtype, as Mamba and xLSTM do."""
 

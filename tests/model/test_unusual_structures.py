@@ -178,7 +178,7 @@ ONE_TENSOR = [
     (
         "zaya",
         ZAYA,
-        r"its layers hand a second tensor on to each other \(prev_router_hidden_states\), and",
+        r"a second tensor on to each other \(prev_router_hidden_states\), and between stages only",
     ),
     (
         "opt",

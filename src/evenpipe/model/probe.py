@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from evenpipe.model.packed_rows import nothing_packed
 from evenpipe.model.structure import (
     PROBE_BATCH,
     PROBE_SEQUENCE,
@@ -62,7 +63,7 @@ class _Record:
         return hidden.detach()[..., :1]
 
     def layer_forward(self, index: int, arguments: list[str], returns: int, beside: torch.Tensor | None = None):
-        """A forward for layer `index` that records its arguments and returns something new."""
+        """A forward for layer `index` that records its arguments, called so, and returns something new."""
 
         def transform(hidden: torch.Tensor) -> torch.Tensor:
             self.order.append(index)
@@ -230,9 +231,10 @@ def _acts_unseen(run: Callable[[], _Record], shown: dict[str, torch.Tensor], nam
 
 
 def _returns_two_tensors(model: PreTrainedModel, layers_name: str) -> bool:
-    """Whether layers return a tensor beside the hidden states. Where that is not seen it is taken that they do."""
+    """Whether layers return something trainable beside the hidden states. Where that is not seen it is taken that they
+    do; the self-check finds out whether integers (the tokens that were chosen for attention) matter to the next one."""
     returned = output_of_first_layer(model.config, type(model), layers_name, torch.float32)
-    return not isinstance(returned, (tuple, list)) or any(True for _ in _tensors(returned[1:]))
+    return not isinstance(returned, (tuple, list)) or any(one.is_floating_point() for one in _tensors(returned[1:]))
 
 
 def output_of_first_layer(
@@ -242,7 +244,7 @@ def output_of_first_layer(
     model, found = build_skeleton(config, dtype, model_class), []
     layers_of(model, layers_name)[0].register_forward_hook(lambda module, args, output: found.append(output))
     token_ids = torch.zeros(PROBE_BATCH, PROBE_SEQUENCE, dtype=torch.int64, device="meta")
-    with torch.no_grad(), contextlib.suppress(Exception):
+    with torch.no_grad(), nothing_packed(), contextlib.suppress(Exception):
         model(input_ids=token_ids, use_cache=False)
     return found[0] if found else None
 
@@ -265,7 +267,9 @@ def _check_passage(model: PreTrainedModel, record: _Record, layers: int) -> None
             raise uncuttable(architecture, f"the hidden states change between layers {index - 1} and {index}")
     if record.sideways:
         raise uncuttable(
-            architecture, f"its layers receive trainable tensors besides the hidden states ({_named(model, record)})"
+            architecture,
+            f"its layers receive trainable tensors besides the hidden states ({_named(model, record)}), and between"
+            " stages only the hidden states travel",
         )
 
 

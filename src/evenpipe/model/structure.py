@@ -123,7 +123,7 @@ def find_layers(model: PreTrainedModel) -> str:
         outermost = [name for name in outermost if name in plan]
     if len(outermost) != 1:
         shapes = ", ".join(f"{name} ({len(module)})" for name, module in lists[:6]) or "none"
-        wanted = f"it needs exactly one list of layers, {count} long (num_hidden_layers)"
+        wanted = "it needs exactly one list of layers"
         raise uncuttable(type(model).__name__, f"{wanted}, and its module lists are {shapes}")
     prefix = module_name(model, base)
     return f"{prefix}.{outermost[0]}" if prefix else outermost[0]
@@ -270,10 +270,11 @@ def call_embedded(
 def neutral_token(config: PreTrainedConfig, padding_index: int | None) -> int:
     """The first token id that the config gives no meaning: images and padding have ids of their own."""
     configs = (config, config.get_text_config())
-    meant = {
-        value for one in configs for name, value in vars(one).items() if name.endswith(("token_id", "token_index"))
-    }
-    return next(token for token in itertools.count() if token not in meant and token != padding_index)
+    meant = {padding_index}
+    for name, value in itertools.chain.from_iterable(vars(one).items() for one in configs):
+        if name.endswith(("token_id", "token_index")):
+            meant.update(value if isinstance(value, (list, tuple)) else [value])  # GLM ends texts with one of three
+    return next(token for token in itertools.count() if token not in meant)
 
 
 @contextlib.contextmanager

@@ -55,8 +55,8 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run Python code that comes with `source`."""
     self_check: bool = True
-    """Before training, compare the cut model with the whole one on a shrunken copy: seconds, and an architecture that
-    would be trained wrongly is refused."""
+    """Before training, compare the cut model with the whole one on a shrunken copy: about a second, and an architecture
+    that would be trained wrongly is refused."""
 
     def check(self) -> None:
         if (self.source is None) == (self.architecture is None):
