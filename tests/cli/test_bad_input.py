@@ -383,8 +383,8 @@ WRONG: list[tuple[list[str], list[str]]] = [
     ([*TRAIN, "sample.top_k=-1"], ["sample.top_k is -1", "at least 0"]),
     ([*TRAIN, "wandb.x=1"], ["[wandb] is no section", "known: model, data"]),
     # --- models
-    (["export", "folder.svg", "-o", "out"], ["'folder.svg' holds no checkpoint", "expected a checkpoint's folder"]),
-    (["generate", "folder.svg"], ['"folder.svg" is no model folder', "config.json"]),
+    (["export", "folder.svg", "-o", "out"], ["'folder.svg' has no checkpoint", "expected a checkpoint's folder"]),
+    (["generate", "folder.svg"], ['"folder.svg" is not a model folder', "config.json"]),
     (["export", "nowhere", "-o", "out"], ["nowhere"]),
     (["generate", f"{ESCAPE}"], ["\\x1b[31m"]),
     (["generate", "text.txt"], ["text.txt"]),

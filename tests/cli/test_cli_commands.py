@@ -273,7 +273,7 @@ def test_export_and_generate_call_what_does_the_work(exported, monkeypatch, caps
 
 def test_generate_without_a_model_is_wrong_input(capsys):
     assert main(["generate", "nowhere"]) == 2
-    assert capsys.readouterr().err.startswith('evenpipe: "nowhere" is no model folder')
+    assert capsys.readouterr().err.startswith('evenpipe: "nowhere" is not a model folder')
 
 
 def test_the_quickstart_is_accepted():

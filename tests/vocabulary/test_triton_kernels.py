@@ -182,7 +182,9 @@ def test_auto_is_torch_on_a_cpu_and_on_no_device() -> None:
 
 def test_triton_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_has_triton", lambda: False)
-    with pytest.raises(InputError, match='kernels is "triton", which is not installed; "auto" and "torch" work without'):
+    with pytest.raises(
+        InputError, match='kernels is "triton", which is not installed; "auto" and "torch" work without'
+    ):
         choose(LossOptions(kernels="triton"), torch.zeros(1))
     assert type(choose(LossOptions(), torch.zeros(1, device=DEVICE))).__name__ == "PlainKernels"
 
