@@ -358,7 +358,7 @@ WRONG: list[tuple[list[str], list[str]]] = [
     ([*PROFILE, "--processes", "2"], ["--processes needs --hardware"]),
     ([*PROFILE, "-o", "x.csv"], ["'x.csv' cannot be written", "must end in .toml"]),
     (["init", "--data", "nowhere.txt"], ['--data is "nowhere.txt"', "no such file or folder"]),
-    (["init", "--data", "empty"], ['--data is "empty"', "empty, expected text"]),
+    (["init", "--data", "empty"], ['--data is "empty"', "empty; expected text"]),
     (["init", "--processes", "0"], ["--processes is 0, but must be at least 1"]),
     (["init", "--example", "zvb"], ['--example is "zvb"', "must be one of all, quickstart", 'did you mean "zbv"?']),
     (["init", "-o", "x.csv"], ["--output is 'x.csv'", "must end in .toml"]),

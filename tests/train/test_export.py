@@ -225,9 +225,9 @@ def test_what_is_no_run(tmp_path: Path) -> None:
         (lambda facts: facts.pop("model_config"), r"run\.json has no model_config"),
         (lambda facts: facts["model_config"].update(model_type="never heard of"), "model_type 'never heard of'"),
         (lambda facts: facts["model_config"].update(num_hidden_layers=3), r"has no 'model\.layers\.2\."),
-        (lambda facts: facts["model_config"].update(num_hidden_layers=1), r"holds 'model\.layers\.1\..* does not have"),
+        (lambda facts: facts["model_config"].update(num_hidden_layers=1), r"has 'model\.layers\.1\..* does not have"),
         (lambda facts: facts["model_config"].update(vocab_size=98), r"has shape \(97, 32\) in the checkpoint"),
-        (lambda facts: facts["model_config"].update(tie_word_embeddings=True), "holds 'lm_head.weight'"),
+        (lambda facts: facts["model_config"].update(tie_word_embeddings=True), "has 'lm_head.weight'"),
     ],
 )
 def test_a_config_that_is_not_that_of_the_parameters(tmp_path: Path, change: Any, says: str) -> None:

@@ -256,7 +256,7 @@ def load(
     unknown = sorted(set(parameter_names(checkpoint.manifest)) - known)
     if unknown:
         raise InputError(
-            f"{where} holds {unknown[0]!r} and {len(unknown) - 1} more parameters that the model does not have"
+            f"{where} has {unknown[0]!r} and {len(unknown) - 1} more parameters that the model does not have"
         )
 
     def read() -> None:
