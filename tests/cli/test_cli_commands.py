@@ -95,7 +95,7 @@ WRONG = [
     (["pipeline.processes=-1"], ["pipeline.processes is -1", "at least 1"]),
     (["data.sequence_length=65"], ["data.sequence_length is 65", "at most 64"]),
     (["data.files=nowhere.txt"], ["data.files", "nowhere.txt", "no such file"]),
-    (["data.files=empty.txt"], ["holds no text"]),
+    (["data.files=empty.txt"], ["has no text"]),
     (["data.files=short.txt"], ["0 training sequences", "one step needs 2"]),
     (["data.files=latin.txt"], ["latin.txt", "not UTF-8 at byte 3", "data.encoding_errors"]),
     (["data.files=broken.jsonl"], ["broken.jsonl", "line 2", "not JSON"]),
@@ -273,7 +273,7 @@ def test_export_and_generate_call_what_does_the_work(exported, monkeypatch, caps
 
 def test_generate_without_a_model_is_wrong_input(capsys):
     assert main(["generate", "nowhere"]) == 2
-    assert capsys.readouterr().err.startswith('evenpipe: "nowhere" is no model folder')
+    assert capsys.readouterr().err.startswith('evenpipe: "nowhere" is not a model folder')
 
 
 def test_the_quickstart_is_accepted():

@@ -294,7 +294,7 @@ def find_after_damage(folder: Path) -> tuple:
 
 
 def test_all_processes_agree_on_the_latest(tmp_path: Path) -> None:
-    reason = "__2_0.distcp does not have the content that the manifest gives the hash of"
+    reason = "the content of __2_0.distcp does not have the hash in the manifest"
     assert run_processes(find_after_damage, 3, tmp_path) == [(2, [("step-00000003", reason)])] * 3
 
 

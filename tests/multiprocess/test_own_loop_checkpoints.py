@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_never_begun_anew_in_place_of(tm
             assert run_processes(newest, 2, tmp_path / "loop") == [1, 1]
     with pytest.raises(InputError, match=r"no sound checkpoint .*step-00000002: .*or an empty folder"):
         run_processes(newest, 2, tmp_path / "loop")
-    with pytest.raises(InputError, match="is one checkpoint, expected the folder that holds checkpoints"):
+    with pytest.raises(InputError, match="is one checkpoint, expected the folder of all checkpoints"):
         newest(tmp_path / "loop" / "step-00000001")
 
 
@@ -190,10 +190,10 @@ def loads(folder: Path, what: str) -> None:
 
 
 REFUSED = {
-    "optimizer": "optimizer: it is SGD, and the checkpoint .* was saved with AdamW",
-    "one group": "stand in one group, and the checkpoint .* has other options for each",
+    "optimizer": "optimizer: it is SGD, but the checkpoint .* was saved with AdamW",
+    "one group": "are in one group, but have different options in the checkpoint",
     "three groups": "scheduler: the optimizer has 3 groups here and had 2 in",
-    "scheduler": "scheduler: it is ExponentialLR, and the checkpoint .* was saved with LambdaLR",
+    "scheduler": "scheduler: it is ExponentialLR, but the checkpoint .* was saved with LambdaLR",
     "scheduler of another": "scheduler: it schedules another optimizer",
     "norm": "rms_norm_eps is now 0.001, was 1e-06",
 }
@@ -231,11 +231,11 @@ def saves(folder: Path, what: str) -> None:
     [
         ("step", "step: -1, expected a whole number of steps, 0 or more"),
         ("extra", r"extra: \[1\], expected a table of JSON values, or None"),
-        ("extra of tensors", "Tensor is not JSON serializable; expected what JSON can hold"),
+        ("extra of tensors", "Tensor is not JSON serializable; expected JSON values"),
         ("optimizer", "optimizer: 'adamw', expected an optimizer as in torch.optim, or None"),
         (
             "groups",
-            "2 groups on process 0 and 1 on process 1, expected as many on every process, empty ones among them",
+            "2 groups on process 0 and 1 on process 1, expected the same number on every process, with empty ones",
         ),
     ],
 )

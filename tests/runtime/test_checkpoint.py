@@ -260,10 +260,10 @@ def test_other_names_are_refused(three: Path) -> None:
     checkpoint = open_checkpoint(three / "step-00000003")
     more, fewer = Run(), Run()
     more.shards["lm_head.weight"] = Shard(nn.Parameter(torch.zeros(9, 4)))
-    with pytest.raises(InputError, match=r"the checkpoint holds no 'lm_head\.weight', which the model has"):
+    with pytest.raises(InputError, match=r"the checkpoint has no 'lm_head\.weight', which the model has"):
         load(checkpoint, more.shards)
     del fewer.shards["model.norm.weight"]
-    with pytest.raises(InputError, match=r"holds 'model\.norm\.weight' and 0 more parameters that the model does not"):
+    with pytest.raises(InputError, match=r"has 'model\.norm\.weight' and 0 more parameters that the model does not"):
         load(checkpoint, fewer.shards)
 
 
@@ -293,7 +293,7 @@ def test_a_file_lost_while_loading_leaves_all_as_it_was(three: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda run: {"metadata": {"when": object()}}, "metadata of a checkpoint: .*expected what JSON can hold"),
+        (lambda run: {"metadata": {"when": object()}}, "metadata of a checkpoint: .*expected JSON values"),
         (lambda run: {"keep": 0}, "keep is 0, expected at least 1"),
         (lambda run: {"shards": {}}, "optimizer: 3 of its 3 parameters are not among those of the pipeline"),
     ],

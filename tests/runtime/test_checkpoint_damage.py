@@ -101,7 +101,7 @@ def test_half_written_and_foreign_folders_are_no_candidates(three: Path) -> None
 
 def test_what_is_no_checkpoint_says_so(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(InputError, match=r"manifest\.json is missing: this is no checkpoint"):
+        with pytest.raises(InputError, match=r"manifest\.json is missing: this is not a checkpoint"):
             open_checkpoint(path)
 
 

@@ -121,7 +121,7 @@ def test_how_an_optimizer_computes_is_not_restored() -> None:
 
 def test_a_schedule_that_is_left_out_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     Holder(["a"]).load(saved(Holder(["a"], "LambdaLR")))
-    assert "holds the state of a scheduler (LambdaLR), and none is given" in caplog.text
+    assert "contains the state of a scheduler (LambdaLR), but no scheduler is given" in caplog.text
 
 
 def test_what_json_cannot_hold_is_refused() -> None:
@@ -132,7 +132,9 @@ def test_what_json_cannot_hold_is_refused() -> None:
 
 
 def test_groups_that_were_apart_may_not_be_put_together() -> None:
-    with pytest.raises(InputError, match="'b' and 'c' stand in one group, and the checkpoint 'x' has other options"):
+    with pytest.raises(
+        InputError, match="'b' and 'c' are in one group, but have different options in the checkpoint 'x'"
+    ):
         Holder(["bac"]).load(saved(Holder(["a", "c", "b"], a=1, c=2, b=1)))
 
 

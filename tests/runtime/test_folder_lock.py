@@ -123,7 +123,7 @@ def finish_writing(file: Path) -> None:
         # killed while it was written; or only looked at too early
         (lambda: None, nothing, None, SILENCE_SECONDS),
         (lambda: None, finish_writing, rf"process {os.getppid()} on", BEAT_SECONDS),
-        (lambda: None, touch, "a process that has not said who it is", BEAT_SECONDS),
+        (lambda: None, touch, "an unknown process", BEAT_SECONDS),
     ],
 )
 def test_a_lock_holds_as_long_as_its_holder_runs(  # noqa: PLR0917
@@ -197,7 +197,7 @@ def test_one_that_has_lost_it_is_told(tmp_path: Path, by: str) -> None:
         (folder / LOCK).unlink()
         if by == "deletion of the folder":
             folder.rmdir()
-        says = "is gone, and another run may write there"
+        says = "has been deleted, and another run may write there"
     for _ in range(2):  # it does not come back by itself
         with pytest.raises(RunError, match=says):
             check(folder)

@@ -134,10 +134,10 @@ def test_files_are_held_against_it(tmp_path: Path) -> None:
         assert hash_file(tmp_path / name) == entry
     (tmp_path / "a").write_bytes(b"Content")
     check_sizes(tmp_path, manifest)
-    with pytest.raises(DamagedError, match="a does not have the content"):
+    with pytest.raises(DamagedError, match="the content of a does not have the hash"):
         check_hash(tmp_path, "a", entries["a"])
     (tmp_path / "a").write_bytes(b"conten")
-    with pytest.raises(DamagedError, match="a has 6 bytes, and the manifest says 7"):
+    with pytest.raises(DamagedError, match="a has 6 bytes, but the manifest says 7"):
         check_sizes(tmp_path, manifest)
     (tmp_path / "a").unlink()
     with pytest.raises(DamagedError, match="a is missing"):

@@ -1,4 +1,4 @@
-"""Tokens to rows to batches: what is written, what is held back, and the order of the data."""
+"""Tokens, rows and batches: the file, the validation rows, and the order of the data."""
 
 from __future__ import annotations
 

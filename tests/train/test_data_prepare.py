@@ -231,7 +231,7 @@ def test_a_run_folder_that_is_a_file_is_refused(config, tmp_path):
 
 
 TOO_LITTLE = [
-    ({}, b"", ["the data", "holds no text"]),
+    ({}, b"", ["the data", "has no text"]),
     ({}, b"a", ["2 tokens", "0 training sequences", "needs 4"]),
     ({"pipeline": {"microbatches": 100}}, None, ["one step needs 200", "pipeline.microbatches"]),
     ({"data": {"sequence_length": 100_000}}, None, ["0 training sequences", "data.sequence_length = 100000"]),
@@ -354,7 +354,7 @@ def test_what_a_checkpoint_compares(config):
     ):
         (said,) = changes_of_data(identity, data_identity(config(**change), data))
         assert said.startswith(line)
-        assert ("rows that were trained on may now be validated on" in said) == mixes
+        assert ("the run may have trained on some of the new ones" in said) == mixes
     same_batch = config(pipeline={"microbatches": 4, "microbatch_size": 1})
     assert changes_of_data(identity, data_identity(same_batch, data)) == []
 
@@ -448,7 +448,7 @@ def test_wrong_data_to_evaluate_on_is_one_sentence(config, other):
         ({"validation_files": [str(folder)]}, r"^data\.validation_files names the folder"),
         (
             {"validation_files": [f"{folder}/1.py"], "sequence_length": 64},
-            "^the data to evaluate on holds .* tokens, but must hold at least one sequence",
+            "^the validation data has .* tokens, but must have at least one sequence",
         ),
     ):
         with pytest.raises(InputError, match=words):
@@ -461,7 +461,7 @@ def test_what_a_checkpoint_says_of_data_to_evaluate_on(config, corpus, other):
     own = config(data={"validation_files": [f"{folder}/*.py"], "validation_fraction": 0})
     fewer = config(data={"validation_files": [f"{folder}/[0-7].py"], "validation_fraction": 0})
     identities = [data_identity(settings, prepare(settings, quiet)) for settings in (plain, own, fewer)]
-    line = "other text is evaluated on from now on: validation losses do not compare with those before"
+    line = "the validation data has changed: validation losses do not compare with earlier ones"
     for before, now in ((0, 1), (1, 2), (2, 0)):
         assert changes_of_data(identities[before], identities[now]) == [line]
     assert changes_of_data(identities[1], identities[1]) == []

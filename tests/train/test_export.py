@@ -187,7 +187,7 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_is_gone(tmp_path: Path) -> None:
     checkpoint = checkpoint_of(build(), tmp_path / "run" / "checkpoints", tokenizer="../../tokenizer")
-    with pytest.warns(UserWarning, match=r"there is no tokenizer in .*/\.\./\.\./tokenizer, where run\.json says"):
+    with pytest.warns(UserWarning, match=r"run\.json names the tokenizer .*/\.\./\.\./tokenizer, which does not exist"):
         export_checkpoint(checkpoint, tmp_path / "model")
     assert (tmp_path / "model" / "config.json").exists()
 
@@ -201,21 +201,21 @@ def test_a_runs_folder_stands_for_its_newest_sound_checkpoint(tmp_path: Path) ->
     for folder in (tmp_path, tmp_path / "checkpoints"):
         assert_same_model(export_checkpoint(folder, tmp_path / "model"), new)
     flip(newest / "__0_0.distcp", random.Random(0))
-    said = pytest.warns(UserWarning, match=r"passed over .*step-00000004: __0_0\.distcp does not have the content")
+    said = pytest.warns(UserWarning, match=r"skipped .*step-00000004: the content of __0_0\.distcp")
     with said:
         export_checkpoint(tmp_path, tmp_path / "model")
     assert_same_model(tmp_path / "model", old)
-    with pytest.raises(InputError, match=r"step-00000004' cannot be used: __0_0\.distcp"):
+    with pytest.raises(InputError, match=r"step-00000004' cannot be used: the content of __0_0\.distcp"):
         export_checkpoint(newest, tmp_path / "model")
     flip(tmp_path / "checkpoints" / "step-00000003" / "run.json", random.Random(0))
-    with pytest.raises(InputError, match=r"holds no sound checkpoint \(step-00000004: __0_0\.distcp"):
+    with pytest.raises(InputError, match=r"has no sound checkpoint \(step-00000004: the content of __0_0\.distcp"):
         export_checkpoint(tmp_path, tmp_path / "model")
     assert_same_model(tmp_path / "model", old)
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(InputError, match="holds no checkpoint"):
+        with pytest.raises(InputError, match="has no checkpoint"):
             export_checkpoint(folder, tmp_path / "model")
 
 
@@ -224,10 +224,10 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     [
         (lambda facts: facts.pop("model_config"), r"run\.json has no model_config"),
         (lambda facts: facts["model_config"].update(model_type="never heard of"), "model_type 'never heard of'"),
-        (lambda facts: facts["model_config"].update(num_hidden_layers=3), r"holds no 'model\.layers\.2\."),
-        (lambda facts: facts["model_config"].update(num_hidden_layers=1), r"holds 'model\.layers\.1\..* does not have"),
+        (lambda facts: facts["model_config"].update(num_hidden_layers=3), r"has no 'model\.layers\.2\."),
+        (lambda facts: facts["model_config"].update(num_hidden_layers=1), r"has 'model\.layers\.1\..* does not have"),
         (lambda facts: facts["model_config"].update(vocab_size=98), r"has shape \(97, 32\) in the checkpoint"),
-        (lambda facts: facts["model_config"].update(tie_word_embeddings=True), "holds 'lm_head.weight'"),
+        (lambda facts: facts["model_config"].update(tie_word_embeddings=True), "has 'lm_head.weight'"),
     ],
 )
 def test_a_config_that_is_not_that_of_the_parameters(tmp_path: Path, change: Any, says: str) -> None:
@@ -263,7 +263,7 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path: Path, name: str) -> 
     other.parent.mkdir(parents=True)
     other.write_text("precious")
     first = name.split("/", maxsplit=1)[0]
-    with pytest.raises(InputError, match=f"home', holds '{first}', which no export has written"):
+    with pytest.raises(InputError, match=f"home', has '{first}', which no export has written"):
         export_checkpoint(checkpoint, tmp_path / "home")
     assert other.read_text() == "precious"
     with pytest.raises(InputError, match="is a file or a link"):

@@ -80,9 +80,9 @@ def test_the_random_state_of_the_caller_is_left_alone(folder):
 
 
 def test_folders_without_a_model(folder, tmp_path):
-    with pytest.raises(InputError, match=r"nowhere.*is no model folder"):
+    with pytest.raises(InputError, match=r"nowhere.*is not a model folder"):
         generate(tmp_path / "nowhere", PROMPT)
-    with pytest.raises(InputError, match="is no model folder"):
+    with pytest.raises(InputError, match="is not a model folder"):
         generate(tmp_path, PROMPT)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(InputError, match="cannot be loaded"):
@@ -108,9 +108,7 @@ def test_numbers_that_cannot_be(folder, wrong):
 def test_the_folder_of_a_run_stands_for_its_model(folder, tmp_path):
     (tmp_path / "config.json").write_text("{}")  # the run's own
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(
-        InputError, match=r'^".*" holds checkpoints and no exported model; evenpipe export .* -o FOLDER'
-    ):
+    with pytest.raises(InputError, match=r'^".*" has checkpoints but no exported model; evenpipe export .* -o FOLDER'):
         Generator(tmp_path)
     shutil.copytree(folder, tmp_path / "model")
     assert generate(tmp_path, PROMPT, max_new_tokens=5) == generate(folder, PROMPT, max_new_tokens=5)

@@ -123,7 +123,7 @@ WRONG = [
     (["--example", "zvb"], 'one of all, quickstart, v_half, zbv; did you mean "zbv"?'),
     (["--example", "zbv", "--data", "data"], "--example is a complete configuration"),
     (["--data", "date"], '--data is "date", but there is no such file or folder; did you mean "data"?'),
-    (["--data", "data"], "that folder holds no text, JSON lines or parquet"),
+    (["--data", "data"], "that folder has no text, JSON lines or parquet"),
     (["--processes", "0"], "--processes is 0, but must be at least 1"),
     (["-o", "train.txt"], "must end in .toml"),
 ]

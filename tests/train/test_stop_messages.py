@@ -26,10 +26,10 @@ def test_the_first_signal(tmp_path: Path, capsys: pytest.CaptureFixture[str], nu
 
 
 def test_the_second_one_says_what_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    nothing = "no step was saved, so all of them are lost; the same command begins anew"
+    nothing = "no step was saved, so all steps are lost; the same command starts again"
     assert said(tmp_path, capsys, signal.SIGINT, ends=True) == f"evenpipe: Ctrl-C: ended at once; {nothing}"
     newest, *_ = sorted(save_three(tmp_path / "checkpoints").glob("step-*"), reverse=True)
-    assert "; steps after 3, the last one saved, are lost; the same command goes on from there" in said(
+    assert "; steps after 3, the last one saved, are lost; the same command continues from there" in said(
         tmp_path, capsys, signal.SIGINT, ends=True
     )
     next(newest.glob("*.distcp")).unlink()

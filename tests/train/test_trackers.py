@@ -131,7 +131,7 @@ def test_a_resumed_run_goes_on_in_the_same_runs_and_sends_no_step_twice(packages
 def test_a_tracker_that_fails_ends_nothing_and_is_one_line(packages, tmp_path, moment):
     packages["wandb"].fails = {moment}
     assert start(tmp_path / "run", 4) == [
-        "wandb has failed and gets no more figures until the next start: ConnectionError: no route to the host"
+        "wandb has failed and gets no more metrics until the next start: ConnectionError: no route to the host"
     ]
     assert [number for number, _ in packages["trackio"].logged] == [1, 2, 3, 4, 4]
     assert packages["trackio"].finished == 1
@@ -141,7 +141,7 @@ def test_a_tracker_that_fails_ends_nothing_and_is_one_line(packages, tmp_path, m
 def test_a_tracker_that_does_not_come_to_its_end_is_left_behind(packages, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "FINISH_SECONDS", 0.1)
     packages["wandb"].waits = True
-    assert start(tmp_path / "run", 1) == ["wandb has not sent all of its figures within 0.1 s; they are left behind"]
+    assert start(tmp_path / "run", 1) == ["wandb did not send all metrics within 0.1 s; the rest is lost"]
     assert packages["trackio"].finished == 1
 
 

@@ -1,19 +1,19 @@
-"""AdamW whose state is on the host, or a share of it, and visits the device bucket by bucket.
+"""AdamW whose moments, or a share of them, are on the host and visit the device bucket by bucket.
 
     host    | bucket 0 | bucket 1 | bucket 2 | ...         exp_avg and exp_avg_sq
                  v  ^       v  ^
-    device     update      (on its way)                    parameters and gradients
+    device     update      (in transit)                    parameters and gradients
 
-The update itself is torch's, on the device, whatever the share: so its bits are those of `torch.optim.AdamW`, fused or
-not. Buckets end at multiples of 64 elements of a parameter, where the fused kernels cut as well.
+torch updates on the device with any share, so the bits are those of `torch.optim.AdamW`, fused or not. Buckets end at
+multiples of 64 elements of a parameter, where the fused kernels cut as well.
 
-On a GPU the host's side is locked memory, and copies run on two streams of their own: while a bucket is updated the
-next one comes and the one before goes, and the host waits once, at the end of the step. On the CPU it is a file without
-a name that is mapped into memory: the update works on it in place, and its pages are let go bucket by bucket, so that
-resident memory holds no more than one.
+On a GPU, moments are in pinned host memory and copies have two streams: during the update of a bucket the next one
+comes and the previous one leaves, and the host waits once, at the end of the step. On the CPU, moments are in an
+unnamed file that is mapped into memory: the update works on it in place and releases its pages bucket by bucket, so
+that at most one bucket is resident.
 
-The state looks as torch's does, one tensor of the parameter's shape by name, so checkpoints are the same for all shares
-and are loaded with any.
+The state has the form of torch's, one tensor of the parameter's shape by name, so checkpoints do not depend on the
+share.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from evenpipe.runtime.host_pool import PinnedSlab, carve, unnamed_file
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BUCKET_BYTES = 64 * 2**20
-"""Of one moment. Three buckets of two moments are on a GPU at a time: one comes, one is updated, one goes."""
+"""Bytes of one moment. Three buckets of two moments are on a GPU at a time: one comes, one is updated, one leaves."""
 _WIDTH = 64
-"""Elements: where a parameter may be cut without changing the bits of a fused update."""
+"""Elements. Cuts of a parameter at multiples of it do not change the bits of a fused update."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A stretch of a parameter, in elements."""
+    """A range of a parameter's elements."""
 
     parameter: nn.Parameter
     first: int
@@ -54,13 +54,14 @@ class HostAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` with a share of its moments on the host.
 
     Args:
-        share: of all elements, 0 to 1, whose moments are there: whole parameters, as many as fit in, the largest first.
-        directory: on the CPU, where the file is made; None: the system's directory for temporary files.
-        bucket_bytes: of one moment.
-        options: as of `torch.optim.AdamW`, but amsgrad, capturable and differentiable.
+        share: share of all elements, 0 to 1, whose moments are on the host: whole parameters, the largest first, as
+            many as fit.
+        directory: on the CPU, directory of the file; None: the system's directory for temporary files.
+        bucket_bytes: bytes of one moment per bucket.
+        options: as for `torch.optim.AdamW`, except amsgrad, capturable and differentiable.
 
     Raises:
-        InputError: a share that is none, or an option that this one cannot have.
+        InputError: a share outside 0 to 1, an option that is not supported, or a directory without enough space.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class HostAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update, as torch's."""
+        """Update the parameters, as `torch.optim.AdamW` does."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -109,22 +110,22 @@ class HostAdamW(torch.optim.AdamW):
                 if parameter in self._hosted:
                     self.state[parameter]["step"].add_(1)
         if self._streams is not None:
-            self._streams[1].synchronize()  # the host may be read now: by a checkpoint, say
+            self._streams[1].synchronize()  # afterwards a checkpoint, for example, may read the host memory
         return loss
 
     # --- state -------------------------------------------------------------------------------------------------
 
     def moment_on_host(self, parameter: nn.Parameter, name: str) -> Tensor | None:
-        """Where a moment is kept, from the beginning; None for what is on the device. Whoever fills it before the first
-        step puts it into the state, which does not name it yet."""
+        """Return the host memory of a moment; None if it is on the device. A caller that fills it before the first step
+        must also put it into the state, which does not have it yet."""
         return self._host.tensor(parameter, name) if parameter in self._hosted and name in MOMENTS else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; but what belongs on the host never visits the device."""
+        """Load as torch does, but without copying moments of the host to the device."""
         given = [number for group in state_dict["param_groups"] for number in group["params"]]
         held = [parameter for group in self.param_groups for parameter in group["params"]]
         others, moments = dict(state_dict["state"]), []
-        for number, parameter in zip(given, held, strict=False):  # torch says what is wrong, where something is
+        for number, parameter in zip(given, held, strict=False):  # torch reports different lengths
             if parameter in self._hosted and number in others:
                 state = dict(others[number])
                 found = {name: state.pop(name) for name in MOMENTS if name in state}
@@ -136,7 +137,7 @@ class HostAdamW(torch.optim.AdamW):
                 self.state[parameter][name] = self._host.tensor(parameter, name).copy_(moment)
 
     def _state_of(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        """The state of a parameter is there, and on the host if it belongs there."""
+        """Make sure that a parameter has its state, on the host if it belongs there."""
         state = self.state[parameter]
         if not state:
             on_device = group["fused"]
@@ -149,7 +150,7 @@ class HostAdamW(torch.optim.AdamW):
         for name in MOMENTS:
             there = self._host.tensor(parameter, name)
             given = state.get(name)
-            if given is not there:  # the first step, or what a checkpoint brought
+            if given is not there:  # in the first step, or after loading a checkpoint
                 there.zero_() if given is None else there.copy_(given)
                 state[name] = there
 
@@ -161,7 +162,7 @@ class HostAdamW(torch.optim.AdamW):
     # --- the update --------------------------------------------------------------------------------------------
 
     def _update(self, group: dict[str, Any], pieces: list[_Piece], moments: dict[tuple[_Piece, str], Tensor]) -> None:
-        """torch's update of some pieces. Their moments are given, or in the state; then the step count goes on too."""
+        """Update pieces with torch. Without given `moments`, use those of the state and increase its step count."""
         if not pieces:
             return
         states = [self.state[piece.parameter] for piece in pieces]
@@ -196,7 +197,7 @@ class HostAdamW(torch.optim.AdamW):
         )
 
     def _stream(self, group: dict[str, Any], pieces: list[_Piece]) -> None:
-        """The update of what is on the host."""
+        """Update pieces whose moments are on the host."""
         if pieces and pieces[0].parameter.device.type != "cpu":
             self._stream_to_gpu(group, pieces)
             return
@@ -206,8 +207,8 @@ class HostAdamW(torch.optim.AdamW):
             self._host.let_go()
 
     def _stream_to_gpu(self, group: dict[str, Any], pieces: list[_Piece]) -> None:
-        """Piece by piece through the device: one comes while the one before is updated. Memory is taken and given back
-        by the stream that computes, behind the copies out of it."""
+        """Update piece by piece: the next one comes during the update of the current one. The computing stream
+        allocates and frees the memory, after the copies that read it."""
         device = pieces[0].parameter.device
         if self._streams is None:
             self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -217,12 +218,12 @@ class HostAdamW(torch.optim.AdamW):
         coming: dict[tuple[_Piece, str], Tensor] = {}
 
         def fetch(piece: _Piece) -> Any:
-            while len(gone) > 1:  # the bucket before goes while this one comes; the one before that has gone
+            while len(gone) > 1:  # the previous bucket may leave while this one comes; wait for the one before it
                 computing.wait_event(gone[0][0])
-                del gone[0]  # and so its memory: no name holds it
+                del gone[0]  # frees its memory
             for name in MOMENTS:
                 coming[piece, name] = torch.empty(piece.last - piece.first, dtype=piece.parameter.dtype, device=device)
-            inward.wait_stream(computing)  # its memory is free; of the host each piece is read once in a step
+            inward.wait_stream(computing)  # wait until its memory is free
             with torch.cuda.stream(inward):
                 for name in MOMENTS:
                     source = piece.of(self.state[piece.parameter][name])
@@ -246,7 +247,7 @@ class HostAdamW(torch.optim.AdamW):
 
 
 def _largest(parameters: Iterable[nn.Parameter], share: float) -> dict[nn.Parameter, None]:
-    """As many of them as do not exceed a share of all elements, the largest first; none without elements."""
+    """Return the largest non-empty parameters that together do not exceed a share of all elements."""
     ordered = sorted(parameters, key=lambda parameter: -parameter.numel())
     left = share * sum(parameter.numel() for parameter in ordered) * (1 + 1e-12)
     chosen: dict[nn.Parameter, None] = {}
@@ -258,7 +259,7 @@ def _largest(parameters: Iterable[nn.Parameter], share: float) -> dict[nn.Parame
 
 
 class _Host:
-    """The moments of parameters, in memory of the host."""
+    """The moments of parameters in host memory."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], directory: Path | None) -> None:
         self._tensors: dict[tuple[nn.Parameter, str], Tensor] = {}
@@ -270,16 +271,16 @@ class _Host:
             self._make_file(mapped, directory)
 
     def tensor(self, parameter: nn.Parameter, name: str) -> Tensor:
-        """A moment, of the parameter's shape."""
+        """Return a moment, of the parameter's shape."""
         return self._tensors[parameter, name]
 
     def let_go(self) -> None:
-        """Nobody works on the moments for now: their pages need not be in memory."""
+        """Release the pages of the file from memory, until they are used again."""
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def _pin(self, parameters: list[nn.Parameter]) -> None:
-        """Few locked slabs for all of them: each moment by itself would be rounded up to a power of two."""
+        """Allocate few pinned slabs for all moments: the size of each moment would be rounded up to a power of two."""
         keys = [(parameter, name) for parameter in parameters for name in MOMENTS]
         sizes, slots = carve([parameter.nbytes for parameter, _ in keys])
         slabs = [PinnedSlab(size) for size in sizes]
@@ -289,7 +290,7 @@ class _Host:
             self._tensors[key] = flat.view(parameter.shape)
 
     def _make_file(self, parameters: list[nn.Parameter], directory: Path | None) -> None:
-        """Raises InputError where there is no such directory, or no room for the file in it."""
+        """Create the file. Raises InputError if the directory does not exist or has no room for it."""
         sizes = [
             -(-parameter.numel() * parameter.element_size() // mmap.PAGESIZE) * mmap.PAGESIZE
             for parameter in parameters

@@ -78,53 +78,55 @@ logger = logging.getLogger(__name__)
 class Pipeline:
     """A causal language model spread over the processes of a pipeline, one per device.
 
-    Made on every process, inside torchrun or `evenpipe.launch`; with a single process and no process group it is a
+    Make it on every process, inside torchrun or `evenpipe.launch`. A single process without a process group makes a
     pipeline of one device.
 
     Args:
         model: hub name or local folder (its weights are loaded), a transformers config (fresh weights, the same for
             every layout), or a live transformers model (its weights are copied).
-        schedule: a name such as "1f1b" or "zbv"; an `Order`; a `Program`, which is walked as it stands if its barriers
-            are those of the vocabulary mode, and else counts as its passes; the path of a CSV file with one of them, of
-            ours or torch's; a function of devices and microbatches that returns an `Order`; or a schedule of
-            `torch.distributed.pipelining`, an instance or a class, of which the order is taken.
-        schedule_options: of a schedule with a name: `stages_per_device`, `group_size`, `memory_limit`, where it has
-            them; of a class of torch's, `stages_per_device`.
+        schedule: a name such as "1f1b" or "zbv"; an `Order`; a `Program`, which is executed without changes if its
+            barriers fit the vocabulary mode, and else only gives its passes; the path of a CSV file with an order or
+            program, in the format of evenpipe or torch; a function of devices and microbatches that returns an `Order`;
+            or a schedule of `torch.distributed.pipelining`, an instance or a class, whose order is used.
+        schedule_options: options of a named schedule, if it has them: `stages_per_device`, `group_size`,
+            `memory_limit`; for a class of torch, `stages_per_device`.
         vocabulary: "balanced" (= "vocab-2", one barrier), "vocab-1", "interlaced", "redistribute" or "first-last".
-        microbatches: equal parts of every batch; default 4 per device, or as many as the order has that is given.
+        microbatches: number of equal parts of every batch; default: 4 per device, or the number in the given order.
         mesh: a DeviceMesh with an axis "pp", and an axis "dp" for several pipelines side by side; default: all
-            processes, neighbours in one pipeline.
-        replicas: pipelines side by side, each with the whole model and its own data; default: as many as the mesh says,
-            else one.
-        data_parallel: "replicate": every replica holds all parameters of its devices. "shard": only rows of them, and
-            of the optimizer's state; a step gathers them (FSDP2).
-        loss: label smoothing, z-loss and what the output layer keeps. Logit scale and soft-cap come from the model,
+            processes, with neighbours in one pipeline.
+        replicas: number of pipelines side by side, each with the whole model and its own data; default: the "dp" size
+            of the mesh, else one.
+        data_parallel: "replicate": every replica keeps all parameters of its devices. "shard": replicas share the rows
+            of parameters, gradients and optimizer state, and gather parameters during a step (FSDP2).
+        loss: label smoothing, z-loss and other options of the loss. Logit scale and soft-cap come from the model,
             except for plain modules.
-        parameter_dtype: of parameters, gradients and so the optimizer's state: fp32 or fp64.
-        compute_dtype: of activations and products; default bf16 on a GPU, else `parameter_dtype`.
-        seed: of fresh weights.
-        layers_per_stage: layers of each stage, first to last; default: an even split, by cost for "redistribute".
-        checkpointing: what a layer keeps for its backward: "none" (all of it is kept), "full" (only the layer's input;
-            its forward runs a second time), "selective" (the results of products and of attention too), or one of
-            these per layer. The backward of a microbatch with R in the order finds everything.
-        compile_layers: run every layer through torch.compile, with any schedule. What stands before and after the
-            layers is not compiled, nor are embedding, output layer and loss; the first step takes longer.
-        costs: measured pass times that the schedule is arranged by; default: FLOPs.
-        sequence_length: tokens of the sequences to come, which attention's share of those FLOPs depends on; steps may
-            have others. Default: 2048, or the most that the model allows.
+        parameter_dtype: dtype of parameters, gradients and therefore optimizer state: fp32 or fp64.
+        compute_dtype: dtype of activations and products; default: bf16 on a GPU, else `parameter_dtype`.
+        seed: seed of fresh weights.
+        layers_per_stage: layers of each stage, first to last; default: an even split, or by cost for "redistribute".
+        checkpointing: the tensors that a layer keeps for its backward: "none" keeps all; "full" keeps only the input
+            and repeats the forward; "selective" also keeps the results of products and of attention; or one choice per
+            layer. If the order has R for a microbatch, R repeats the forward before the backward.
+        compile_layers: run every layer through torch.compile, with any schedule. Embedding, output layer, loss and
+            other code outside the layers are not compiled; the first step takes longer.
+        costs: measured pass times for arranging the schedule; default: FLOPs.
+        sequence_length: tokens per sequence for these FLOPs, because attention's share depends on it; steps may have
+            other lengths. Default: 2048, or the maximum of the model.
         communicators: "per-pair": one for each ordered pair of devices that send to each other and one for each kind of
-            collective. "per-kind": one for all hops forward, one for all hops back, one for each kind of collective.
-            "one": a single one. Each takes memory (with NCCL some 0.5 GB), and transfers of one wait for each other.
-        nccl: priority and channels of communication on GPUs; default: high priority, and as many as NCCL chooses. No
-            effect on gloo.
-        offload: which activations go to the host and back, and where they are there; default: what the order says.
-        torch_device: where this process computes. The first pipeline of a process, or `initialise_worker` before it,
-            chooses for all that say nothing, by default its own GPU where there is one, else the CPU; no other one may
-            compute on another GPU. On the CPU the process keeps the memory that it frees, and gives it back at once
-            where activations go to the host (glibc; not where the environment sets its allocator).
-        self_check: first compare a cut and a whole copy of the architecture, shrunken, on the first process.
+            collective. "per-kind": one for all forward hops, one for all backward hops, one for each kind of
+            collective. "one": a single one. Each takes memory (with NCCL about 0.5 GB), and transfers on the same
+            communicator wait for each other.
+        nccl: priority and channels of communication on GPUs; default: high priority, and NCCL chooses the number of
+            channels. No effect on gloo.
+        offload: which activations go to the host, and the memory that they use there; default: those that the order
+            moves.
+        torch_device: device on which this process computes. The first pipeline of a process, or `initialise_worker`
+            before it, decides the default for later ones: its own GPU if there is one, else the CPU. Later pipelines
+            must not use another GPU. On the CPU the process keeps freed memory for later use, but returns it at once
+            if activations go to the host (glibc only; not if the environment configures its allocator).
+        self_check: before anything else, compare a cut and a whole shrunken copy of the model on the first process.
         trust_remote_code: run Python code that comes with a hub model.
-        timeout_seconds: limit of every single wait.
+        timeout_seconds: maximum seconds of every single wait.
 
     Raises:
         InputError: a value that is not accepted; the sentence names it.
@@ -172,7 +174,7 @@ class Pipeline:
             self_check=self_check,
         )
         wanted = None if torch_device is None else device_of_torch(torch_device)
-        worker = initialise_worker(torch_device=wanted)  # the first call chooses
+        worker = initialise_worker(torch_device=wanted)  # the first call decides
         self._watch = worker.watch
         self._closed = False
         self._grid = process_grid(mesh, replicas)
@@ -252,13 +254,13 @@ class Pipeline:
         head: nn.Linear,
         **options: Any,
     ) -> Pipeline:
-        """A pipeline of plain modules, whose weights are copied.
+        """Make a pipeline of plain modules; their weights are copied.
 
         Args:
-            embedding: [vocabulary, hidden_size].
-            layers: each called with hidden states [batch, sequence, hidden_size], returns as many.
-            norm: called between the last layer and the head, or None.
-            head: hidden_size -> vocabulary; tied when its weight is the embedding's.
+            embedding: weight [vocabulary, hidden_size].
+            layers: each takes and returns hidden states [batch, sequence, hidden_size].
+            norm: applied between the last layer and the head, or None.
+            head: hidden_size -> vocabulary; tied if its weight is the embedding's.
             options: as for `Pipeline`.
         """
         return cls(describe_modules(embedding, layers, norm, head), **options)
@@ -326,13 +328,13 @@ class Pipeline:
         )
 
     def _broadcast(self, tensor: Tensor) -> None:
-        """Weights of a live model, which each replica may have drawn for itself: all take those of the first one."""
+        """Give all replicas the first one's weights of a live model: each may have drawn its own."""
         assert self._groups.replicas is not None
         root = self._grid.pipelines[0][self.device]
         self._groups.replicas.broadcast(tensor, root, "weights of the first replica").wait("the first step")
 
     def _let_go_of_the_model(self) -> None:
-        """A live model was copied: from here on only what it says about generation is needed of it."""
+        """Release a live model, which has been copied; keep only its generation config."""
         model, skeleton = self.description.model, self.description.skeleton
         if isinstance(skeleton, PreTrainedModel) and model is not None:
             skeleton.generation_config = copy.deepcopy(model.generation_config)
@@ -340,12 +342,12 @@ class Pipeline:
 
     @property
     def _tied_twice(self) -> bool:
-        """Whether two devices hold the one matrix of a model with tied weights."""
+        """Whether two devices each have a copy of the one matrix of tied weights."""
         placement = self.layout.program.placement
         return self.description.tied and not self.layout.sharded and placement.first_device != placement.last_device
 
     def _check_architecture(self) -> None:
-        """The first process checks; all raise what it found."""
+        """Check the architecture on the first process; raise its error on all."""
         fault: str | None = None
         if self._is_very_first:
             passes = (part for row in self.layout.program.order.rows for item in row if item for part in parts_of(item))
@@ -381,7 +383,7 @@ class Pipeline:
         return f"<Pipeline: {', '.join(parts)}>"
 
     def _repr_html_(self) -> str:
-        """For notebooks: what each device holds, layers and vocabulary rows counted from 0, the last one excluded."""
+        """Return a table for notebooks: layers and vocabulary rows of each device, from 0, the last one excluded."""
         layout, rows = self.layout, []
         for device in range(self.devices):
             stages = layout.program.placement.stages_of(device)
@@ -394,12 +396,12 @@ class Pipeline:
 
     @property
     def order(self) -> Order:
-        """What every device computes in a step, and in which order; vocabulary passes are part of it."""
+        """The passes of every device in a step, in order, including vocabulary passes."""
         return self.layout.program.order
 
     @property
     def program(self) -> Program:
-        """What every device computes and communicates in a step: what is executed."""
+        """The passes and transfers that every device executes in a step."""
         return self.layout.program
 
     # --- training --------------------------------------------------------------------------------------------
@@ -415,28 +417,28 @@ class Pipeline:
         accumulate: int = 1,
         record_passes: bool = False,
     ) -> StepResult:
-        """Forward and backward of one batch; gradients are added to those of the parameters.
+        """Run forward and backward of one batch, and add its gradients to those of the parameters.
 
-        Only the first process of a pipeline need pass data; what others pass is not looked at. Replicas have batches of
-        their own, which may differ in size, length and number of labels; the loss is the mean over the labels of all of
-        them, and gradients are those of that mean. Parameters may be frozen and thawed between steps, by their
-        `requires_grad`: by name, on all processes that hold them.
+        Only the first process of a pipeline passes data; arguments of the others are ignored. Each replica has its own
+        batch; batches may differ in size, length and number of labels. The loss is the mean over the labels of all
+        replicas, and the gradients are those of this mean. Parameters can be frozen between steps by their
+        `requires_grad`, with the same value for a name on all processes that have the parameter. Collective.
 
         Args:
-            input_ids: [batch, sequence] int64, batch a multiple of `microbatches`.
-            labels: the same shape, aligned with `input_ids` and shifted inside, -100 where none counts; default: ids.
-            position_ids: the same shape; default 0, 1, 2, ...
-            attention_mask: the same shape, 1 for tokens and 0 for padding, which must stand on the right.
-            token_weights: the same shape, weight of each label in the mean; default 1.
-            accumulate: how many steps the optimizer waits for. Each adds its gradients divided by that number, so that
-                those of the update are the mean over these steps, as of one step with all their batches where each has
-                as many labels. The result's loss is the step's own. Without it their gradients, each of a mean, add up.
-            record_passes: keep the times of every pass, wait and transfer in the result, and on a GPU what its memory
-                allocator did, for `trace`.
+            input_ids: [batch, sequence] int64; batch must be a multiple of `microbatches`.
+            labels: same shape, aligned with `input_ids` and shifted inside; -100 is ignored. Default: `input_ids`.
+            position_ids: same shape; default: 0, 1, 2, ...
+            attention_mask: same shape, 1 for tokens and 0 for padding, which must be on the right.
+            token_weights: same shape, weight of each label in the mean; default: 1.
+            accumulate: number of steps per optimizer update. Each step divides its gradients by this number, so the
+                update uses their mean; it equals that of one step with all batches if each has as many labels. The
+                loss in the result is not divided. With the default, 1, gradients of several steps add up.
+            record_passes: keep the times of every pass, wait and transfer in the result, for `trace`; on a GPU also the
+                actions of the memory allocator.
 
         Raises:
-            InputError: a batch that is not accepted, flags that processes disagree on, or torch's autocast; the
-                sentence says what would be. Nothing has changed then.
+            InputError: a batch that is not accepted, `requires_grad` that differs between processes, or autocast. No
+                gradient has changed then.
         """
         inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights, accumulate)
         return self._run(inputs, training=True, record_passes=record_passes)
@@ -450,10 +452,10 @@ class Pipeline:
         attention_mask: Tensor | None = None,
         token_weights: Tensor | None = None,
     ) -> StepResult:
-        """Forward of one batch, without gradients: the loss, and the log-probability of every label.
+        """Run the forward of one batch without gradients; return the loss and the log-probability of every label.
 
-        As `step`, but the batch has any size: fewer sequences than `microbatches` are as many microbatches, and others
-        need not be equal. The loss is the mean over all labels that count, whichever microbatch they are in.
+        Arguments and errors are those of `step`, but the batch may have any size: it need not be a multiple of
+        `microbatches`, and may be smaller. The loss is the mean over all labels except -100. Collective.
         """
         inputs = Inputs(input_ids, labels, position_ids, attention_mask, token_weights)
         modes = {stage: module.training for stage, module in self._held.stages.items()}
@@ -520,7 +522,7 @@ class Pipeline:
         )
 
     def _evaluation(self, sequences: int) -> Program:
-        """The program that evaluates a batch of so many, each kept: the walker knows programs by what they are."""
+        """Return the cached program that evaluates `sequences`: the walker knows programs by identity."""
         whole = self.layout.evaluation
         parts = min(sequences, whole.microbatches)
         if parts not in self._evaluations:
@@ -535,20 +537,21 @@ class Pipeline:
         ]
 
     def _share(self, own: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Shared:
-        """What devices with an output layer know. Sharded, all do; else the last stage's sends it to the others."""
+        """Share a result of the output layer. If it is sharded, all devices know it; else the last stage sends it."""
         if self.layout.sharded:
             assert own is not None
             return Shared(own, None)
         return self._groups.share(own, self.layout.program.placement.last_device, dtype, shape)
 
     def _shared_mean(self, own: Tensor | None, dtype: torch.dtype) -> Shared:
-        """The weights of tokens add up to 1 over all replicas: so do their losses (or entropies) to the mean."""
+        """Share a mean. Token weights add up to 1 over all replicas, so the sum of their losses (entropies) is the
+        mean."""
         if self.replicas == 1:
             return self._share(own, dtype, ())
         return self._groups.share_sum(own, self.layout.program.placement.last_device, dtype)
 
     def _shared_router_loss(self) -> Shared | None:
-        """Known where the last stage is, in every mode of the vocabulary."""
+        """Share the router loss, which the device of the last stage knows in every vocabulary mode."""
         if self._router_losses is None:
             return None
         own, source = self._router_losses.value, self.layout.program.placement.last_device
@@ -558,10 +561,11 @@ class Pipeline:
 
     @contextmanager
     def _tied_gradients(self) -> Iterator[None]:
-        """Tied weights held twice: in a step the first device finds the embedding's part of their gradient, the last
-        device the output layer's. After it both have the sum, added to what they had before.
+        """Sum the gradients of tied weights of which two devices have a copy.
 
-        Summed over the two processes that hold the matrix, on their own communicator, and sent back to both.
+        A step gives the first device the embedding's part of the gradient, and the last device the output layer's. Both
+        then get the sum, added to their gradient from before. It is reduced over these two processes on their own
+        communicator, and broadcast to both.
         """
         matrix = self._held.tied_copy
         if matrix is None or not matrix.trainable:
@@ -584,27 +588,27 @@ class Pipeline:
     # --- parameters ------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(Hugging Face name, parameter) held by this process; vocabulary matrices are its rows of them."""
+        """Iterate over (Hugging Face name, parameter) of this process; of vocabulary matrices, it has only rows."""
         if self.devices > 1 or self._sharded:
             refuse_norm_of_one_process()
         for name, shard in self._held.shards.items():
             yield name, shard.parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters held by this process, for an optimizer.
+        """Iterate over the parameters of this process, for an optimizer.
 
-        Other processes hold the rest of the model: whatever takes a norm or a mean over these sees one process's part,
-        and processes would differ. Clip with `clip_gradients`, which also measures the norm of all gradients.
-        `torch.nn.utils.clip_grad_norm_(pipeline.parameters(), ...)` is refused; of a list that was made before it
-        nothing can be known.
+        Other processes have the rest of the model, so a norm or mean over these parameters differs between processes.
+        Clip with `clip_gradients`, which uses the norm of all gradients. The call
+        `torch.nn.utils.clip_grad_norm_(pipeline.parameters(), ...)` raises InputError, but it cannot be detected for a
+        list of parameters that was made before.
         """
         return (parameter for _, parameter in self.named_parameters())
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
-        """By Hugging Face name: what this process holds of each parameter, and whether it is the one to save it.
+        """Return this process's shard of each parameter by Hugging Face name, with `saved_here`: whether it saves it.
 
-        Buffers that a model saves (the bias that corrects a router's scores) are among them, as frozen parameters.
-        Rows that several replicas hold are saved by the first one.
+        Saved buffers (such as the bias that corrects a router's scores) are included as frozen parameters. The first
+        replica saves rows of which several have a copy.
         """
         shards = self._held.shards | self._held.buffers
         if self.replica == 0:
@@ -616,17 +620,17 @@ class Pipeline:
         }
 
     def held_parameters(self) -> Iterator[HeldParameter]:
-        """For optimizers that look at whole matrices: what this process holds of each parameter, and its communicator
-        with the holders of the rest. In the same order on all of them."""
+        """Iterate, for optimizers that need whole matrices, over this process's part of each parameter, with its
+        communicator to the processes with the other rows. The order is the same on all of them."""
         for name, shard in self._held.shards.items():
             spread_over = None if shard.start_row is None else self._groups.of_rows(shard.mesh)
             yield HeldParameter(name, shard.parameter, tuple(shard.shape), spread_over)
 
     def count_bytes(self) -> ByteCounter:
-        """A context that counts the bytes of all tensors of this process, pass by pass of the steps within it.
+        """Return a context that counts the bytes of all tensors of this process, for every pass of the steps inside.
 
-        What the pipeline holds is counted from the start: "parameters", their "copies" in another dtype, "gradients"
-        and "buffers". State of an optimizer is counted where it is made within.
+        Tensors of the pipeline count from the start: "parameters", their "copies" in another dtype, "gradients" and
+        "buffers". Optimizer state counts only if it is created inside.
         """
 
         def follow(counter: ByteCounter | None) -> None:
@@ -635,16 +639,14 @@ class Pipeline:
         return ByteCounter(self._held.tensors(), follow)
 
     def zero_grad(self) -> None:
-        """Drops all gradients."""
+        """Set all gradients to None."""
         for parameter in self.parameters():
             parameter.grad = None
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Scales all gradients so that their norm over all devices is at most `max_norm`; returns the norm before.
+        """Scale all gradients so that their norm over all devices is at most `max_norm`; return the norm before.
 
-        With `max_norm` infinite it only measures.
-
-        Collective. The same number on every process.
+        With an infinite `max_norm` it only measures. Collective; every process gets the same number.
         """
         check_positive("max_norm", max_norm)
         held = [
@@ -666,18 +668,18 @@ class Pipeline:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """All processes, those of all replicas among them; None for a single one."""
+        """The group of all processes of all replicas; None for a single process."""
         return None if self._groups.everyone is None else self._groups.everyone.group
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """What each process gives, those of one replica after the other, by device, on every process. Collective; as
-        many numbers everywhere."""
+        """Return the numbers of every process, replica by replica and in each by device, on every process. All
+        processes must give equally many numbers. Collective."""
         return self._groups.numbers(numbers)
 
     def trace(self, result: StepResult, **about: Any) -> Trace | None:
-        """The trace of a step with `record_passes`: on the first process of the pipeline, None on the others.
+        """Return the trace of a step with `record_passes` on the first process of the pipeline, None on the others.
 
-        about: what a reader of the trace is to know. Collective.
+        about: further facts for the reader of the trace. Collective.
         """
         if result.record.clock is None:
             raise InputError("trace: the step was not recorded, expected the result of step(..., record_passes=True)")
@@ -692,9 +694,9 @@ class Pipeline:
         )
 
     def predict(self, vocabulary: str | None = None) -> Timeline:
-        """The simulated step of this pipeline, or of it in another vocabulary mode. Times in FLOPs per token.
+        """Simulate a step of this pipeline, or of it in another vocabulary mode. Times are in FLOPs per token.
 
-        Stages have the same layers in both, but where one of them is redistribute.
+        The other mode keeps the layers of each stage, unless one of both is "redistribute".
         """
         layout = self.layout
         if vocabulary is not None and vocabulary_mode(vocabulary) != layout.mode:
@@ -711,7 +713,7 @@ class Pipeline:
         return time_order(layout.program.order, flop_costs(self._model_costs, layout))
 
     def close(self) -> None:
-        """Destroys the communicators. Collective, when nothing is under way; the pipeline cannot step after it."""
+        """Destroy the communicators. No step may be running; the pipeline cannot step afterwards. Collective."""
         self._closed = True
         if self._activations is not None:
             self._activations.copies.close()
@@ -720,16 +722,16 @@ class Pipeline:
     # --- whole tensors ---------------------------------------------------------------------------------------
 
     def stream_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole gradient on the CPU), one after the other, on the first process; all must exhaust it."""
+        """Iterate over (name, whole gradient on the CPU) on the first process; every process must exhaust it."""
         return self._stream({name: shard.parameter.grad for name, shard in self._held.shards.items()})
 
     def stream_state(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole parameter or saved buffer on the CPU), one after the other, on the first process; all must
+        """Iterate over (name, whole parameter or saved buffer on the CPU) on the first process; every process must
         exhaust it."""
         return self._stream({name: shard.parameter for name, shard in self.parameter_shards().items()})
 
     def _stream(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        """Rows that are in shards over replicas come from all processes, all else from the first replica alone."""
+        """Stream whole tensors: sharded rows from all replicas, everything else only from the first replica."""
         shards = self.parameter_shards()
         held = {
             name: Held(tensor, shards[name].start_row, shards[name].shape)
@@ -742,11 +744,11 @@ class Pipeline:
         return stream_whole(held, communicator, self.torch_device)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Every gradient, whole, by Hugging Face name, on the first process; empty on the others. Collective."""
+        """Return all whole gradients by Hugging Face name on the first process; empty on the others. Collective."""
         return dict(self.stream_gradients())
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Every parameter and saved buffer, whole, by Hugging Face name, on the first process; empty on the others.
+        """Return all whole parameters and saved buffers by Hugging Face name on the first process; empty on the others.
 
         Collective.
         """
@@ -762,28 +764,27 @@ class Pipeline:
         *,
         keep: int | None = 2,
     ) -> Path:
-        """Saves all that a loop needs to go on as if it had not stopped, and gives the checkpoint's folder,
+        """Save everything that a loop needs to continue as if it had not stopped; return the checkpoint's folder,
         `folder/step-NNNNNNNN`. Any number of processes, any schedule and any vocabulary mode can load it.
 
-        A checkpoint is whole or not picked up (`evenpipe.newest_checkpoint`), whenever a process or the disk fails. The
-        first save takes the folder for this run, until its first process ends; another run's is then refused. Random
-        generators are not saved: seed them by the step where they matter, as in `torch.manual_seed(step)` for dropout.
-        Collective.
+        `evenpipe.newest_checkpoint` never finds an incomplete checkpoint, even after a failure of a process or disk.
+        The first save locks the folder until the first process ends; saves of other runs are refused. Random generators
+        are not saved: if they matter, seed them by the step, such as `torch.manual_seed(step)` for dropout. Collective.
 
         Args:
-            folder: of all checkpoints of the run, which all processes see.
-            step: optimizer steps taken. A checkpoint of the same step is replaced.
-            optimizer: over parameters of this pipeline: its state, and the options of its groups, learning rates among
-                them. None for a process without a parameter to train.
-            scheduler: of that optimizer, as in `torch.optim.lr_scheduler`; the optimizer then has as many groups on
-                every process.
-            extra: what else the loop needs, such as where it stands in its data: what JSON can hold. The first
-                process's counts.
-            keep: how many checkpoints remain, this one and the newest before it; None: all.
+            folder: folder of all checkpoints of the run, visible to all processes.
+            step: number of optimizer steps taken. An existing checkpoint of this step is replaced.
+            optimizer: an optimizer of parameters of this pipeline; its state and the options of its groups, such as
+                learning rates, are saved. None for a process without a trainable parameter.
+            scheduler: a scheduler of this optimizer, as in `torch.optim.lr_scheduler`; the optimizer must then have
+                equally many groups on every process.
+            extra: JSON values that the loop needs in addition, such as its position in the data. Only the first
+                process's are saved.
+            keep: number of checkpoints to keep, this one and the newest before it; None: all.
 
         Raises:
-            InputError: another run holds the folder, or something cannot be saved; the sentence names it.
-            RunError: a disk or a process failed; the checkpoints before it are as they were.
+            InputError: another run has locked the folder, or a value cannot be saved; the sentence names it.
+            RunError: a disk or a process failed; earlier checkpoints have not changed.
         """
         check_kinds(step=step, optimizer=optimizer, extra=extra)
         config = self.description.config
@@ -801,18 +802,18 @@ class Pipeline:
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: Any = None,
     ) -> dict[str, Any]:
-        """Goes on from a checkpoint: fills parameters, optimizer and scheduler; gives the `extra` that was saved.
+        """Load parameters, optimizer and scheduler from a checkpoint; return its `extra`.
 
-        When anything fails all of them are as before. The options of a parameter's group become those that it was saved
-        with; to go on with others, set them afterwards. Collective.
+        If anything fails, none of them has changed. The options of optimizer groups, such as learning rates, become the
+        saved ones; to use others, set them afterwards. Collective.
 
         Args:
-            checkpoint: from `evenpipe.newest_checkpoint`, or the folder of one.
-            optimizer: of the kind that was saved; None leaves its state unread.
-            scheduler: of the kind that was saved.
+            checkpoint: from `evenpipe.newest_checkpoint`, or the folder of a checkpoint.
+            optimizer: an optimizer of the saved kind; None does not read its state.
+            scheduler: a scheduler of the saved kind.
 
         Raises:
-            InputError: it is damaged, or does not fit the model, the optimizer or the scheduler.
+            InputError: the checkpoint is damaged, or does not fit the model, the optimizer or the scheduler.
             RunError: a disk or a process failed.
         """
         check_kinds(optimizer=optimizer)
@@ -825,13 +826,13 @@ class Pipeline:
         return checkpoint.extra
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Writes a Hugging Face folder that `from_pretrained` loads: safetensors, config and generation config.
+        """Write a Hugging Face folder that `from_pretrained` loads: safetensors, config and generation config.
 
-        The first process writes, one whole tensor at a time. Collective: every process calls it.
+        The first process writes one whole tensor at a time. Collective.
 
         Raises:
-            InputError: a model of plain modules.
-            RunError: the folder cannot be written; on every process.
+            InputError: the model consists of plain modules.
+            RunError: the folder cannot be written; raised on every process.
         """
         fault: str | None = None
         tensors = self.stream_state()
@@ -839,9 +840,9 @@ class Pipeline:
             if self._is_very_first:
                 write_folder_metadata(self.description, path, next(self.parameters()).dtype)
                 save_tensors(path, disk_tensors(self.description, tensors))
-        except Exception as error:  # disk, safetensors, validators of transformers: all processes are to know
+        except Exception as error:  # of disk, safetensors or transformers: all processes must raise it
             fault = f"the model was not written to {str(path)!r}: {getattr(error, 'strerror', None) or error}"
-        for _ in tensors:  # the other processes send; the first one, after a failure, still has to receive
+        for _ in tensors:  # the other processes send; after a failure the first one must still receive
             pass
         fault = self._groups.from_the_first(fault, "the saved model")
         if fault is not None:

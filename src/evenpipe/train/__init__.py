@@ -1,5 +1,5 @@
 """The trainer: configuration, data, optimizer, checkpoints and export, metrics.
 
-`evenpipe.train.start.start` runs a configuration from the command line's point of view, `evenpipe.train.trainer.train`
-on each process.
+`evenpipe.train.start.start` runs a configuration for the command line; `evenpipe.train.trainer.train` runs it on each
+process.
 """

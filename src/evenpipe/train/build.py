@@ -1,4 +1,4 @@
-"""The pipeline that a configuration describes, on one process: the same for training and for measuring it."""
+"""Builds the pipeline of a configuration on one process, for training and for measuring."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from evenpipe.vocabulary import LossOptions
 def build_pipeline(
     config: Config, tokenizer_size: int, end_of_text_id: int, torch_device: torch.device, **changes: Any
 ) -> Pipeline:
-    """`Pipeline` with the options of `config`; `changes` replace some of them. Raises InputError as it does."""
+    """Return a `Pipeline` with the options of `config`; `changes` replace some. Raises InputError like `Pipeline`."""
     options: dict[str, Any] = {
         "schedule": config.pipeline.schedule,
         "schedule_options": config.pipeline.schedule_options,
@@ -61,11 +61,11 @@ Choice = TypeVar("Choice", str, float)
 
 
 def _one_or_all(choices: tuple[Choice, ...]) -> Choice | tuple[Choice, ...]:
-    """The only choice, which is for all, or one for each."""
+    """Return the only choice, which applies to all, or one choice for each."""
     return choices[0] if len(choices) == 1 else choices
 
 
 def compute_dtype(config: Config) -> torch.dtype | None:
-    """As configured; None leaves it to the pipeline."""
+    """Return the configured dtype; None lets the pipeline decide."""
     name = config.model.compute_dtype
     return None if name == "auto" else getattr(torch, name)

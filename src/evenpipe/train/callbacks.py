@@ -1,9 +1,9 @@
-"""Code of the user's that is called while a run trains: what it may be, how it is found, and what its faults look like.
+"""Callbacks: a user's code that a run calls while it trains.
 
     [training]
     callbacks = ["my_module:MyCallback"]
 
-Every process of the run makes a callback of its own and calls it at the same places.
+Every process of the run makes its own callback and calls it at the same points.
 """
 
 from __future__ import annotations
@@ -27,65 +27,64 @@ STOP = "stop"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """Where a run is, as a callback sees it: the same on every process, but for `is_first`, `pipeline` and
+    """The state of a run for callbacks. Every process has the same values, except `is_first`, `pipeline` and
     `optimizer`."""
 
     step: int
-    """Steps done."""
+    """Number of steps done."""
     steps: int
-    """Steps in all, as far as is known: a time box may make them fewer."""
+    """Total number of steps; a time box or a callback may reduce it later."""
     epoch: float
-    """How often the rows have been gone through, such as 1.24."""
+    """Passes over the training rows so far, such as 1.24."""
     learning_rate: float
-    """Of the last step, as the two below; nan before the first step of a start."""
+    """Learning rate of the last step; nan before the first step since the run was started or continued."""
     gradient_norm: float
-    """Over all devices, before clipping."""
+    """Norm of all gradients in the last step, before clipping; nan before the first step of this start."""
     result: StepResult | None
-    """Of the last step: its loss and what else `Pipeline.step` gives; None before the first step of a start."""
+    """Result of `Pipeline.step` in the last step; None before the first step of this start."""
     validation_loss: float | None
-    """Of the last evaluation of this start."""
+    """Loss of the last evaluation since the run was started or continued; None before it."""
     is_first: bool
-    """Whether this is the first process of the run, the one that prints and writes files."""
+    """Whether this is the first process of the run, which prints and writes files."""
     pipeline: Pipeline
-    """Its collective methods must be called on every process."""
+    """The pipeline; call its collective methods on every process."""
     optimizer: torch.optim.Optimizer | None
-    """Of this process's parameters; None where it holds none that is trained."""
+    """Optimizer of this process's parameters; None if the process has no trainable parameter."""
 
     @property
     def loss(self) -> float:
-        """Of the last step; nan before the first step of a start. Reading it waits for it, which on a GPU every step
-        would notice."""
+        """Loss of the last step; nan before the first step of this start. Reading it waits for the step, which slows
+        down training on a GPU."""
         return float("nan") if self.result is None else self.result.loss
 
 
 class Callback:
-    """What else a run does: derive a class and override the methods that you need.
+    """Base class of callbacks: derive a class and override the methods that you need.
 
-    Each process of a run makes its own instance, without arguments where a configuration names the class, and calls
-    its methods at the same places: so they may call the pipeline's collective methods, and what should happen once
-    asks `state.is_first`. They are called between steps, where nothing is under way and no gradients are there. What
-    they draw from torch's random generators changes no step: every step seeds them. What a callback keeps is not part
-    of a checkpoint.
+    Each process of a run makes its own instance and calls its methods at the same points, so they may call collective
+    methods of the pipeline. Check `state.is_first` for actions that should happen once. Methods are called between
+    steps, when there are no gradients. They may use torch's random generators, because every step seeds them. A
+    checkpoint does not contain attributes of callbacks.
 
-    An exception ends the run, with the name of the callback and the traceback. An instance that was handed to
-    `run_training` is copied to the processes: they change their copies.
+    An exception ends the run with the name of the callback and the traceback. If the configuration names a class, it is
+    called without arguments. Each process gets a copy of an instance that is passed to `run_training`.
     """
 
     def on_step_end(self, state: TrainingState) -> Literal["stop"] | None:
-        """After every step, its update included. "stop", from any process, makes it the last step: the run evaluates,
-        saves, reports and exports as at its end, and the same command repeated does not go on."""
+        """Called after every step and its update. If any process returns "stop", this is the last step: the run
+        evaluates, saves, reports and exports, and repeating the command does not continue it."""
         return None
 
     def on_evaluate(self, state: TrainingState) -> Literal["stop"] | None:
-        """After every evaluation, with its `validation_loss`. "stop" as for `on_step_end`."""
+        """Called after every evaluation, with `state.validation_loss`. "stop" works as in `on_step_end`."""
         return None
 
     def on_save(self, state: TrainingState, path: Path) -> None:
-        """After a checkpoint was saved in the folder `path`."""
+        """Called after a checkpoint was saved in the folder `path`."""
 
     def on_end(self, state: TrainingState) -> None:
-        """Once, when this start of the run has ended without an error: at its last step (`state.step ==
-        state.steps`), or before, asked by a signal."""
+        """Called once when the run ends without an error: after its last step (`state.step == state.steps`), or earlier
+        because of a signal."""
 
 
 def find_callbacks(names: Sequence[str]) -> list[type[Callback] | Callback]:
@@ -106,8 +105,7 @@ def _find(field: str, name: str) -> type[Callback] | Callback:
 class Callbacks:
     """All callbacks of a run on one process.
 
-    Raises InputError, when made, for something that is no callback, or for a class that cannot be called without
-    arguments.
+    Raises InputError for an object that is not a callback, or a class that cannot be called without arguments.
     """
 
     def __init__(self, callbacks: Sequence[type[Callback] | Callback]) -> None:
@@ -120,15 +118,15 @@ class Callbacks:
         return bool(self._callbacks)
 
     def call(self, method: str, state: TrainingState, *arguments: Any) -> bool:
-        """Calls that method of each; gives whether one of them wants the run to stop.
+        """Call a method of each callback; return whether one of them returned "stop".
 
-        Raises RunError, with the traceback, where one fails.
+        Raises RunError, with the traceback, if one fails.
         """
         stop = False
         for callback in self._callbacks:
             try:
                 answer = getattr(callback, method)(state, *arguments)
-            except RunError:  # of a collective method: another process, or a disk, failed
+            except RunError:  # from a collective method: another process, or a disk, failed
                 raise
             except Exception as error:
                 told = told_with_traceback(error, __file__)

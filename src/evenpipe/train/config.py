@@ -1,7 +1,7 @@
 """The configuration of a training run: one dataclass per section of the TOML file, a docstring under every field.
 
-`evenpipe train --help` prints these docstrings. Nothing here imports torch, so a mistake is reported at once.
-Paths are relative to the folder that the command is started in.
+`evenpipe train --help` prints these docstrings. This module does not import torch, so mistakes are reported at once.
+Paths are relative to the folder in which the command is started.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEFAULT_TOKENIZER_ENTRIES = 32768
 DEFAULT_STEPS = 1000
 DEFAULT_VALIDATION_FRACTION = 0.01
 MOST_TOKENIZER_ENTRIES = 10_000_000
-"""The trainer takes memory for all of them at once, and ends the process where there is not enough."""
+"""The trainer allocates memory for all entries at once, and kills the process if there is not enough."""
 DEFAULT_END_OF_TEXT = "<|endoftext|>"
 BYTE_VALUES = 256
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -29,34 +29,34 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "adafactor": {"weight_decay": 0.0},
     "sgd": {"weight_decay": 0.0},
 }
-"""Optimizers by name, and the fields that each of them has beside its options."""
+"""Optimizers by name, and the fields of each in addition to its options."""
 LONGEST_TIMEOUT = 1e9
-"""Seconds, some thirty years: clocks of the system take no more."""
+"""Seconds, about thirty years: system clocks accept no more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig(Section):
-    """Which model is trained: an existing one (`source`), or one described here (`architecture` and `config`)."""
+    """The model to train: an existing one (`source`), or a new one (`architecture` and `config`)."""
 
     section: ClassVar[str] = "model"
 
     source: str | None = None
     """Hub name or local folder of a transformers causal language model; training continues from its weights."""
     fresh_weights: bool = False
-    """Take only the shape of `source` and start from random weights drawn from training.seed."""
+    """Use only the shape of `source`, with random weights drawn from training.seed."""
     architecture: str | None = None
     """Model type of transformers, such as "llama" or "qwen3", for a model with fresh weights described by `config`."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Table [model.config]: the fields of that architecture's transformers config; those left out keep its defaults,
-    and the size of the vocabulary and the end-of-text id follow the tokenizer."""
+    """Table [model.config]: fields of the transformers config of `architecture`. Other fields keep their defaults; the
+    tokenizer decides the vocabulary size and the end-of-text id."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the matrix products and activations; parameters, gradients and optimizer state are float32. "auto" is
-    bfloat16 on a GPU and float32 on CPU."""
+    """Type of activations and matrix products; parameters, gradients and optimizer state are always float32. "auto":
+    bfloat16 on a GPU, float32 on the CPU."""
     trust_remote_code: bool = False
-    """Run Python code that comes with `source`."""
+    """Run the Python code that comes with `source`."""
     self_check: bool = True
-    """Before training, compare the cut model with the whole one on a shrunken copy: about a second, and an architecture
-    that would be trained wrongly is refused."""
+    """Before training, compare a small copy of the model, cut into stages, with the uncut copy. This takes about a second,
+    and refuses an architecture that evenpipe would train wrongly."""
 
     def check(self) -> None:
         if (self.source is None) == (self.architecture is None):
@@ -69,39 +69,41 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig(Section):
-    """What is read. Exactly one of `files`, `dataset` and `corpus`."""
+    """The training data: exactly one of `files`, `dataset` and `corpus`."""
 
     section: ClassVar[str] = "data"
 
     files: tuple[str, ...] = ()
-    """Files or patterns (`corpus/**/*.py`), read in the order of their names. `.jsonl`, `.json` and `.ndjson` hold one
-    JSON object per line, `.parquet` a table; any other file is one UTF-8 document, its line ends read as \\n."""
+    """Files or patterns (`corpus/**/*.py`), read in the order of their names. `.jsonl`, `.json` and `.ndjson` contain
+    one JSON object per line, `.parquet` a table. Any other file is one UTF-8 document; line ends are read as \\n."""
     dataset: str | None = None
-    """Data set of the hub, or a local folder: one that `datasets.load_dataset` reads, or that `save_to_disk` wrote. Of
+    """Dataset of the hub, or a local folder that `datasets.load_dataset` reads or `save_to_disk` wrote. In a folder of
     plain text, every file is one document."""
     dataset_config: str | None = None
-    """Configuration of that data set, where it has several."""
+    """Configuration of `dataset`, if it has several."""
     dataset_split: str = "train"
-    """Split of that data set; parts such as "train[:1%]" are possible."""
+    """Split of `dataset`, or a part of one, such as "train[:1%]"."""
     corpus: str | None = None
-    """The name "python-standard-library": the sources of the running Python's own library, without tests and character
-    tables; after a colon only some of its modules and packages, as in "python-standard-library:asyncio,json"."""
+    """"python-standard-library": the sources of the running Python's library, without tests and character tables. Names
+    after a colon select modules and packages: "python-standard-library:asyncio,json"."""
     text_field: str = "text"
-    """Field or column that holds a document, in JSON lines, parquet and data sets."""
+    """Field or column of the document in JSON lines, parquet and datasets."""
     encoding_errors: Literal["strict", "replace"] = "strict"
-    """What happens to bytes that are not UTF-8: an error that names file and byte, or a replacement character."""
+    """For bytes that are not UTF-8: "strict" ends with an error that names file and byte, "replace" reads a replacement
+    character."""
     sequence_length: int = 1024
-    """Tokens per training sequence. Documents are joined by the end-of-text token and cut into such rows, so a row may
-    hold several documents, and attention looks across their borders; the last incomplete row is dropped."""
+    """Tokens per row. Documents are joined by the end-of-text token and cut into rows of this length, so a row may
+    contain several documents, and attention crosses their borders. The last incomplete row is dropped."""
     validation_files: tuple[str, ...] = ()
-    """Files or patterns of documents to evaluate on, read as `files`. Those among `files` are not trained on."""
+    """Files or patterns of documents to evaluate on, read like `files`. Documents that `files` matches too are not
+    trained on."""
     validation_split: str | None = None
     """Split of `dataset` to evaluate on."""
     validation_fraction: float | None = None
-    """Share of the rows that is held back for evaluation, evenly spread over the data; 0 holds back none. None: 0.01,
-    or 0 with validation_files or validation_split."""
+    """Share of the rows that becomes validation rows, evenly spread over the data; the run does not train on them.
+    Default: 0.01, or 0 with validation_files or validation_split."""
     cache_folder: str | None = None
-    """Where tokens are kept, to be used again when sources and tokenizer are unchanged; none: `data` in
+    """Folder of the prepared tokens; a run with the same sources and tokenizer uses them again. Default: `data` in
     output.folder."""
 
     def check(self) -> None:
@@ -113,7 +115,7 @@ class DataConfig(Section):
         self._check_validation()
         if self.corpus is not None:
             name, colon, parts = self.corpus.partition(":")
-            accepted = f'"{PYTHON_STANDARD_LIBRARY}", or that and a colon and names of its modules'
+            accepted = f'"{PYTHON_STANDARD_LIBRARY}", or that with a colon and names of its modules'
             self.require("corpus", name == PYTHON_STANDARD_LIBRARY and bool(colon) == bool(parts), accepted)
 
     def _check_validation(self) -> None:
@@ -137,23 +139,24 @@ class DataConfig(Section):
 
     @property
     def validates(self) -> bool:
-        """Whether there is anything to evaluate on."""
+        """Whether there is validation data."""
         return bool(self.held_back or self.validation_files or self.validation_split)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerConfig(Section):
-    """Which tokenizer is used: an existing one, that of model.source, or one trained on the data."""
+    """The tokenizer: an existing one, the one of model.source, or one trained on the data."""
 
     section: ClassVar[str] = "tokenizer"
 
     source: str | None = None
-    """Hub name or local folder of a transformers tokenizer; none: the one of model.source, else one is trained."""
+    """Hub name or local folder of a transformers tokenizer. Default: the tokenizer of model.source; without
+    model.source, the run trains one."""
     vocabulary_size: int | None = None
-    """Entries of the byte-level BPE tokenizer that is trained on the data (none: 32768). A small corpus may yield
+    """Entries of the byte-level BPE tokenizer that the run trains on the data. Default: 32768; a small corpus may yield
     fewer."""
     end_of_text: str | None = None
-    """Token that ends every document; none: the tokenizer's own, "<|endoftext|>" in a trained one."""
+    """Token that ends every document. Default: the tokenizer's own; "<|endoftext|>" in one that the run trains."""
 
     def check(self) -> None:
         smallest = BYTE_VALUES + 1
@@ -167,57 +170,60 @@ class TokenizerConfig(Section):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineConfig(Section):
-    """How the model is spread over devices, the batch over replicas and microbatches, and what runs in which order."""
+    """The layout: how the model is spread over devices and the batch over replicas and microbatches, and the order of
+    the passes."""
 
     section: ClassVar[str] = "pipeline"
 
     processes: int = 1
-    """Processes of the run, one per device: devices of a pipeline times `replicas`. Inside torchrun this must be the
-    number of processes it starts."""
+    """Processes of the run, one per device: the devices of a pipeline times `replicas`. Under torchrun, the number of
+    processes that it starts."""
     replicas: int = 1
-    """Pipelines side by side, each with the whole model and its own part of every batch."""
+    """Number of pipelines side by side. Each has the whole model and its own part of every batch."""
     data_parallel: Literal["replicate", "shard"] = "replicate"
-    """What a process of each replica holds: all parameters of its device, or only its rows of them and of the
-    optimizer's state, which are gathered for a step (FSDP2)."""
+    """"replicate": every replica keeps all parameters. "shard": replicas share the rows of parameters, gradients and
+    optimizer state, and gather parameters during a step (FSDP2)."""
     schedule: str = "1f1b"
-    """Order of the passes: a name, as listed by `evenpipe simulate --help`, or a CSV file of evenpipe's or torch's. The
-    rows of a file with transfers are executed as they stand, unless vocabulary passes have to be added."""
+    """Order of the passes: a name (`evenpipe simulate --help` lists them), or a CSV file of evenpipe or torch. A file
+    with transfers is executed without changes, unless vocabulary passes must be added."""
     stages_per_device: int | None = None
-    """Stages of each device, for schedules that leave a choice: interleaved, looped-bfs, gis, gis-h; none: 2 there."""
+    """Stages of each device, for schedules that leave a choice: interleaved, looped-bfs, gis, gis-h. Default: 2."""
     group_size: int | None = None
-    """Microbatches that a device takes in turn before it changes to its next stage, in interleaved and gis; none: as
-    many as there are devices, or as the microbatches allow."""
+    """For interleaved and gis: number of microbatches that a device takes before it changes to its next stage. Default:
+    the number of devices; interleaved may take more, for groups of nearly equal size."""
     memory_limit: tuple[float, ...] | None = None
-    """Stage activations that a device may hold at most, for schedules that plan by it: zb-auto, v-budget; one number,
-    or one per device; none: as much as 1f1b holds."""
+    """For zb-auto and v-budget: maximum number of stage activations on a device, each of one stage and one microbatch;
+    one number, or one per device. Default: the memory of 1f1b."""
     costs: str | None = None
-    """A cost file (`evenpipe profile` writes one) that the schedule is arranged by; none: FLOPs."""
+    """Cost file with measured times for arranging the schedule (`evenpipe profile` writes one). Default: FLOPs."""
     vocabulary: str = "balanced"
-    """Where embedding and output layer live: first-last, redistribute, interlaced, vocab-1, vocab-2; "balanced" is
+    """Placement of embedding and output layer: first-last, redistribute, interlaced, vocab-1, vocab-2; "balanced" is
     vocab-2."""
     microbatches: int | None = None
-    """Microbatches per step of each pipeline; none: 4 per device, or as many as the order in a CSV file has."""
+    """Microbatches per step in each pipeline. Default: 4 per device, or the number in the CSV file."""
     microbatch_size: int = 1
     """Sequences per microbatch. A step trains on replicas * microbatches * microbatch_size sequences."""
     layers_per_stage: tuple[int, ...] | None = None
-    """Transformer layers of each stage, first to last: one number per stage, so with several stages per device as many
-    numbers as devices times that; none: split evenly, and by cost with "redistribute"."""
+    """Transformer layers of each stage, first to last: one number per stage of the whole pipeline. Default: split
+    evenly, or by cost with vocabulary "redistribute"."""
     checkpointing: tuple[str, ...] = ("none",)
-    """What layers keep for their backward: "none" (all is kept), "full" (only the layer's input; its forward runs a
-    second time), "selective" (the results of matrix products and of attention too), or a list with one per layer."""
+    """Tensors that a layer keeps for its backward: "none" keeps all; "full" keeps only the input and repeats the
+    forward; "selective" also keeps the results of matrix products and of attention. One choice, or a list with one per
+    layer."""
     compile_layers: bool = False
     """Run every layer through torch.compile; the first steps take longer. Embedding, output layer and loss are not
     compiled."""
     communicators: Literal["per-pair", "per-kind", "one"] = "per-pair"
-    """Which transfers share a communicator: those of an ordered pair of devices or of one kind of collective, all hops
-    of a direction, or all. Fewer take less memory (with NCCL some 0.5 GB each), and transfers wait for each other."""
+    """Transfers that share a communicator. "per-pair": all from one device to another, and each kind of collective.
+    "per-kind": all forward hops, all backward hops, and each kind of collective. "one": all. Fewer communicators take
+    less memory (with NCCL about 0.5 GB each), but their transfers wait for each other."""
     nccl_high_priority: bool = True
-    """On GPUs, communication that is ready goes before what compute has queued. No effect on gloo."""
+    """On GPUs, run communication before queued compute. No effect on gloo."""
     nccl_channels: int | None = None
-    """On GPUs, the most channels that a communicator uses, 1 to 64: each keeps a multiprocessor from compute while it
-    communicates; none: NCCL chooses, by the links between the GPUs. No effect on gloo."""
+    """On GPUs, maximum number of channels of a communicator, 1 to 64. Each channel occupies a multiprocessor during
+    communication. Default: NCCL chooses by the links between the GPUs. No effect on gloo."""
     timeout_seconds: float = 600.0
-    """After so many seconds without progress the run ends with an error that names the pass and the peer awaited."""
+    """Maximum seconds without progress. The run then ends with an error that names the pass and the peer."""
 
     def check(self) -> None:
         self.at_least(1, "processes", "replicas", "stages_per_device", "group_size", "microbatches", "microbatch_size")
@@ -269,7 +275,7 @@ class PipelineConfig(Section):
 
     @property
     def schedule_options(self) -> dict[str, Any]:
-        """What the generator of the schedule is told."""
+        """Options for the generator of the schedule."""
         limit = self.memory_limit
         options = {
             "stages_per_device": self.stages_per_device,
@@ -280,7 +286,7 @@ class PipelineConfig(Section):
 
     @property
     def microbatches_per_step(self) -> int:
-        """`microbatches`, or those of the file, or 4 per device."""
+        """`microbatches`, or the number in the file, or 4 per device."""
         if self.microbatches is not None:
             return self.microbatches
         if self.from_file:
@@ -291,39 +297,41 @@ class PipelineConfig(Section):
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences in the batch of one step, of all replicas."""
+        """Sequences in the batch of one step, over all replicas."""
         return self.replicas * self.sequences_per_replica
 
     @property
     def sequences_per_replica(self) -> int:
-        """Sequences in the part of one replica."""
+        """Sequences of one replica in one step."""
         return self.microbatches_per_step * self.microbatch_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadConfig(Section):
-    """Which activations go to the host, and what they find there."""
+    """Which activations go to the host, and the memory that they use there."""
 
     section: ClassVar[str] = "offload"
 
     activations: Literal["scheduled", "none", "free", "all"] = "scheduled"
-    """"scheduled": what the order says, as those of po-h and po-f do. "none": nothing. "free": all that lowers the
-    memory of a device and costs no time, by pipeline.costs. "all": whatever it takes to hold as little as can be."""
+    """"scheduled": the activations that the order moves, as in po-h and po-f. "none": no activations. "free": all that
+    lower the peak of a device without costing time, by pipeline.costs. "all": enough to reach the lowest possible
+    peak."""
     copy_time: tuple[float, ...] = (0.25,)
-    """Of what a stage keeps of a microbatch, to the host or back, over its forward and backward together; one number,
-    or one per stage. For where pipeline.costs does not say how long copies take; evenpipe plan --offload finds it."""
+    """Time of one copy, to the host or back, of the activations of a stage and microbatch, relative to its forward and
+    backward together; one number, or one per stage. Used if pipeline.costs does not give the time of copies.
+    `evenpipe plan --offload` computes it."""
     layers: tuple[str, ...] = ("offload",)
-    """What that means for layers: "offload" moves what a layer keeps for its backward, "keep" leaves it on the device,
-    or a list with one of these per layer. With checkpointing "full" only a layer's input is moved."""
+    """"offload" moves the activations that a layer keeps for its backward, "keep" leaves them on the device. One
+    choice, or a list with one per layer. With checkpointing "full", only a layer's input is moved."""
     host_memory: str | None = None
-    """What one device may take of the host, such as "24GiB", a GPU in powers of two; none: as much as it needs."""
+    """Maximum host memory per device, such as "24GiB". A GPU allocates it in powers of two. Default: no limit."""
     when_full: Literal["error", "keep"] = "error"
-    """When that is taken: end the run, or keep on the device what does not fit."""
+    """If host memory is full: end the run, or keep the rest on the device."""
     directory: str | None = None
-    """On the CPU: where the file is made that activations are written to. It has no name, and is gone with the process;
-    none: the system's directory for temporary files."""
+    """On the CPU: directory of the file for activations, which has no name and disappears with the process. Default:
+    the system's directory for temporary files."""
     streams: int = 1
-    """1: copies to the host and back take turns. 2: each direction has a stream of its own."""
+    """1: copies to the host and back take turns. 2: each direction has its own stream."""
 
     def check(self) -> None:
         if not self.layers or not set(self.layers) <= {"offload", "keep"}:
@@ -334,7 +342,7 @@ class OffloadConfig(Section):
             "directory", self.directory is None or Path(self.directory).is_dir(), "an existing directory, or none"
         )
         if self.host_memory is not None:
-            self.host_bytes  # noqa: B018  (which refuses what is no size)
+            self.host_bytes  # noqa: B018  (raises InputError unless it is a size)
 
     @property
     def host_bytes(self) -> int | None:
@@ -346,22 +354,22 @@ class OffloadConfig(Section):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig(Section):
-    """Options of the loss; the fields of `evenpipe.vocabulary.options.LossOptions` that do not come from the model."""
+    """Options of the loss that do not come from the model."""
 
     section: ClassVar[str] = "loss"
 
     label_smoothing: float = 0.0
     """Probability that is spread evenly over all tokens instead of the label (0 to below 1)."""
     z_loss: float = 0.0
-    """Factor of the squared log-sum-exp of the logits, which keeps them from drifting."""
+    """Factor of the squared log-sum-exp of the logits, which keeps the logits from drifting."""
     keep: Literal["probabilities", "nothing"] = "probabilities"
-    """What the output layer keeps between its two halves: the probabilities (faster), or nothing (less memory, the
-    logits are computed twice)."""
+    """Tensors that the output layer keeps between its two halves: the probabilities (faster), or nothing (less memory,
+    but the logits are computed twice)."""
     entropy: bool = False
-    """Log the mean entropy of what is predicted, too."""
+    """Also log the mean entropy of the predicted distributions."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
-    """What works on the logits between matrix products: Triton's kernels, or operations of torch; auto: Triton on a GPU
-    where it is installed."""
+    """Operations on the logits between matrix products: operations of torch, or Triton kernels. "auto": Triton on a GPU
+    if it is installed, else torch."""
 
     def check(self) -> None:
         self.require("label_smoothing", 0 <= self.label_smoothing < 1, "at least 0 and below 1")
@@ -370,46 +378,45 @@ class LossConfig(Section):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig(Section):
-    """The optimizer, and the learning rate of each step: a linear warm-up, then a schedule that follows the number of
-    steps."""
+    """The optimizer, and the learning rate of each step: a linear warm-up, then a schedule over all steps."""
 
     section: ClassVar[str] = "optimizer"
 
     name: str = "adamw"
-    """Optimizer of torch: "adamw"; "muon" for the matrices of layers, with AdamW for all else; "adafactor"; "sgd". Or a
-    function of yours, "module:function", in the folder that the command is started in or installed: each process calls
-    it with its trained parameters, a list of (name, parameter), with `lr` and with the options. It returns a
+    """Optimizer: "adamw"; "muon" (for the matrices of layers; AdamW trains everything else); "adafactor"; "sgd"; or
+    your own function, "module:function", from an installed module or one in the folder in which the command is started.
+    Each process calls the function with a list of (name, parameter), with `lr` and with the options; it returns a
     `torch.optim.Optimizer`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Table [optimizer.options]: what else that class of torch.optim takes, such as `momentum` of sgd and muon, or what
-    your function takes."""
+    """Table [optimizer.options]: other arguments of the optimizer's class in torch.optim, such as `momentum` of sgd and
+    muon, or of your function."""
     learning_rate: float = 3e-4
-    """Highest learning rate, reached after the warm-up. Muon's matrices and the AdamW beside it share it: by default
-    their updates are equally large."""
+    """Highest learning rate, reached after the warm-up. With muon, AdamW uses it too: by default the updates of both
+    are about equally large."""
     schedule: Literal["cosine", "linear", "constant", "warmup-stable-decay"] = "cosine"
-    """What the rate does after the warm-up: it falls to the last step, on half a cosine or a line; it stays; or it
-    stays and falls at the end, on half a cosine."""
+    """Learning rate after the warm-up. "cosine" and "linear": it falls until the last step. "constant": it stays.
+    "warmup-stable-decay": it stays, then falls along half a cosine."""
     warmup_steps: int = 100
-    """Steps over which the rate grows from 0."""
+    """Steps over which the rate grows linearly from 0."""
     minimum_learning_rate_ratio: float = 0.1
-    """Learning rate of the last step, as a share of the highest; "constant" does not use it."""
+    """Learning rate of the last step divided by the highest one; "constant" ignores it."""
     decay_steps: int | None = None
-    """Steps at the end over which "warmup-stable-decay" lowers the rate; none: as decay_share says."""
+    """Steps at the end over which "warmup-stable-decay" lowers the rate. Default: decay_share of all steps."""
     decay_share: float | None = None
-    """The same as a share of all steps, which follows the time box; none: 0.2, unless there are decay_steps."""
+    """decay_steps as a share of all steps, also of those that the time box decides. Default: 0.2."""
     betas: tuple[float, float] | None = None
-    """Decay of the two moments of AdamW per step, also of the AdamW beside muon; none: 0.9 and 0.95."""
+    """Decay of AdamW's two moments per step, also of AdamW with muon. Default: 0.9 and 0.95."""
     epsilon: float | None = None
-    """Added to the root of AdamW's second moment; none: 1e-8."""
+    """Added to the square root of AdamW's second moment. Default: 1e-8."""
     weight_decay: float | None = None
-    """Decay of the matrices, decoupled but with sgd; norms and biases have none. None: 0.1 with adamw and muon, else
-    0."""
+    """Weight decay of parameters with two or more dimensions; norms and biases do not decay. It is decoupled, except
+    with sgd. Default: 0.1 with adamw and muon, else 0."""
     clip_norm: float | None = 1.0
-    """Gradients are scaled down to this total norm over all devices; none: never."""
+    """Maximum norm of all gradients together; larger gradients are scaled down to it. none: no clipping."""
     host_share: float = 0.0
-    """Share of the two moments of adamw, by elements, that each device has on the host (0 to 1, whole parameters, the
-    largest first): they come to the device for the update, bucket by bucket. On the CPU the host's side is a file in
-    offload.directory."""
+    """Share of adamw's two moments that each device keeps on the host, by elements (0 to 1; whole parameters, the
+    largest first). They visit the device for the update, bucket by bucket. On the CPU, a file in offload.directory
+    takes the place of host memory."""
 
     def check(self) -> None:
         self.positive("learning_rate", "epsilon", "clip_norm")
@@ -442,40 +449,40 @@ class OptimizerConfig(Section):
 
     @property
     def is_own(self) -> bool:
-        """Whether `name` is a function of the user's."""
+        """Whether `name` is a user's function."""
         return ":" in self.name
 
     def given(self, name: str) -> Any:
-        """The value of `betas`, `epsilon` or `weight_decay`, or the default of this optimizer."""
+        """Return the value of `betas`, `epsilon` or `weight_decay`, or the default of this optimizer."""
         value = getattr(self, name)
         return OPTIMIZER_DEFAULTS[self.name][name] if value is None else value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig(Section):
-    """How long, from which seed, and how often it is evaluated."""
+    """Length of the run, seed, evaluation and callbacks."""
 
     section: ClassVar[str] = "training"
 
     steps: int | None = None
-    """Optimizer steps; none: as many as `epochs` are, or 1000."""
+    """Optimizer steps. Default: 1000, unless `epochs` are given."""
     epochs: float | None = None
-    """In place of `steps`: how often the rows are gone through, each time in another order. The last step is the one
-    with which all of them have been, so it may begin the next epoch."""
+    """Number of passes over the training rows, instead of `steps`; each epoch has its own order. The last step
+    completes the last epoch, and may also take rows of the next one."""
     minutes: float | None = None
-    """Time box: the speed of the first steps decides how many steps fit, never more than `steps` or `epochs`; learning
-    rate and end follow that number. A run killed before its first checkpoint decides again. None: all of them, however
-    long they take."""
+    """Time box: the speed of the first steps decides how many steps fit, but never more than `steps` or `epochs`. The
+    learning rate follows that number. A run that is killed before its first checkpoint decides again. Default: no time
+    limit."""
     seed: int = 0
-    """Draws fresh weights and the order of the data."""
+    """Seed of fresh weights and of the order of the data."""
     evaluate_every_steps: int | None = None
-    """Steps between evaluations; none: only at the end."""
+    """Steps between evaluations. Default: one evaluation at the end."""
     evaluation_batches: int | None = 8
-    """Batches of the rows to evaluate on, at most, and always the same ones; none: all. The last may be smaller than
-    the others."""
+    """Maximum number of validation batches per evaluation, always the same ones; none: all. The last batch may be
+    smaller."""
     callbacks: tuple[str, ...] = ()
-    """Classes derived from evenpipe.Callback, as "my_module:MyCallback": their methods are called after steps,
-    evaluations and checkpoints, on every process. Modules in the folder of the command are found."""
+    """Subclasses of evenpipe.Callback, as "my_module:MyCallback", from installed modules or the folder in which the
+    command is started. Every process calls their methods after steps, evaluations and checkpoints."""
 
     def check(self) -> None:
         self.at_least(1, "steps", "evaluate_every_steps", "evaluation_batches")
@@ -488,16 +495,16 @@ class TrainingConfig(Section):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig(Section):
-    """When the state is saved. The same command started again goes on from the newest complete checkpoint."""
+    """When to save the state. The same command, repeated, continues from the newest complete checkpoint."""
 
     section: ClassVar[str] = "checkpoint"
 
     every_steps: int | None = 100
-    """Steps between checkpoints; none: only at the end."""
+    """Steps between checkpoints; none: one at the end."""
     keep: int = 2
-    """Newest checkpoints that are kept; older ones are deleted."""
+    """Number of newest checkpoints to keep; older ones are deleted."""
     folder: str | None = None
-    """Where they are kept; none: `checkpoints` in output.folder."""
+    """Folder of the checkpoints. Default: `checkpoints` in output.folder."""
 
     def check(self) -> None:
         self.at_least(1, "every_steps", "keep")
@@ -505,7 +512,7 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputConfig(Section):
-    """Where results go."""
+    """Folders and contents of the results."""
 
     section: ClassVar[str] = "output"
 
@@ -514,26 +521,26 @@ class OutputConfig(Section):
     log_every_steps: int = 1
     """Steps between lines of metrics.jsonl."""
     tensorboard: bool = True
-    """Write the same figures for TensorBoard."""
+    """Write the metrics for TensorBoard too."""
     trackers: tuple[Literal["wandb", "trackio"], ...] = ()
-    """Send them to Weights & Biases ("wandb"), or keep them in trackio's database, where these packages are installed.
-    A run that is started again goes on in the same run there."""
+    """Also send the metrics to Weights & Biases ("wandb") or to trackio's database ("trackio"). Install the package
+    that you name. A run that starts again continues the same run there."""
     project: str = "evenpipe"
-    """Project of these trackers; the run has the name of its folder."""
+    """Project of the trackers. The run's name there is the name of its folder."""
     trace_steps: tuple[int, ...] = ()
-    """Steps, counted from 1, of which a trace is written: what each device did and waited for, for `evenpipe draw` and
-    `evenpipe profile --from`. The first steps are slower than those that follow."""
+    """Steps to write a trace of, counted from 1: the passes and waits of each device, for `evenpipe draw` and
+    `evenpipe profile --from`. The first steps are slower than later ones."""
     trace_folder: str | None = None
-    """Where traces go; none: `traces` in output.folder."""
+    """Folder of the traces. Default: `traces` in output.folder."""
     export: bool = True
     """At the end, write the model as a Hugging Face folder that `from_pretrained` loads."""
     export_folder: str | None = None
-    """Where to; none: `model` in output.folder."""
+    """Folder of the exported model. Default: `model` in output.folder."""
 
     def check(self) -> None:
         self.require("folder", self.folder != "", "a folder")
         differ = len(set(self.trackers)) == len(self.trackers)
-        self.require("trackers", differ, "names that differ")
+        self.require("trackers", differ, "different names")
         self.require("project", self.project != "", "a name")
         self.at_least(1, "log_every_steps")
         self.require("trace_steps", min(self.trace_steps, default=1) >= 1, "numbers of steps, at least 1")
@@ -541,18 +548,18 @@ class OutputConfig(Section):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleConfig(Section):
-    """Text that the exported model writes at the end."""
+    """Texts that the exported model writes at the end of the run."""
 
     section: ClassVar[str] = "sample"
 
     prompts: tuple[str, ...] = ()
-    """Beginnings that the model continues; none given: no text."""
+    """Beginnings of texts for the model to continue. Default: no texts."""
     new_tokens: int = 120
-    """Tokens per text, at most."""
+    """Maximum number of new tokens per text."""
     temperature: float = 0.7
-    """Below 1 favours likely tokens, 0 always takes the likeliest."""
+    """A temperature below 1 favours likely tokens; 0 always takes the likeliest."""
     top_k: int = 40
-    """Draw among so many of the likeliest tokens; 0: among all."""
+    """Number of likeliest tokens to draw from; 0: all."""
 
     def check(self) -> None:
         self.at_least(1, "new_tokens")
@@ -617,7 +624,7 @@ class Config:
 
     @property
     def folders(self) -> dict[str, Path]:
-        """Folders that the run writes into, by the field that says where."""
+        """Folders that the run writes into, by the field that names them."""
         found = {
             "output.folder": self.run_folder,
             "data.cache_folder": self.cache_folder,

@@ -1,4 +1,4 @@
-"""From a TOML file and `section.key=value` overrides to a `Config`, and back to plain data.
+"""Reads a `Config` from a TOML file and `section.key=value` overrides, and turns it back into plain data.
 
 An unknown section or key is an error that names the nearest one.
 """
@@ -17,7 +17,7 @@ from evenpipe.train.section import Section, field_types, nearest, show, takes_te
 
 
 def sections() -> dict[str, type[Section]]:
-    """Name -> dataclass of every section, in the order of the configuration."""
+    """Return the dataclass of every section by name, in the order of the configuration."""
     return field_types(Config)
 
 
@@ -30,14 +30,14 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The tables of a TOML file."""
+    """Return the tables of a TOML file."""
     return given.read_toml(path, f"the configuration {show(str(path))}")
 
 
 def apply_overrides(tables: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Tables with each `section.key=value` put in its place; `model.config.NAME=value` reaches into that table.
+    """Return tables with each `section.key=value` applied; `model.config.NAME=value` changes that table.
 
-    A value is read as TOML; what is not TOML, or stands for a text field, is taken as text.
+    A value is read as TOML; a value that is not TOML, or for a text field, is text.
     """
     result = {name: dict(table) if isinstance(table, Mapping) else table for name, table in tables.items()}
     for override in overrides:
@@ -66,7 +66,7 @@ def apply_overrides(tables: Mapping[str, Any], overrides: Iterable[str]) -> dict
 
 
 def config_from_dict(tables: Mapping[str, Any]) -> Config:
-    """A `Config` from tables as TOML or `config_to_dict` gives them. Raises `InputError`."""
+    """Return a `Config` from tables of TOML or `config_to_dict`. Raises `InputError`."""
     known = sections()
     built: dict[str, Any] = {}
     for name, table in tables.items():
@@ -84,7 +84,7 @@ def config_from_dict(tables: Mapping[str, Any]) -> Config:
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
-    """Every section and field as plain data for JSON, so that `config_from_dict` gives an equal `Config`."""
+    """Return every section and field as plain data for JSON; `config_from_dict` makes an equal `Config` from it."""
     return {
         name: {
             key: list(value) if isinstance(value, tuple) else value
@@ -95,13 +95,13 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
 
 def fields_called(name: str) -> list[str]:
-    """The fields of that name, as `section.key`; `name` may be of that form too."""
+    """Return the fields of that name, as `section.key`; `name` may have that form too."""
     fields = [f"{section}.{key}" for section, table in sections().items() for key in field_types(table)]
     return [field for field in fields if name in (field, field.partition(".")[2])]
 
 
 def _known_key(section: str, key: str) -> Any:
-    """The type of a field; an unknown section or key is an error."""
+    """Return the type of a field. Raises InputError for an unknown section or key."""
     known = sections()
     if section not in known:
         raise InputError(_no_section(section))

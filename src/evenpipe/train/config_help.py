@@ -30,7 +30,7 @@ class FieldHelp:
 
 
 def describe_section(section: type[Section]) -> list[FieldHelp]:
-    """The fields of one section, in the order of the source."""
+    """Return the fields of one section, in the order of the source."""
     texts = _docstrings(section)
     defaults = {field.name: _default(field) for field in dataclasses.fields(section)}
     return [
@@ -40,7 +40,7 @@ def describe_section(section: type[Section]) -> list[FieldHelp]:
 
 
 def configuration_help() -> str:
-    """The text of `evenpipe train --help`: each section, and each field with type, default and meaning."""
+    """Return the text of `evenpipe train --help`: each section, and each field with type, default and meaning."""
     lines = []
     for section in sections().values():
         lines += ["", f"[{section.section}]  {inspect.getdoc(section)}"]
@@ -58,7 +58,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _docstrings(section: type) -> dict[str, str]:
-    """Field -> the string that stands under it in the class body."""
+    """Return the string below each field in the class body."""
     body = _classes(section.__module__)[section.__name__].body
     texts = {}
     for statement, below in itertools.pairwise(body):

@@ -1,10 +1,10 @@
-"""From the configuration to prepared data: tokens on disk, a tokenizer, and batches.
+"""Prepares the data of a configuration: tokens on disk, a tokenizer, and batches.
 
-One process calls `prepare` before the workers start; workers call `open_data`. What it writes:
+One process calls `prepare` before the workers start; workers call `open_data`. `prepare` writes:
 
-    CACHE/FINGERPRINT/   tokens.bin, tokenizer/, data.json: published whole by one rename, used again by the next run
+    CACHE/FINGERPRINT/   tokens.bin, tokenizer/, data.json: published by one rename, used again by the next run
     RUN/tokenizer/       a copy, for the exported model
-    RUN/data.json        what this run trains on
+    RUN/data.json        the data of this run
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from evenpipe.train.files import disk_errors, locked, write_json
 from evenpipe.train.packing import TOKEN, Batches, open_rows, split_rows, write_tokens
 from evenpipe.train.sources import Documents, find_documents, find_validation_documents
 
-FORMAT = 1  # part of the fingerprint: raise it when the same sources would give other tokens
+FORMAT = 1  # part of the fingerprint: increase it if the same sources would give other tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedData:
-    """What a run trains on; the contents of RUN/data.json."""
+    """The data of a run; the contents of RUN/data.json."""
 
     folder: str
     """Folder of tokens.bin and tokenizer/."""
@@ -41,10 +41,10 @@ class PreparedData:
     documents: int
     tokens: int
     tokenizer_size: int
-    """Rows that the embedding needs at least."""
+    """Minimum number of rows of the embedding."""
     end_of_text_id: int
     validation: PreparedData | None = None
-    """What it evaluates on, where that is data of its own: with the same tokenizer."""
+    """Separate validation data with the same tokenizer, or None."""
 
     @property
     def tokens_path(self) -> Path:
@@ -57,7 +57,7 @@ class PreparedData:
         return Path(self.folder) / "tokenizer"
 
     def is_complete(self) -> bool:
-        """Whether the files are there in the size that was written."""
+        """Return whether the files exist with their full size."""
         tokens = self.tokens_path
         return (
             tokens.is_file()
@@ -68,7 +68,7 @@ class PreparedData:
 
     @classmethod
     def read(cls, path: Path) -> PreparedData:
-        """From data.json. Raises OSError, ValueError or TypeError where it is not one."""
+        """Read data.json. Raises OSError, ValueError or TypeError for any other file."""
         found = json.loads(path.read_text(encoding="utf-8"))
         if found.get("validation") is not None:
             found["validation"] = cls(**found["validation"])
@@ -78,8 +78,8 @@ class PreparedData:
 def prepare(config: Config, say: Callable[[str], None] | None = None) -> PreparedData:
     """Check the sources, make or find tokenizer and tokens, and check that they are enough for one step.
 
-    To be called by one process before the workers start; a second one waits for it. `say` receives progress in words
-    (default: standard error). Raises `InputError` for what is wrong with the data, `RunError` when the disk is full.
+    One process calls it before the workers start; a second one waits for it. `say` receives messages about progress
+    (default: standard error). Raises `InputError` for wrong data, `RunError` if the disk is full.
     """
     say = say or _print
     with disk_errors(config.cache_folder, "preparing data"):
@@ -94,21 +94,21 @@ def prepare(config: Config, say: Callable[[str], None] | None = None) -> Prepare
 
 
 def open_data(config: Config) -> PreparedData:
-    """What `prepare` found, in another process of the same run. Raises `RunError` when it is not there (any more)."""
+    """Return the result of `prepare` in another process of the run. Raises `RunError` if it does not exist."""
     path = config.run_folder / "data.json"
     try:
         data = PreparedData.read(path)
     except (OSError, ValueError, TypeError) as error:
         raise RunError(
-            f"the prepared data {path} cannot be read ({error}); output.folder must be one that all machines see"
+            f"the prepared data {path} cannot be read ({error}); all machines must share output.folder"
         ) from None
     if not data.is_complete():
-        raise RunError(f"the prepared data in {data.folder} is incomplete; start again to prepare it anew")
+        raise RunError(f"the prepared data in {data.folder} is incomplete; start again to prepare it again")
     return data
 
 
 def open_batches(config: Config, data: PreparedData) -> Batches:
-    """The batches of a run; each process that feeds a pipeline opens its own."""
+    """Return the batches of a run; each process that feeds a pipeline opens its own."""
     length = config.data.sequence_length
     return Batches(
         rows=open_rows(data.tokens_path, length),
@@ -120,8 +120,8 @@ def open_batches(config: Config, data: PreparedData) -> Batches:
 
 
 def planned_steps(config: Config, batches: Batches, done: int = 0, tokens: int = 0) -> int:
-    """Steps of a whole run, of which so many are done, on so many tokens. What is left of `training.epochs` follows
-    from these: steps before may have been of another size."""
+    """Return the steps of a whole run after `done` steps on `tokens` tokens. The rest of `training.epochs` follows from
+    `tokens`, because earlier steps may have had another size."""
     training = config.training
     if training.epochs is not None:
         return done + batches.steps_of(training.epochs, tokens)
@@ -129,7 +129,7 @@ def planned_steps(config: Config, batches: Batches, done: int = 0, tokens: int =
 
 
 def data_identity(config: Config, data: PreparedData) -> dict[str, Any]:
-    """What must be the same when a checkpoint is resumed for the order of the data to go on unchanged."""
+    """Return the values that must not change for a resumed run to continue in the same order of the data."""
     return {
         "data": data.fingerprint,
         "data.sequence_length": config.data.sequence_length,
@@ -141,18 +141,18 @@ def data_identity(config: Config, data: PreparedData) -> dict[str, Any]:
 
 
 def changes_of_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What a resumed run says of its data, from `data_identity` when the checkpoint was saved and of now."""
+    """Describe changes of the data in a resumed run, from the `data_identity` of the checkpoint and of now."""
     lines = []
     for name, value in now.items():
         if before.get(name) == value:
             continue
         if name == _VALIDATION:
-            lines.append("other text is evaluated on from now on: validation losses do not compare with those before")
+            lines.append("the validation data has changed: validation losses do not compare with earlier ones")
         else:
             lines.append(f"{name} is now {value}, was {before.get(name)}: the order of the data changes")
             if name in _DECIDES_VALIDATION and now["data.validation_fraction"]:
                 lines[-1] += (
-                    ", and other rows are held back: rows that were trained on may now be validated on, so the"
+                    ", and so do the validation rows: the run may have trained on some of the new ones, so the"
                     " validation loss may be too low"
                 )
     return lines
@@ -163,7 +163,7 @@ _DECIDES_VALIDATION = ("data.sequence_length", "data.validation_fraction")
 
 
 def _find_or_build(config: Config, say: Callable[[str], None]) -> PreparedData:
-    """The cached data of these sources and this tokenizer, built if there is none. Called with the cache locked."""
+    """Return the cached data of these sources and this tokenizer; build it if necessary. The cache must be locked."""
     cache = config.cache_folder
     documents = find_documents(config.data, cache)
     validation = find_validation_documents(config.data, cache)
@@ -198,8 +198,8 @@ def _find_or_build(config: Config, say: Callable[[str], None]) -> PreparedData:
 
 @contextlib.contextmanager
 def _building(cache: Path) -> Iterator[Path]:
-    """A folder to build in, which is gone afterwards unless it was renamed."""
-    building = cache / "building.tmp"  # one that is there was left by a killed run: we hold the lock
+    """Make a folder to build in, and remove it afterwards unless it was renamed."""
+    building = cache / "building.tmp"  # an existing one is from a killed run, because the cache is locked
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
     try:
@@ -209,13 +209,13 @@ def _building(cache: Path) -> Iterator[Path]:
 
 
 def _place(cache: Path, sources: str, tokenizer: list[Any]) -> tuple[Path, str]:
-    """(folder of the tokens of these sources, fingerprint of them and of what identifies the tokenizer)."""
+    """Return (folder of the tokens of these sources, fingerprint of the sources and the tokenizer)."""
     fingerprint = hashlib.sha256(json.dumps([FORMAT, sources, tokenizer]).encode()).hexdigest()
     return cache / fingerprint[:16], fingerprint
 
 
 def _existing_tokenizer(config: Config, building: Path) -> tuple[Any, list[Any]]:
-    """(tokenizer saved in the folder, what identifies it), or (None, what identifies the one to train)."""
+    """Return (tokenizer, its identity) and save it in the folder, or (None, identity of the tokenizer to train)."""
     settings = config.tokenizer
     if config.tokenizer_source is None:
         return None, ["byte-level BPE", config.trained_tokenizer_entries, settings.end_of_text or DEFAULT_END_OF_TEXT]
@@ -245,7 +245,7 @@ def _build(documents: Documents, tokenizer: Any, building: Path, folder: Path, f
 
     number, tokens = write_tokens(documents, encode, tokenizer.eos_token_id, building / "tokens.bin")
     if tokens == 0:
-        raise InputError(f"the data ({documents.description}) holds no text, but must hold at least one token")
+        raise InputError(f"the data ({documents.description}) has no text, but must have at least one token")
     data = PreparedData(
         folder=str(folder.absolute()),
         fingerprint=fingerprint,
@@ -274,13 +274,13 @@ def _check_amount(config: Config, data: PreparedData) -> None:
     training, _ = split_rows(rows, config.data.held_back)
     if len(training) < batch_size:
         raise InputError(
-            f"the data holds {data.tokens:,} tokens, that is {len(training)} training sequences of "
+            f"the data has {data.tokens:,} tokens, that is {len(training)} training sequences of "
             f"data.sequence_length = {length}, but one step needs {batch_size} (pipeline.replicas * "
             "pipeline.microbatches * pipeline.microbatch_size)"
         )
     if data.validation is not None and data.validation.tokens < length:
         raise InputError(
-            f"the data to evaluate on holds {data.validation.tokens:,} tokens, but must hold at least one sequence of "
+            f"the validation data has {data.validation.tokens:,} tokens, but must have at least one sequence of "
             f"data.sequence_length = {length}"
         )
 

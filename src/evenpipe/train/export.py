@@ -1,15 +1,15 @@
-"""From a checkpoint to a Hugging Face folder: in one process, without the pipeline that wrote it or a word to others.
+"""Exports a checkpoint to a Hugging Face folder, in one process and without a pipeline.
 
-The checkpoint is verified first. Then tensor after tensor is read whole, whatever layout it was saved in, and written
-under its name on disk to safetensors files; memory holds one of these files (`max_shard_size`) at most. Beside them
-stand config.json, generation_config.json and the tokenizer. A tied head is left out: the embedding stands for both.
+The checkpoint is verified first. Then whole tensors of any layout are read one by one and written, under their names on
+disk, to safetensors files; at most one of these files (`max_shard_size`) is in memory. config.json,
+generation_config.json and the tokenizer are written too. A tied head is left out: the embedding contains it.
 
-What run.json has to say for that, as `Pipeline.save_checkpoint` writes it:
+Entries of run.json for the export, which `Pipeline.save_checkpoint` writes:
 
-    model_config              the transformers config, as its `to_dict` gives it
-    tied                      whether embedding and head are one matrix; compared with what the config says
+    model_config              the `to_dict` of the transformers config
+    tied                      whether embedding and head are one matrix; compared with the config
     extra.tokenizer           optional: its folder, relative to the checkpoint's
-    extra.generation_config   optional: as its `to_dict` gives it; without it, what the model's config implies
+    extra.generation_config   optional: its `to_dict`; default: the generation config that the model's config implies
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ def export_checkpoint(
     dtype: torch.dtype | str | None = None,
     max_shard_size: int = MAXIMUM_SHARD_BYTES,
 ) -> Path:
-    """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads, and gives its path.
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; return its path.
 
     Args:
-        checkpoint: a checkpoint's folder, or that of a run or of its checkpoints: then the newest sound one, with a
-            warning for each newer one that is not.
-        output: a new folder, an empty one, or an earlier export, which is replaced once the new one is whole.
-        dtype: of the weights; None: as they were trained.
-        max_shard_size: bytes per safetensors file, and about what is held in memory; a larger tensor has its own file.
+        checkpoint: a checkpoint's folder, or the folder of a run or of its checkpoints, whose newest sound checkpoint
+            is exported, with a warning for each newer one.
+        output: a new or empty folder, or an earlier export, which is replaced once the new one is complete.
+        dtype: dtype of the weights; None: the trained dtype.
+        max_shard_size: bytes per safetensors file, and approximate memory; a larger tensor has its own file.
 
     Raises:
-        InputError: no sound checkpoint, one that does not fit its own config, or an output with other things in it.
-        RunError: it cannot be written, or the checkpoint cannot be read; an earlier export is left as it was.
+        InputError: there is no sound checkpoint, it does not fit its own config, or the output has other files.
+        RunError: the output cannot be written, or the checkpoint cannot be read; an earlier export has not changed.
     """
     output = Path(output)
     _check_output(output)
@@ -109,7 +109,7 @@ def export_checkpoint(
 
 
 def _open(path: Path) -> Checkpoint:
-    """The checkpoint in a folder, or the newest sound one of a run."""
+    """Open the checkpoint in a folder, or the newest sound one of a run."""
     if is_checkpoint(path):
         return open_checkpoint(path, alone=True)
     for folder in (path / "checkpoints", path):
@@ -117,21 +117,21 @@ def _open(path: Path) -> Checkpoint:
         checkpoint = found.sound()
         if checkpoint is not None:
             for rejected in found.rejected:
-                warnings.warn(f"passed over {rejected.path}: {rejected.reason}", stacklevel=3)
+                warnings.warn(f"skipped {rejected.path}: {rejected.reason}", stacklevel=3)
             return checkpoint
-    raise InputError(f"{str(path)!r} holds no checkpoint; expected a checkpoint's folder, or that of a run")
+    raise InputError(f"{str(path)!r} has no checkpoint; expected a checkpoint's folder, or a run's folder")
 
 
 def _describe(checkpoint: Checkpoint) -> Description:
-    """The model that the checkpoint's config describes, once its names and shapes are those of the parameters."""
+    """Return the model of the checkpoint's config, after comparing names and shapes with the parameters."""
     where, description = f"the checkpoint {str(checkpoint.path)!r}", describe(_config(checkpoint))
     tensors, shapes = checkpoint.manifest.tensors, description.shapes
     missing = [name for name in shapes if PARAMETERS + name not in tensors]
     if missing:
-        raise InputError(f"{where} holds no {missing[0]!r}, which the model of its config has")
+        raise InputError(f"{where} has no {missing[0]!r}, which the model of its config has")
     unknown = [name for name in parameter_names(checkpoint.manifest) if name not in shapes]
     if unknown:
-        raise InputError(f"{where} holds {unknown[0]!r}, which the model of its config does not have")
+        raise InputError(f"{where} has {unknown[0]!r}, which the model of its config does not have")
     for name, shape in shapes.items():
         saved = tensors[PARAMETERS + name].shape
         if saved != tuple(shape):
@@ -139,7 +139,7 @@ def _describe(checkpoint: Checkpoint) -> Description:
                 f"{name!r} has shape {saved} in the checkpoint and {tuple(shape)} in the model of its config"
             )
     if checkpoint.metadata.get("tied", description.tied) != description.tied:
-        raise InputError(f"{where} says tied: {checkpoint.metadata['tied']}, and the model of its config is not so")
+        raise InputError(f"{where} says tied: {checkpoint.metadata['tied']}, but the model of its config differs")
     return description
 
 
@@ -148,9 +148,7 @@ def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
     if not isinstance(values, Mapping):
         raise InputError(f"{where} cannot be exported: its {RUN} has no model_config")
     kind = values.get("model_type")
-    if (
-        not isinstance(kind, str) or kind not in CONFIG_MAPPING
-    ):  # a model with code of its own; nothing of that kind is run here
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:  # a model with its own code, which is not run here
         raise InputError(f"{where} cannot be exported: its model_type {kind!r} is not one of transformers' own")
     try:
         config: PreTrainedConfig = CONFIG_MAPPING[kind].from_dict(dict(values))
@@ -162,7 +160,7 @@ def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
 def _tensors(
     checkpoint: Checkpoint, description: Description, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name on disk, whole tensor on the CPU), each read when it is asked for."""
+    """Iterate over (name on disk, whole tensor on the CPU), each read on demand."""
     index = read_index(checkpoint.path, checkpoint.manifest)
     buffers = {name for name, _ in persistent_buffers(description.skeleton)}
 
@@ -183,22 +181,22 @@ def _copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
     source = checkpoint.path / named
     files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
     if not files:
-        warnings.warn(f"there is no tokenizer in {source}, where {RUN} says that it is: none is exported", stacklevel=3)
+        warnings.warn(f"{RUN} names the tokenizer {source}, which does not exist: it is not exported", stacklevel=3)
     for file in files:
         shutil.copyfile(file, folder / file.name)
 
 
 def _check_output(output: Path) -> None:
-    """Only what an export has written may be replaced."""
+    """Raise InputError unless the output is new, empty or an earlier export."""
     if output.is_symlink() or (output.exists() and not output.is_dir()):
         raise InputError(
-            f"the folder to export to, {str(output)!r}, is a file or a link; expected a folder, or nothing"
+            f"the folder to export to, {str(output)!r}, is a file or a link; expected a folder or a new name"
         )
     for path in sorted(output.iterdir()) if output.exists() else []:
         ours = path.name in (*_OTHER_FILES, *TOKENIZER_FILES) or path.match("model*.safetensors")
         if path.is_dir() or not ours:
             raise InputError(
-                f"the folder to export to, {str(output)!r}, holds {path.name!r}, which no export has written; expected "
+                f"the folder to export to, {str(output)!r}, has {path.name!r}, which no export has written; expected "
                 "a new or empty folder, or an earlier export"
             )
 
@@ -212,7 +210,7 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def _sync(folder: Path) -> None:
-    """Waits until the disk has the folder, before it takes the place of another."""
+    """Wait until the folder is on the disk, before it replaces another."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Files that are never half written, locks that a dead process cannot hold, and a full disk as a sentence."""
+"""Atomic writes of files, locks that end with their process, and errors of the disk as sentences."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def check_folders(folders: Mapping[str, Path]) -> None:
-    """Raise InputError for the first folder that cannot be made, or not be written, RunError where the disk is full.
+    """Raise InputError for the first folder that cannot be made or written, RunError if the disk is full.
 
-    `folders`: by the names of the fields that say where they are. Nothing is left behind.
+    `folders`: by the names of their fields. Folders and files that the check makes are removed.
     """
     for field, folder in folders.items():
         made: list[Path] = []
@@ -51,7 +51,7 @@ def check_folders(folders: Mapping[str, Path]) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock that the system releases when the process ends, however it ends."""
+    """Hold a lock that the system releases at any end of the process."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -59,7 +59,7 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def disk_errors(folder: Path, doing: str) -> Iterator[None]:
-    """A full disk or a folder that cannot be written, as a sentence."""
+    """Turn a full disk or a folder that cannot be written into a sentence."""
     try:
         yield
     except OSError as error:

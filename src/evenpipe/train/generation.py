@@ -1,4 +1,4 @@
-"""Text from an exported model, on CPU, through transformers alone."""
+"""Text from an exported model, on the CPU, with transformers only."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def generate(
     top_k: int = 40,
     seed: int = 0,
 ) -> str:
-    """`prompt` and what the model in a Hugging Face folder, or in that of a run, writes after it.
+    """Return `prompt` and its continuation by the model in a Hugging Face folder or in the folder of a run.
 
     `temperature` 0 always takes the likeliest token; `top_k` 0 draws among all. The same seed gives the same text, and
-    the caller's random state is left alone. Raises `InputError` when the folder holds no model and tokenizer.
+    the caller's random state does not change. Raises `InputError` if the folder has no model or no tokenizer.
     """
     return Generator(model_folder)(
         prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
@@ -31,18 +31,18 @@ def generate(
 
 
 def _model_in(folder: Path) -> Path:
-    """The folder itself, or what a run in it has exported; a run has a config.json of its own, too."""
+    """Return the folder itself, or the exported model of a run in it; a run has its own config.json, too."""
     exported = folder / "model"
     if (exported / "config.json").is_file() and not any(folder.glob("*.safetensors")):
         return exported
     if (folder / "checkpoints").is_dir() or is_checkpoint(folder):
         raise InputError(
-            f"{show(str(folder))} holds checkpoints and no exported model; evenpipe export {plain(folder)} -o FOLDER"
+            f"{show(str(folder))} has checkpoints but no exported model; evenpipe export {plain(folder)} -o FOLDER"
             " makes one"
         )
     if not (folder / "config.json").is_file():
         raise InputError(
-            f"{show(str(folder))} is no model folder: it must hold config.json, weights and"
+            f"{show(str(folder))} is not a model folder: it must have config.json, weights and"
             f" tokenizer{beside(str(folder))}"
         )
     return folder
@@ -74,7 +74,7 @@ class Generator:
     def __call__(
         self, prompt: str, *, max_new_tokens: int = 120, temperature: float = 0.7, top_k: int = 40, seed: int = 0
     ) -> str:
-        """As `generate`."""
+        """Continue a prompt, as `generate` does."""
         import torch
 
         if max_new_tokens < 1:
@@ -82,7 +82,7 @@ class Generator:
         if temperature < 0 or top_k < 0:
             raise InputError(f"temperature and top_k are {temperature} and {top_k}, but must be at least 0")
         encoded = self._tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
-        if encoded.shape[1] == 0:  # nothing to continue: begin as a document does, behind an end of text
+        if encoded.shape[1] == 0:  # an empty prompt: begin like a document, after an end of text
             encoded = torch.tensor([[self._tokenizer.eos_token_id]])
         sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature > 0 else {}
         with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -1,13 +1,12 @@
-"""The hardware at hand: what `evenpipe plan --hardware FILE` and `estimate` read.
+"""Measures this machine's hardware for `evenpipe plan --hardware FILE` and `estimate`.
 
-    products     of several sizes, each a few times; the peak is what the largest reach, and a straight line through the
-                 times of all gives what the smallest operation takes
-    attention    fused and causal, forward and backward, against the peak
-    memory       a large tensor is copied
+    products     matrix products of several sizes; the fastest gives the peak
+    attention    fused causal attention, forward and backward, relative to the peak
+    memory       copies of a large tensor
     contention   the products of one process alone, and of all processes at once
-    wires        messages from process 0 to 1 and back through the communicators that the runtime uses, small and large
-    passes       with a configuration: of its model, as a pipeline over all processes with sharded vocabulary layers,
-                 one with whole ones, and one with two stages per device, at some sizes of a microbatch
+    wires        small and large messages between processes 0 and 1, through the communicators of the runtime
+    passes       with a configuration: passes of its model in pipelines over all processes, with sharded vocabulary
+                 layers, with whole ones, and with two stages per device, for several sizes of a microbatch
 
 On a GPU "host" is a copy between the device and pinned memory; on a CPU it is a copy in memory.
 """
@@ -40,16 +39,16 @@ from evenpipe.train.planned_config import configured_model
 from evenpipe.train.profile import RECOMPUTED, VARIANTS, Profile, check_profile, profile
 
 SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
-"""Edges of the cubes that are multiplied."""
+"""Edges of the square matrices that are multiplied."""
 DTYPES = {"cpu": {"fp32": torch.float32}, "cuda": {"bf16": torch.bfloat16, "fp32": torch.float32}}
 COPIED = {"cpu": 64 * 2**20, "cuda": 2**30}
-"""Bytes of the tensor that is copied; far more than caches hold."""
+"""Bytes of the copied tensor, much larger than caches."""
 SECONDS = 0.15
-"""Per measurement, at least."""
+"""Approximate seconds per measurement."""
 MICROBATCH_SIZES = (1, 4)
-"""Sequences of the microbatches that passes of a model are measured with."""
+"""Sequences per microbatch in measured passes of a model."""
 ROUNDS = 5
-"""The fastest of so many counts: the others were disturbed."""
+"""Rounds per measurement. The fastest counts: the others were disturbed."""
 SMALL, LARGE = 4, 4 * 2**20
 """Bytes of the messages."""
 
@@ -62,12 +61,12 @@ def profile_hardware(
     sizes: Sequence[int] = MICROBATCH_SIZES,
     steps: int = 6,
 ) -> Hardware:
-    """Measures with so many processes on this machine, a device each. Takes about half a minute.
+    """Measure with `processes` processes on this machine, one device each. Takes about half a minute.
 
-    config: passes of its model are measured too, with microbatches of so many sequences each of `sizes`, in so many
-    `steps` for each form of backward.
+    config: also measure passes of its model, with each number of sequences per microbatch in `sizes`, over `steps`
+    steps for each form of backward.
 
-    Raises InputError for no process and for a configuration that does not go with so many, RunError when one fails.
+    Raises InputError for less than one process, or a configuration that does not fit; RunError if a process fails.
     """
     if processes < 1:
         raise InputError(f"processes is {processes}, expected at least 1")
@@ -113,12 +112,12 @@ MEASURED_AS: dict[str, tuple[str, ...]] = {
     "whole": ("split", RECOMPUTED),
     "looped": ("split",),
 }
-"""What is needed of `pipelines_to_measure`, beside their order as it is."""
+"""Variants to measure for each of `pipelines_to_measure`, in addition to the unchanged order."""
 
 
 def pipelines_to_measure(config: Config, processes: int, microbatch_size: int) -> dict[str, Config]:
-    """1F1B with sharded vocabulary layers (vocab-2) and with whole ones (first-last); and with sharded ones and two
-    stages per device, where the model has layers enough."""
+    """Return configurations of 1F1B with sharded vocabulary layers (vocab-2), with whole ones (first-last), and, if the
+    model has enough layers, with sharded ones and two stages per device."""
     plain = PipelineConfig(
         processes=processes,
         schedule="1f1b",
@@ -138,7 +137,7 @@ def pipelines_to_measure(config: Config, processes: int, microbatch_size: int) -
 
 
 def passes_from(found: Mapping[str, Profile], config: Config, device: str) -> MeasuredPasses:
-    """What was measured of `pipelines_to_measure`, as files of hardware hold it; `config` is one of them."""
+    """Return the measured passes of `pipelines_to_measure` for a hardware file; `config` is one of them."""
     model = describe(configured_model(config))
     dtypes = {"float32": "fp32", "bfloat16": "bf16", "auto": "bf16" if device == "cuda" else "fp32"}
     devices = config.pipeline.processes
@@ -158,7 +157,7 @@ def passes_from(found: Mapping[str, Profile], config: Config, device: str) -> Me
 
 
 def measure() -> dict[str, Any]:
-    """On every process; the figures are those of the first."""
+    """Measure on every process; the first one returns the results."""
     worker = initialise_worker()
     device = worker.torch_device
     kind = device.type
@@ -192,7 +191,7 @@ def _all(worker: Worker) -> None:
 
 
 def _alone(device: torch.device) -> dict[str, Any]:
-    """What one process reaches while the others wait."""
+    """Measure one process while the others wait."""
     kind = device.type
     products = {
         name: {size: _seconds(_product(size, dtype, device), device) for size in SIZES[kind]}
@@ -225,8 +224,8 @@ def _alone(device: torch.device) -> dict[str, Any]:
 
 
 def _context(device: torch.device) -> int:
-    """What this process takes of a device's memory beside its tensors, once it has run what training runs; as if nobody
-    else were there."""
+    """Return the bytes of a device's memory that this process uses in addition to its tensors, if no other process uses
+    the device."""
     if device.type != "cuda":
         return 0
     free, whole = torch.cuda.mem_get_info(device)
@@ -240,7 +239,7 @@ def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[]
 
 
 def _attention(device: torch.device) -> float:
-    """FLOPs per second of causal attention, forward and backward, without what is masked."""
+    """Return FLOPs per second of causal attention, forward and backward, not counting masked pairs."""
     sequence, heads, size = (4096, 16, 128) if device.type == "cuda" else (512, 4, 64)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape = (1, heads, sequence, size)
@@ -255,7 +254,7 @@ def _attention(device: torch.device) -> float:
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Of one call: the fastest of some rounds of as many calls as take a while."""
+    """Return the seconds of one call, from the fastest of `ROUNDS` rounds of many calls."""
     synchronise = torch.cuda.synchronize if device.type == "cuda" else _nothing
     for _ in range(2):
         work()
@@ -275,11 +274,11 @@ def _seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def _nothing() -> None:
-    """A CPU has done what it was told."""
+    """Do nothing: a CPU has finished when a call returns."""
 
 
 def _hop(worker: Worker) -> tuple[float, float] | None:
-    """Latency and bandwidth of a message from process 0 to 1, on 0; None where there is no process 1."""
+    """Return latency and bandwidth of a message from process 0 to 1, valid on 0; None if there is no process 1."""
     if worker.world_size < 2:
         return None
     communicators = Communicators(

@@ -1,12 +1,12 @@
-"""The learning rate of each step, by the shapes of transformers' `get_scheduler`.
+"""The learning rate of each step, with the shapes of transformers' `get_scheduler`.
 
     cosine               \\__       linear   \\      constant  ____      warmup-stable-decay  ___
                         /   \\_              / \\               /                              /   \\_
 
-Step k here has the rate that `get_scheduler`, with one step more of warm-up, gives at step k + 1. Theirs starts with a
-step at rate 0, which trains nothing, and reaches the lowest rate only behind the last step; ours has neither. Two more
-differences: a line ends at the lowest rate, as `get_polynomial_decay_schedule_with_warmup` with power 1, and the
-warm-up of warmup-stable-decay starts at 0 as all others do.
+Step k here has the rate of step k + 1 in `get_scheduler` with one more warm-up step. There the first step has rate 0
+and trains nothing, and only the step after the last one has the lowest rate. Two more differences: "linear" ends at the
+lowest rate, like `get_polynomial_decay_schedule_with_warmup` with power 1, and the warm-up of "warmup-stable-decay"
+starts at 0, like all others.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import math
 from evenpipe.train.config import OptimizerConfig
 
 DECAY_SHARE = 0.2
-"""Of all steps; with it runs of arXiv 2405.18392 end as low as with a cosine."""
+"""Share of all steps; with it, runs of arXiv 2405.18392 end with as low a loss as with a cosine."""
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Of the step with this number (0 is the first) among `steps`: linear from 0, then as the schedule says.
+    """Return the rate of a step (0 is the first) among `steps`: a linear warm-up from 0, then the schedule.
 
-    The last step has `minimum_learning_rate_ratio` of the highest rate, unless the schedule is "constant" or there are
-    no steps after the warm-up.
+    The last step has `minimum_learning_rate_ratio` times the highest rate, unless the schedule is "constant" or there
+    are no steps after the warm-up.
     """
     warmup = min(config.warmup_steps, steps - 1)
     if step < warmup:
@@ -41,7 +41,7 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 
 
 def decay_steps(steps: int, config: OptimizerConfig) -> int:
-    """Over how many of the last steps warmup-stable-decay lowers the rate."""
+    """Return the number of last steps over which "warmup-stable-decay" lowers the rate."""
     if config.decay_steps is not None:
         return config.decay_steps
     share = DECAY_SHARE if config.decay_share is None else config.decay_share

@@ -1,11 +1,10 @@
-"""What a run reports while it trains: metrics.jsonl, TensorBoard files, trackers, and a progress bar.
+"""Metrics of a run while it trains: metrics.jsonl, TensorBoard files, trackers, and a progress bar.
 
-The first process of the run owns these. A line of metrics.jsonl is one JSON object: a logged step (`StepMetrics`), or
-an evaluation (step, validation_loss, validation_tokens). Loss fields of a resumed run equal an uninterrupted one's; the
-fields that measure time are measured anew.
+Only the first process of the run writes them. A line of metrics.jsonl is one JSON object: a logged step
+(`StepMetrics`), or an evaluation (step, validation_loss, validation_tokens). Loss fields of a resumed run equal those
+of an uninterrupted one; only fields that measure time differ.
 
-Everywhere, on the console and in report.json too, "loss" is that of one step, and what is smoothed is called "running
-mean".
+"loss" is always the loss of one step, also on the console and in report.json; the smoothed loss is "running mean".
 """
 
 from __future__ import annotations
@@ -32,61 +31,60 @@ class StepMetrics:
     """One logged step."""
 
     step: int
-    """Steps done, this one included: 1 is the first."""
+    """Number of the step; the first is 1."""
     epoch: float
-    """How often the rows have been gone through, this step included."""
+    """Passes over the training rows, including this step."""
     loss: float
     """Mean over the valid tokens of this step, with the weights before its update."""
     running_mean_loss: float
-    """See `RunningMean`: single steps scatter; but while the loss falls, the mean lags behind it."""
+    """See `RunningMean`. It scatters less than single steps, but lags behind a falling loss."""
     tokens: int
-    """Tokens trained on since the beginning of the run, resumed parts included."""
+    """Tokens trained on since the beginning of the run, including earlier starts."""
     tokens_per_second: float
-    """Since the line before."""
+    """Speed since the previous line."""
     learning_rate: float
     gradient_norm: float
-    """Total norm over all devices, before clipping."""
+    """Norm of all gradients, before clipping."""
     busy: tuple[float, ...]
-    """Share of the time (0 to 1) that each device spent in passes, since the line before."""
+    """Share of the time (0 to 1) that each device spent in passes since the previous line."""
     seconds: float
-    """Wall time since the line before."""
+    """Wall time since the previous line."""
     entropy: float | None = None
-    """With `[loss] entropy`, as `StepResult.entropy`; else there is no such figure."""
+    """`StepResult.entropy` with `[loss] entropy`; else the line does not have it."""
 
 
 @dataclass(slots=True)
 class RunningMean:
-    """Mean of the losses so far; from 50 steps on, exponential with a weight of 1/50 for each new one.
+    """Mean of the losses so far; after 50 steps, exponential with weight 1/50 for each new one.
 
-    `state` and `RunningMean(**state)` carry it through a checkpoint without losing a bit.
+    A checkpoint saves `state`; `RunningMean(**state)` restores it exactly.
     """
 
     steps: int = 0
     mean: float = 0.0
 
     def add(self, loss: float) -> float:
-        """Take in the loss of one more step and return the new mean."""
+        """Add the loss of one more step and return the new mean."""
         self.steps += 1
         self.mean += (loss - self.mean) / min(self.steps, WINDOW_STEPS)
         return self.mean
 
     def state(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {"steps": self.steps, "mean": self.mean}
 
 
 class MetricsFile:
-    """metrics.jsonl, to which every line is appended at once by a single write, so a killed process loses none."""
+    """metrics.jsonl. Every line is appended immediately by a single write, so a killed process loses no line."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        """Open the file for a run that goes on behind `resume_step` (0: from the beginning).
+        """Open the file for a run that continues after `resume_step` (0: from the beginning).
 
-        Lines of later steps, and a last line that was cut off, are removed: the file then reads as if the run had
-        never been interrupted.
+        Lines of later steps and an incomplete last line are removed: the file then equals that of an uninterrupted run.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.last_step = 0
-        """The last one that was logged by an earlier start of the run, removed lines included."""
+        """Last step that an earlier start of the run has logged, including removed lines."""
         if path.exists():
             text = path.read_text(encoding="utf-8", errors="replace")
             self.last_step = max((step for step, _ in _complete_lines(text)), default=0)
@@ -97,12 +95,12 @@ class MetricsFile:
         self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one line. Numbers that are not finite become null: JSON has no word for them."""
+        """Append one line. Numbers that are not finite become null, because JSON does not have them."""
         finite = {key: _finite(value) for key, value in record.items()}
         self._file.write((json.dumps(finite, allow_nan=False) + "\n").encode())
 
     def sync(self) -> None:
-        """Return when all lines are on the disk; to be called before a checkpoint is published."""
+        """Wait until all lines are on the disk. Call it before a checkpoint is published."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -112,12 +110,12 @@ class MetricsFile:
 
 
 def kept_lines(text: str, resume_step: int) -> str:
-    """The complete lines of metrics.jsonl up to and with `resume_step`."""
+    """Return the complete lines of metrics.jsonl up to and including `resume_step`."""
     return "".join(line for step, line in _complete_lines(text) if step <= resume_step)
 
 
 def _complete_lines(text: str) -> Iterator[tuple[int, str]]:
-    """(step, line) of metrics.jsonl."""
+    """Iterate over (step, line) of metrics.jsonl."""
     for line in text.splitlines(keepends=True):
         try:
             step = json.loads(line)["step"]
@@ -128,31 +126,31 @@ def _complete_lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 class TensorBoard:
-    """The figures of metrics.jsonl as TensorBoard scalars."""
+    """The numbers of metrics.jsonl as TensorBoard scalars."""
 
     def __init__(self, folder: Path, resume_step: int) -> None:
-        """Raises `InputError` when TensorBoard is not installed."""
+        """Raises `InputError` if TensorBoard is not installed."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise InputError(
                 "output.tensorboard is true, but must be false until TensorBoard is installed: pip install tensorboard"
             ) from None
-        # purge_step hides what an interrupted run wrote for later steps
+        # purge_step hides values of later steps from an interrupted run
         self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1 if resume_step else None)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """One scalar per figure; a list becomes one per device."""
+        """Write one scalar per number; a list becomes one per device."""
         for name, value in scalars(record):
             self._writer.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
-        """Write what is left and close."""
+        """Flush and close."""
         self._writer.close()
 
 
 class Progress:
-    """A progress bar on a terminal; elsewhere a plain line every ten seconds."""
+    """A progress bar on a terminal, else a plain line every ten seconds."""
 
     def __init__(
         self,
@@ -189,7 +187,7 @@ class Progress:
             self.say(f"step {metrics.step}/{self._steps}  {text}")
 
     def say(self, text: str) -> None:
-        """A line of its own, above the bar where there is one."""
+        """Print a line, above the bar if there is one."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:
@@ -202,7 +200,7 @@ class Progress:
 
 
 def progress_text(metrics: StepMetrics) -> str:
-    """Losses, speed, how busy devices are:
+    """Return losses, speed and busy shares of devices:
 
     `epoch 1.24  loss 5.123  running mean 5.345  1,234 tokens/s  busy 93 91 95 92 %`
     """
@@ -212,28 +210,28 @@ def progress_text(metrics: StepMetrics) -> str:
 
 
 class Metrics:
-    """All of them together: what the training loop talks to."""
+    """All metrics of a run, for the training loop."""
 
     def __init__(
         self, folder: Path, *, steps: int, resume_step: int = 0, tensorboard: bool = True, stream: TextIO | None = None
     ) -> None:
-        """`folder`: the run's; `steps`: the planned number; `resume_step`: steps that a checkpoint has already done."""
+        """`folder`: folder of the run; `steps`: planned number; `resume_step`: step of the loaded checkpoint, or 0."""
         self._file = MetricsFile(folder / "metrics.jsonl", resume_step)
         self._tensorboard = TensorBoard(folder / "tensorboard", resume_step) if tensorboard else None
         self._trackers: list[Tracker] = []
         self._progress = Progress(steps, resume_step, stream)
 
     def follow(self, trackers: Iterable[Tracker]) -> None:
-        """From now on they get what is logged, but for steps that they had before: few of them can take these back."""
+        """Send metrics to these trackers too, except for steps that they already have, which they cannot replace."""
         self._trackers += trackers
 
     def log(self, metrics: StepMetrics) -> None:
-        """A step to be logged."""
+        """Log a step."""
         self._write({name: value for name, value in asdict(metrics).items() if value is not None})
         self._progress.show(metrics)
 
     def log_evaluation(self, step: int, loss: float, tokens: int) -> None:
-        """The loss on held-back rows after `step`, over so many valid tokens."""
+        """Log the validation loss after `step`, over `tokens` valid tokens."""
         self._write({"step": step, "validation_loss": loss, "validation_tokens": tokens})
         self._progress.say(f"step {step}  validation loss {loss:.3f} over {tokens:,} tokens")
 
@@ -242,11 +240,11 @@ class Metrics:
         self._progress.set_steps(steps)
 
     def say(self, text: str) -> None:
-        """A line for the terminal that does not disturb the progress bar."""
+        """Print a line without disturbing the progress bar."""
         self._progress.say(text)
 
     def sync(self) -> None:
-        """To be called before a checkpoint is published."""
+        """Wait until all lines are on the disk. Call it before a checkpoint is published."""
         self._file.sync()
 
     def close(self) -> None:

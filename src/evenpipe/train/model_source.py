@@ -1,4 +1,4 @@
-"""What the pipeline is built from: the configured model, checked against the pipeline, the data and the tokenizer."""
+"""The configured model for the pipeline, checked against the pipeline, the data and the tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def model_config(model: ModelConfig) -> PreTrainedConfig:
-    """The transformers config of `[model]`, before the tokenizer is known. Raises `InputError`."""
+    """Return the transformers config of `[model]`, before the tokenizer is known. Raises `InputError`."""
     if model.architecture is not None:
         return _described_config(model.architecture, model.config)
     from evenpipe.model.config import read_config
@@ -27,7 +27,7 @@ def model_config(model: ModelConfig) -> PreTrainedConfig:
 
 
 def check_shape(config: Config, model: PreTrainedConfig) -> None:
-    """Refuse more devices than layers, layers and choices that do not add up, and sequences that are too long."""
+    """Refuse more devices than layers, wrong numbers of layers and choices, and sequences that are too long."""
     pipeline, layers = config.pipeline, model.num_hidden_layers
     if pipeline.devices > layers:
         most = f"{layers * pipeline.replicas}, the layers of the model"
@@ -54,7 +54,7 @@ def check_shape(config: Config, model: PreTrainedConfig) -> None:
 
 
 def check_schedule(config: Config, model: PreTrainedConfig) -> None:
-    """Refuse a schedule that has no order of this size, one that is not sound, and one with more stages than layers."""
+    """Refuse a schedule that is not valid, has no order of this size, or has more stages than the model has layers."""
     from evenpipe.runtime.given_schedule import read_schedule
     from evenpipe.runtime.layout import runnable_order
     from evenpipe.schedule import plan_program
@@ -97,10 +97,10 @@ def check_schedule(config: Config, model: PreTrainedConfig) -> None:
 
 
 def pipeline_model(config: Config, tokenizer_size: int, end_of_text_id: int) -> str | PreTrainedConfig:
-    """What `evenpipe.Pipeline` takes: a folder or hub name, whose weights it loads, or a config, for fresh weights.
+    """Return the model for `evenpipe.Pipeline`: a folder or hub name with weights, or a config for fresh weights.
 
-    A described model gets the tokenizer's size and end-of-text id where [model.config] does not give them; so does one
-    with fresh weights and a tokenizer of its own. Raises `InputError` when the tokenizer has more entries than the
+    A model described by [model.config], or with fresh weights and a newly trained tokenizer, gets the tokenizer's size
+    and end-of-text id unless [model.config] gives them. Raises `InputError` if the tokenizer has more entries than the
     embedding has rows.
     """
     model = model_config(config.model)
@@ -121,7 +121,7 @@ def pipeline_model(config: Config, tokenizer_size: int, end_of_text_id: int) -> 
 
 
 def generation_config(model: ModelConfig) -> dict[str, Any] | None:
-    """The generation settings that come with weights to continue from; None where there are none."""
+    """Return the generation settings that come with existing weights; None if there are none."""
     if model.source is None or model.fresh_weights:
         return None
     from transformers import GenerationConfig

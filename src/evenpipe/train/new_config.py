@@ -1,4 +1,4 @@
-"""A configuration to begin with: from a model and data that are there, or one of the examples."""
+"""New configurations, from a model and data, or copied from the examples."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ SMALL_MODEL = {
         "max_position_embeddings": 1024,
     },
 }
-"""What is trained until somebody names a model."""
+"""Default model."""
 
 ALL = "all"
-"""Stands for the whole folder of examples."""
+"""Name for the whole folder of examples."""
 
 BYTES_PER_TOKEN = 4
-"""About, in text."""
+"""Approximate bytes of text per token."""
 LEAST_STEPS, MOST_STEPS = 20, 1000
-"""One pass through the data, within these."""
+"""Limits for the steps of one pass over the data."""
 
 
 def new_tables(model: str | None, data: str | None, processes: int | None, name: str) -> dict[str, Any]:
-    """The tables of a configuration that trains as it stands.
+    """Return the tables of a configuration that trains without changes.
 
-    model: a hub name, a folder or a config file; None: a small one.
-    data: a file, or a folder with text, JSON lines, parquet or what `save_to_disk` wrote; None: sources of Python.
-    processes: None: one per GPU, and without GPUs one per core, four at most.
-    name: of the run.
+    model: a hub name, a folder or a config file; None: a small model.
+    data: a file, a folder with text, JSON lines or parquet, or one that `save_to_disk` wrote; None: sources of Python.
+    processes: number of processes; None: one per GPU, or without GPUs one per core, at least two and at most four.
+    name: name of the run.
 
     Raises:
-        InputError: what is named is not there, or has no text, or no tokenizer.
+        InputError: the model or data does not exist, the data has no text, or the model has no tokenizer.
     """
     tables: dict[str, Any] = {"model": dict(SMALL_MODEL), "tokenizer": {"vocabulary_size": TOKENIZER_ENTRIES}}
     if model is not None:
@@ -83,7 +83,7 @@ def new_tables(model: str | None, data: str | None, processes: int | None, name:
 
 
 def write_new(tables: Mapping[str, Any], path: Path) -> None:
-    """The tables as TOML, with the meaning of every field above it. Raises InputError where there is a file already."""
+    """Write the tables as TOML, with the meaning of every field above it. Raises InputError if the file exists."""
     _check_new(path)
     comments = {
         f"{section}.{field.name}": field.text.partition(". ")[0].rstrip(".")
@@ -98,20 +98,20 @@ def write_new(tables: Mapping[str, Any], path: Path) -> None:
 
 
 def examples() -> Path:
-    """The folder of the examples that come with evenpipe."""
+    """Return the folder of the examples that come with evenpipe."""
     package = Path(evenpipe.__file__).parent
     folder = package / "examples"
     return folder if folder.is_dir() else package.parent.parent / "examples"  # a source checkout
 
 
 def example_configurations() -> dict[str, Path]:
-    """The examples that `evenpipe train` runs, by name."""
+    """Return the examples that `evenpipe train` runs, by name."""
     files = sorted(examples().glob("*.toml"))
     return {path.stem: path for path in files if "\n[model]" in path.read_text("utf-8")}
 
 
 def write_example(name: str, path: Path) -> None:
-    """Copy the configuration `name`. Raises InputError where there is none of that name, or a file already."""
+    """Copy the configuration `name`. Raises InputError if the name is unknown or the file exists."""
     known = example_configurations()
     if name not in known:
         raise InputError(unknown("--example", name, (ALL, *known)))
@@ -121,7 +121,7 @@ def write_example(name: str, path: Path) -> None:
 
 
 def write_examples(folder: Path) -> None:
-    """Copy all examples. Raises InputError where `folder` exists."""
+    """Copy all examples. Raises InputError if `folder` exists."""
     _check_new(folder)
     shutil.copytree(examples(), folder, ignore=shutil.ignore_patterns("__pycache__", ".*"))
 
@@ -140,8 +140,8 @@ def _processes() -> int:
 
 
 def _batch(size: int | None, longest: int, devices: int) -> tuple[int, int, int]:
-    """(tokens per sequence, microbatches per step, steps of one pass) for so many bytes of data: shorter sequences and
-    fewer microbatches where there is little."""
+    """Return (tokens per sequence, microbatches per step, steps of one pass) for `size` bytes of data: little data gets
+    shorter sequences and fewer microbatches."""
     for length in (1024, 512, 256, 128, 64, 32, 16):
         rows = MOST_STEPS * 100 if size is None else size // BYTES_PER_TOKEN // length
         for microbatches in (4 * devices, 2 * devices):
@@ -151,13 +151,13 @@ def _batch(size: int | None, longest: int, devices: int) -> tuple[int, int, int]
 
 
 def _data(name: str) -> tuple[dict[str, Any], int | None]:
-    """[data] for a file or folder, and its bytes where they are known."""
+    """Return [data] for a file or folder, and its bytes if they are known."""
     path = Path(name)
     if is_saved(name):
         return {"dataset": name}, None
     if path.is_file():
         if not path.stat().st_size:
-            raise InputError(f"--data is {show(name)}, but that file is empty, expected text to train on")
+            raise InputError(f"--data is {show(name)}, but that file is empty; expected text to train on")
         return {"files": [name], **_field(path)}, path.stat().st_size
     if not path.is_dir():
         raise InputError(f"--data is {show(name)}, but there is no such file or folder{beside(name)}")
@@ -166,7 +166,7 @@ def _data(name: str) -> tuple[dict[str, Any], int | None]:
     texts = [one for one in found if _is_text(one)]
     chosen = texts if len(texts) > len(tables) else tables
     if not chosen:
-        raise InputError(f"--data is {show(name)}, but that folder holds no text, JSON lines or parquet")
+        raise InputError(f"--data is {show(name)}, but that folder has no text, JSON lines or parquet")
     suffixes = sorted({one.suffix for one in chosen})
     patterns = [f"{name.rstrip('/')}/**/*{suffix}" for suffix in suffixes]
     size = sum(one.stat().st_size for one in find_files(tuple(patterns)))
@@ -174,7 +174,7 @@ def _data(name: str) -> tuple[dict[str, Any], int | None]:
 
 
 def _is_text(path: Path) -> bool:
-    """Whether it begins as UTF-8 text does, and is not of a kind that holds several documents."""
+    """Return whether a file starts with UTF-8 text, and is not JSON lines or parquet."""
     if path.suffix.lower() in (*JSON_LINES, *PARQUET) or not path.suffix:
         return False
     with path.open("rb") as file:
@@ -186,7 +186,7 @@ def _is_text(path: Path) -> bool:
 
 
 def _field(path: Path) -> dict[str, str]:
-    """The field that holds the text, where it is not called "text": the one with the longest in the first record."""
+    """Return `text_field` unless the default fits: the field with the longest text in the first record."""
     if path.suffix.lower() in PARQUET:
         from pyarrow import parquet
 

@@ -1,4 +1,4 @@
-"""The optimizer that a configuration names, over the parameters that a process holds."""
+"""Makes the configured optimizer for the parameters of a process."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
 }
 _FIELDS = {"lr": "learning_rate", "betas": "betas", "eps": "epsilon", "weight_decay": "weight_decay"}
-"""Options of torch's that are fields of the configuration."""
+"""Options of torch that are fields of the configuration."""
 _OTHER_MEANING = {("muon", "eps"), ("adafactor", "eps")}
-"""Options that are none of those fields though one is called alike: `epsilon` is that of AdamW."""
+"""Options that are not these fields despite a similar name: `epsilon` is AdamW's."""
 _WITHOUT = {("adafactor", "foreach")}
 
 
 def make_optimizer(
     pipeline: Pipeline, config: OptimizerConfig, directory: str | None = None
 ) -> torch.optim.Optimizer | None:
-    """The optimizer of a process; None for one that holds no parameter that is trained.
+    """Return the optimizer of a process; None if the process has no trainable parameter.
 
-    directory: of moments on the host of a process that computes on the CPU.
+    directory: directory for moments on the host if the process computes on the CPU.
 
-    AdamW and SGD are torch's fused versions, on CPU too: one pass over memory, and the same bits for any cut of a
-    parameter on multiples of the vector width.
+    AdamW and SGD are torch's fused versions, also on the CPU: one pass over memory, and the same bits for any cut of a
+    parameter at multiples of the vector width.
 
     Raises:
-        InputError: a value that the optimizer refuses, or what a function of the user's returns.
+        InputError: the optimizer refuses a value, or a user's function returns another object.
     """
     trained = [(name, parameter) for name, parameter in pipeline.named_parameters() if parameter.requires_grad]
     if not trained:
@@ -71,10 +71,10 @@ def make_optimizer(
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
-    """Refuses what can be refused before a model is there.
+    """Check the optimizer before the model exists.
 
     Raises:
-        InputError: an option that the optimizer does not have or a value that it refuses, or no such function.
+        InputError: an option that the optimizer does not have, a value that it refuses, or an unknown function.
     """
     if config.is_own:
         _check_call(_own_function(config.name), [], config)
@@ -88,13 +88,13 @@ def check_optimizer(config: OptimizerConfig) -> None:
 
 
 def rate_shares(optimizer: torch.optim.Optimizer | None, config: OptimizerConfig) -> list[float]:
-    """The learning rate of each group, as a share of the configured one: a function of the user's may give several."""
+    """Return each group's learning rate divided by the configured one: a user's function may set several rates."""
     groups = [] if optimizer is None else optimizer.param_groups
     return [float(group["lr"]) / config.learning_rate for group in groups]
 
 
 def _groups(trained: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Weight decay is for matrices only."""
+    """Return groups in which only matrices have weight decay."""
     matrices = [parameter for _, parameter in trained if parameter.dim() >= 2]
     others = [parameter for _, parameter in trained if parameter.dim() < 2]
     decays = ((matrices, config.given("weight_decay")), (others, 0.0))
@@ -102,7 +102,7 @@ def _groups(trained: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig
 
 
 def _options(config: OptimizerConfig) -> dict[str, Any]:
-    """`optimizer.options`, and the fields that are the same for all parameters, as torch takes them."""
+    """Return `optimizer.options` and the fields that are the same for all parameters, as torch's arguments."""
     kind = _CLASSES[config.name]
     known = [name for name in inspect.signature(kind).parameters if name != "params"]
     known = [name for name in known if (config.name, name) not in _WITHOUT]
@@ -125,7 +125,7 @@ def _options(config: OptimizerConfig) -> dict[str, Any]:
 
 
 def _as_python(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What TOML cannot say: tuples, and None."""
+    """Convert lists to tuples and "none" to None, which TOML does not have."""
 
     def value_of(value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -137,7 +137,7 @@ def _as_python(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _refused(config: OptimizerConfig) -> Iterator[None]:
-    """torch's words about a value, as a sentence about the configuration."""
+    """Turn torch's errors about a value into a sentence about the configuration."""
     try:
         yield
     except InputError:
@@ -148,7 +148,7 @@ def _refused(config: OptimizerConfig) -> Iterator[None]:
         raise InputError(f"optimizer.options is {show(config.options)}, but torch.optim.{kind} says: {said}") from error
 
 
-# --- a function of the user's ----------------------------------------------------------------------------------------
+# --- a user's function -----------------------------------------------------------------------------------------------
 
 
 def _own(pipeline: Pipeline, trained: list[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -164,7 +164,7 @@ def _own(pipeline: Pipeline, trained: list[tuple[str, nn.Parameter]], config: Op
         if spread:
             kind = type(made).__name__
             raise InputError(
-                f"{where}, which returns {kind}, and this process holds only rows of {spread[0]}, but {kind} must see "
+                f"{where}, which returns {kind}, and this process has only rows of {spread[0]}, but {kind} must see "
                 f'whole matrices: optimizer.name = "{kind.lower()}" does'
             )
     return made

@@ -1,8 +1,8 @@
-"""Documents to tokens to rows to batches.
+"""Turns documents into tokens, rows and batches.
 
-One pass over the documents writes one long file of int32 tokens: each document, then the end-of-text token. Cut into
-rows of the sequence length it is the training data; the last incomplete row is dropped. (Packing in `datasets.map`
-drops the rest of every *batch* of documents, so its rows depend on the batch size and the number of processes.)
+One pass over the documents writes one long file of int32 tokens: each document, then the end-of-text token. The rows
+are this file cut at the sequence length; the last incomplete row is dropped. (Packing in `datasets.map` drops the rest
+of every *batch* of documents, so its rows depend on the batch size and the number of processes.)
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import torch
 
 TOKEN = np.dtype("<i4")
-PIECE_CHARACTERS = 1 << 20  # longer documents are encoded in pieces, cut behind a line end, to bound the memory
+PIECE_CHARACTERS = 1 << 20  # longer documents are encoded in pieces, cut after a line end, to bound the memory
 BATCH_CHARACTERS = 1 << 22  # encoded together, on the threads of the tokenizer
-IGNORED = -100  # the label that no loss is computed for
+IGNORED = -100  # label without a loss
 
 
 def write_tokens(
@@ -48,7 +48,7 @@ def write_tokens(
 
 
 def open_rows(path: Path, sequence_length: int) -> np.ndarray[Any, Any]:
-    """The token file as int32 [rows, sequence_length], mapped into memory, not read."""
+    """Map the token file into memory as int32 [rows, sequence_length]."""
     rows = path.stat().st_size // (TOKEN.itemsize * sequence_length)
     if rows == 0:
         return np.empty((0, sequence_length), dtype=TOKEN)
@@ -56,7 +56,8 @@ def open_rows(path: Path, sequence_length: int) -> np.ndarray[Any, Any]:
 
 
 def split_rows(rows: int, validation_fraction: float) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """(training rows, validation rows): the latter evenly spread, at least one when the fraction is above 0."""
+    """Return (training rows, validation rows). Validation rows are evenly spread, at least one if the fraction is above
+    0."""
     held_back = max(1, round(rows * validation_fraction)) if validation_fraction > 0 and rows > 0 else 0
     validation = (np.arange(held_back) * rows + rows // 2) // max(held_back, 1)
     return np.setdiff1d(np.arange(rows), validation, assume_unique=True), validation
@@ -66,8 +67,8 @@ def split_rows(rows: int, validation_fraction: float) -> tuple[np.ndarray[Any, A
 class Batches:
     """Batches in a fixed order: batch number `step` is a pure function of the seed, so resuming needs only the step.
 
-    Every epoch goes through all training rows in an order of its own, drawn from (seed, epoch); a batch may reach from
-    one epoch into the next.
+    Every epoch takes all training rows in its own order, drawn from (seed, epoch); a batch may contain rows of two
+    epochs.
     """
 
     rows: np.ndarray[Any, Any]
@@ -76,19 +77,19 @@ class Batches:
     """Sequences per batch."""
     seed: int
     validation_fraction: float
-    """Of the rows, held back to be evaluated on; 0 where `validation` has rows of their own for that."""
+    """Share of the rows that are validation rows; 0 if `validation` has separate ones."""
     validation: np.ndarray[Any, Any] | None = None
     """[rows, sequence_length] int32."""
     training_rows: np.ndarray[Any, Any] = field(init=False)
     validation_rows: np.ndarray[Any, Any] = field(init=False)
-    """Numbers of rows, of `validation` where there is one."""
+    """Numbers of validation rows, in `validation` if it is given, else in `rows`."""
     _order: tuple[int, np.ndarray[Any, Any]] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.training_rows, self.validation_rows = split_rows(len(self.rows), self.validation_fraction)
         assert len(self.training_rows) > 0, "no rows to train on"
         if self.validation is not None:
-            assert len(self.validation_rows) == 0, "two kinds of rows to evaluate on"
+            assert len(self.validation_rows) == 0, "two kinds of validation rows"
             self.validation_rows = np.arange(len(self.validation))
 
     @property
@@ -103,38 +104,38 @@ class Batches:
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Tokens of all rows to train on."""
+        """Tokens of all training rows."""
         return len(self.training_rows) * self.sequence_length
 
     def steps_of(self, epochs: float, tokens: int = 0) -> int:
-        """Steps until all rows have been gone through so many times, `tokens` of which were trained on before; 0 when
-        that has happened. A step is whole, so the last one may go beyond."""
+        """Return the steps to `epochs` passes over the training rows after `tokens` tokens, at least 0. The last step
+        may take rows beyond that."""
         left = Fraction(str(epochs)) * self.tokens_per_epoch - tokens  # 0.1 is a tenth, not the nearest float
         return max(0, math.ceil(left / self.tokens_per_batch))
 
     def row_numbers(self, step: int) -> list[int]:
-        """The rows of batch `step` (0 is the first)."""
+        """Return the rows of batch `step` (0 is the first)."""
         numbers = range(step * self.batch_size, (step + 1) * self.batch_size)
         return [int(self._epoch_order(n // len(self.training_rows))[n % len(self.training_rows)]) for n in numbers]
 
     def batch(self, step: int, replica: int = 0, replicas: int = 1) -> torch.Tensor:
-        """int64 [batch_size / replicas, sequence_length]: token ids of batch `step` (0 is the first), the part of one
-        of `replicas`."""
+        """Return one replica's token ids of batch `step` (0 is the first): int64 [batch_size / replicas,
+        sequence_length]."""
         assert self.batch_size % replicas == 0, f"{self.batch_size} sequences for {replicas} replicas"
         each = self.batch_size // replicas
         return _read(self.rows, self.row_numbers(step)[replica * each : (replica + 1) * each])
 
     @property
     def validation_batches(self) -> int:
-        """Batches that hold all rows to evaluate on; the last may be smaller than the others."""
+        """Number of validation batches; the last one may be smaller."""
         return -(-len(self.validation_rows) // self.batch_size)
 
     def validation_batch(self, index: int, replica: int = 0, replicas: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """(token ids, labels), both int64 [rows, sequence_length], of at most `batch_size` rows to evaluate on: those
-        of one of `replicas`, which have as many each, or one more.
+        """Return one replica's (token ids, labels) of a validation batch, both int64 [rows, sequence_length].
 
-        The last batch may have fewer, so means must be weighted by valid tokens. A replica for which it has no row gets
-        one whose labels are all ignored: every pipeline takes part.
+        A batch has `batch_size` rows, spread evenly over the replicas. The last batch may have fewer, so means must be
+        weighted by valid tokens. A replica without a row gets one with only ignored labels, because every pipeline
+        takes part.
         """
         rows = self.validation_rows[index * self.batch_size : (index + 1) * self.batch_size]
         assert len(rows) > 0, f"there are {self.validation_batches} validation batches, not {index + 1}"
@@ -146,7 +147,7 @@ class Batches:
 
     def _epoch_order(self, epoch: int) -> np.ndarray[Any, Any]:
         if self._order is None or self._order[0] != epoch:
-            # raw words of the bit generator: unlike Generator.permutation they are the same in every version of numpy
+            # raw words of the bit generator are the same in every version of numpy, unlike Generator.permutation
             words = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(len(self.training_rows))
             self._order = epoch, self.training_rows[np.argsort(words, kind="stable")]
         return self._order[1]
@@ -159,7 +160,7 @@ def _read(rows: np.ndarray[Any, Any], numbers: Sequence[int] | np.ndarray[Any, A
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """(piece, is it the end of its document)."""
+    """Iterate over (piece, whether it ends its document)."""
     for text in texts:
         start = 0
         while len(text) - start > PIECE_CHARACTERS:

@@ -1,4 +1,4 @@
-"""From a plan to the configuration of a training run: the file that `evenpipe plan -o` writes."""
+"""Turns a plan into the configuration of a training run: the file that `evenpipe plan -o` writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 CORPUS = "python-standard-library:asyncio,json,logging,unittest"
-"""What is trained on until somebody says otherwise: it is on every machine."""
+"""Default training data, which exists on every machine."""
 TOKENIZER_ENTRIES = 8192
 
 _OF_THE_TOKENIZER = ("eos_token_id", "bos_token_id", "pad_token_id")
@@ -31,10 +31,10 @@ _NOT_SHAPE = ("transformers_version", "architectures", "model_type", "dtype", "t
 
 
 def planned_tables(problem: Problem, plan: Evaluation, base: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The tables of `base` with the pipeline as planned. Their run goes to a folder of its own, called `name`, as it
-    would otherwise resume that of `base`.
+    """Return the tables of `base` with the planned pipeline. Their run has a new folder, `name`, because it would
+    otherwise resume the run of `base`.
 
-    Raises InputError for a plan that cannot be run today, and for a configuration that does not go together.
+    Raises InputError for a plan that evenpipe cannot run, and for a configuration that does not fit together.
     """
     if not runnable(plan):
         raise InputError(
@@ -54,8 +54,8 @@ def planned_tables(problem: Problem, plan: Evaluation, base: Mapping[str, Any], 
 
 
 def model_tables(description: Description, source: str) -> dict[str, Any]:
-    """[model], [data] and [tokenizer] for a model given by name, folder or config file: its weights where the folder
-    has some, else its shape with fresh weights, and a small corpus to begin with."""
+    """Return [model], [data] and [tokenizer] for a model given by name, folder or config file, with a small corpus. The
+    model has the weights of the folder, or fresh weights if the folder has none."""
     folder = Path(source)
     weights = not folder.exists() or any(folder.glob("*.safetensors"))
     data = {"corpus": CORPUS}
@@ -96,7 +96,7 @@ def _pipeline(problem: Problem, one: Configuration) -> dict[str, Any]:
 
 
 def _offload(given: Mapping[str, Any] | None, one: Configuration) -> dict[str, Any]:
-    """[offload], where there is something to say."""
+    """Return [offload] if it was given or the plan moves activations."""
     if given is None and not one.moves:
         return {}
     values: dict[str, Any] = {name: value for name, value in (given or {}).items() if name not in _OF_COPIES}
@@ -108,7 +108,7 @@ def _offload(given: Mapping[str, Any] | None, one: Configuration) -> dict[str, A
 
 
 def _move_output(tables: dict[str, Any], name: str) -> None:
-    """Gives the run a folder beside the one that is configured, and nothing of that in what it writes."""
+    """Give the run a folder next to the configured one, and write all results there."""
     output = tables.setdefault("output", {})
     before = Path(output.get("folder", OutputConfig().folder))
     output["folder"] = before.with_name(name if name != before.name else f"{name}-planned").as_posix()
@@ -118,11 +118,11 @@ def _move_output(tables: dict[str, Any], name: str) -> None:
 
 
 _OF_COPIES = ("activations", "copy_time", "layers", "streams")
-"""What of [offload] a plan decides: all layers move what they keep, and copies take turns."""
+"""Fields of [offload] that a plan decides: all layers move their activations, and copies take turns."""
 
 
 def _kept(pipeline: Mapping[str, Any]) -> dict[str, Any]:
-    """What a plan does not decide."""
+    """Return the fields that a plan does not decide."""
     names = ("compile_layers", "communicators", "nccl_high_priority", "nccl_channels", "timeout_seconds")
     return {name: pipeline[name] for name in names if name in pipeline}
 
@@ -130,9 +130,9 @@ def _kept(pipeline: Mapping[str, Any]) -> dict[str, Any]:
 def write_tables(
     tables: Mapping[str, Any], path: str | Path, notes: str, comments: Mapping[str, str] | None = None
 ) -> None:
-    """As TOML, with `notes` as comments on top. Raises InputError where it cannot be written.
+    """Write tables as TOML, with `notes` as comments at the top. Raises InputError if the file cannot be written.
 
-    comments: for above a field, by `section.field`.
+    comments: comments above fields, by `section.field`.
     """
     lines = [f"# {plain(line)}".rstrip() for line in notes.split("\n")]
     for name, table in tables.items():
@@ -169,8 +169,8 @@ def _key(name: Any) -> str:
 
 
 def configured_model(config: Config) -> PreTrainedConfig:
-    """The transformers config of a training run before its tokenizer is there: a described model has as many rows as
-    the tokenizer is to have entries."""
+    """Return the transformers config of a training run before its tokenizer exists: a described model has as many rows
+    as the tokenizer will have entries."""
     model = model_config(config.model)
     entries = config.trained_tokenizer_entries
     if entries is not None and "vocab_size" not in config.model.config:

@@ -1,14 +1,14 @@
-"""Costs measured on this hardware: real steps of the configured model and pipeline, traced.
+"""Measures costs on this hardware by tracing real steps of the configured model and pipeline.
 
-Every device computes while the others do, as in training: processes that share memory bandwidth, caches or power slow
-each other down, and pass times measured one process at a time predict steps too short. The configured schedule runs
+All devices compute at the same time, as in training: processes that share memory bandwidth, caches or power slow each
+other down, so pass times of one process at a time would predict steps that are too short. The configured schedule runs
 
-    as it is                                for the passes that it has, and for transfers
-    with backwards whole, split, recomputed so that the cost file has every kind of pass
-    one microbatch behind the other         which tells how much devices slow each other down
-    on shorter sequences                    which tells latency from bandwidth
+    unchanged                               for its own passes and transfers
+    with backwards whole, split, recomputed for the other kinds of passes
+    with one microbatch after the other     for the slowdown of devices by each other
+    on shorter sequences                    for latency as opposed to bandwidth
 
-Token ids are drawn at random, small ones often (Zipf's law), as a tokenizer gives them.
+Token ids are random, and small ones are frequent (Zipf's law), as with a tokenizer.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from evenpipe.train.data import open_data
 from evenpipe.train.model_source import check_schedule, check_shape, model_config
 
 SHORTER = 8
-"""How many times shorter the sequences are that latency follows from."""
+"""Sequences for latency are shorter by this factor."""
 
 AS_IT_IS, ALONE, RECOMPUTED, SHORT = "as it is", "one by one", "recomputed", "short"
 
 VARIANTS = (*BACKWARDS, ALONE, SHORT)
-"""Of an order, beside itself."""
+"""Variants of an order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was measured."""
+    """Measured costs."""
 
     costs: Costs
     bare: Cost | None
-    """Forwards of an order that computes them again: they keep nothing for their backwards."""
+    """Forwards of an order that repeats them: they keep no tensors for their backwards."""
     traces: dict[str, list[Trace]]
-    """Of every step that counts, by what the backwards were; "as it is" for the schedule."""
+    """Traces of every measured step, by variant; "as it is" for the schedule itself."""
 
     @property
     def about(self) -> dict[str, Any]:
@@ -60,9 +60,9 @@ class Profile:
 
 
 def profile(config: Config, *, steps: int, warm_up: int = 2, variants: Sequence[str] = VARIANTS) -> Profile:
-    """Runs the configured pipeline in local processes, `steps` measured steps as it is and of each of `variants`.
+    """Run the configured pipeline in local processes; measure `steps` steps of the schedule and of each of `variants`.
 
-    Raises InputError for a configuration that does not go together, RunError when a process fails.
+    Raises InputError for a configuration that does not fit together, RunError if a process fails.
     """
     check_profile(config, steps)
     found = launch(
@@ -78,7 +78,7 @@ def profile(config: Config, *, steps: int, warm_up: int = 2, variants: Sequence[
 
 
 def check_profile(config: Config, steps: int) -> None:
-    """Raises InputError for what `profile` refuses, before any process runs."""
+    """Raise InputError for a configuration that `profile` refuses, before any process starts."""
     if steps < 1:
         raise InputError(f"steps is {steps}, expected a whole number of at least 1")
     model = model_config(config.model)
@@ -87,16 +87,16 @@ def check_profile(config: Config, steps: int) -> None:
 
 
 def profile_of(found: Sequence[dict[str, Any]]) -> Profile:
-    """From what `measure_pipeline` returned on the first process, one time or several.
+    """Return the profile from one or several results of `measure_pipeline` on the first process.
 
-    F, S, C, T, E, G and transfers are those of the schedule as it is; kinds that it lacks come from the other runs.
+    F, S, C, T, E, G and transfers come from the unchanged schedule; other kinds come from the variants.
     """
     traces: dict[str, list[Trace]] = {}
     for name, measured in ((name, measured) for one in found for name, measured in one["traces"].items()):
         traces.setdefault(name, []).extend(map(trace_from_dict, measured))
     shorter = [trace_from_dict(trace) for one in found for trace in one["shorter"]]
     sizes = {name: Size(*size) for name, size in found[0]["sizes"].items()}
-    # For contention passes of a kind are to be alike: a forward that keeps nothing for its backward is another one.
+    # Contention compares equal passes of a kind, and a forward that keeps no tensors for its backward is different.
     everything = [trace for name, measured in traces.items() if name != RECOMPUTED for trace in measured]
     costs = costs_of(traces[AS_IT_IS], everything)
     variants = {name: costs_of(traces[name], everything) for name in BACKWARDS if name in traces}
@@ -107,7 +107,7 @@ def profile_of(found: Sequence[dict[str, Any]]) -> Profile:
 
 
 def measure(config: Config, steps: int, warm_up: int, variants: Sequence[str]) -> dict[str, Any]:
-    """On every process: run and trace. The first one returns traces as JSON has them, and sizes of transfers."""
+    """Run and trace on every process. The first one returns traces as JSON, and sizes of transfers."""
     worker = initialise_worker(timeout_seconds=config.pipeline.timeout_seconds)
     size, end = _tokenizer(config)
     pipeline = build_pipeline(config, size, end, worker.torch_device, self_check=False)
@@ -119,7 +119,7 @@ def measure(config: Config, steps: int, warm_up: int, variants: Sequence[str]) -
 def measure_pipeline(
     pipeline: Pipeline, config: Config, steps: int, warm_up: int, variants: Sequence[str] = VARIANTS
 ) -> dict[str, Any]:
-    """The same of a pipeline that `config` describes. Collective."""
+    """Do the same with a given pipeline that `config` describes. Collective."""
     tokens = config.data.sequence_length
     order = pipeline.layout.program.order
     traces = {AS_IT_IS: _run(pipeline, config, tokens, steps, warm_up)}
@@ -137,7 +137,7 @@ def measure_pipeline(
     narrow = pipeline.torch_device.type == "cuda"
     item = (compute_dtype(config) or (torch.bfloat16 if narrow else torch.float32)).itemsize
     hidden = config.pipeline.microbatch_size * pipeline.description.hidden_size * item
-    # Bytes per token. The few numbers of the statistics are latency above all: they stay a duration.
+    # Bytes per token. The few numbers of the statistics are mostly latency: they stay a duration.
     per_token = {"p2p": hidden, "broadcast": hidden, "reduce": hidden, "embedding": hidden // pipeline.devices}
     return {
         "traces": {name: [trace_to_dict(trace) for trace in found] for name, found in traces.items()},
@@ -147,7 +147,7 @@ def measure_pipeline(
 
 
 def _run(pipeline: Pipeline, config: Config, tokens: int, steps: int, warm_up: int) -> list[Trace]:
-    """Traces of `steps` steps after some that do not count; empty on all processes but the first."""
+    """Return traces of `steps` steps after the warm-up; empty on all processes except the first."""
     traces = []
     for step in range(warm_up + steps):
         ids = None
@@ -165,7 +165,7 @@ def _run(pipeline: Pipeline, config: Config, tokens: int, steps: int, warm_up: i
 
 @contextmanager
 def _following(pipeline: Pipeline, order: Order) -> Iterator[None]:
-    """Lets a pipeline run another order of the same placement and vocabulary mode for a while."""
+    """Let a pipeline run another order of the same placement and vocabulary mode for a while."""
     layout = pipeline.layout
     sharing = layout.program.sharing
     _, program = plan_program(order, order.devices, order.microbatches, layout.mode, layout.costs, sharing=sharing)
@@ -177,14 +177,14 @@ def _following(pipeline: Pipeline, order: Order) -> Iterator[None]:
 
 
 def token_ids(sequences: int, tokens: int, rows: int, seed: int) -> torch.Tensor:
-    """[sequences, tokens]: id k below `rows` is drawn about as often as 1 / (k + 1)."""
+    """Return random ids [sequences, tokens]: id k below `rows` has a probability of about 1 / (k + 1)."""
     generator = torch.Generator().manual_seed(seed)
     share = torch.rand(sequences, tokens, generator=generator, dtype=torch.float64)
     return (float(rows) ** share).long().sub_(1).clamp_(0, rows - 1)
 
 
 def _tokenizer(config: Config) -> tuple[int, int]:
-    """Entries of the tokenizer and its end-of-text id, without reading any text where that has not been done."""
+    """Return the tokenizer's number of entries and end-of-text id, without reading any text."""
     if (config.run_folder / "data.json").is_file():
         data = open_data(config)
         return data.tokenizer_size, data.end_of_text_id

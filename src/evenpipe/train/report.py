@@ -13,103 +13,103 @@ from evenpipe.train.files import write_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
-    """What one device of a replica did."""
+    """One device of a replica in the report."""
 
     device: int
     busy: float
     """Share of the training time (0 to 1) spent in passes."""
     peak_memory_bytes: int
-    """Highest memory: allocated on a GPU, resident set of the process on CPU."""
+    """Peak memory: allocated on a GPU, resident set of the process on the CPU."""
     layers: int
-    """Transformer layers held."""
+    """Number of transformer layers on the device."""
     vocabulary_rows: int
-    """Rows of the output layer's matrix held."""
+    """Number of rows of the output layer's matrix on the device."""
     stages: tuple[int, ...]
-    """Numbers of the stages held."""
+    """Numbers of the stages on the device."""
     replica: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleReport:
-    """What ran, and where."""
+    """The schedule and its layout in the report."""
 
     name: str
-    """As in the configuration: a name or a CSV file."""
+    """Name or CSV file in the configuration."""
     replicas: int
     devices: int
-    """Of a replica."""
+    """Devices per replica."""
     stages: int
     microbatches: int
-    """Of a step and replica."""
+    """Microbatches per step and replica."""
     communicators: int
-    """That a replica uses for what its program sends."""
+    """Communicators for the transfers of one replica."""
     in_flight: tuple[int, ...]
-    """Most stage activations that each device holds at a time."""
+    """Maximum number of stage activations on each device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A simulated step of one vocabulary mode, in any unit of time common to both predictions."""
+    """A simulated step of one vocabulary mode. Both predictions have the same unit of time."""
 
     vocabulary: str
     makespan: float
     busy: tuple[float, ...]
     """Time spent in passes, per device, in the unit of `makespan`."""
     bubble_rate: float
-    """Idle share (0 to 1) of the span of the device with the longest one."""
+    """Idle share (0 to 1) of the device with the longest span."""
 
     @property
     def mean_busy(self) -> float:
-        """Share (0 to 1) of the makespan that devices compute, on average over all of them."""
+        """Share (0 to 1) of the makespan that devices compute, averaged over all devices."""
         return sum(self.busy) / (len(self.busy) * self.makespan)
 
     @property
     def imbalance(self) -> float:
-        """Busiest device over the mean: 1 when all do the same."""
+        """Work of the busiest device divided by the mean; 1 if all do the same work."""
         return max(self.busy) * len(self.busy) / sum(self.busy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """A finished run. `steps`, `tokens` and `seconds` count what this start of the run did."""
+    """A finished run. `steps`, `tokens` and `seconds` count only since the run was last started or continued."""
 
     steps: int
     epoch: float
-    """How often the rows have been gone through, earlier starts included."""
+    """Passes over the training rows, including earlier starts."""
     tokens: int
     seconds: float
     loss: float
-    """Of the last step, as `StepMetrics.loss`."""
+    """`StepMetrics.loss` of the last step."""
     running_mean_loss: float
-    """As `StepMetrics.running_mean_loss`, after the last step."""
+    """`StepMetrics.running_mean_loss` of the last step."""
     validation_loss: float | None
-    """Mean over the tokens of the validation rows with the final weights; comparable with `loss`, not with a mean of
-    steps long ago."""
+    """Mean over the tokens of the validation rows with the final weights. Compare it with `loss`, not with a mean over
+    many steps."""
     schedule: ScheduleReport
     devices: tuple[DeviceReport, ...]
-    """Those of one replica after the other."""
+    """All devices, replica by replica."""
     prediction: Prediction
-    """Of the mode that ran."""
+    """Prediction for the vocabulary mode of the run."""
     baseline: Prediction
-    """Of `first-last` with the same schedule."""
+    """Prediction for `first-last` with the same schedule."""
     predicted_step_seconds: float | None = None
-    """What the order makes of the time that the devices spent in passes, each on a core of its own, with transfers that
-    take none; None on a GPU, where that time is not measured."""
+    """Step time of the order with the measured time of passes, if each device had its own core and transfers took no
+    time; None on a GPU, where pass times are not measured."""
     processes: int = 1
-    """On the machine of the first process."""
+    """Processes on the machine of the first process."""
     threads: int = 1
-    """Of each process, for torch's operations."""
+    """Threads of each process for torch's operations."""
     cores: int = 1
-    """That these processes may use."""
+    """Cores that these processes may use."""
 
     @property
     def predicted_speedup(self) -> float:
-        """Step time of the baseline over that of the mode that ran."""
+        """Predicted step time of the baseline divided by that of the run's mode."""
         return self.baseline.makespan / self.prediction.makespan
 
 
 def report_text(report: RunReport) -> str:
-    """The report for the terminal."""
+    """Return the report for the terminal."""
     speed = report.tokens / report.seconds if report.seconds > 0 else 0.0
     loss = f"loss {report.loss:.3f} in the last step"
     if report.validation_loss is not None:
@@ -150,7 +150,7 @@ def write_report(report: RunReport, path: Path) -> None:
 
 
 def bytes_text(count: int) -> str:
-    """`512 B`, `1.5 GiB`."""
+    """Return, for example, `512 B` or `1.5 GiB`."""
     size, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:

@@ -1,4 +1,4 @@
-"""The report of a run, put together from what its processes know at the end."""
+"""Gathers the report of a run from its processes."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def gather_report(
     running_mean_loss: float,
     validation_loss: float | None,
 ) -> RunReport | None:
-    """On the first process of the run, else None. Collective.
+    """Return the report on the first process of the run, None on the others. Collective.
 
     Args:
-        schedule: as the configuration names it.
-        busy_seconds: of this process, in passes.
+        schedule: the schedule's name in the configuration.
+        busy_seconds: time that this process spent in passes.
 
-    The others as in `RunReport`.
+    Other arguments are fields of `RunReport`.
     """
     table = pipeline.gather_numbers([busy_seconds, _peak_memory_bytes(pipeline.torch_device)])
     if pipeline.device or pipeline.replica:
         return None
-    from evenpipe.plan.configuration_search import cores  # planning is nothing that every process should import
+    from evenpipe.plan.configuration_search import cores  # only the first process should import planning
 
     timeline = pipeline.predict()
     prediction = _prediction(timeline, pipeline.layout.mode)

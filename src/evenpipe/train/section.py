@@ -1,8 +1,8 @@
-"""What every section of the configuration shares: values checked against the annotated types, and one-sentence errors.
+"""The base of all sections of the configuration: it checks values against the annotated types.
 
 A section is a frozen, keyword-only dataclass with a docstring under every field. Building one, from TOML or in Python,
-converts what TOML cannot say (lists become tuples, 1 becomes 1.0 where a number is wanted), and refuses the rest with
-an `InputError` that names the field, its value and what is accepted.
+converts values that TOML does not have (lists become tuples, 1 becomes 1.0 for a number), and refuses wrong ones with
+an `InputError` that names the field, its value and the accepted values.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from evenpipe.errors import InputError
 from evenpipe.given import is_text, plain, shortened, shown
 
 LARGEST = 1e100
-"""Numbers of a configuration are smaller: their sums and products stay far from the ends of floating point."""
+"""Numbers of a configuration are smaller, so their sums and products stay far from the limits of floating point."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """Base of the sections: types are checked here, ranges in `check` of each section."""
+    """Base of the sections. It checks types; `check` of each section checks ranges."""
 
     section: ClassVar[str] = ""
 
@@ -43,44 +43,44 @@ class Section:
             raise InputError(f"{self.section}.{name} is {show(getattr(self, name))}, but must be {accepted}")
 
     def at_least(self, minimum: float, *names: str) -> None:
-        """Each of the named fields must be `minimum` or more (None passes)."""
+        """Require each of the named fields to be `minimum` or more, or None."""
         for name in names:
             value = getattr(self, name)
             self.require(name, value is None or value >= minimum, f"at least {minimum}")
 
     def positive(self, *names: str) -> None:
-        """Each of the named fields must be above zero (None passes)."""
+        """Require each of the named fields to be above 0, or None."""
         for name in names:
             value = getattr(self, name)
             self.require(name, value is None or value > 0, "above 0")
 
     def known(self, name: str, names: Iterable[str]) -> None:
-        """The named field must be one of `names`; the error proposes the nearest."""
+        """Require the named field to be one of `names`; the error proposes the nearest."""
         value = getattr(self, name)
         if value not in names:
             raise InputError(unknown(f"{self.section}.{name}", value, names))
 
 
 def field_types(section: type) -> dict[str, Any]:
-    """Name -> type of every field, in the order of the source."""
+    """Return the type of every field by name, in the order of the source."""
     hints = typing.get_type_hints(section)
     return {field.name: hints[field.name] for field in fields(section)}
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean "..."?` with the most similar known name, or nothing when none is similar."""
+    """Return `; did you mean "..."?` with the most similar known name, or "" if there is no similar name."""
     close = difflib.get_close_matches(shortened(name), list(known), n=1, cutoff=0.5)
     return f'; did you mean "{close[0]}"?' if close else ""
 
 
 def unknown(where: str, value: str, known: Iterable[str]) -> str:
-    """The sentence about a value that is not one of the known names."""
+    """Return the sentence about a value that is not one of the known names."""
     names = list(known)
     return f"{where} is {show(value)}, but must be one of {', '.join(names)}{nearest(value, names)}"
 
 
 def show(value: Any) -> str:
-    """A value as TOML writes it, without controls; a long one is cut short."""
+    """Return a value as TOML writes it, without control characters; a long one is shortened."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -95,7 +95,7 @@ def show(value: Any) -> str:
 
 
 def optional(annotation: Any) -> tuple[Any, bool]:
-    """(the type without None, whether None is accepted)."""
+    """Return (the type without None, whether None is accepted)."""
     if get_origin(annotation) in (Union, types.UnionType):
         parts = [part for part in get_args(annotation) if part is not type(None)]
         assert len(parts) == 1, f"a field is one type or None, not {annotation}"
@@ -104,13 +104,13 @@ def optional(annotation: Any) -> tuple[Any, bool]:
 
 
 def takes_text(annotation: Any) -> bool:
-    """Whether a field of this type holds text."""
+    """Return whether a field of this type is text."""
     annotation, _ = optional(annotation)
     return annotation is str or get_origin(annotation) is Literal
 
 
 def type_words(annotation: Any) -> str:
-    """A field's type in the words of the help text."""
+    """Return a field's type in the words of the help text."""
     annotation, is_optional = optional(annotation)
     if get_origin(annotation) is Literal:
         words = " | ".join(show(value) for value in get_args(annotation))
@@ -125,9 +125,9 @@ def type_words(annotation: Any) -> str:
 
 
 def convert(where: str, value: Any, annotation: Any) -> Any:
-    """`value` as the annotated type, or an `InputError` that names `where` it stands.
+    """Return `value` as the annotated type. Raises an `InputError` that names the field `where`.
 
-    None is also written "none" (TOML has no null), and a list of any length may be given as its only item.
+    None can be written "none", because TOML has no null, and a list with one item can be written as the item.
     """
     annotation, is_optional = optional(annotation)
     if is_optional and (value is None or value == "none"):

@@ -1,8 +1,8 @@
-"""Where documents come from: files, a data set, or the Python standard library.
+"""Sources of documents: files, a dataset, or the Python standard library.
 
-Everything is read through `datasets`, but local files are checked one by one first, because its own errors name
-neither the file nor the line. JSON lines go through its line reader and are parsed here: its JSON reader infers one
-schema for all records and refuses files whose other fields vary.
+`datasets` reads everything, but local files are checked one by one first, because its own errors name neither the file
+nor the line. JSON lines are read by its line reader and parsed here: its JSON reader infers one schema for all records
+and refuses files whose other fields vary.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from evenpipe.train.section import nearest, show
 JSON_LINES = (".jsonl", ".json", ".ndjson")
 PARQUET = (".parquet",)
 READ_BYTES = 1 << 20
-LARGEST_DOCUMENT_BYTES = 2**31 - 1  # what a cell of an Arrow column of strings can hold
+LARGEST_DOCUMENT_BYTES = 2**31 - 1  # the limit of a cell in an Arrow column of strings
 NOT_IN_CORPUS = frozenset({"test", "tests", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages"})
 
 
 class Documents(Protocol):
-    """Texts that can be read again and again, always in the same order."""
+    """Texts that can be read repeatedly, always in the same order."""
 
     @property
     def description(self) -> str:
-        """What is read, in words for messages."""
+        """The source, in words for messages."""
 
     def fingerprint(self) -> str:
-        """Hex digest that changes when any text changes. Raises `InputError` where something cannot be read."""
+        """Return a hex digest that changes when any text changes. Raises `InputError` if a text cannot be read."""
 
     def __iter__(self) -> Iterator[str]:
-        """The texts; call `fingerprint` first, it checks them."""
+        """Iterate over the texts; call `fingerprint` first, because it checks them."""
 
 
 def find_documents(data: DataConfig, cache_folder: Path) -> Documents:
-    """What `data` says to train on: without files to evaluate on, where a pattern names these too.
+    """Return the training documents, without validation files that the patterns match too.
 
-    `cache_folder` is where `datasets` may write: locks, and what it downloads from the hub.
+    `cache_folder`: folder for the locks and downloads of `datasets`.
     """
     cache = str(cache_folder / "datasets")
     if data.dataset is not None:
@@ -67,7 +67,7 @@ def find_documents(data: DataConfig, cache_folder: Path) -> Documents:
 
 
 def find_validation_documents(data: DataConfig, cache_folder: Path) -> Documents | None:
-    """What `data` says to evaluate on alone; None where that is a share of what it says to train on."""
+    """Return separate validation documents; None if validation rows are a share of the training data."""
     cache = str(cache_folder / "datasets")
     if data.validation_split is not None:
         assert data.dataset is not None
@@ -79,7 +79,7 @@ def find_validation_documents(data: DataConfig, cache_folder: Path) -> Documents
 
 
 def find_files(patterns: tuple[str, ...], field: str = "data.files") -> list[Path]:
-    """The files that the patterns in `field` name, each once, sorted by name."""
+    """Return the files that the patterns in `field` match, each once, sorted by name."""
     found: set[str] = set()
     for pattern in patterns:
         if Path(pattern).is_dir():
@@ -125,7 +125,8 @@ class FileDocuments:
                     yield _encodable(json.loads(row["text"])[self.text_field] or "")
 
     def _stream(self, reader: str, paths: list[Path], **options: Any) -> Any:
-        """Rows of local files in the order given, without a copy on disk. `datasets` reads names as patterns."""
+        """Return the rows of local files in the given order, without a copy on disk. `datasets` reads names as
+        patterns."""
         names = [glob.escape(os.path.abspath(path)) for path in paths]  # noqa: PTH100 (resolve would follow links)
         return _datasets().load_dataset(
             reader, data_files=names, split="train", streaming=True, cache_dir=self.cache_folder, **options
@@ -134,7 +135,7 @@ class FileDocuments:
 
 @dataclass(slots=True)
 class DatasetDocuments:
-    """Documents in a data set of the hub, or in a folder that `datasets` understands."""
+    """Documents in a dataset of the hub, or in a folder that `datasets` can read."""
 
     name: str
     config: str | None
@@ -145,8 +146,8 @@ class DatasetDocuments:
 
     @property
     def description(self) -> str:
-        """What is read, in words for messages."""
-        return f"data set {self.name}, {self.split}"
+        """The source, in words for messages."""
+        return f"dataset {self.name}, {self.split}"
 
     def fingerprint(self) -> str:
         loaded = self._load()
@@ -169,7 +170,7 @@ class DatasetDocuments:
                 ) from error
             feature = loaded.features.get(self.text_field)
             if getattr(feature, "dtype", None) not in ("string", "large_string"):
-                raise InputError(_no_text_field(self.text_field, f"data set {self.name}", list(loaded.features)))
+                raise InputError(_no_text_field(self.text_field, f"dataset {self.name}", list(loaded.features)))
             self._loaded = loaded.select_columns([self.text_field])
         return self._loaded
 
@@ -181,12 +182,12 @@ class DatasetDocuments:
 
 
 def is_saved(name: str) -> bool:
-    """Whether this is a folder that `save_to_disk` of a data set, or of several splits, has written."""
+    """Return whether `save_to_disk` of a dataset, or of several splits, has written this folder."""
     return any((Path(name) / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
 
 
 def _saved(name: str, split: str) -> Any:
-    """A split, or a part of one, of a folder that `save_to_disk` wrote; of one without splits, any is the whole."""
+    """Return a split, or a part of one, from a folder of `save_to_disk`; without splits, any name selects all."""
     datasets = _datasets()
     loaded = datasets.load_from_disk(name)
     if not isinstance(loaded, dict):
@@ -197,7 +198,7 @@ def _saved(name: str, split: str) -> Any:
 
 
 def check_file(path: Path, text_field: str, errors: str) -> str:
-    """Hex sha256 of a file whose contents can be read as documents, or an `InputError` that says where they cannot."""
+    """Return the hex sha256 of a file. Raises an `InputError` with the place if its contents cannot be documents."""
     try:
         if _kind(path) == "parquet":
             _check_parquet(path, text_field)
@@ -215,7 +216,7 @@ def check_file(path: Path, text_field: str, errors: str) -> str:
 
 
 def _check_bytes(path: Path, decode: bool) -> str:
-    """Digest of the bytes; where they must be UTF-8, the error names the first byte that is not."""
+    """Return the digest of the bytes; with `decode`, an error names the first byte that is not UTF-8."""
     digest, decoder, position = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0
     with path.open("rb") as file:
         while True:
@@ -273,9 +274,9 @@ def _no_text_field(text_field: str, where: str, names: list[str]) -> str:
 
 
 def _standard_library(parts: str) -> list[Path]:
-    """Sources of the running Python's library that are UTF-8, without what a model would only learn tables from.
+    """Return UTF-8 sources of the running Python's library, without tests and character tables.
 
-    `parts`: names of modules and packages, separated by commas, or nothing for all.
+    `parts`: names of modules and packages, separated by commas, or "" for all.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [
@@ -294,7 +295,7 @@ def _standard_library(parts: str) -> list[Path]:
                 )
         files = [path for path in files if _module(path, root) in wanted]
     if not files:
-        raise InputError(f"data.corpus is the Python standard library, but {root} holds no sources")
+        raise InputError(f"data.corpus is the Python standard library, but {root} has no sources")
     return files
 
 
@@ -318,12 +319,12 @@ def _kind(path: Path) -> str:
 
 
 def _encodable(text: str) -> str:
-    """The text with lone surrogates, which JSON can write and UTF-8 cannot, replaced."""
+    """Replace lone surrogates, which JSON can contain but UTF-8 cannot."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _datasets() -> Any:
-    """The library, quiet: its progress bars and warnings would mix with ours."""
+    """Return the library without its progress bars and warnings, which would mix with ours."""
     import datasets
 
     datasets.disable_progress_bars()

@@ -20,26 +20,25 @@ from evenpipe.train.model_source import check_schedule, check_shape, model_confi
 from evenpipe.train.stopping import say_stop
 from evenpipe.train.trackers import check_trackers
 
-SET_UP = "set up"  # the mark of the first process: it has done its part
+SET_UP = "set up"  # mark of the first process when it has prepared the run
 
 
 def run_training(
     config: Mapping[str, Any] | str | Path, *, callbacks: Sequence[Callback] = (), force: bool = False
 ) -> None:
-    """What `evenpipe train` does: from a configuration to a trained and exported model.
+    """Train and export a model, like `evenpipe train`. A second call continues from the newest checkpoint.
 
-    It starts the processes itself, so a script calls it under `if __name__ == "__main__":`; under torchrun it runs in
-    place. Called again it goes on from the newest checkpoint.
+    It starts the processes itself, so call it under `if __name__ == "__main__":`; under torchrun it runs in place.
 
     Args:
-        config: a TOML file, or the same as nested dictionaries, section by section.
-        callbacks: called beside those of `training.callbacks`; each process has a copy of its own, made by pickle.
-        force: also in folders that another run writes to; its next checkpoint then fails.
+        config: path of a TOML file, or nested dictionaries of its sections.
+        callbacks: callbacks in addition to `training.callbacks`; each process gets a copy, made by pickle.
+        force: take folders from another run that writes to them; its next checkpoint then fails.
 
     Raises:
-        InputError: something in the configuration, or a callback, is wrong; one sentence says what.
-        RunError: the run failed: a callback, a process, a disk, a connection, or the loss is no longer finite.
-        SystemExit, KeyboardInterrupt: a signal ended it, after it has saved.
+        InputError: a value of the configuration, or a callback, is not accepted; the sentence names it.
+        RunError: a callback, process, disk or connection failed, or the loss is not finite.
+        SystemExit, KeyboardInterrupt: a signal ended the run after it saved.
     """
     start(
         config_from_dict(config) if isinstance(config, Mapping) else load_config(config),
@@ -49,12 +48,9 @@ def run_training(
 
 
 def start(config: Config, *, callbacks: Sequence[Callback] = (), force: bool = False) -> None:
-    """Run `config` to its end: in local processes that are started here, or in place when torchrun started this one.
+    """Run `config` to its end, in new local processes, or in place if torchrun started this one.
 
-    `callbacks` and `force` as for `run_training`.
-
-    Raises `InputError` for wrong input, before any process starts where that is possible, `RunError` when the run
-    fails, and `SystemExit` or `KeyboardInterrupt` when a signal ended it.
+    Arguments and errors are those of `run_training`. If possible, InputError is raised before any process starts.
     """
     if "RANK" in os.environ:
         _run_in_place(config, callbacks, force)
@@ -85,7 +81,7 @@ def start(config: Config, *, callbacks: Sequence[Callback] = (), force: bool = F
                 on_stop=on_stop,
             )
         except (KeyboardInterrupt, SystemExit):
-            if asked:  # and once more
+            if asked:  # this is the second signal
                 say_stop(config, asked, ends=True)
             raise
         if signals[0]:
@@ -96,9 +92,9 @@ def start(config: Config, *, callbacks: Sequence[Callback] = (), force: bool = F
 
 
 def set_up(config: Config, force: bool) -> list[Claim]:
-    """Everything that one process does before the others begin. What is quickly refused comes before the data.
+    """Do all work of one process before the others start: quick checks first, then the data.
 
-    Gives the locks of the folders that the run writes to, which this process holds from now on.
+    Returns the locks of the run's folders, which this process has from now on.
     """
     from evenpipe.train.optimization import check_optimizer
 
@@ -123,7 +119,7 @@ def set_up(config: Config, force: bool) -> list[Claim]:
 
 
 def show_result(config: Config) -> None:
-    """Export the newest checkpoint as a Hugging Face folder, and print what that model writes after each prompt."""
+    """Export the newest checkpoint as a Hugging Face folder, and print the model's continuation of each prompt."""
     if not config.output.export:
         return
     from evenpipe.train.export import export_checkpoint
@@ -147,7 +143,7 @@ def show_result(config: Config) -> None:
 
 
 def _run_in_place(config: Config, callbacks: Sequence[Callback], force: bool) -> None:
-    """This process is one of those that torchrun started. However long the first one prepares data, the others wait."""
+    """Run in a process that torchrun started. The others wait without a timeout while the first one prepares data."""
     from evenpipe.runtime.worker import finish_worker, initialise_worker
     from evenpipe.train.trainer import train
 
@@ -164,9 +160,9 @@ def _run_in_place(config: Config, callbacks: Sequence[Callback], force: bool) ->
         worker.wait_for_mark(SET_UP, "the data", "training")
         stopped_by = train(config, callbacks=callbacks)
     except BaseException as error:
-        worker.watch.report_exception(error)  # the others end too, with its words
+        worker.watch.report_exception(error)  # the others end too, with this message
         raise
-    finish_worker()  # what follows the first process does alone
+    finish_worker()  # the first process does the rest alone
     if stopped_by:
         raise SystemExit(128 + stopped_by)
     if worker.rank == 0:

@@ -1,4 +1,4 @@
-"""The words of a run that is asked to stop, and of one that is ended at once."""
+"""Messages when a signal stops a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from evenpipe.train.config import Config
 
 
 def say_stop(config: Config, number: int, ends: bool) -> None:
-    """Says on standard error what a signal does: the first one lets the step finish, a second one `ends` the run."""
+    """Print the effect of a signal: the first one lets the step finish, a second one `ends` the run."""
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     if ends:
         text = f"{name}: ended at once; {_lost(config)}"
@@ -22,5 +22,5 @@ def say_stop(config: Config, number: int, ends: bool) -> None:
 def _lost(config: Config) -> str:
     saved = newest_step(config.checkpoint_folder)
     if saved is None:
-        return "no step was saved, so all of them are lost; the same command begins anew"
-    return f"steps after {saved}, the last one saved, are lost; the same command goes on from there"
+        return "no step was saved, so all steps are lost; the same command starts again"
+    return f"steps after {saved}, the last one saved, are lost; the same command continues from there"

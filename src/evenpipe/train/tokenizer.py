@@ -1,6 +1,6 @@
 """The tokenizer: an existing one of transformers, or a byte-level BPE trained on the data.
 
-Nothing here adds special tokens to a document; packing puts the end-of-text token between documents.
+No function here adds special tokens to a document; packing puts the end-of-text token between documents.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from evenpipe.errors import InputError
 from evenpipe.given import beside, hub_options
 from evenpipe.train.section import show
 
-TRAINING_CHARACTERS = 500_000_000  # more does not change the merges, but takes memory
-UNLIMITED = 10**9  # tokenizers without a limit say 1e30
+TRAINING_CHARACTERS = 500_000_000  # more characters do not change the merges, but take memory
+UNLIMITED = 10**9  # tokenizers without a limit have 1e30
 
 LONGEST_RUN = 1000
-"""Letters and digits, spaces or other characters in a row that are learned from as one word. The time that a merge
-takes grows with the square of a word's length: three million letters in a row would take hours."""
+"""Maximum length of a run of letters and digits, of spaces or of other characters that is learned as one word. The time
+of a merge grows with the square of a word's length: three million letters in a row would take hours."""
 _SHORT_RUNS = re.compile(
     "(?:" + "|".join(f"{run}{{1,{LONGEST_RUN}}}+(?!{run})" for run in (r"\s", r"[^\W_]", r"(?:[^\w\s]|_)")) + ")*+"
 )
 
 
 def train_tokenizer(texts: Iterable[str], entries: int, end_of_text: str) -> Any:
-    """A byte-level BPE tokenizer of at most `entries` tokens, as a transformers fast tokenizer.
+    """Train a byte-level BPE tokenizer of at most `entries` tokens; return a transformers fast tokenizer.
 
-    The same texts give the same tokenizer. It reads no more than the first 500 million characters, and learns no token
-    across the places where runs of more than `LONGEST_RUN` characters are cut.
+    The same texts give the same tokenizer. Training reads at most the first 500 million characters, and learns no token
+    across a cut in runs of more than `LONGEST_RUN` characters.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -54,9 +54,9 @@ def train_tokenizer(texts: Iterable[str], entries: int, end_of_text: str) -> Any
 
 
 def load_tokenizer(source: str, end_of_text: str | None, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a hub name or local folder, its `eos_token` set to `end_of_text` where one is given.
+    """Load the tokenizer of a hub name or local folder; `end_of_text`, if given, becomes its `eos_token`.
 
-    Raises `InputError` when it cannot be loaded or has no such token.
+    Raises `InputError` if it cannot be loaded or does not have the token.
     """
     from transformers import AutoTokenizer
 
@@ -80,13 +80,13 @@ def load_tokenizer(source: str, end_of_text: str | None, trust_remote_code: bool
 
 
 def tokenizer_size(tokenizer: Any) -> int:
-    """Rows that an embedding needs: one more than the highest token id."""
+    """Return the number of rows that an embedding needs: one more than the highest token id."""
     highest: int = max(tokenizer.get_vocab().values())
     return highest + 1
 
 
 def folder_digest(folder: Path) -> str:
-    """Hex sha256 over names and contents of a saved tokenizer's files."""
+    """Return the hex sha256 of names and contents of a saved tokenizer's files."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -119,18 +119,18 @@ def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text, cut within runs that are longer than `LONGEST_RUN`."""
+    """Cut a text within runs that are longer than `LONGEST_RUN`."""
     start = 0
     while start < len(text):
         short = _SHORT_RUNS.match(text, start)
-        assert short is not None, "it matches nothing, too"
+        assert short is not None, "the pattern also matches an empty text"
         yield text[start : short.end() + LONGEST_RUN]
         start = short.end() + LONGEST_RUN
 
 
 def _interruptible(work: Callable[[], object]) -> None:
-    """Do `work`, which stays outside Python for long: in a thread of its own, so that this one can take signals, whose
-    handlers run in Python only. A process that ends does not wait for that thread."""
+    """Do `work`, which stays outside Python for a long time, in another thread, so that this one can handle signals.
+    The process can end without waiting for that thread."""
     failed: list[BaseException] = []
 
     def do() -> None:

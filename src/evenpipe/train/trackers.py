@@ -1,7 +1,7 @@
-"""The figures of metrics.jsonl sent to Weights & Biases, or kept by trackio, as far as these are installed.
+"""Sends the metrics of metrics.jsonl to Weights & Biases or trackio.
 
-The first process of a run owns them. A run that is started again goes on in the same run of the tracker, whose id is
-kept in RUN/trackers.json. A tracker that fails while the run trains is left out from then on: training is worth more.
+Only the first process of a run has trackers. A run that starts again continues the same run of the tracker; its id is
+in RUN/trackers.json. If a tracker fails while the run trains, the run continues without it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ FINISH_SECONDS = 60.0
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises InputError for one that is not installed. Imports nothing."""
+    """Raise InputError for a tracker that is not installed, without importing it."""
     for name in names:
         found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a folder of that name, such as wandb makes, is no package
+        if found is None or found.origin is None:  # a folder of that name, such as wandb makes, is not a package
             raise InputError(f'output.trackers names "{name}", but must not until it is installed: pip install {name}')
 
 
 def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The figures of a line of metrics.jsonl, without its step; of a list, one per device."""
+    """Iterate over the numbers in a line of metrics.jsonl, except its step; a list has one per device."""
     for name, value in record.items():
         if isinstance(value, (list, tuple)):
             for device, item in enumerate(value):
@@ -43,7 +43,7 @@ def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def open_trackers(config: Config, say: Callable[[str], None]) -> list[Tracker]:
-    """Those of the configuration; arguments and errors as of `Tracker`."""
+    """Open the trackers of the configuration; arguments and errors are those of `Tracker`."""
     output = config.output
     about = config_to_dict(config)
     return [Tracker(name, config.run_folder, output.project, about, say) for name in output.trackers]
@@ -58,11 +58,11 @@ class Tracker:
         """
         Args:
             name: "wandb" or "trackio".
-            folder: of the run, whose name the tracker shows.
-            say: shows a line where it fails later.
+            folder: folder of the run; the tracker shows its name.
+            say: prints a line if the tracker fails later.
 
         Raises:
-            InputError: it cannot be opened, at the first start of the run: nothing is lost yet.
+            InputError: the tracker cannot be opened at the first start of the run; later failures are only printed.
         """
         self._name = name
         self._say = say
@@ -71,7 +71,7 @@ class Tracker:
         options = {"project": project, "config": dict(config), "resume": "allow"}
         if name == "wandb":
             options |= {"name": folder.name, "id": kept, "dir": str(folder)}
-        else:  # which knows a run by its name
+        else:  # trackio identifies a run by its name
             options |= {"name": f"{folder.name}-{kept}"}
         try:
             self._run = importlib.import_module(name).init(**options)
@@ -84,16 +84,16 @@ class Tracker:
             write_json(folder / FILE, _kept(folder) | {name: {"project": project, "id": kept}})
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """A line of metrics.jsonl."""
+        """Send a line of metrics.jsonl."""
         self._try(lambda run: run.log(dict(scalars(record)), step=record["step"]))
 
     def close(self) -> None:
-        """Send what is left, if that can be done in `FINISH_SECONDS`: without a network it may take for ever."""
+        """Send the rest within `FINISH_SECONDS`: without a network it could take forever."""
         thread = threading.Thread(target=self._try, args=(lambda run: run.finish(),), daemon=True)
         thread.start()
         thread.join(FINISH_SECONDS)
         if thread.is_alive():
-            self._say(f"{self._name} has not sent all of its figures within {FINISH_SECONDS:g} s; they are left behind")
+            self._say(f"{self._name} did not send all metrics within {FINISH_SECONDS:g} s; the rest is lost")
 
     def _try(self, do: Callable[[Any], Any]) -> None:
         if self._run is None:
@@ -105,11 +105,11 @@ class Tracker:
 
     def _give_up(self, error: Exception) -> None:
         self._run = None
-        self._say(f"{self._name} has failed and gets no more figures until the next start: {_words(error)}")
+        self._say(f"{self._name} has failed and gets no more metrics until the next start: {_words(error)}")
 
 
 def _identity(name: str, folder: Path, project: str) -> tuple[str, bool]:
-    """(id of the tracker's run, whether it is a new one)."""
+    """Return (id of the tracker's run, whether it is new)."""
     kept = _kept(folder).get(name)
     if kept is not None and kept["project"] == project:
         return kept["id"], False

@@ -1,9 +1,9 @@
-"""The training loop, as one process of a pipeline runs it.
+"""The training loop of one process.
 
     read the newest sound checkpoint -> step, step, ..., evaluate -> save -> report
 
-Everything that a step depends on follows from the configuration and the number of the step: the batch, the learning
-rate, the seeds. So a run that was killed and started again goes on as if nothing had happened, to the last bit.
+The batch, the learning rate and the seeds of a step depend only on the configuration and the number of the step. So a
+run that was killed and started again equals an uninterrupted one, to the last bit.
 """
 
 from __future__ import annotations
@@ -44,40 +44,39 @@ from evenpipe.train.stopping import say_stop
 from evenpipe.train.trackers import open_trackers
 
 WARM_UP_STEPS, TIMED_STEPS = 2, 8
-"""In a run with a time box: steps that do not count, and steps whose speed decides how many there will be."""
+"""In a run with a time box: steps that do not count, and steps whose speed decides the number of steps."""
 
 
 @dataclass(slots=True)
 class _Progress:
-    """Where a run is: what a checkpoint holds besides tensors."""
+    """The progress of a run, which checkpoints save with the tensors."""
 
     step: int = 0
-    """Steps done."""
+    """Number of steps done."""
     steps: int = 0
-    """Steps in all."""
+    """Total number of steps."""
     tokens: int = 0
     mean: RunningMean = field(default_factory=RunningMean)
 
 
 def train(config: Config, claims: Sequence[Claim] = (), callbacks: Sequence[Callback] = ()) -> int:
-    """Trains from the newest checkpoint, or from the beginning, to the end. Called on every process of the run.
+    """Train from the newest checkpoint, or from the beginning, to the end. Collective over all processes of the run.
 
-    Asked to stop by Ctrl-C or SIGTERM it ends after the step that it is in, saved; then it gives the signal's number,
-    else 0.
+    After Ctrl-C or SIGTERM it finishes the step, saves, and returns the number of the signal; else it returns 0.
 
-    claims: locks of the run's folders that the process which started this one holds.
-    callbacks: beside those that the configuration names.
+    claims: locks of the run's folders, from the process that started this one.
+    callbacks: callbacks in addition to those of the configuration.
 
     Raises:
-        InputError: something in the configuration does not go together.
-        RunError: the loss is no longer finite, or a callback, a disk, a process or a connection failed.
+        InputError: values of the configuration do not fit together.
+        RunError: the loss is not finite, or a callback, disk, process or connection failed.
     """
     worker = initialise_worker(timeout_seconds=config.pipeline.timeout_seconds)
     join(claims)
     run = _Run(config, worker.torch_device, Callbacks([*find_callbacks(config.training.callbacks), *callbacks]))
     run.resume()
     gc.collect()
-    gc.freeze()  # what is there now stays: a full collection in the middle of a step would look like a straggler
+    gc.freeze()  # a full collection in the middle of a step would look like a straggler
     run.listen(StopRequest(worker, lambda number, ends: say_stop(config, number, ends) if worker.rank == 0 else None))
     try:
         return run.to_the_end()
@@ -97,9 +96,9 @@ class _Run:
         self.batches: Batches = open_batches(config, self.data)
         self.pipeline = build_pipeline(config, self.data.tokenizer_size, self.data.end_of_text_id, torch_device)
         self.feeds = self.pipeline.device == 0
-        """Whether this process hands a pipeline its part of every batch."""
+        """Whether this process gives a pipeline its part of every batch."""
         self.is_first = self.feeds and self.pipeline.replica == 0
-        """Of the whole run."""
+        """Whether this is the first process of the run."""
         self._generation_config = generation_config(config.model)
         self.optimizer = make_optimizer(self.pipeline, config.optimizer, config.offload.directory)
         self._rate_shares = rate_shares(self.optimizer, config.optimizer)
@@ -116,24 +115,24 @@ class _Run:
         self._training_seconds = 0.0
         self._busy_in_all = 0.0
         self._loss = math.nan
-        """Of the last step that was logged."""
+        """Loss of the last logged step."""
         self._last: tuple[StepResult | None, float, float] = (None, math.nan, math.nan)
         """Result, gradient norm and learning rate of the last step."""
         self._wants_to_stop = False
-        """Whether a callback of this process does."""
+        """Whether a callback of this process has returned "stop"."""
         self._validation: float | None = None
 
     # --- resuming and saving ---------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Takes up the newest sound checkpoint, if there is one."""
+        """Load the newest sound checkpoint, if there is one."""
         config, group = self.config, self.pipeline.process_group
         prepare_folder(config.checkpoint_folder, group)
         found = find_latest(config.checkpoint_folder, group)
         checkpoint = found.sound()
         if checkpoint is not None:
             state = checkpoint.extra
-            self._check_data(checkpoint.path, state["data"])  # before shapes that differ are complained of
+            self._check_data(checkpoint.path, state["data"])  # before errors about different shapes
             self._load(checkpoint)
             self.progress.step = checkpoint.step
             self.progress.tokens = state["tokens"]
@@ -153,15 +152,15 @@ class _Run:
         )
         self.metrics.follow(open_trackers(config, self.metrics.say))
         for rejected in found.rejected:
-            self.metrics.say(f"passed over checkpoint {rejected.path.name}: {rejected.reason}")
+            self.metrics.say(f"skipped checkpoint {rejected.path.name}: {rejected.reason}")
         if checkpoint is not None:
-            self.metrics.say(f"going on from {checkpoint.path}")
+            self.metrics.say(f"continuing from {checkpoint.path}")
             for line in changes_of_data(state["data"], data_identity(config, self.data)):
                 self.metrics.say(line)
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        """What the optimizer's groups are told (weight decay and the like) stays as the configuration has it; but
-        groups of a user's own optimizer may keep state there."""
+        """Load a checkpoint, but keep the options of the configuration (such as weight decay) in optimizer groups. A
+        user's own optimizer gets the saved options: they may contain state."""
         groups = [] if self.optimizer is None or self.config.optimizer.is_own else self.optimizer.param_groups
         configured = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         self.pipeline.load_checkpoint(checkpoint, self.optimizer)
@@ -169,7 +168,7 @@ class _Run:
             group.update(options)
 
     def _check_data(self, checkpoint: Path, saved: dict[str, Any]) -> None:
-        """Other text, or another tokenizer: then token ids do not mean what the checkpoint has learned."""
+        """Raise InputError for other text or another tokenizer, which would give token ids another meaning."""
         if saved["data"] != self.data.fingerprint:
             raise InputError(
                 f"output.folder is {self.config.output.folder!r}, where {checkpoint.name} was trained on other text or"
@@ -178,11 +177,11 @@ class _Run:
 
     @property
     def _time_box(self) -> dict[str, Any]:
-        """What the number of steps was decided from; the decision holds for a resumed run with the same values."""
+        """The values that decided the number of steps; a resumed run with the same values keeps the decision."""
         return {"steps": self._planned, "minutes": self.config.training.minutes}
 
     def save(self) -> None:
-        """Saves where the run is. Collective."""
+        """Save a checkpoint. Collective."""
         if self.metrics is not None:
             self.metrics.sync()
         progress = self.progress
@@ -210,15 +209,15 @@ class _Run:
     # --- the loop --------------------------------------------------------------------------------------------
 
     def listen(self, stop: StopRequest) -> None:
-        """From now on a signal ends the run after a step. Collective: once all listen, the launcher is told."""
+        """Let a signal end the run after a step from now on. Collective: the launcher learns when all listen."""
         self.stop = stop
         self._asked_to_stop()
         if self.is_first:
             stop.announce()
 
     def _asked_to_stop(self) -> int:
-        """The number of the signal by which any process was asked to stop, or 0. A callback that wants to stop, on any
-        process, has made the last step of the one that has just been. Collective."""
+        """Return the number of a signal that any process has received, or 0. If a callback on any process has returned
+        "stop", the current step becomes the last one. Collective."""
         table = self.pipeline.gather_numbers([self.stop.asked, self._wants_to_stop])
         if any(wants for _, wants in table):
             self._wants_to_stop = self.box_open = False
@@ -227,11 +226,11 @@ class _Run:
 
     @property
     def epoch(self) -> float:
-        """How often the rows have been gone through."""
+        """Passes over the training rows so far."""
         return self.progress.tokens / self.batches.tokens_per_epoch
 
     def _call(self, method: str, *arguments: Any) -> None:
-        """Calls that method of the callbacks."""
+        """Call a method of all callbacks."""
         if not self.callbacks:
             return
         result, norm, rate = self._last
@@ -250,7 +249,7 @@ class _Run:
         self._wants_to_stop |= self.callbacks.call(method, state, *arguments)
 
     def to_the_end(self) -> int:
-        """Steps until the last one, or until it is asked to stop; gives the number of the signal that asked, or 0."""
+        """Train until the last step or a signal; return the number of the signal, or 0."""
         config, progress = self.config, self.progress
         self._since = time.perf_counter()
         asked = 0
@@ -283,7 +282,7 @@ class _Run:
 
     @property
     def steps_taken(self) -> int:
-        """Steps since this start of the run."""
+        """Steps since the run was started or continued."""
         return self.progress.step - self.started_step
 
     def _step(self) -> None:
@@ -313,7 +312,7 @@ class _Run:
         self._step_seconds.append(time.perf_counter() - started)
 
     def _write_trace(self, result: StepResult) -> None:
-        """Writes what all devices did in the step that has just run. Collective."""
+        """Write the trace of the last step. Collective."""
         step = self.progress.step
         trace = self.pipeline.trace(result, schedule=self.config.pipeline.schedule, step=step)
         if trace is None or self.metrics is None:
@@ -326,7 +325,7 @@ class _Run:
         self.metrics.say(f"the trace of step {step} is in {path}; evenpipe draw {path} shows it")
 
     def _log(self) -> None:
-        """Reads the losses since the last line, and writes one. Collective: devices tell how busy they were."""
+        """Read the losses since the last line and write a line. Collective: it gathers the busy shares."""
         if not self._pending:
             return
         progress, steps = self.progress, len(self._pending)
@@ -337,7 +336,7 @@ class _Run:
                 first = progress.step - steps + 1
                 raise RunError(
                     f"loss {loss} and gradient norm {norm} in one of the steps {first} to {progress.step}: training has"
-                    " diverged; checkpoints before it are as they were"
+                    " diverged; earlier checkpoints have not changed"
                 )
             progress.mean.add(loss)
         result, norm, rate = self._pending[-1]
@@ -365,7 +364,7 @@ class _Run:
         self._pending, self._busy_seconds, self._since, self._loss = [], 0.0, now, loss
 
     def _evaluate(self) -> None:
-        """Mean loss over the rows to evaluate on, the same ones every time. Collective."""
+        """Compute the mean loss over the validation rows, always the same ones. Collective."""
         count = min(self.batches.validation_batches, self.config.training.evaluation_batches or sys.maxsize)
         if not count:
             return
@@ -384,9 +383,9 @@ class _Run:
         self._since = time.perf_counter()
 
     def _decide_steps(self, step_seconds: float) -> None:
-        """How many steps the time box holds at the slowest process's speed; evaluations and checkpoints come on top.
+        """Decide how many steps fit into the time box at the speed of the slowest process, evaluations and saves aside.
 
-        Collective; all decide alike.
+        Collective; all get the same number.
         """
         minutes = self.config.training.minutes
         assert minutes is not None
@@ -396,13 +395,13 @@ class _Run:
         self.box_open = False
 
     def _set_steps(self, steps: int) -> None:
-        """How many there will be is now known better."""
+        """Change the total number of steps."""
         self.progress.steps = steps
         if self.metrics is not None:
             self.metrics.set_steps(steps)
 
     def _report(self) -> None:
-        """Writes and prints the report. Collective."""
+        """Write and print the report. Collective."""
         report = gather_report(
             self.pipeline,
             schedule=self.config.pipeline.schedule,
@@ -421,6 +420,6 @@ class _Run:
 
 
 def _seed(seed: int, step: int, process: int) -> int:
-    """Of what is random in a step: the same for a resumed run, another one on every process."""
+    """Return the seed of a step: the same in a resumed run, different on every process."""
     digest = hashlib.sha256(f"{seed} {step} {process}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

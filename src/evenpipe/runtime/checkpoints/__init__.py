@@ -1,6 +1,6 @@
-"""Checkpoints of a pipeline and its optimizer: whole or not picked up, and loaded in any other layout.
+"""Checkpoints of a pipeline and its optimizer: only complete ones are found, and any other layout can load them.
 
-`Pipeline.save_checkpoint`, `Pipeline.load_checkpoint` and `newest_checkpoint` are what users hold.
+Users call `Pipeline.save_checkpoint`, `Pipeline.load_checkpoint` and `newest_checkpoint`.
 """
 
 from evenpipe.runtime.checkpoints.checkpoint import load, save

@@ -1,7 +1,7 @@
-"""All processes of a group learn how a piece of work ended on each of them, so that they go on or fail together.
+"""All processes of a group learn how a piece of work ended on each of them, so they continue or fail together.
 
-A process that raised alone would leave the others waiting in their next collective until its timeout. Meant for rare,
-slow work on files; the values that travel are what JSON can hold.
+If one process raised alone, the others would wait in their next collective until its timeout. This is for rare, slow
+work on files; the values must be JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from evenpipe.runtime.worker import current_watch
 
 
 class Team:
-    """The processes of a group (None: all), or this one alone: where told so, or without torch.distributed.
+    """The processes of a group (None: all), or only this one: with `alone`, or without torch.distributed.
 
     The group's timeout limits how long one process may work while the others wait for it.
     """
@@ -30,7 +30,7 @@ class Team:
         self.size = dist.get_world_size(self.group) if self.distributed else 1
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every process, by rank, as it comes back from JSON: tuples as lists.
+        """Return the value of every process, by rank, as read from JSON: tuples become lists.
 
         Raises:
             RunError: a process died or does not answer.
@@ -51,11 +51,11 @@ class Team:
         return values
 
     def everywhere(self, work: Callable[[], Any]) -> list[Any]:
-        """Does the work on every process and gives all results, by rank, as `gather` does.
+        """Do the work on every process; return all results, by rank, as `gather` does.
 
         Raises:
-            InputError, RunError: on every process alike, when the work raised on one of them; OSError becomes RunError.
-                Any other exception, a mistake of ours, is raised as it is where it happened and as RunError elsewhere.
+            InputError, RunError: on every process, if the work raised on one of them; OSError becomes RunError. Any
+                other exception, which is a bug, is raised unchanged on its process and as RunError on the others.
         """
         value: Any = None
         failure: tuple[str, str] | None = None
@@ -80,17 +80,17 @@ class Team:
         return [result for _, result in outcomes]
 
     def first(self, work: Callable[[], Any]) -> Any:
-        """Does the work on the first process only and gives its result to all. Raises as `everywhere`."""
+        """Do the work on the first process only; return its result on all. Raises as `everywhere`."""
         return self.everywhere(work if self.rank == 0 else lambda: None)[0]
 
 
 def describe_lost_process(error: RuntimeError) -> str:
-    """What a collective that failed most likely means, with the first clause of what gloo or NCCL says."""
+    """Return the likely cause of a failed collective, with the first clause of the message of gloo or NCCL."""
     reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
     return f"another process died or does not answer ({reason})"
 
 
 def describe_os_error(error: OSError) -> str:
-    """ "No space left on device: 'checkpoints/step-00000010.tmp/__0_0.distcp'"."""
+    """Return, for example, "No space left on device: 'checkpoints/step-00000010.tmp/__0_0.distcp'"."""
     text = error.strerror or str(error)
     return text if error.filename is None else f"{text}: {str(error.filename)!r}"

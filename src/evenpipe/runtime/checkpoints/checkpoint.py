@@ -1,30 +1,30 @@
-"""Checkpoints: saved atomically, believed only when every bit is right, loaded at any other number of processes.
+"""Checkpoints: saved atomically, verified bit by bit, and loadable with any number of processes.
 
 A checkpoint is a folder `step-00000020`:
 
     __0_0.distcp, __1_0.distcp, ...   tensors, one file per process, in torch's distributed checkpoint format
     .metadata                         torch's index of them
-    run.json                          all that is not a tensor: learning rates and other settings of the optimizer and
-                                      the scheduler (settings.py), model config, what the caller adds
-    manifest.json                     size and SHA-256 of all the others, every tensor's shape and dtype, and the id of
-                                      the save, which all the others carry too
+    run.json                          everything except tensors: learning rates and other settings of the optimizer and
+                                      the scheduler (settings.py), model config, additions of the caller
+    manifest.json                     size and SHA-256 of all other files, every tensor's shape and dtype, and the id of
+                                      the save, which all other files contain too
 
-Tensors stand under the names of Hugging Face, whole: `parameters.model.embed_tokens.weight`,
-`optimizer.exp_avg.model.embed_tokens.weight`. A process that holds rows of a parameter contributes them as a DTensor
-(Shard(0) on the pipeline axis, on that of the replicas, or on both, made for the moment of saving or loading), so what
-was saved in one layout loads in any other. What every replica holds is saved by the first one and loaded by all.
+Tensors have Hugging Face names and are whole: `parameters.model.embed_tokens.weight`,
+`optimizer.exp_avg.model.embed_tokens.weight`. A process with rows of a parameter contributes them as a DTensor
+(Shard(0) on the pipeline axis, on the replica axis, or on both, made only for saving or loading), so a checkpoint of
+one layout loads in any other. Tensors of which every replica has a copy are saved by the first one and loaded by all.
 
-Saving goes: take or check the folder's lock (folder_lock.py) -> write all into `step-00000020.ID.tmp` -> every process
-is done -> manifest, last -> wait for the disk -> check the lock -> rename -> wait for the disk -> see that this save is
-the one published -> only then are old checkpoints deleted. A process killed anywhere in between leaves the former
-checkpoint as it was. No state of a random generator is saved: whatever is random in a run draws from a seed and the
+Steps of saving: take or check the folder's lock (folder_lock.py) -> write all files into `step-00000020.ID.tmp` -> wait
+for every process -> write the manifest -> wait for the disk -> check the lock -> rename -> wait for the disk -> verify
+that the published save is this one -> delete old checkpoints. A process killed at any point leaves the previous
+checkpoint unchanged. States of random generators are not saved: all random numbers of a run follow from a seed and the
 step.
 
-All that processes tell each other is JSON.
+Processes exchange only JSON.
 
 Every function here with a `process_group` is collective over it: all processes of a pipeline and of its replicas call
-it (None: all processes, or this one alone without torch.distributed), and all return or raise alike.
-The group's timeout has to cover the time that one process may take to write and hash its part.
+it (None: all processes, or only this one without torch.distributed), and all return or raise alike. The group's
+timeout must exceed the time in which one process writes and hashes its part.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ __all__ = [
 ]
 
 _BYTES_PER_TENSOR = 4096
-"""Generous: what a tensor takes on disk beside its content (its zip archive, its lines in index and manifest)."""
+"""Upper bound of a tensor's overhead on disk: its zip archive, its lines in index and manifest."""
 
 
 def save(  # noqa: PLR0917
@@ -119,24 +119,24 @@ def save(  # noqa: PLR0917
     scheduler: Any = None,
     keep: int | None = 2,
 ) -> Path:
-    """Saves a checkpoint and gives its folder, `folder/step-NNNNNNNN`. Collective.
+    """Save a checkpoint; return its folder, `folder/step-NNNNNNNN`. Collective.
 
     Args:
-        folder: of all checkpoints of a run; on a file system that all processes share.
-        step: optimizer steps taken. A checkpoint of the same step is replaced, once the new one is whole.
-        shards: what this process holds, by Hugging Face name (`Pipeline.parameter_shards()`).
-        optimizer: its parameters are among those of `shards`. Its state is saved as it is, and nothing where there is
-            none. The options of its groups, such as the learning rate, are saved too.
-        metadata: all else that resuming needs, as JSON. That of the first process counts.
-        scheduler: of that optimizer, in the manner of `torch.optim.lr_scheduler`; its state is saved.
-        keep: how many checkpoints remain, this one and the newest whole ones before it; None keeps all. Those of later
-            steps (left over when a run was resumed at an earlier one) stay.
+        folder: folder of all checkpoints of a run, on a file system that all processes share.
+        step: number of optimizer steps taken. A checkpoint of the same step is replaced once the new one is complete.
+        shards: shards of this process by Hugging Face name (`Pipeline.parameter_shards()`).
+        optimizer: an optimizer of parameters in `shards`. Its existing state and the options of its groups, such as the
+            learning rate, are saved.
+        metadata: further JSON values that resuming needs. Only the first process's are saved.
+        scheduler: a scheduler of this optimizer, as in `torch.optim.lr_scheduler`; its state is saved.
+        keep: number of checkpoints to keep, this one and the newest complete ones before it; None: all. Checkpoints of
+            later steps (left over if a run was resumed at an earlier one) stay.
 
     Raises:
-        InputError: something in `metadata`, or a setting of the optimizer or scheduler, is not JSON, the optimizer has
-            state that is no tensor, or another run holds the folder.
-        RunError: the disk is full, another run has taken the folder from this one, or any other failure of disk or
-            process; what was written is removed, and the checkpoints before it are as they were.
+        InputError: a value in `metadata`, or a setting of the optimizer or scheduler, is not JSON, state of the
+            optimizer is not a tensor, or another run has locked the folder.
+        RunError: the disk is full, another run has taken the folder from this one, or a disk or process failed; written
+            files are removed, and earlier checkpoints have not changed.
     """
     if keep is not None and keep < 1:
         raise InputError(f"keep is {keep}, expected at least 1 checkpoint, or None for all")
@@ -176,7 +176,7 @@ def save(  # noqa: PLR0917
         try:
             index = writer.write_index([part["pieces"] for part in parts])
         except ValueError as error:
-            raise RunError(f"the processes do not hold the whole of every tensor between them: {error}") from error
+            raise RunError(f"the parts of all processes do not make up whole tensors: {error}") from error
         files = {name: FileEntry(**entry) for part in parts for name, entry in part["files"].items()}
         files[INDEX] = hash_file(temporary / INDEX)
         files[RUN] = write_synced(temporary / RUN, run_json(metadata, settings, save_id))
@@ -226,23 +226,22 @@ def load(
     *,
     scheduler: Any = None,
 ) -> dict[str, Any]:
-    """Loads parameters, optimizer and scheduler into this process's own; gives the checkpoint's metadata. Collective.
+    """Load a checkpoint into this process's parameters, optimizer and scheduler; return its metadata. Collective.
 
-    The number of processes and the way in which the vocabulary is spread over them need not be those of saving. All is
-    read into fresh tensors first, moments also into memory of the host that a `HostAdamW` has not used yet: when
-    anything fails, on any process, parameters and optimizer are as before. Then the parameters are overwritten in
-    place, and the optimizer's state is replaced: created where it has never stepped, removed where the checkpoint has
-    none.
+    The number of processes and the vocabulary mode may differ from those at saving. All tensors are first read into
+    new memory, or into host memory that a `HostAdamW` has not used yet: if anything fails on any process, parameters
+    and optimizer have not changed. Then the parameters are overwritten in place, and the optimizer's state is replaced:
+    created if it has never stepped, removed if the checkpoint has none.
 
     Args:
         checkpoint: from find_latest or open_checkpoint.
-        shards, optimizer, scheduler: as for `save`. Without an optimizer its state is left unread. With one the options
-            of its groups become those of the checkpoint, learning rates among them; a parameter keeps its own, whatever
-            the groups of a process were when it was saved.
+        shards, optimizer, scheduler: as for `save`. Without an optimizer, its state is not read. With one, the options
+            of its groups, such as learning rates, become those of the checkpoint: every parameter gets the options that
+            it was saved with, even if the groups of processes were different.
 
     Raises:
-        InputError: names, shapes or dtypes are not those of the checkpoint, or the kind of optimizer or scheduler, or
-            their groups.
+        InputError: names, shapes, dtypes, the kind of optimizer or scheduler, or their groups differ from the
+            checkpoint's.
         RunError: a file cannot be read, or a process died.
     """
     team = Team(process_group)
@@ -257,7 +256,7 @@ def load(
     unknown = sorted(set(parameter_names(checkpoint.manifest)) - known)
     if unknown:
         raise InputError(
-            f"{where} holds {unknown[0]!r} and {len(unknown) - 1} more parameters that the model does not have"
+            f"{where} has {unknown[0]!r} and {len(unknown) - 1} more parameters that the model does not have"
         )
 
     def read() -> None:
@@ -273,7 +272,7 @@ def load(
 
 
 def read_tensors(checkpoint: Checkpoint, index: Metadata, state: State) -> None:
-    """Reads tensors of a checkpoint, by key, into the plain or DTensors given. This process alone, no communication.
+    """Read tensors of a checkpoint, by key, into the given plain tensors or DTensors. No communication.
 
     Raises:
         RunError: a file cannot be read.
@@ -291,27 +290,27 @@ def _names(shards: Mapping[str, ParameterShard]) -> dict[nn.Parameter, str]:
 
 
 def _put_in_place(temporary: Path, published: Path) -> None:
-    """Publishes a folder, also where the step has been saved before.
+    """Publish a folder, even if the step has been saved before.
 
-    A run that takes the lock renames what the run before it has not published, and so fails this one's last rename.
+    A run that takes the lock renames unpublished folders of the run before it, so the last rename of that run fails.
     """
     replaced = published.with_name(f"{published.name}.replaced")
     again = published.exists()
     if again:
         if replaced.exists():
             discard(replaced)
-        published.rename(replaced)  # find_latest knows this name too, should we be killed before the next line
+        published.rename(replaced)  # find_latest knows this name too, if we are killed before the next line
     try:
         temporary.rename(published)
     except OSError:
         if again:
             replaced.rename(published)
-        check(published.parent)  # knows better why
+        check(published.parent)  # raises the better explanation
         raise
 
 
 def _describe(exception: CheckpointException) -> str:
-    """torch's exception is none that `except Exception` catches, and hides a Ctrl-C among others."""
+    """Return the cause in words. `except Exception` does not catch torch's exception, which may hide a Ctrl-C."""
     _, (error, _) = min(exception.failures.items(), key=lambda item: item[0])
     if isinstance(error, KeyboardInterrupt):
         raise error from exception
@@ -319,7 +318,7 @@ def _describe(exception: CheckpointException) -> str:
 
 
 def _value(team: Team, work: Callable[[], Any]) -> Any:
-    """Result of the work on this process, once it has succeeded on all; it does not travel."""
+    """Return the result of the work on this process after it has succeeded on all; the result is not sent."""
     results = []
     team.everywhere(lambda: results.append(work()))
     return results[0]

@@ -1,7 +1,7 @@
-"""Which checkpoints a folder holds, which of them are sound, and which have had their time.
+"""Finds the checkpoints of a folder, verifies them, and deletes old ones.
 
-Nothing of a checkpoint is opened before every file in it has been held against the manifest (manifest.py). Functions
-with a `process_group` are collective over it, as in checkpoint.py. Who only reads needs no lock.
+No part of a checkpoint is opened before every file in it has been compared with the manifest (manifest.py). Functions
+with a `process_group` are collective over it, as in checkpoint.py. Reading needs no lock.
 """
 
 from __future__ import annotations
@@ -38,27 +38,26 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that has been verified: every file has the size and the hash that its manifest gives, and the id of
-    the same save."""
+    """A verified checkpoint: every file has the size and hash of the manifest, and the id of the same save."""
 
     path: Path
     step: int
     manifest: Manifest
     metadata: dict[str, Any]
-    """In run.json, what was given to `save`."""
+    """The `metadata` of `save`, from run.json."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """In run.json, of the optimizer and the scheduler (settings.py)."""
+    """Settings of the optimizer and the scheduler (settings.py), from run.json."""
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What was given to `Pipeline.save_checkpoint` as `extra`."""
-        extra: dict[str, Any] = self.metadata.get("extra", self.metadata)  # the trainer's own stood there once
+        """The `extra` of `Pipeline.save_checkpoint`."""
+        extra: dict[str, Any] = self.metadata.get("extra", self.metadata)  # older checkpoints of the trainer
         return extra
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A checkpoint that is not to be used, and why, in words that follow its name and a colon."""
+    """A checkpoint that must not be used, and the reason, in words that follow its name and a colon."""
 
     path: Path
     reason: str
@@ -66,35 +65,35 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The newest checkpoint that is sound, if there is one, and the newer ones that are not."""
+    """The newest sound checkpoint, if there is one, and the newer damaged ones."""
 
     checkpoint: Checkpoint | None
     rejected: tuple[Rejected, ...]
 
     def sound(self) -> Checkpoint | None:
-        """The checkpoint to go on from; None: there has been none. Raises InputError when all there are were rejected:
-        to begin anew would end in their place."""
+        """Return the checkpoint to continue from; None if the folder has none. Raises InputError if all were rejected,
+        because a new run would replace them."""
         if self.checkpoint is None and self.rejected:
             newest = self.rejected[0]
             raise InputError(
-                f"{str(newest.path.parent)!r} holds no sound checkpoint ({newest.path.name}: {newest.reason}); expected"
-                " one that is whole, or an empty folder to begin anew"
+                f"{str(newest.path.parent)!r} has no sound checkpoint ({newest.path.name}: {newest.reason}); expected"
+                " an undamaged one, or an empty folder for a new run"
             )
         return self.checkpoint
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is one checkpoint, sound or not, rather than something that holds checkpoints."""
+    """Return whether a folder is itself a checkpoint, sound or not, rather than a folder of checkpoints."""
     return _FOLDER_NAME.fullmatch(path.name) is not None or (path / MANIFEST).exists()
 
 
 def prepare_folder(
     folder: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None, *, force: bool = False
 ) -> None:
-    """Makes the folder for checkpoints, takes its lock for this run (folder_lock.py), and removes what a killed run
-    left half written. Call once, before training, with the group that will save.
+    """Make the folder for checkpoints, take its lock for this run (folder_lock.py), and remove incomplete folders of
+    killed runs. Call it once, before training, with the group that will save.
 
-    force: takes the lock also from a run that is still there, whose next save then fails.
+    force: take the lock even from a run that is still active; its next save then fails.
 
     Raises:
         InputError: another run writes there, or the folder cannot be made or written to.
@@ -115,7 +114,7 @@ def prepare_folder(
 
 
 def remove_stale(folder: Path) -> None:
-    """Removes what a killed run left half written. For the holder of the folder's lock, before its first save."""
+    """Remove incomplete folders of killed runs. Only for the holder of the folder's lock, before its first save."""
     for stale in folder.glob("step-*.tmp"):
         discard(stale)
 
@@ -123,34 +122,34 @@ def remove_stale(folder: Path) -> None:
 def newest_checkpoint(
     folder: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None
 ) -> Checkpoint | None:
-    """The newest checkpoint in a folder that is whole to the last bit, None where there has never been one.
+    """Return the newest sound checkpoint in a folder, None if the folder has none.
 
-    `path` and `step` say which one it is; `Pipeline.load_checkpoint` loads it. Every file is read and hashed. Newer
-    checkpoints that are damaged are passed over, with a warning that says why. Collective over `process_group`, by
-    default all processes: all get the same answer.
+    `Pipeline.load_checkpoint` loads it; its fields `path` and `step` identify it. Every file is read and hashed. Newer
+    checkpoints that are damaged are skipped with a warning that names the reason. Collective over `process_group`, by
+    default all processes; all get the same result.
 
-    folder: of checkpoints, as given to `Pipeline.save_checkpoint`.
+    folder: folder of checkpoints, as for `Pipeline.save_checkpoint`.
 
     Raises:
-        InputError: no checkpoint in the folder is sound, or the folder is itself a checkpoint.
+        InputError: all checkpoints in the folder are damaged, or the folder is itself a checkpoint.
         RunError: a disk or a process failed.
     """
     if is_checkpoint(Path(folder)):
-        raise InputError(f"{str(folder)!r} is one checkpoint, expected the folder that holds checkpoints")
+        raise InputError(f"{str(folder)!r} is one checkpoint, expected the folder of all checkpoints")
     found = find_latest(folder, process_group)
     if Team(process_group).rank == 0:
         for rejected in found.rejected:
-            _log.warning("passed over checkpoint %s: %s", rejected.path, rejected.reason)
+            _log.warning("skipped checkpoint %s: %s", rejected.path, rejected.reason)
     return found.sound()
 
 
 def find_latest(
     folder: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None, *, alone: bool = False
 ) -> Found:
-    """The newest checkpoint in a folder that is whole to the last bit. Collective: all processes get one answer.
+    """Return the newest sound checkpoint in a folder and the newer damaged ones. Collective: all get the same result.
 
-    Every file of a candidate is read and hashed (the processes share the work) before anything in it is opened. A
-    folder that does not exist holds no checkpoint. `alone`: this process asks for itself, whatever groups there are.
+    Every file of a candidate is read and hashed (the processes share the work) before it is opened. A folder that does
+    not exist has no checkpoint. `alone`: not collective, this process does all the work.
     """
     folder, team = Path(folder), Team(process_group, alone=alone)
     rejected: list[Rejected] = []
@@ -164,17 +163,17 @@ def find_latest(
 
 
 def newest_step(folder: Path) -> int | None:
-    """The step of the newest checkpoint that looks whole, by manifest and sizes; None where there is none."""
+    """Return the step of the newest checkpoint that is complete by manifest and sizes; None if there is none."""
     return next((step for step, path in _candidates(folder) if _looks_whole(path)), None)
 
 
 def open_checkpoint(
     path: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None, *, alone: bool = False
 ) -> Checkpoint:
-    """The checkpoint in one folder, verified as find_latest does. Collective, unless `alone`.
+    """Return the checkpoint in a folder, verified as in `find_latest`. Collective, unless `alone`.
 
     Raises:
-        InputError: it is not a checkpoint, or damaged; the sentence names the file and what is wrong with it.
+        InputError: the folder is not a checkpoint, or damaged; the sentence names the file and the damage.
     """
     try:
         return _verify(Path(path), Team(process_group, alone=alone), named_step=None)
@@ -183,7 +182,7 @@ def open_checkpoint(
 
 
 def _verify(path: Path, team: Team, named_step: int | None) -> Checkpoint:
-    """Raises DamagedError on every process unless the folder agrees with its manifest, and that with itself."""
+    """Return the checkpoint. Raises DamagedError on every process if the folder does not agree with its manifest."""
 
     def check_cheaply() -> dict[str, Any]:
         manifest = read_manifest(path)
@@ -212,7 +211,7 @@ def _verify(path: Path, team: Team, named_step: int | None) -> Checkpoint:
 
 
 def _sound(team: Team, work: Callable[[], dict[str, Any]], *, alone: bool = False) -> dict[str, Any]:
-    """What the first process found, JSON; `alone`: it alone does the work. DamagedError of one is raised by all."""
+    """Return the JSON result of the first process; `alone`: only it does the work. All raise a DamagedError of one."""
 
     def outcome() -> dict[str, Any]:
         if alone and team.rank > 0:
@@ -232,7 +231,7 @@ def _sound(team: Team, work: Callable[[], dict[str, Any]], *, alone: bool = Fals
 
 
 def _share(files: Mapping[str, FileEntry], team: Team) -> list[str]:
-    """The files that this process hashes: largest first, each to the process with the fewest bytes so far."""
+    """Return the files that this process hashes: largest first, each to the process with the fewest bytes so far."""
     load, mine = [0] * team.size, []
     for name in sorted(files, key=lambda name: (-files[name].bytes, name)):
         rank = load.index(min(load))
@@ -243,7 +242,7 @@ def _share(files: Mapping[str, FileEntry], team: Team) -> list[str]:
 
 
 def _candidates(folder: Path) -> list[tuple[int, Path]]:
-    """Step and path of all that is named like a checkpoint, newest first; the one that replaced another before that."""
+    """Return step and path of all folders named like checkpoints, newest first, and before any that it replaced."""
     try:
         paths = [path for path in folder.iterdir() if _FOLDER_NAME.fullmatch(path.name) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -258,9 +257,9 @@ def _step_of(path: Path) -> int:
 
 
 def delete_old(folder: Path, step: int, keep: int | None) -> None:
-    """Keeps the newest `keep` checkpoints up to `step` that look whole (by manifest and sizes) and deletes older ones.
+    """Keep the newest `keep` checkpoints up to `step` that are complete by manifest and sizes; delete older ones.
 
-    A damaged one does not count among those kept.
+    Damaged checkpoints do not count towards `keep`.
     """
     kept = 0
     for older, path in _candidates(folder):
@@ -273,10 +272,10 @@ def delete_old(folder: Path, step: int, keep: int | None) -> None:
 
 
 def discard(path: Path) -> None:
-    """Deletes a folder. What cannot be deleted is only worth a warning.
+    """Delete a folder; warn if this fails.
 
-    It first gets another name: half deleted, it must not look like a checkpoint, nor be published by the run that wrote
-    it, should that have lost its lock only now.
+    The folder is renamed first: half deleted, it must not look like a checkpoint, and a run that has just lost its lock
+    must not publish it.
     """
     try:
         path.rename(doomed := path.with_name(f"{path.name.partition('.')[0]}.{secrets.token_hex(16)}.tmp"))

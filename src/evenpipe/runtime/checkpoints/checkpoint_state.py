@@ -1,8 +1,8 @@
-"""Which tensors of this process go into a checkpoint, under which key, and where they go when they come back.
+"""The tensors of this process in a checkpoint: their keys, and their destinations when they are loaded.
 
-Keys: `parameters.<name>` and `optimizer.<state>.<name>`, with Hugging Face names and no numbers of groups or processes.
-Rows (of a vocabulary matrix over the pipeline, of any parameter over replicas), and the optimizer state shaped like
-them, are wrapped as DTensors here; all else is plain.
+Keys: `parameters.<name>` and `optimizer.<state>.<name>`, with Hugging Face names, without numbers of groups or
+processes. Rows (of a vocabulary matrix over the pipeline, of any parameter over replicas) and optimizer state of their
+shape are wrapped as DTensors here; other tensors are plain.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ State = dict[str, Tensor]
 
 
 class ParameterShard(Protocol):
-    """A parameter as one process holds it; `Pipeline.parameter_shards()` gives them."""
+    """One process's part of a parameter; `Pipeline.parameter_shards()` returns them."""
 
     @property
     def parameter(self) -> nn.Parameter:
-        """What is held here."""
+        """The local part."""
 
     @property
     def start_row(self) -> int | None:
-        """First row held, when rows are spread over processes by `torch.chunk`'s rule; None: held whole."""
+        """First local row if rows are spread over processes by `torch.chunk`'s rule; None: all rows are local."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Shape of the whole parameter."""
 
     @property
     def saved_here(self) -> bool:
-        """False for a second copy (a tied matrix on the last device, what another replica holds too): loaded, but saved
-        by the other holder."""
+        """False for a second copy (a tied matrix on the last device, a parameter of a later replica): it is loaded, but
+        another process saves it."""
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """Processes that rows are spread over: over the first axis, and each part again over the second. None: over all
-        that save together, in the order of their ranks."""
+        """Processes that rows are spread over: over the first axis, and each part over the second. None: over all
+        processes that save together, in the order of ranks."""
 
 
 def parameter_names(manifest: Manifest) -> list[str]:
-    """Hugging Face names of all parameters in a checkpoint."""
+    """Return the Hugging Face names of all parameters in a checkpoint."""
     return [key.removeprefix(PARAMETERS) for key in manifest.tensors if key.startswith(PARAMETERS)]
 
 
 def tensors_to_save(shards: Mapping[str, ParameterShard], optimizer: torch.optim.Optimizer | None, team: Team) -> State:
-    """This process's part of a checkpoint. The tensors are those in use, not copies.
+    """Return this process's part of a checkpoint. The tensors are those in use, not copies.
 
-    An optimizer's state need not exist (before the first step, or for a frozen parameter): then there is none to save.
+    Optimizer state that does not exist (before the first step, or for a frozen parameter) is not saved.
 
     Raises:
-        InputError: the optimizer keeps something that is neither one number nor has its parameter's rows.
+        InputError: state of the optimizer is neither one number nor has its parameter's rows.
     """
     layout = _Layout(team)
     owned = _owned(shards, optimizer)
@@ -91,8 +91,8 @@ def tensors_to_save(shards: Mapping[str, ParameterShard], optimizer: torch.optim
                 state[f"{OPTIMIZER}{key}.{name}"] = layout.whole(value.detach(), shard)
             elif value.numel() != 1 and not _is_same_on_all(shard.parameter, key, optimizer):
                 raise InputError(
-                    f"optimizer: its state {key!r} of {name!r} has shape {tuple(value.shape)}, expected as many "
-                    f"rows as are held here, {rows}, or one number"
+                    f"optimizer: its state {key!r} of {name!r} has shape {tuple(value.shape)}, expected {rows} rows, "
+                    "as many as the process has of the parameter, or one number"
                 )
             elif layout.has_first_rows(shard):  # the same on every process
                 state[f"{OPTIMIZER}{key}.{name}"] = value.detach()
@@ -101,16 +101,16 @@ def tensors_to_save(shards: Mapping[str, ParameterShard], optimizer: torch.optim
 
 @dataclass(slots=True)
 class LoadPlan:
-    """Fresh tensors to read into, and where they go afterwards."""
+    """New tensors to read into, and their destinations."""
 
     state: State = field(default_factory=dict)
-    """What to read; wraps the tensors below."""
+    """Tensors to read, by key; they wrap the tensors below."""
     parameters: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
     optimizer_states: list[tuple[dict[Any, Any], nn.Parameter, dict[str, Tensor]]] = field(default_factory=list)
     """The optimizer's dictionary, the parameter, its new state."""
 
     def put_in_place(self) -> None:
-        """Overwrites the parameters in place (others may hold views of them) and replaces the optimizer's state."""
+        """Overwrite the parameters in place (there may be views of them) and replace the optimizer's state."""
         with torch.no_grad():
             for parameter, fresh in self.parameters:
                 parameter.copy_(fresh)
@@ -123,12 +123,12 @@ class LoadPlan:
 def plan_load(
     manifest: Manifest, shards: Mapping[str, ParameterShard], optimizer: torch.optim.Optimizer | None, team: Team
 ) -> LoadPlan:
-    """What this process reads from a checkpoint; memory for it is allocated here, but for moments that an optimizer has
-    a place for on the host.
+    """Return the tensors that this process reads from a checkpoint. Memory is allocated for all except moments that the
+    optimizer keeps on the host.
 
     Raises:
-        InputError: a parameter is missing in the checkpoint, or has another shape or dtype there; the same for state
-            that the optimizer already has.
+        InputError: the checkpoint lacks a parameter, or has another shape or dtype of it or of existing optimizer
+            state.
     """
     layout = _Layout(team)
     saved_states = _saved_states(manifest)
@@ -139,7 +139,7 @@ def plan_load(
         key = PARAMETERS + name
         entry = manifest.tensors.get(key)
         if entry is None:
-            raise InputError(f"the checkpoint holds no {name!r}, which the model has")
+            raise InputError(f"the checkpoint has no {name!r}, which the model has")
         _check_equal(repr(name), "shape", entry.shape, tuple(shard.shape))
         _check_equal(repr(name), "dtype", entry.dtype, dtype_name(shard.parameter.dtype))
         fresh = torch.empty_like(shard.parameter, requires_grad=False)
@@ -163,7 +163,7 @@ def plan_load(
                 torch_device = _state_device(state_key, shard.parameter, owned[shard.parameter])
                 fresh = torch.empty(shape, dtype=dtype, device=torch_device)
             elif not existing and place.shape == shape and place.dtype == dtype:
-                fresh = place  # nobody's yet: nothing is lost when the load fails
+                fresh = place  # not used yet: nothing is lost if the load fails
             else:
                 fresh = torch.empty(shape, dtype=dtype, device=place.device)
             fresh_state[state_key] = fresh
@@ -173,14 +173,14 @@ def plan_load(
 
 
 class _Layout:
-    """How rows lie over processes: `torch.chunk`'s rule, which DTensor believes in without asking."""
+    """Spreads rows over processes by `torch.chunk`'s rule, which DTensor assumes without a check."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
         self._meshes: dict[tuple[DeviceMesh | None, str], DeviceMesh] = {}
 
     def check(self, name: str, shard: ParameterShard) -> None:
-        """Rows of other sizes would be saved at wrong offsets, silently."""
+        """Assert the sizes of rows: other sizes would be saved at wrong offsets without an error."""
         parameter = shard.parameter
         if shard.start_row is None:
             assert tuple(parameter.shape) == tuple(shard.shape), f"{name}: {tuple(parameter.shape)} is not the whole"
@@ -196,11 +196,11 @@ class _Layout:
         )
 
     def has_first_rows(self, shard: ParameterShard) -> bool:
-        """Whether this process stands first among those that the rows are spread over."""
+        """Return whether this process is the first of those that the rows are spread over."""
         return all(place == 0 for place, _ in self._places(shard))
 
     def _places(self, shard: ParameterShard) -> list[tuple[int, int]]:
-        """For each axis that rows are spread over: where on it this process stands, and its length."""
+        """Return, for each axis that rows are spread over, the index of this process and the length."""
         if shard.mesh is None:
             return [(self._team.rank, self._team.size)]
         place = shard.mesh.get_coordinate()
@@ -208,7 +208,7 @@ class _Layout:
         return list(zip(place, shard.mesh.mesh.shape, strict=True))
 
     def whole(self, local: Tensor, shard: ParameterShard) -> Tensor:
-        """The whole tensor that `local` has this process's rows of. No communication."""
+        """Return the whole tensor of which `local` has this process's rows. No communication."""
         if shard.start_row is None or (shard.mesh is None and self._team.size == 1):
             return local
         mesh = self._mesh(shard.mesh, local.device.type)
@@ -219,7 +219,7 @@ class _Layout:
         )
 
     def _mesh(self, given: DeviceMesh | None, device_type: str) -> DeviceMesh:
-        """The mesh for tensors on devices of that type."""
+        """Return the mesh for tensors on devices of that type."""
         if given is not None and given.device_type == device_type:
             return given
         if (given, device_type) not in self._meshes:
@@ -241,7 +241,7 @@ class _Layout:
 def _owned(
     shards: Mapping[str, ParameterShard], optimizer: torch.optim.Optimizer | None
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """Parameter -> its group in the optimizer. Raises InputError for parameters that would not be saved."""
+    """Return each parameter's group in the optimizer. Raises InputError for parameters that would not be saved."""
     if optimizer is None:
         return {}
     owned = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
@@ -252,7 +252,7 @@ def _owned(
 
 
 def _saved_states(manifest: Manifest) -> dict[str, dict[str, TensorEntry]]:
-    """Parameter name -> optimizer state name -> entry."""
+    """Return the entries of optimizer state by parameter name and state name."""
     states: dict[str, dict[str, TensorEntry]] = {}
     for key, entry in manifest.tensors.items():
         if key.startswith(OPTIMIZER):
@@ -262,7 +262,8 @@ def _saved_states(manifest: Manifest) -> dict[str, dict[str, TensorEntry]]:
 
 
 def _state_device(state: str, parameter: nn.Parameter, group: Mapping[str, Any]) -> torch.device:
-    """Where torch's own load_state_dict puts state: with its parameter, but step counts mostly stay on the host."""
+    """Return the device on which torch's load_state_dict puts state: that of its parameter, or mostly the CPU for step
+    counts."""
     if state == "step" and not (group.get("capturable") or group.get("fused")):
         return torch.device("cpu")
     return parameter.device
@@ -271,20 +272,19 @@ def _state_device(state: str, parameter: nn.Parameter, group: Mapping[str, Any])
 def _follows_rows(
     shape: Sequence[int], rows: int, parameter: nn.Parameter, state: str, optimizer: torch.optim.Optimizer
 ) -> bool:
-    """Whether a state of that shape is spread over processes as the rows of its parameter are: one entry, or one row of
-    them, for each."""
+    """Return whether state of that shape is spread over processes like the rows of its parameter."""
     if _is_same_on_all(parameter, state, optimizer):
         return False
     return len(shape) == parameter.dim() > 0 and shape[0] == rows
 
 
 def _is_same_on_all(parameter: nn.Parameter, state: str, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer vouches for a state of rows that belongs to the whole parameter."""
+    """Return whether state of rows belongs to the whole parameter, according to the optimizer."""
     return isinstance(optimizer, Adafactor) and optimizer.is_same_on_all(parameter, state)
 
 
 def _place_on_host(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: str) -> Tensor | None:
-    """Where an optimizer keeps state that its device may have no room for; None for what it keeps there."""
+    """Return the host memory of state that an optimizer keeps on the host, else None."""
     return optimizer.moment_on_host(parameter, state) if isinstance(optimizer, HostAdamW) else None
 
 

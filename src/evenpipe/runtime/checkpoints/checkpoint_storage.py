@@ -1,12 +1,12 @@
-"""What torch's distributed checkpoint lacks, between it and the disk: an index that cannot run code, plain errors, and
-files that say which save they belong to.
+"""Storage below torch's distributed checkpoint: an index that cannot run code, plain errors, and files that name their
+save.
 
-torch agrees on a save by sending pickles around. Here each process writes its own part and describes it in JSON, from
-which the first one makes torch's index; that is all that has to travel.
+torch coordinates a save by sending pickles. Here each process writes its own part and describes it in JSON, from which
+the first process makes torch's index; nothing else is sent.
 
-The index `.metadata` is a pickle, which torch reads with `pickle.load`. A manifest only shows that a folder is as its
-maker left it, and the maker may be anyone; so the index is read with an unpickler that knows ten names of torch and its
-dtypes and nothing else, and is then held against the manifest. Tensors are read by torch with `weights_only=True`.
+The index `.metadata` is a pickle, which torch reads with `pickle.load`. A manifest only proves that a folder has not
+changed, and anyone may have written it. So the index is read with an unpickler that accepts only ten names of torch and
+its dtypes, and is then compared with the manifest. torch reads tensors with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from evenpipe.runtime.messages import dtype_name, dtype_of
 
 INDEX = ".metadata"
 RUN = "run.json"
-"""All that is not a tensor."""
+"""Everything except tensors."""
 
 _MARK_BYTES = 64
-"""Length of the first line of a file of tensors, which names the save. torch reads from offsets behind it."""
+"""Length of the first line of a file of tensors, which names the save. torch reads from offsets after it."""
 
 _CLASSES = {
     ("torch", "Size"),
@@ -64,8 +64,7 @@ _CLASSES = {
 class Writer(FileSystemWriter):
     """Writes this process's tensors to one file, `__<rank>_0.distcp`, and on the first process the index.
 
-    The folder must be there and be new: nothing is ever written over. A failure of the disk comes out as the OSError
-    that it was.
+    The folder must exist and be new: no file is ever overwritten. A failure of the disk is raised as its OSError.
     """
 
     def __init__(self, folder: Path, save_id: str) -> None:
@@ -74,19 +73,19 @@ class Writer(FileSystemWriter):
         self.fs = _MarkedFiles(save_id)
 
     def write_part(self, state: Mapping[str, torch.Tensor], rank: int) -> list[dict[str, Any]]:
-        """Writes the tensors of this process; gives a description of what went where, as JSON, for `write_index`."""
+        """Write the tensors of this process; return a description of their places, as JSON, for `write_index`."""
         planner = DefaultSavePlanner()
         planner.set_up_planner(dict(state))
         plan = planner.create_local_plan()
-        plan = self.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]  # names the file by its place in the list
+        plan = self.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]  # names the file by the index in the list
         with _disk_errors(self.path):
             results = {result.index: result for result in self.write_data(planner.finish_plan(plan), planner).wait()}
         return [_piece_to_json(item, results[item.index]) for item in plan.items]
 
     def write_index(self, parts: Sequence[list[dict[str, Any]]]) -> Metadata:
-        """Writes the index, from the descriptions of all processes by rank. What several wrote is read from the first.
+        """Write the index from the descriptions of all processes by rank. Of several copies, the first is read.
 
-        Raises ValueError when pieces overlap, or do not make up whole tensors.
+        Raises ValueError if pieces overlap, or do not make up whole tensors.
         """
         places: dict[MetadataIndex, WriteResult] = {}
         plans = []
@@ -111,7 +110,7 @@ class Writer(FileSystemWriter):
 
 
 class _MarkedFiles(FileSystem):
-    """Begins every file of tensors with the id of the save."""
+    """Writes the id of the save at the start of every file of tensors."""
 
     def __init__(self, save_id: str) -> None:
         self._mark = _mark(save_id)
@@ -125,11 +124,11 @@ class _MarkedFiles(FileSystem):
 
 
 def check_marks(folder: Path, manifest: Manifest) -> None:
-    """Holds the id in every file of tensors against that of the manifest, if it names one.
+    """Compare the id in every file of tensors with that of the manifest, if it names one.
 
     Raises:
-        DamagedError: a file comes from another save, or does not say which.
-        OSError: it cannot be read.
+        DamagedError: a file comes from another save, or does not name one.
+        OSError: a file cannot be read.
     """
     if manifest.id is None:
         return
@@ -140,36 +139,36 @@ def check_marks(folder: Path, manifest: Manifest) -> None:
 
 
 def run_json(metadata: Mapping[str, Any], settings: Mapping[str, Any], save_id: str) -> bytes:
-    """The text of run.json. Raises InputError for metadata that is not JSON."""
+    """Return the text of run.json. Raises InputError for metadata that is not JSON."""
     try:
         content = {"id": save_id, "metadata": dict(metadata), "settings": settings}
         return (json.dumps(content, indent=1) + "\n").encode("ascii")
     except (TypeError, ValueError) as error:
-        raise InputError(f"metadata of a checkpoint: {error}; expected what JSON can hold") from error
+        raise InputError(f"metadata of a checkpoint: {error}; expected JSON values") from error
 
 
 def read_run(folder: Path, manifest: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The metadata in run.json, and the settings, of which older checkpoints have none.
+    """Return the metadata and the settings in run.json; older checkpoints have no settings.
 
     Raises:
-        DamagedError: it comes from another save, or is no JSON.
-        OSError: it cannot be read.
+        DamagedError: the file comes from another save, or is not JSON.
+        OSError: the file cannot be read.
     """
     try:
         content = json.loads((folder / RUN).read_bytes())
         metadata = content if manifest.id is None else content["metadata"]
         settings = {} if manifest.id is None else content.get("settings", {})
         if not (isinstance(metadata, dict) and isinstance(settings, dict)):
-            raise TypeError("metadata that are no object")
+            raise TypeError("metadata is not an object")
     except (ValueError, TypeError, KeyError) as error:
-        raise DamagedError(f"{RUN} does not hold the metadata of a checkpoint") from error
+        raise DamagedError(f"{RUN} does not contain the metadata of a checkpoint") from error
     if manifest.id is not None and content.get("id") != manifest.id:
         raise _of_another_save(RUN)
     return metadata, settings
 
 
 class Reader(FileSystemReader):
-    """Reads from a verified folder with an index that `read_index` has given."""
+    """Reads from a verified folder with the index of `read_index`."""
 
     def __init__(self, folder: Path, index: Metadata) -> None:
         super().__init__(folder)
@@ -181,11 +180,11 @@ class Reader(FileSystemReader):
 
 
 def read_index(folder: Path, manifest: Manifest) -> Metadata:
-    """The index of a folder that agrees with its manifest. Runs nothing that stands in the file.
+    """Return the index of a folder, compared with its manifest. Runs no code from the file.
 
     Raises:
-        DamagedError: it names something other than tensors, or does not agree with the manifest.
-        OSError: it cannot be read.
+        DamagedError: the index names other things than tensors, or does not agree with the manifest.
+        OSError: the index cannot be read.
     """
     content = (folder / INDEX).read_bytes()
     try:
@@ -199,7 +198,7 @@ def read_index(folder: Path, manifest: Manifest) -> Metadata:
 
 
 def tensor_entries(index: Metadata) -> dict[str, TensorEntry]:
-    """Shape and dtype of every tensor of an index, for the manifest."""
+    """Return the shape and dtype of every tensor of an index, for the manifest."""
     return {
         key: TensorEntry(tuple(entry.size), dtype_name(entry.properties.dtype))
         for key, entry in index.state_dict_metadata.items()
@@ -216,7 +215,7 @@ def _mark(save_id: str) -> bytes:
 
 
 def _piece_to_json(item: WriteItem, result: WriteResult) -> dict[str, Any]:
-    """A tensor, or the rows of one that a process holds, and where in which file it is."""
+    """Describe a tensor or its local rows, with file and offset."""
     data, place = item.tensor_data, result.storage_data
     assert data is not None, item.index
     return {
@@ -249,9 +248,9 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _check_index(index: Any, manifest: Manifest) -> None:
-    """Everything that reading will trust: tensors only, whole, in files that the manifest vouches for."""
+    """Check all that reading relies on: only tensors, whole ones, in files of the manifest."""
     if not all(isinstance(entry, TensorStorageMetadata) for entry in index.state_dict_metadata.values()):
-        raise DamagedError(f"{INDEX} holds something that is not a tensor")
+        raise DamagedError(f"{INDEX} contains an entry that is not a tensor")
     if manifest.id is not None and index.storage_meta.save_id != manifest.id:
         raise _of_another_save(INDEX)
     if tensor_entries(index) != manifest.tensors:
@@ -272,7 +271,7 @@ def _check_index(index: Any, manifest: Manifest) -> None:
 
 @contextmanager
 def _disk_errors(folder: Any) -> Iterator[None]:
-    """torch's zip writer buries the OSError under a message about file positions: brings it back up."""
+    """Raise the OSError that torch's zip writer hides under a message about file positions."""
     try:
         yield
     except Exception as error:

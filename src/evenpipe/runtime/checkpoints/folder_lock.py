@@ -1,19 +1,19 @@
-"""One run at a time writes into a folder: a lock that outlives a crash of its holder, and can be told from one in use.
+"""Lets one run at a time write into a folder, by a lock that survives a crash of its holder.
 
-A kernel's lock vanishes with its holder, and holds among machines only on some shared file systems. This one is a file
-that says who holds it, `.evenpipe-lock-N`, and the one with the highest N is the lock. It is taken by creating the next
-number, which every file system grants to exactly one (O_EXCL, on NFS too): two that find the same lock without a holder
-cannot both take it, and no crash in between leaves it in doubt. Numbers below are deleted; the highest one stays, with
-a note that it has been released.
+A lock of the kernel disappears with its holder, and works between machines only on some shared file systems. This lock
+is a file that names its holder, `.evenpipe-lock-N`; the file with the highest N is the lock. A process takes it by
+creating the next number, which every file system grants to exactly one process (O_EXCL, also on NFS): two processes
+that find the same lock without a holder cannot both take it, and a crash leaves no doubt. Lower numbers are deleted;
+the highest one stays, with a note if it has been released.
 
 Whether the holder still runs
     on this machine     the kernel knows, by its process id and start
-    on another          it touches the file every BEAT_SECONDS. One that stays as it is for SILENCE_SECONDS has lost its
-                        holder; by the clock of the one who waits, as those of two machines are never compared
-    in a copied folder  the same, as nobody touches the copy; it is another file (inode) than its text says
+    on another          it touches the file every BEAT_SECONDS. If the file does not change for SILENCE_SECONDS, the
+                        holder is dead. Only the clock of the waiting process counts: clocks of machines may differ
+    in a copied folder  as on another machine: nobody touches the copy, whose inode differs from the one in its text
 
-A holder that was given up, or whose lock was taken by force, may be running all the same: so `check` asks again right
-before every checkpoint is published.
+A holder that seemed dead, or whose lock was taken by force, may still run: so `check` reads the lock again right before
+every checkpoint is published.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from evenpipe.runtime.signs import machine, started
 
 BEAT_SECONDS = 5.0
 SILENCE_SECONDS = 60.0
-"""A server of files may keep a touch waiting for long while checkpoints are written to it."""
+"""A file server may delay a touch for a long time while it receives checkpoints."""
 POLL_SECONDS = 0.5
 
 _NAME = re.compile(r"\.evenpipe-lock-(\d+)")
@@ -48,15 +48,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The right of one run to write into a folder. Travels to other processes of the run, see `join`."""
+    """The right of one run to write into a folder. Other processes of the run `join` it."""
 
     folder: str
-    """Its real path."""
+    """The real path."""
     number: int
     run: str
-    """Random: tells this claim from all others."""
+    """Random id of this claim."""
     taken_from: str | None = None
-    """In words, who held the lock that was taken by force."""
+    """In words, the holder whose lock was taken by force."""
 
     @property
     def _path(self) -> Path:
@@ -65,22 +65,22 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class _Lock:
-    """A lock as it is found."""
+    """A lock as read from the folder."""
 
     number: int
     text: dict[str, Any]
-    """Empty while its holder writes it, or when that crashed in doing so."""
+    """Empty while its holder writes it, or if the holder crashed while writing."""
     stamp: tuple[int, ...]
     """Changes with every touch."""
     inode: int
 
     def __str__(self) -> str:
         if not self.text:
-            return "a process that has not said who it is"
+            return "an unknown process"
         return f"process {self.text['pid']} on {self.text['host']} since {self.text['since']}"
 
     def holder_is_here(self) -> bool | None:
-        """What this machine's kernel knows of the holder: whether it runs; None: nothing."""
+        """Return whether the holder runs according to this machine's kernel; None: the kernel does not know."""
         if self.text.get("machine") != machine() or self.text["host"] != socket.gethostname():
             return None
         if started(self.text["pid"]) != self.text["started"]:
@@ -89,9 +89,9 @@ class _Lock:
 
 
 _claims: dict[str, Claim] = {}
-"""By folder: what this process may write to."""
+"""Claims of this process, by folder."""
 _taken_by: dict[Claim, int] = {}
-"""Process ids: a fork has the claims of its parent and neither touches nor releases them."""
+"""Process ids: a fork has the claims of its parent, but must not touch or release them."""
 _heart: threading.Thread | None = None
 
 
@@ -102,18 +102,18 @@ def claim(
     field: str = "folder",
     by_force: str = "evenpipe.runtime.checkpoints.prepare_folder(..., force=True)",
 ) -> Claim:
-    """Takes the lock of a folder, which is made if there is none. A process that holds it already gets the same again.
+    """Take the lock of a folder, and make the folder if necessary. A process that has the lock gets its claim again.
 
-    Waits up to SILENCE_SECONDS where the holder is on another machine and may be gone. The lock is released when this
-    process ends, or by `release`.
+    Waits up to SILENCE_SECONDS if the holder is on another machine and may be dead. The lock is released at the end of
+    this process, or by `release`.
 
     Args:
-        folder: on any file system that all machines concerned share.
-        force: takes it from a holder that runs as well; the next `check` of that one fails.
-        field, by_force: name of the setting that gives the folder, and how to set `force`; for the message.
+        folder: on any file system that all machines share.
+        force: take the lock even from a running holder, whose next `check` then fails.
+        field, by_force: name of the setting of the folder, and the way to set `force`; for the message.
 
     Raises:
-        InputError: a process that runs holds it.
+        InputError: a running process has the lock.
         OSError: the folder cannot be made or written to.
     """
     path = os.path.realpath(folder)
@@ -135,12 +135,12 @@ def claim(
 
 
 def join(claims: Iterable[Claim]) -> None:
-    """This process belongs to the run that took these locks in another process: it may write there too."""
+    """Let this process write to these folders: it belongs to the run that took their locks in another process."""
     _claims.update({claim.folder: claim for claim in claims})
 
 
 def hold(folder: str | os.PathLike[str]) -> bool:
-    """`check` where this process has the lock or has had it, else `claim`; whether it was taken only now."""
+    """`check` if this process has or had the lock, else `claim`; return whether it was taken now."""
     if os.path.realpath(folder) in _claims:
         check(folder)
         return False
@@ -149,18 +149,18 @@ def hold(folder: str | os.PathLike[str]) -> bool:
 
 
 def check(folder: str | os.PathLike[str]) -> None:
-    """Raises RunError unless the lock that this process took is still the folder's lock."""
+    """Raise RunError unless the lock that this process took is still the folder's lock."""
     mine = _claims[os.path.realpath(folder)]
     lock = _newest(mine.folder)
     if _is(lock, mine):
         return
     if lock is None or lock.number < mine.number:
-        raise RunError(f"the lock that this run held on {str(folder)!r} is gone, and another run may write there")
+        raise RunError(f"the lock of this run on {str(folder)!r} has been deleted, and another run may write there")
     raise RunError(f"{str(folder)!r} has been taken from this run, by {lock}")
 
 
 def release(claims: Iterable[Claim]) -> None:
-    """Gives back what this process has taken. Without effect for a lock that is no longer its own."""
+    """Release locks that this process has taken. No effect if it has lost a lock."""
     for claim in claims:
         if _taken_by.pop(claim, None) != os.getpid():
             continue
@@ -181,7 +181,7 @@ def _lock_file(folder: str, number: int) -> Path:
 
 
 def _numbers(folder: str) -> list[int]:
-    """Of all locks there are. A folder that has been deleted has none."""
+    """Return the numbers of all locks. A deleted folder has none."""
     try:
         return [int(match[1]) for path in Path(folder).iterdir() if (match := _NAME.fullmatch(path.name))]
     except FileNotFoundError:
@@ -189,12 +189,12 @@ def _numbers(folder: str) -> list[int]:
 
 
 def _newest(folder: str) -> _Lock | None:
-    """The lock of a folder. Listing and opening ask the server, also where names and attributes are cached."""
+    """Return the lock of a folder. Listing and opening ask the server even if it caches names and attributes."""
     while True:
         numbers = _numbers(folder)
         if not numbers:
             return None
-        with contextlib.suppress(FileNotFoundError):  # a newer one is there, and this one was deleted
+        with contextlib.suppress(FileNotFoundError):  # there is a newer one, and this one was deleted
             return _read(folder, max(numbers))
 
 
@@ -212,13 +212,11 @@ def _read(folder: str, number: int) -> _Lock:
 
 
 def _is_abandoned(folder: str, lock: _Lock, field: str, by_force: str) -> bool:
-    """True: its holder is gone. False: things have changed, look again. Raises InputError when the holder runs."""
+    """Return True if the holder is dead, False if the lock has changed. Raises InputError if the holder runs."""
     runs = lock.holder_is_here()
     if runs is None:
-        _log.warning(
-            "the lock of %s is held by %s: waiting up to %g s for a sign of life", folder, lock, SILENCE_SECONDS
-        )
-        deadline, pause = time.monotonic() + SILENCE_SECONDS, 0.01  # perhaps it is only just being written
+        _log.warning("%s has the lock of %s: waiting up to %g s for a sign of life", lock, folder, SILENCE_SECONDS)
+        deadline, pause = time.monotonic() + SILENCE_SECONDS, 0.01  # short at first: its holder may be writing it now
         while not runs and time.monotonic() < deadline:
             time.sleep(pause)
             pause = min(2 * pause, POLL_SECONDS)
@@ -231,12 +229,12 @@ def _is_abandoned(folder: str, lock: _Lock, field: str, by_force: str) -> bool:
             f"{field} is {folder!r}, which {lock} writes to; expected another folder, or that this process ends first;"
             f" {by_force} takes the folder from it, and its next checkpoint then fails"
         )
-    _log.info("the lock of %s is taken over from %s, which is gone", folder, lock)
+    _log.info("took over the lock of %s from %s, which has ended", folder, lock)
     return True
 
 
 def _take(folder: str, number: int, taken_from: str | None) -> Claim | None:
-    """Creates the lock of that number. None: another one was faster."""
+    """Create the lock of that number. Return None if another process was faster."""
     claim = Claim(folder, number, secrets.token_hex(16), taken_from)
     try:
         file = claim._path.open("x", encoding="ascii")
@@ -256,7 +254,7 @@ def _take(folder: str, number: int, taken_from: str | None) -> Claim | None:
             file.write(_as_text(text))
             file.flush()
             os.fsync(file.fileno())
-        # One that looked before this number was deleted creates it once more, below the lock of today.
+        # A process that looked before this number was deleted creates it again, below the current lock.
         taken = _is(_newest(folder), claim)
     except OSError:
         claim._path.unlink(missing_ok=True)
@@ -272,7 +270,7 @@ def _take(folder: str, number: int, taken_from: str | None) -> Claim | None:
 
 
 def _keep(claim: Claim) -> None:
-    """From now on the lock is touched, until this process releases it or ends."""
+    """Touch the lock from now on, until this process releases it or ends."""
     global _heart  # noqa: PLW0603  (one thread touches the locks of all folders)
     _claims[claim.folder] = claim
     _taken_by[claim] = os.getpid()
@@ -288,7 +286,7 @@ def _beat() -> None:
         time.sleep(BEAT_SECONDS)
         for claim, pid in list(_taken_by.items()):
             if pid == os.getpid():
-                with contextlib.suppress(OSError):  # gone, or the server does not answer: `check` will tell
+                with contextlib.suppress(OSError):  # deleted, or the server does not answer: `check` will raise
                     os.utime(claim._path)
 
 

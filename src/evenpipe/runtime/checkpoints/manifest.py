@@ -1,14 +1,14 @@
-"""The manifest of a checkpoint: what it must consist of, to the last bit. No torch in here.
+"""The manifest of a checkpoint, which describes its files to the last bit. This module does not import torch.
 
-torch's distributed checkpoint reads a flipped byte as if it were a weight, and unpickles its index before it looks at
-anything else. So a checkpoint is believed only when its manifest, the file written last, is itself whole and every file
-that it names has the size and the hash it gives. What fails that is a DamagedError with one sentence.
+torch's distributed checkpoint reads a flipped byte like a weight, and unpickles its index before any check. So a
+checkpoint is accepted only if its manifest, the file written last, is undamaged and every file that it names has the
+given size and hash. Otherwise there is a DamagedError with one sentence.
 
-The manifest protects itself: it holds the hash of its own content, and its bytes must be exactly those that writing the
-content again would give (sorted keys, one form of white space), so no flipped byte can go unnoticed.
+The manifest protects itself: it contains the hash of its own content, and its bytes must be exactly those of writing
+the content again (sorted keys, one form of white space), so a flipped byte is always detected.
 
-Hashes alone would vouch for files of two saves as well, if both had written into one folder. So every save has an id,
-which the manifest names and every file carries in its content (version 1 knew none).
+Hashes alone would also accept files of two saves in one folder. So every save has an id, which the manifest and every
+other file contain (version 1 had no ids).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from evenpipe.errors import InputError
 MANIFEST = "manifest.json"
 FORMAT = "evenpipe checkpoint"
 VERSIONS = (1, 2)
-"""Without an id of the save, and with one."""
+"""Version 1 has no id of the save, version 2 has one."""
 
 _ID = re.compile(r"[0-9a-f]{32}")
 _FILE_NAME = re.compile(r"\.?[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class DamagedError(InputError):
-    """A checkpoint that is incomplete, truncated or altered; the message names the file and what is wrong with it."""
+    """A checkpoint that is incomplete, truncated or altered; the message names the file and the damage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Whole shape and dtype ("float32") of one tensor; pieces of it may lie in several files."""
+    """Whole shape and dtype ("float32") of one tensor; its pieces may be in several files."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -54,20 +54,20 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint consists of."""
+    """The contents of a checkpoint."""
 
     step: int
     files: dict[str, FileEntry]
-    """Every file of the folder but the manifest, by its name in the folder."""
+    """Every file of the folder except the manifest, by name."""
     tensors: dict[str, TensorEntry]
     """Every tensor, by its key: `parameters.<name>` or `optimizer.<state>.<name>`."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Of the packages that wrote it; for people."""
+    """Versions of the packages that wrote it, for human readers."""
     id: str | None = None
-    """Of the save, in the content of every file; None in checkpoints of version 1."""
+    """Id of the save, in the content of every file; None in checkpoints of version 1."""
 
     def to_bytes(self) -> bytes:
-        """The text of the manifest, its own hash included."""
+        """Return the text of the manifest, including its own hash."""
         content = {
             "format": FORMAT,
             "version": VERSIONS[self.id is not None],
@@ -81,10 +81,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Manifest:
-        """The manifest that `to_bytes` wrote.
+        """Return the manifest that `to_bytes` wrote.
 
         Raises:
-            DamagedError: the text is not, byte for byte, what `to_bytes` writes, or is of an unknown version.
+            DamagedError: `to_bytes` would write other bytes, or the version is unknown.
         """
         try:
             content = json.loads(text)
@@ -102,7 +102,7 @@ class Manifest:
             raise DamagedError(
                 f"{MANIFEST} is of version {version}, and this evenpipe reads {VERSIONS[0]} and {VERSIONS[1]}"
             )
-        try:  # only a manifest that someone else has made fails from here on
+        try:  # from here on, only a manifest of another program fails
             files = {name: FileEntry(entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
             tensors = {
                 key: TensorEntry(tuple(entry["shape"]), entry["dtype"]) for key, entry in content["tensors"].items()
@@ -119,22 +119,22 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder, checked in itself.
+    """Return the manifest of a checkpoint folder after checking its own hash.
 
     Raises:
-        DamagedError: it is missing, cannot be read, or is damaged.
+        DamagedError: the manifest is missing, cannot be read, or is damaged.
     """
     try:
         text = (folder / MANIFEST).read_bytes()
     except FileNotFoundError:
-        raise DamagedError(f"{MANIFEST} is missing: this is no checkpoint, or an incomplete one") from None
+        raise DamagedError(f"{MANIFEST} is missing: this is not a checkpoint, or an incomplete one") from None
     except OSError as error:
         raise DamagedError(f"{MANIFEST} cannot be read: {error.strerror}") from error
     return Manifest.from_bytes(text)
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Holds every file's size against the manifest: quick, and enough to find what was cut short.
+    """Compare every file's size with the manifest: quick, and enough to find truncated files.
 
     Raises:
         DamagedError: a file is missing, or has another size.
@@ -145,32 +145,32 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
         except OSError:
             raise DamagedError(f"{name} is missing") from None
         if size != entry.bytes:
-            raise DamagedError(f"{name} has {size} bytes, and the manifest says {entry.bytes}")
+            raise DamagedError(f"{name} has {size} bytes, but the manifest says {entry.bytes}")
 
 
 def check_hash(folder: Path, name: str, entry: FileEntry) -> None:
-    """Holds one file's content against the manifest; reads all of it.
+    """Compare one file's content with the manifest; reads the whole file.
 
     Raises:
-        DamagedError: the content is another one, or cannot be read.
+        DamagedError: the content differs, or cannot be read.
     """
     try:
         found = hash_file(folder / name)
     except OSError as error:
         raise DamagedError(f"{name} cannot be read: {error.strerror}") from error
     if found != entry:
-        raise DamagedError(f"{name} does not have the content that the manifest gives the hash of")
+        raise DamagedError(f"the content of {name} does not have the hash in the manifest")
 
 
 def hash_file(path: Path) -> FileEntry:
-    """Size and SHA-256 of a file, read in pieces. Raises OSError."""
+    """Return size and SHA-256 of a file, read in pieces. Raises OSError."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileEntry(file.tell(), digest)
 
 
 def write_synced(path: Path, content: bytes) -> FileEntry:
-    """Writes a file and waits until the disk has it; gives its size and hash. Raises OSError."""
+    """Write a file and wait until it is on the disk; return its size and hash. Raises OSError."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -179,7 +179,7 @@ def write_synced(path: Path, content: bytes) -> FileEntry:
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the disk has the names in a folder (a rename is lasting only after this). Raises OSError."""
+    """Wait until the names in a folder are on the disk (a rename is durable only afterwards). Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

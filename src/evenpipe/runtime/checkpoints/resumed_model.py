@@ -1,4 +1,4 @@
-"""Whether a checkpoint's weights may go on as the model at hand, of which shapes alone say too little."""
+"""Checks that a checkpoint's weights belong to the given model; equal shapes do not prove it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from evenpipe.runtime.checkpoints.checkpoint_folder import RUN, Checkpoint
 
 
 def check_same_model(checkpoint: Checkpoint, description: Description) -> list[str]:
-    """Refuses a checkpoint of a model that computes something else from the same weights. To be called before `load`.
+    """Refuse a checkpoint of a model that computes another function of the same weights. Call it before `load`.
 
     Args:
-        checkpoint: `model_config` in its metadata is the transformers config that it was trained with, as `to_dict`
-            gives it. Without one there is nothing to compare.
-        description: of the model to be loaded into, such as `Pipeline.description`.
+        checkpoint: `model_config` in its metadata is the transformers config of its training, from `to_dict`. Without
+            it nothing is compared.
+        description: the model to load into, such as `Pipeline.description`.
 
     Returns:
-        A sentence for each field that differs without changing what the model computes, such as a dropout.
+        A sentence for each different field that does not change the model's function, such as a dropout.
 
     Raises:
-        InputError: names the first field that does change it.
+        InputError: names the first field that changes it.
     """
     before = checkpoint.metadata.get("model_config")
     if before is None or description.config is None:
@@ -37,7 +37,7 @@ def check_same_model(checkpoint: Checkpoint, description: Description) -> list[s
     for change in changes:
         if change.changes_function:
             raise InputError(
-                f"the model's {change} in {where}, whose weights would compute something else; expected the model that"
-                " they were trained as, or another folder for a new run"
+                f"the model's {change} in {where}, so its weights would compute another function; expected the model"
+                " that was trained, or another folder for a new run"
             )
     return [f"the model's {change}" for change in changes]

@@ -1,9 +1,9 @@
-"""What an optimizer and a scheduler know beside tensors, as JSON: learning rates, other options of groups, counters.
+"""Settings of an optimizer and a scheduler, as JSON: learning rates, other options of groups, counters.
 
-An optimizer's groups differ from process to process, since each holds other parameters. So options are saved by the
-names of the parameters that they hold for, and a group gets those of its own parameters back, in any layout. A
-scheduler keeps lists with one entry per group: with one, every process has the same number of groups, empty ones among
-them, and its state is the same everywhere.
+An optimizer's groups differ from process to process, because each has other parameters. So options are saved by
+parameter name, and a group gets back the options of its own parameters, in any layout. A scheduler keeps lists with one
+entry per group, so it requires the same number of groups on every process, counting empty ones; its state is then the
+same everywhere.
 
     {"optimizer": {"type": "AdamW", "groups": [{"lr": 0.001, ...}, ...], "group_of": {"lm_head.weight": 0, ...}},
      "scheduler": {"type": "LambdaLR", "groups": 2, "state": {...}}}
@@ -22,16 +22,16 @@ from torch.optim import Optimizer
 from evenpipe.errors import InputError
 
 _OF_THE_MACHINE = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
-"""Entries of a group that are not restored: they say where and how the optimizer computes, not what."""
+"""Entries of a group that are not restored: they depend on the machine and do not change the results."""
 
 _log = logging.getLogger(__name__)
 
 
 def describe_settings(optimizer: Optimizer | None, scheduler: Any, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
-    """The settings of this process, for `merge_settings`.
+    """Return the settings of this process, for `merge_settings`.
 
     Raises:
-        InputError: something that JSON cannot hold.
+        InputError: a value that is not JSON.
     """
     _check_pair(optimizer, scheduler)
     own: dict[str, Any] = {}
@@ -55,7 +55,7 @@ def describe_settings(optimizer: Optimizer | None, scheduler: Any, names: Mappin
 
 
 def merge_settings(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What a checkpoint holds, from what every process says of itself, by rank.
+    """Merge the settings of all processes, by rank, into those of a checkpoint.
 
     Raises:
         InputError: with a scheduler, processes have different numbers of groups.
@@ -80,19 +80,19 @@ def merge_settings(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if len(part["groups"]) != len(first["groups"]):
             raise InputError(
                 f"scheduler: the optimizer has {len(first['groups'])} groups on process {first_rank} and "
-                f"{len(part['groups'])} on process {rank}, expected as many on every process, empty ones among them"
+                f"{len(part['groups'])} on process {rank}, expected the same number on every process, with empty ones"
             )
         settings["scheduler"] = {"type": first["scheduler"], "groups": len(first["groups"]), "state": first["state"]}
     return settings
 
 
 class SettingsPlan:
-    """The settings of a checkpoint that go into an optimizer and a scheduler, checked; without effect until then.
+    """The checked settings of a checkpoint for an optimizer and a scheduler; `put_in_place` applies them.
 
     where: the checkpoint, in words.
 
     Raises:
-        InputError: the checkpoint has another optimizer or scheduler, or none, or groups that were cut otherwise.
+        InputError: the checkpoint has another optimizer or scheduler, or none, or other groups.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class SettingsPlan:
         if optimizer is not None and saved is not None:
             if saved["type"] != _kind(optimizer):
                 raise InputError(
-                    f"optimizer: it is {_kind(optimizer)}, and {where} was saved with {saved['type']}; expected the"
+                    f"optimizer: it is {_kind(optimizer)}, but {where} was saved with {saved['type']}; expected the"
                     " same one, or another folder for a new run"
                 )
             for place, group in enumerate(optimizer.param_groups):
@@ -122,8 +122,8 @@ class SettingsPlan:
             self._state = _state_of_scheduler(saved, optimizer, scheduler, where)
         elif optimizer is not None and saved is not None:
             _log.warning(
-                "%s holds the state of a scheduler (%s), and none is given: the learning rate follows no schedule that"
-                " was saved",
+                "%s contains the state of a scheduler (%s), but no scheduler is given: the learning rate does not"
+                " continue the saved schedule",
                 where,
                 saved["type"],
             )
@@ -150,7 +150,7 @@ def _check_pair(optimizer: Optimizer | None, scheduler: Any) -> None:
 
 
 def _kind(optimizer: Optimizer) -> str:
-    """The class of torch's that an optimizer is, so that moments on the host are no other kind; else its own class."""
+    """Return the name of an optimizer's torch class, which does not depend on moments on the host, or of its own."""
     for kind in type(optimizer).__mro__:
         if kind.__module__.startswith("torch.optim") and kind is not Optimizer:
             return kind.__name__
@@ -160,7 +160,7 @@ def _kind(optimizer: Optimizer) -> str:
 def _options_of_group(
     saved: Mapping[str, Any], place: int, parameters: Sequence[str], where: str
 ) -> dict[str, Any] | None:
-    """The options that its parameters had; by its place where it has none; None: nothing of it was saved."""
+    """Return the saved options of a group's parameters, or of its index if it is empty; None: none were saved."""
     groups = saved["groups"]
     options = {name: groups[saved["group_of"][name]] for name in parameters if name in saved["group_of"]}
     if not parameters and place < len(groups):
@@ -171,7 +171,7 @@ def _options_of_group(
     for name, others in options.items():
         if others != options[first]:
             raise InputError(
-                f"optimizer: {first!r} and {name!r} stand in one group, and {where} has other options for each;"
+                f"optimizer: {first!r} and {name!r} are in one group, but have different options in {where};"
                 " expected the groups that they were saved in"
             )
     return {name: _from_json(value) for name, value in options[first].items()}
@@ -184,18 +184,18 @@ def _state_of_scheduler(
     if saved is None:
         raise InputError(f"scheduler: {kind}, but {where} was saved without one")
     if saved["type"] != kind:
-        raise InputError(f"scheduler: it is {kind}, and {where} was saved with {saved['type']}")
+        raise InputError(f"scheduler: it is {kind}, but {where} was saved with {saved['type']}")
     if saved["groups"] != groups:
         raise InputError(
-            f"scheduler: the optimizer has {groups} groups here and had {saved['groups']} in {where}, expected as many,"
-            " empty ones among them"
+            f"scheduler: the optimizer has {groups} groups here and had {saved['groups']} in {where}, expected the same"
+            " number, with empty ones"
         )
     state: dict[str, Any] = _from_json(saved["state"])
     return state
 
 
 def _to_json(value: Any, what: str) -> Any:
-    """JSON that `_from_json` turns back: tables may have keys of any kind, and tuples stay tuples."""
+    """Return JSON that `_from_json` converts back: tables may have keys of any type, and tuples stay tuples."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):

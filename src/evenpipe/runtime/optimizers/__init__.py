@@ -1,4 +1,4 @@
-"""Optimizers that look at whole matrices: right also where a process holds only some rows of one.
+"""Optimizers that need whole matrices, correct even if a process has only some rows of a matrix.
 
-AdamW and SGD work element by element, so torch's own are right with any rows.
+AdamW and SGD work element by element, so torch's own are correct with any rows.
 """

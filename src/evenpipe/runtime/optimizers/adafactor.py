@@ -1,14 +1,13 @@
-"""Adafactor whose factors and norms are those of whole matrices, wherever their rows are.
+"""Adafactor with the factors and norms of whole matrices, even if their rows are on several processes.
 
-Adafactor keeps of the second moments of a matrix only the means of its rows and of its columns, and scales each update
-by norms of the parameter and of the update. Where the rows of a parameter are spread over processes,
+Adafactor keeps only the means of rows and of columns of a matrix's second moments, and scales each update by norms of
+the parameter and of the update. If the rows of a parameter are spread over processes,
 
-    means of rows            of the rows that are held here
+    means of rows            each process computes its own
     means of columns         sums over the processes: the same on all of them
     the mean over all rows, norms of the parameter and the update   sums over the processes
 
-in two messages for a bucket of parameters. Stacked matrices of experts are spread by experts, so their factors are
-whole and only norms are summed.
+with two messages per bucket of parameters. A process has whole matrices of experts, so only norms are summed for them.
 
 Source: arXiv 1804.04235, algorithms 4 and 5, as `torch.optim.Adafactor` changes them; its state has the same shapes.
 """
@@ -30,19 +29,19 @@ if TYPE_CHECKING:
     from evenpipe.runtime.pipeline import Pipeline
 
 BUCKET_ELEMENTS = 1 << 24
-"""About so many elements of whole parameters share their messages, and have their updates in memory together."""
+"""Approximate elements per bucket: its parameters share messages, and their updates are in memory together."""
 
 
 class Adafactor(torch.optim.Adafactor):
-    """`torch.optim.Adafactor` over the parameters of a pipeline. Each step equals that of one process with the whole
-    model, up to the order in which sums are taken.
+    """`torch.optim.Adafactor` for the parameters of a pipeline. Each step equals that of one process with the whole
+    model, up to the order of summation.
 
-    Weight decay is for parameters with two and more dimensions. `step` is collective where rows of parameters are
-    spread over processes.
+    Only parameters with two or more dimensions have weight decay. `step` is collective if rows of parameters are spread
+    over processes.
 
     Args:
-        pipeline: whose parameters that require a gradient are trained.
-        lr: the largest relative step; an update is that times the root mean square of its parameter.
+        pipeline: its parameters that require a gradient are trained.
+        lr: the largest relative step; an update is `lr` times the root mean square of its parameter.
         options: as of `torch.optim.Adafactor`, but `foreach`: parameters are updated one by one.
 
     Raises:
@@ -58,18 +57,18 @@ class Adafactor(torch.optim.Adafactor):
         super().__init__(groups, lr=lr, weight_decay=weight_decay, **options)
 
     def is_same_on_all(self, parameter: nn.Parameter, state: str) -> bool:
-        """Whether a state belongs to the whole parameter although its rows are spread."""
+        """Return whether a state belongs to the whole parameter although its rows are spread."""
         return state == "step" or (state == "col_var" and parameter.dim() == 2)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update. Collective where rows of parameters are spread over processes."""
+        """Update the parameters. Collective if rows of parameters are spread over processes."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self._init_group(group, [], [], [], [], [], [])  # state of what has its first gradient
+            self._init_group(group, [], [], [], [], [], [])  # makes the state of parameters with their first gradient
         for communicator, bucket in self._buckets():
             parts = [number for one in bucket for number in one.statistics()]
             totals = iter(sums(parts, communicator, "factors of the second moments"))
@@ -79,8 +78,8 @@ class Adafactor(torch.optim.Adafactor):
         return loss
 
     def _buckets(self) -> Iterator[tuple[Communicator | None, list[_Update]]]:
-        """Parameters in the same order, and cut alike, on all processes that their rows are spread over; what is whole
-        comes one by one."""
+        """Iterate over buckets, in the same order and with the same limits on all processes of a communicator; whole
+        parameters come one by one."""
         by_communicator: dict[Communicator | None, list[_Update]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -105,7 +104,7 @@ class Adafactor(torch.optim.Adafactor):
 
 @dataclass(slots=True)
 class _Update:
-    """The update of one parameter. One without a gradient takes part in sums, with zeros."""
+    """The update of one parameter. A parameter without a gradient contributes zeros to sums."""
 
     held: HeldParameter
     group: dict[str, Any]
@@ -121,17 +120,17 @@ class _Update:
 
     @property
     def _by_rows(self) -> bool:
-        """Whether processes have rows of one matrix, rather than matrices."""
+        """Whether processes have rows of one matrix, rather than whole matrices."""
         return len(self.held.shape) == 2 and self.held.communicator is not None
 
     @property
     def _new_share(self) -> float:
-        """1 - beta_2 of this step, which has been counted."""
+        """1 - beta_2 of this step; `step` has already been increased."""
         return float(self.state["step"].item() ** self.group["beta2_decay"])
 
     def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums over what is held here: squares of the parameter, means of rows, squares by columns (with factors that
-        are whole: two empty tensors)."""
+        """Return sums over the local rows: squares of the parameter, means of rows, and squares by column (two empty
+        tensors if the factors are whole)."""
         gradient, square = self._gradient, torch.linalg.vector_norm(self.held.parameter).square()
         if gradient is not None:
             self.state["step"] += 1
@@ -145,7 +144,7 @@ class _Update:
         return square, self.state["row_var"].sum(), torch.linalg.vector_norm(gradient, dim=0).square_()
 
     def update(self, square: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """The direction, before its norm is known, from sums over the whole parameter; gives the sum of its squares."""
+        """Compute the direction of the update from sums over the whole parameter; return its local sum of squares."""
         self._size = (square / math.prod(self.held.shape)).sqrt()
         gradient = self._gradient
         if gradient is None:
@@ -168,7 +167,7 @@ class _Update:
         return torch.linalg.vector_norm(self._direction).square()
 
     def apply(self, square: Tensor) -> None:
-        """Changes the parameter; square: sum of the squares of the whole direction."""
+        """Change the parameter; square: sum of squares of the whole direction."""
         if self._direction is None:
             return
         assert self._size is not None

@@ -1,4 +1,4 @@
-"""A parameter as an optimizer sees it: what this process holds of it, and who holds the rest."""
+"""Parameters for optimizers that need whole matrices: the local rows, and the processes with the other rows."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class HeldParameter:
     name: str
     parameter: nn.Parameter
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole parameter."""
     communicator: Communicator | None
-    """Of the processes that its rows are spread over, this one among them; None: it is held whole."""
+    """Communicator of all processes with rows of the parameter; None: this process has all rows."""
 
 
 class Visit:
-    """A matrix whose rows are spread over replicas by `torch.chunk`'s rule, whole on one of them for a while.
+    """Gathers a matrix, whose rows are spread over replicas by `torch.chunk`'s rule, on one of them for a while.
 
-    Every process of the communicator does the same, in the same order.
+    Every process of the communicator makes the same visits in the same order.
 
     Args:
-        rows: those of this process, perhaps none.
-        held: the parameter that they are shaped like.
-        host: where it is whole, by its place among the members.
+        rows: the rows of this process, possibly none.
+        held: the parameter with the shape of the matrix.
+        host: index, among the communicator's members, of the process that gets the whole matrix.
     """
 
     def __init__(self, rows: Tensor, held: HeldParameter, host: int) -> None:
@@ -51,26 +51,26 @@ class Visit:
         self._handle = communicator.gather_rows(self._tensor, self._counts, self._root, f"rows of {self._name}")
 
     def arrived(self) -> Tensor:
-        """The whole matrix on the host, once it is there; on the others the rows that have left."""
+        """Wait; return the whole matrix on the host, and the sent rows on the others."""
         self._handle.wait(NEEDED_BY)
         return self._tensor
 
     def go_back(self, tensor: Tensor) -> None:
-        """On the host: a matrix of that shape, whose rows go to the others; on them: where their rows go."""
+        """Scatter a matrix of that shape from the host; on the others, `tensor` receives their rows."""
         self._tensor = tensor.contiguous()
         self._handle = self._communicator.scatter_rows(
             self._tensor, self._counts, self._root, f"update of {self._name}"
         )
 
     def rows(self) -> Tensor:
-        """This process's rows of what has come back."""
+        """Wait; return this process's rows of the scattered matrix."""
         self._handle.wait(NEEDED_BY)
         return self._tensor[self._communicator.own_rows(self._counts)] if self.is_here else self._tensor
 
 
 def sums(tensors: list[Tensor], communicator: Communicator | None, what: str) -> list[Tensor]:
-    """Each tensor (of one dtype) summed over the processes, all in one message: the same bits on every one of them,
-    since all gather and add in the same order. None: they are whole already."""
+    """Return each tensor summed over the processes, with one message for all; they must have the same dtype. All
+    processes gather and add in the same order, so they get the same bits. Without a communicator, return `tensors`."""
     if communicator is None:
         return tensors
     own = torch.cat([tensor.flatten() for tensor in tensors])

@@ -1,23 +1,23 @@
 """Muon for the matrices of layers, AdamW for everything else, with one learning rate for both.
 
-Muon replaces the momentum of a matrix by the nearest orthogonal one: all directions of the matrix learn alike. That
-needs the whole matrix. What a process holds, and what happens to it:
+Muon replaces the momentum of a matrix by the nearest orthogonal matrix, so all directions learn equally. This needs the
+whole matrix. By the local part of a parameter:
 
-    matrix of a layer, whole          momentum -> orthogonal -> update
-    its rows, spread over replicas    momentum of the rows -> bf16, to one replica -> orthogonal -> rows back -> update
-    matrices of experts, stacked      each by itself; over replicas they are spread by experts, so each is whole
-    all else                          torch's AdamW, element by element
+    whole matrix of a layer           momentum -> orthogonal -> update
+    rows, spread over replicas        momentum of the rows -> bf16, to one replica -> orthogonal -> rows back -> update
+    stacked matrices of experts       one by one; replicas share them expert by expert, so each matrix is whole
+    other parameters                  torch's AdamW, element by element
 
-The matrix that is gathered is the bf16 one that orthogonalisation begins with, so the result has the bits of one
-process with the same momentum. Replicas share the work: as many matrices as there are replicas make a round, and each
-replica orthogonalises one of them.
+The gathered matrix is in bf16, the dtype in which orthogonalisation starts, so the result equals, bit for bit, that of
+one process with the same momentum. Replicas share the work: a round has as many matrices as replicas, and each replica
+orthogonalises one of them.
 
     round 1   rows of 3 matrices to replicas 0, 1, 2
-    round 2   the same, on its way while each replica orthogonalises its matrix of round 1
+    round 2   the same, sent while each replica orthogonalises its matrix of round 1
     round 1   rows back, update
 
 Sources: K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024); arXiv 2502.16982,
-equation 4, for the rate that a matrix shares with AdamW; `torch.optim.Muon`, which has the same options.
+equation 4, for a rate that fits Muon and AdamW; `torch.optim.Muon`, which has the same options.
 """
 
 from __future__ import annotations
@@ -36,28 +36,29 @@ if TYPE_CHECKING:
     from evenpipe.runtime.pipeline import Pipeline
 
 ELEMENTS_AT_ONCE = 1 << 26
-"""Of stacked matrices: bounds the memory of what orthogonalisation makes beside them."""
+"""Maximum elements of stacked matrices per orthogonalisation; bounds the memory of its temporaries."""
 Item = TypeVar("Item")
 
 _NO_MATRICES = (nn.Embedding, nn.Conv1d)
 
 
 class Muon(torch.optim.Optimizer):
-    """`torch.optim.Muon` for the matrices of a pipeline's layers, stacked ones of experts among them, and AdamW for its
-    other parameters: embedding, output layer, norms, biases. Each step equals that of one process with the whole model.
+    """`torch.optim.Muon` for the matrices of a pipeline's layers, including stacked matrices of experts, and AdamW for
+    the other parameters: embedding, output layer, norms, biases. Each step equals that of one process with the whole
+    model.
 
-    A matrix of a layer is a parameter named `weight` with two dimensions, but not of an embedding, or any with three,
-    but not of a convolution: matrices [rows, columns], one behind the other. Weight decay is for parameters with two
-    and more dimensions. `step` is collective where parameters are in shards over replicas.
+    A matrix of a layer is a parameter with two dimensions named `weight`, except in embeddings, or a parameter with
+    three dimensions (stacked matrices [rows, columns]), except in convolutions. Only parameters with two or more
+    dimensions have weight decay. `step` is collective if parameters are sharded over replicas.
 
     Args:
-        pipeline: whose parameters that require a gradient are trained.
-        lr: of both. With `adjust_lr_fn="match_rms_adamw"`, the default here, the update of a matrix is as large as one
-            of AdamW, so that rates and weight decay of AdamW carry over; "original" is torch's own default, and wants
-            larger rates for matrices than AdamW can use.
-        weight_decay: of both, decoupled.
-        betas, adamw_eps: of AdamW.
-        options: as of `torch.optim.Muon`.
+        pipeline: its parameters that require a gradient are trained.
+        lr: learning rate of both. With `adjust_lr_fn="match_rms_adamw"`, the default here, the update of a matrix is
+            about as large as one of AdamW, so use the rate and weight decay of AdamW. torch's own default, "original",
+            needs rates that are too large for AdamW.
+        weight_decay: decoupled weight decay of both.
+        betas, adamw_eps: options of AdamW.
+        options: as for `torch.optim.Muon`.
 
     Raises:
         ValueError: a value that torch's classes refuse.
@@ -92,7 +93,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update. Collective where parameters are in shards over replicas."""
+        """Update the parameters. Collective if parameters are sharded over replicas."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -110,12 +111,12 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _is_spread(self, parameter: nn.Parameter) -> bool:
-        """Whether other processes hold rows of the same matrix."""
+        """Return whether other processes have rows of the same matrix."""
         held = self._held[parameter]
         return held.communicator is not None and len(held.shape) == 2
 
     def _momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """That of what is held here, after this gradient, in bf16."""
+        """Update the local momentum with this gradient; return it in bf16."""
         gradient, state, momentum = parameter.grad, self.state[parameter], group["momentum"]
         assert gradient is not None
         if "momentum_buffer" not in state:
@@ -132,7 +133,7 @@ class Muon(torch.optim.Optimizer):
             some.add_(orthogonalise(own, **_of_orthogonalisation(group)), alpha=-rate)
 
     def _step_spread(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """In rounds of matrices that are alike in work, the most work first."""
+        """Update spread matrices in rounds of matrices with similar work, the most work first."""
         if not parameters:
             return
         communicator = self._held[parameters[0]].communicator
@@ -158,21 +159,21 @@ class Muon(torch.optim.Optimizer):
                 parameter.add_(visit.rows(), alpha=-rate)
 
     def _decay(self, parameter: nn.Parameter, group: dict[str, Any]) -> float:
-        """Decays a parameter, and gives the rate of its update: by the rules of `torch.optim.Muon`."""
+        """Decay a parameter, and return the rate of its update, both by the rules of `torch.optim.Muon`."""
         rate = float(group["lr"])
         parameter.mul_(1 - rate * group["weight_decay"])
         return rate * _scale(self._held[parameter].shape, group["adjust_lr_fn"])
 
 
 def checked_options(**options: Any) -> dict[str, Any]:
-    """The options of `torch.optim.Muon`, those left out with its defaults. Raises ValueError for what it refuses."""
+    """Return the options of `torch.optim.Muon` with its defaults. Raises ValueError for options that it refuses."""
     checked = dict(torch.optim.Muon([nn.Parameter(torch.empty(0, 0))], **options).defaults)
-    orthogonalise(torch.zeros(1, 1, 1), **_of_orthogonalisation(checked))  # torch says the rest in the first step
+    orthogonalise(torch.zeros(1, 1, 1), **_of_orthogonalisation(checked))  # torch checks the others in the first step
     return checked
 
 
 def matrices_of_layers(pipeline: Pipeline) -> Callable[[HeldParameter], bool]:
-    """Whether Muon is for a parameter."""
+    """Return a function that tells whether Muon trains a parameter."""
     skeleton, layers = pipeline.description.skeleton, f"{pipeline.description.structure.layers_name}."
 
     def of_layer(held: HeldParameter) -> bool:
@@ -183,7 +184,7 @@ def matrices_of_layers(pipeline: Pipeline) -> Callable[[HeldParameter], bool]:
 
 
 def is_matrix(module: nn.Module, name: str, dimensions: int) -> bool:
-    """Whether a parameter of a module of a layer, its name in that module, is a matrix or several stacked ones."""
+    """Return whether the parameter `name` of a layer's module is a matrix or several stacked ones."""
     if isinstance(module, _NO_MATRICES):
         return False
     return dimensions == 3 or (dimensions == 2 and name == "weight")
@@ -192,12 +193,12 @@ def is_matrix(module: nn.Module, name: str, dimensions: int) -> bool:
 def orthogonalise(
     matrices: Tensor, *, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float
 ) -> Tensor:
-    """Matrices with singular values near 1 in the place of their own, by Newton-Schulz iterations in bf16.
+    """Replace the singular values of matrices by values near 1, by Newton-Schulz iterations in bf16.
 
     Args:
         matrices: [count, rows, columns].
         ns_coefficients: a, b, c of x <- (a + b (x x^T) + c (x x^T)^2) x.
-        eps: least norm that a matrix is divided by.
+        eps: minimum of the norm that divides a matrix.
 
     Returns: [count, rows, columns] in bf16, for each matrix the bits of `torch.optim.Muon`.
     """
@@ -217,7 +218,7 @@ def _of_orthogonalisation(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scale(shape: tuple[int, ...], adjust_lr_fn: str | None) -> float:
-    """How much larger the rate of a matrix is than that of AdamW, as of `torch.optim.Muon`."""
+    """Return the factor between a matrix's rate and AdamW's, as in `torch.optim.Muon`."""
     rows, columns = shape[-2:]
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
@@ -225,7 +226,7 @@ def _scale(shape: tuple[int, ...], adjust_lr_fn: str | None) -> float:
 
 
 def _one_ahead(begun: Iterable[list[Item]]) -> Iterator[list[Item]]:
-    """Each of them, once the one behind it has begun too."""
+    """Yield each item after the next one has begun too."""
     for item, _ in itertools.pairwise(itertools.chain(begun, [None])):
         assert item is not None
         yield item
