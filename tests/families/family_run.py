@@ -63,8 +63,6 @@ class Outcome:
     error: float = 0.0
     """The largest relative error of a gradient."""
     dtype: str = ""
-    unchecked: str = ""
-    """Of a refusal by the self-check: what comes out without it."""
     seconds: float = 0.0
 
 
@@ -161,7 +159,7 @@ def _outcome_of(configuration: Configuration) -> dict[str, Any]:
     try:
         error = max(_compare(reference, schedule, self_check=schedule == SCHEDULES[0]) for schedule in SCHEDULES)
     except RefusedError as refusal:
-        return {"word": "refused", "sentence": str(refusal), "dtype": dtype, "unchecked": _unchecked(reference)}
+        return {"word": "refused", "sentence": str(refusal), "dtype": dtype}
     except DifferentError as different:
         return {"word": "wrong", "sentence": str(different), "dtype": dtype}
     try:
@@ -184,21 +182,6 @@ def _step_from(config: transformers.PreTrainedConfig, ids: torch.Tensor) -> None
     dist.broadcast_object_list(fault)
     if fault[0]:
         raise DifferentError(fault[0])
-
-
-def _unchecked(reference: Reference) -> str:
-    """What comes out of a configuration that was refused, without a self-check."""
-    try:
-        describe(reference.model)
-    except InputError:
-        return ""
-    try:
-        error = max(_compare(reference, schedule, self_check=False) for schedule in SCHEDULES)
-    except RefusedError as refusal:
-        return f"refused: {refusal}"
-    except DifferentError as different:
-        return f"wrong: {different}"
-    return f"equal: {error:.1e}"
 
 
 class RefusedError(Exception):

@@ -76,8 +76,7 @@ def line(outcome: Outcome, verbose: bool) -> str:
     name = str(Configuration(outcome.model_type, outcome.variant))
     sentence = outcome.sentence if verbose else outcome.sentence[-600:]
     said = f"{outcome.error:.1e}" if outcome.word == "equal" else sentence
-    beside = f" [without the self-check: {outcome.unchecked}]" if outcome.unchecked else ""
-    return f"{name:<32} {outcome.word:<10} {outcome.dtype:<8} {outcome.seconds:>5.1f} s  {said}{beside}"
+    return f"{name:<32} {outcome.word:<10} {outcome.dtype:<8} {outcome.seconds:>5.1f} s  {said}"
 
 
 def head(outcomes: list[Outcome], seconds: float) -> str:

@@ -244,8 +244,8 @@ CONFIGS = [
     ("two stacks", lambda: transformers.AutoConfig.for_model("hrm_text"), "exactly one list of layers, "),
     (
         "shared key-values",
-        lambda: transformers.AutoConfig.for_model("gemma3n_text", num_hidden_layers=4, layer_types=None),
-        r"^num_kv_shared_layers = 15 lets layers use the keys and values of others, .*: it has to be 0\.$",
+        lambda: transformers.AutoConfig.for_model("gemma4_text", num_kv_shared_layers=2),
+        r"^num_kv_shared_layers = 2 lets layers use the keys and values of others, .*: it has to be 0\.$",
     ),
     (
         "inputs per layer",

@@ -183,9 +183,9 @@ ONE_TENSOR = [
     (
         "opt",
         {**SHAPES, "ffn_dim": 96, "word_embed_proj_dim": 32},
-        r"in the shape \(2, 3, 64\), .* sequence, 32\] travel",
+        r"of the shape \(2, 3, 64\), .* sequence, 32\], travel",
     ),
-    ("deepseek_v4", {**GROUPED, "o_groups": 2, "o_lora_rank": 16}, r"in the shape \(2, 3, 4, 64\), and between stages"),
+    ("deepseek_v4", {**GROUPED, "o_groups": 2, "o_lora_rank": 16}, r"of the shape \(2, 3, 4, 64\), and between stages"),
 ]
 
 

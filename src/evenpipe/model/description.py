@@ -149,12 +149,6 @@ def describe(source: str | Path | PreTrainedConfig | nn.Module, *, trust_remote_
     for key, value in vars(config).items():
         if key.endswith("layerdrop") and value:
             raise InputError(f"{key} = {value} skips layers at random, which stages cannot: set it to 0.0.")
-    for one in (config, getattr(config, "text_config", None)):
-        if shared := getattr(one, "num_kv_shared_layers", None):
-            raise InputError(
-                f"num_kv_shared_layers = {shared} lets layers use the keys and values of others, and between stages"
-                " only hidden states travel: it has to be 0."
-            )
     if model_class is None and type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
         raise InputError(f"model_type = {config.model_type!r} has no causal language model in transformers.")
     with undisturbed(), torch.enable_grad():
@@ -174,6 +168,12 @@ def _describe(
     architecture, model_class = type(skeleton).__name__, type(skeleton)
     if type(skeleton.config) is not type(config):  # the language model of a config that holds several models
         config = config.get_text_config()
+    for one in (config, getattr(config, "text_config", None)):
+        if shared := getattr(one, "num_kv_shared_layers", None):
+            raise InputError(
+                f"num_kv_shared_layers = {shared} lets layers use the keys and values of others, and between stages"
+                " only hidden states travel: it has to be 0."
+            )
     embedding, head = _ends(skeleton)
     layers_name = find_layers(skeleton)
     layers = len(layers_of(skeleton, layers_name))

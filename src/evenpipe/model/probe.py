@@ -126,13 +126,11 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
             )
             continue
         if record.received and isinstance(record.received[0], torch.Tensor) and record.received[0].shape != shape:
-            got = (
-                f"{PROBE_BATCH} sequences of {PROBE_SEQUENCE} tokens reach its layers in the shape"
-                f" {tuple(record.received[0].shape)}"
-            )
             raise uncuttable(
                 architecture,
-                f"{got}, and between stages only tensors [batch, sequence, {shape[-1]}] travel, as embedded",
+                f"for {PROBE_BATCH} sequences of {PROBE_SEQUENCE} tokens its layers receive a tensor of the shape"
+                f" {tuple(record.received[0].shape)}, and between stages only hidden states as wide as the embedding,"
+                f" [batch, sequence, {shape[-1]}], travel",
             )
         travelling = [*record.received, record.head_input]
         if all(isinstance(hidden, torch.Tensor) and hidden.shape == shape for hidden in travelling):

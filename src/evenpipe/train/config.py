@@ -55,8 +55,8 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run the Python code that comes with `source`."""
     self_check: bool = True
-    """Before training, compare a small copy of the model, cut into stages, with the uncut copy. This takes about a second,
-    and refuses an architecture that evenpipe would train wrongly."""
+    """Before training, compare a small copy of the model, cut into stages, with the uncut copy. This takes about a
+    second, and refuses an architecture that evenpipe would train wrongly."""
 
     def check(self) -> None:
         if (self.source is None) == (self.architecture is None):
