@@ -1,4 +1,4 @@
-"""torch's clipping sees one process: where that is not the whole model it is refused, before anything is scaled."""
+"""torch's clipping and some of its optimizers see one process: if that is not the whole model, they are refused."""
 
 from __future__ import annotations
 
@@ -55,3 +55,29 @@ def test_it_may_clip_where_a_process_holds_the_whole_model() -> None:
     assert run_processes(sharded, 2, "clip_grad_norm_") == [False, False]
     assert run_processes(replicated, 2, "clip_grad_norm_") == [True, True]
     assert run_processes(clip, 1, "clip_grad_norm_") == [True]
+
+
+OPTIMIZERS: dict[str, Callable[[Pipeline], object]] = {
+    "Adafactor": lambda pipeline: torch.optim.Adafactor(pipeline.parameters()),
+    "Muon": lambda pipeline: torch.optim.Muon(one for one in pipeline.parameters() if one.dim() == 2),
+}
+
+
+def optimizer(kind: str, vocabulary: str) -> str:
+    """Make an optimizer of torch; return the error, or nothing."""
+    model = described(97, True, torch.float64)
+    pipeline = Pipeline(model, microbatches=1, self_check=False, vocabulary=vocabulary)
+    torch.optim.AdamW(pipeline.parameters())  # element by element
+    try:
+        OPTIMIZERS[kind](pipeline)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_of_whole_matrices_is_refused_where_rows_are_spread(kind: str) -> None:
+    for error in run_processes(optimizer, 2, kind, "vocab-2"):
+        assert error.startswith(f"torch.optim.{kind} would take the rows of model.embed_tokens.weight on this process")
+        assert f"expected evenpipe.{kind}(pipeline, ...)" in error
+    assert run_processes(optimizer, 2, kind, "first-last") == ["", ""]

@@ -47,21 +47,34 @@ def check_no_autocast(torch_device: torch.device) -> None:
 
 
 _NORMS = {"clip_grad_norm_", "get_total_norm", "_get_total_norm"}
+_NEED_WHOLE_MATRICES = {kind.__init__.__module__: kind.__name__ for kind in (torch.optim.Adafactor, torch.optim.Muon)}
 
 
-def refuse_norm_of_one_process() -> None:
-    """Called when parameters are handed out: torch's norm of one process's part would clip every process differently.
+def refuse_use_of_a_part(spread: str | None) -> None:
+    """Check who asks for the parameters of one process.
 
-    Raises InputError inside of `torch.nn.utils.clip_grad_norm_` or `get_total_norm`, which may take them from
-    generators of the caller.
+    torch's functions may take them from generators of the caller, so all calling functions are looked at.
+
+    Args:
+        spread: name of a parameter of which this process has only rows; None: it has all rows of its parameters.
+
+    Raises:
+        InputError: `torch.nn.utils.clip_grad_norm_` or `get_total_norm`, which would scale each process by another
+            norm; or, with spread rows, an optimizer that would take the rows for a whole matrix.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") == clip_grad.__name__ and frame.f_code.co_name in _NORMS:
+        module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if module == clip_grad.__name__ and function in _NORMS:
             raise InputError(
-                f"torch.nn.utils.{frame.f_code.co_name} sees only the gradients of this process, and would scale each"
-                " process by another norm; expected pipeline.clip_gradients(max_norm), which scales all by the norm of"
-                " all gradients and returns it"
+                f"torch.nn.utils.{function} sees only the gradients of this process, and would scale each process by"
+                " another norm; expected pipeline.clip_gradients(max_norm), which scales all by the norm of all"
+                " gradients and returns it"
+            )
+        if spread is not None and function == "__init__" and (kind := _NEED_WHOLE_MATRICES.get(module)):
+            raise InputError(
+                f"torch.optim.{kind} would take the rows of {spread} on this process for the whole matrix; expected"
+                f" evenpipe.{kind}(pipeline, ...), which sees the rows of all processes"
             )
         frame = frame.f_back
 

@@ -42,7 +42,7 @@ from evenpipe.runtime.arguments import (
     dtype_of_compute,
     is_sharded,
     loss_of_model,
-    refuse_norm_of_one_process,
+    refuse_use_of_a_part,
 )
 from evenpipe.runtime.batch import Batch, Inputs, cut, distribute
 from evenpipe.runtime.checkpointing import checkpointing_of_layers
@@ -590,7 +590,7 @@ class Pipeline:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over (Hugging Face name, parameter) of this process; of vocabulary matrices, it has only rows."""
         if self.devices > 1 or self._sharded:
-            refuse_norm_of_one_process()
+            refuse_use_of_a_part(next((one.name for one in self.held_parameters() if one.communicator), None))
         for name, shard in self._held.shards.items():
             yield name, shard.parameter
 
@@ -599,8 +599,9 @@ class Pipeline:
 
         Other processes have the rest of the model, so a norm or mean over these parameters differs between processes.
         Clip with `clip_gradients`, which uses the norm of all gradients. The call
-        `torch.nn.utils.clip_grad_norm_(pipeline.parameters(), ...)` raises InputError, but it cannot be detected for a
-        list of parameters that was made before.
+        `torch.nn.utils.clip_grad_norm_(pipeline.parameters(), ...)` raises InputError. If this process has only rows of
+        a matrix, so do `torch.optim.Adafactor` and `torch.optim.Muon`. A list of parameters that was made before is not
+        detected.
         """
         return (parameter for _, parameter in self.named_parameters())
 
