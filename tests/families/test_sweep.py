@@ -31,9 +31,6 @@ EXPECTED = {
     Configuration("bert"): "equal",  # the head's bias has two names
     Configuration("falcon_h1"): "equal",  # it scales what it looks up, and nothing else; buffers made by the model
     Configuration("zaya"): "its layers hand a second tensor on to each other",
-    Configuration(
-        "roformer"
-    ): r"parameter \S+embed_positions.weight acts on the layers or after them without a gradient",
 }
 
 

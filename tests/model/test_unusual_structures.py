@@ -12,6 +12,7 @@ from families import (
     COMMON,
     GROUPED,
     PADDING,
+    build_stages,
     loss_and_gradients,
     loss_and_gradients_in_stages,
     tiny_config,
@@ -209,3 +210,24 @@ def test_layers_that_return_fp32_are_refused_in_bf16() -> None:
     config.residual_in_fp32 = False
     check_compute_dtype(describe(config), torch.bfloat16)
     check_compute_dtype(describe(tiny_config("llama")), torch.bfloat16)
+
+
+DRAWN = [  # a head's bias that stands alone; layers whose constructor wants fields of the config
+    ("bert", {"is_decoder": True, "intermediate_size": 96, "tie_word_embeddings": False}),
+    ("openai-gpt", {"n_positions": 64}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "settings"), DRAWN, ids=[row[0] for row in DRAWN])
+def test_fresh_weights_are_the_same_in_every_layout(model_type, settings) -> None:
+    description = describe(transformers.AutoConfig.for_model(model_type, **(COMMON | settings)))
+    layouts = []
+    for cuts in ((), (1, 3)):
+        stages = build_stages(description, cuts, dtype=torch.float32)
+        for stage in stages:
+            initialize(stage, description, seed=0)
+        layouts.append({name: one for stage in stages for name, one in stage.named_parameters()})
+    whole_one, cut = layouts
+    assert whole_one.keys() == cut.keys()
+    assert all(torch.equal(one, cut[name]) for name, one in whole_one.items())
+    assert all(one.isfinite().all() for one in cut.values())

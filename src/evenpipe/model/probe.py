@@ -240,7 +240,12 @@ def output_of_first_layer(
 ) -> Any:
     """What the first layer of a model in `dtype` returns on the meta device; None where it does not run there."""
     model, found = build_skeleton(config, dtype, model_class), []
-    layers_of(model, layers_name)[0].register_forward_hook(lambda module, args, output: found.append(output))
+
+    def stop(module: nn.Module, args: tuple, output: Any) -> None:
+        found.append(output)
+        raise StopIteration("the other layers are like it")
+
+    layers_of(model, layers_name)[0].register_forward_hook(stop)
     token_ids = torch.zeros(PROBE_BATCH, PROBE_SEQUENCE, dtype=torch.int64, device="meta")
     with torch.no_grad(), nothing_packed(), contextlib.suppress(Exception):
         model(input_ids=token_ids, use_cache=False)
