@@ -63,5 +63,5 @@ def test_a_run_with_another_optimizer_is_resumed_to_the_last_bit(tmp_path: Path,
     rates = [line[3] for line in curves[0] if len(line) == 4]
     assert rates == [learning_rate(step, STEPS, config) for step in range(STEPS)]
     path.write_text(path.read_text().replace(OPTIMIZERS[optimizer], 'name = "sgd"').replace("steps = 12", "steps = 13"))
-    with pytest.raises(InputError, match=r"optimizer: it is SGD, and the checkpoint .* was saved with (Muon|Adam);"):
+    with pytest.raises(InputError, match=r"optimizer: it is SGD, but the checkpoint .* was saved with (Muon|Adam);"):
         run_processes(run_in, 2, str(path.parent), str(path), STEPS, timeout_seconds=120)

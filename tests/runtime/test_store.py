@@ -91,6 +91,7 @@ def test_a_store_that_does_not_answer_and_one_that_is_gone(holder: tuple[subproc
     store = NetworkStore(dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False), limit_seconds=0.5)
     store.write("x", "1")
     os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # until then its threads may still answer
     for ask in (lambda: store.read("x"), lambda: store.write("x", "2"), lambda: store.settle("x", "")):
         with pytest.raises(StoreSilentError, match=rf"^the store at 127.0.0.1:{port} does not answer$") as caught:
             ask()
