@@ -1,7 +1,7 @@
-"""A Hugging Face causal language model cut into stages: describe it, build a stage, fill in its weights, write it back.
+"""Cuts a Hugging Face causal language model into stages: describe it, build a stage, load its weights, save it.
 
-Architectures are found by structure and by probing, never by name, and `self_check` compares cut and whole before
-anything is trained.
+Architectures are recognised by structure and by probing, never by name, and `self_check` compares the cut model with
+the whole one before anything is trained.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Cut and whole must agree, in the loss and in every gradient, before an architecture is trained.
+"""Checks that the cut model has the loss and every gradient of the whole one before an architecture is trained.
 
-A small copy of the model (`small_model`) is run whole by transformers and in three pieces by this room, with the same
-random weights and the same tokens. A check of the loss would not do: Granite cut at `inputs_embeds` is off by 7e-4 in
-the loss and by 0.9 in the gradients.
+transformers runs a small copy of the model (`small_model`) whole, and this package runs it in three pieces, with the
+same random weights and tokens. Checking the loss is not enough: Granite cut at `inputs_embeds` is off by 7e-4 in the
+loss and by 0.9 in the gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from evenpipe.model.stage import ModuleStage, Stage, build_stage
 from evenpipe.model.structure import first_line
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-PARTLY_FP32 = 1e-6  # in fp64, for families that round to fp32 on the way whatever their dtype
+PARTLY_FP32 = 1e-6  # in fp64, for families that always round some results to fp32
 OWN_LOSS = 1e-6  # transformers computes it in fp32 whatever the dtype
 BATCH, SEQUENCE, PADDED = 2, 12, 3
 SILENT_SECONDS = 3.0
@@ -40,34 +40,34 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Token ids, labels and a mask, each [BATCH, SEQUENCE]."""
 
 Split = Callable[[nn.Module], Callable[[], None]]
-"""Splits the next backward of a module; what it returns computes the weight gradients, when the backward is over."""
+"""Splits the next backward of a module; returns a function that computes the weight gradients after the backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """Of one forward and backward."""
+    """The result of one forward and backward."""
 
     loss: float
     gradients: Gradients
     logits_dtype: torch.dtype
     rounds: bool = False
-    """Whether it casts on its way (norms, attention, logits in fp32): fp64 then holds only to fp32's rounding."""
+    """Whether the forward casts (norms, attention, logits in fp32): fp64 results are then only as exact as fp32."""
 
 
 def self_check(
     description: Description, split: Split | None = None, *, say: Callable[[str], None] | None = None
 ) -> None:
-    """Compares a small copy of the model, cut in three, with transformers in one piece. Takes about a second on a CPU.
+    """Compare a small copy of the model, cut in three, with transformers in one piece. Takes about a second on a CPU.
 
-    A model of plain modules has nothing to be compared with: its layers are called as they are.
-    The user's config, the random state and torch's default dtype stay as they are.
+    Models of plain modules are not checked: there is no reference, and their layers are called directly.
+    The user's config, the random state and torch's default dtype are not changed.
 
     Args:
-        split: also compare with backwards that are split by it.
-        say: is told what is going on if it takes more than three seconds; on another thread.
+        split: also compare with backwards that it splits.
+        say: receives a message, on another thread, if the check takes more than three seconds.
 
     Raises:
-        InputError: they differ, or no small copy could be made; one sentence names the architecture and what differs.
+        InputError: they differ, or no small copy could be made; one sentence names the architecture and the difference.
     """
     if description.config is None:
         return
@@ -79,7 +79,7 @@ def self_check(
 
 
 def _check_cut(small: Description, dtype: torch.dtype, batch: Batch, split: Split | None) -> None:
-    """Raises InputError where the small model differs in pieces from the whole."""
+    """Raise InputError if the small model differs in pieces from the whole."""
     expected = _whole(small, *batch)
     for way in (None,) if split is None else (None, split):
         cut = f"a small copy of it, cut in three{', its backward split,' if way else ','}"
@@ -88,7 +88,7 @@ def _check_cut(small: Description, dtype: torch.dtype, batch: Batch, split: Spli
             found = _in_pieces(small, dtype, batch, way, expected.logits_dtype)
         except InputError as error:
             raise InputError(f"{refuse} does not run: {error}") from error
-        except Exception as error:  # whatever a family raises when its parts do not fit
+        except Exception as error:  # families raise many types when their parts do not fit
             raise InputError(
                 f"{refuse} does not run ({type(error).__name__}: {first_line(error)}), so its layers need something of"
                 " the model around them besides the hidden states."
@@ -98,7 +98,7 @@ def _check_cut(small: Description, dtype: torch.dtype, batch: Batch, split: Spli
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Matrices this small take ten times as long where threads share them and other processes use the cores too."""
+    """Use one thread: on busy cores, threads that share such small matrices take ten times as long."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -126,9 +126,9 @@ def _sign_of_life(description: Description, say: Callable[[str], None] | None) -
 
 
 def gradient_errors(found: Gradients, expected: Gradients) -> dict[str, float]:
-    """Relative Frobenius error per tensor.
+    """Return the relative Frobenius error of each tensor.
 
-    Tensors whose gradient is zero but for rounding are measured against a millionth of the largest.
+    A gradient that is zero except for rounding is measured against a millionth of the largest norm.
     """
     norms = {name: 0.0 if gradient is None else gradient.norm().item() for name, gradient in expected.items()}
     floor = 1e-6 * max(norms.values())
@@ -145,7 +145,7 @@ def gradient_errors(found: Gradients, expected: Gradients) -> dict[str, float]:
 
 
 def _batch(small: Description, generator: torch.Generator, padded: bool) -> Batch:
-    """Tokens with padding tokens among them, labels of which some are ignored, and perhaps a mask.
+    """Return tokens that include padding tokens, labels that include ignored ones, and with `padded` a mask.
 
     The mask has padding on the right and a hole: padding alone changes nothing under causal attention.
     """
@@ -172,7 +172,7 @@ def _whole(small: Description, tokens: torch.Tensor, labels: torch.Tensor, mask:
     given = {"labels": labels} if takes(type(model), "labels") else {}
     try:
         output = model(input_ids=tokens, attention_mask=mask, use_cache=False, return_dict=True, **given)
-    except Exception as error:  # it has run on token ids alone
+    except Exception as error:  # it did run on token ids alone
         raise InputError(
             f"{small.architecture} cannot be trained in stages: in transformers it does not run on labels of the shape"
             f" of the token ids ({type(error).__name__}: {first_line(error)})."
@@ -188,16 +188,16 @@ def _whole(small: Description, tokens: torch.Tensor, labels: torch.Tensor, mask:
     rounds = _rounds(loss)
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    if small.tied and small.head_name in gradients:  # where the head stands before the model with the embedding
+    if small.tied and small.head_name in gradients:  # the head is registered before the model with the embedding
         gradients[small.embedding_name] = gradients.pop(small.head_name)
     return _Result(loss.item(), gradients, output.logits.dtype, rounds)
 
 
 def _check_own_loss(model: PreTrainedModel, own: float, known: list[float]) -> None:
-    """What the model makes of labels itself must be what a pipeline computes of its logits, and nothing more.
+    """Raise InputError if the model's own loss differs from the loss that a pipeline computes from its logits.
 
     Args:
-        known: the loss of labels that the model shifts, as nearly all do, and of labels that were shifted before.
+        known: the loss if the model shifts the labels, as nearly all do, and the loss if it does not.
     """
     if any(math.isclose(own, ours, rel_tol=OWN_LOSS) for ours in known):
         return
@@ -215,10 +215,10 @@ def _check_own_loss(model: PreTrainedModel, own: float, known: list[float]) -> N
 def _in_pieces(
     small: Description, dtype: torch.dtype, batch: Batch, split: Split | None, logits_dtype: torch.dtype
 ) -> _Result:
-    """What the pipeline computes, in one process: three stages, detached at the cuts, the vocabulary by hand.
+    """Compute like the pipeline, in one process: three stages, detached at the cuts, the vocabulary by hand.
 
-    Logits are rounded as the whole's are (xLSTM's to fp32): gradients that are small differences of large numbers would
-    show it.
+    Logits are rounded as in the whole model (xLSTM: to fp32), since some gradients are small differences of large
+    numbers.
     """
     assert small.model is not None
     tokens, labels, mask = batch

@@ -1,4 +1,4 @@
-"""A model's config, read from a folder or the hub: refused in one sentence before anything is built from it."""
+"""Reads a model's config from a folder or the hub, and refuses a bad one in one sentence before building anything."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ LARGEST: dict[str, int] = {
     "num_key_value_heads": 2**16,
     "head_dim": 2**20,
 }
-"""Sizes, by transformers' common names, and the largest value of each, hundreds of times those of models today: a model
-is built (without storage) and probed before anyone looks at its shapes, and a config that is wrong by many orders would
-fill the memory first."""
+"""The largest accepted value of each size, by transformers' common names: hundreds of times the values of models today.
+A model is built (without storage) and probed before its shapes are checked, and a config that is wrong by orders of
+magnitude would fill the memory first."""
 
 
 def read_config(name: str, trust_remote_code: bool = False, *, field: str = "model") -> PreTrainedConfig:
-    """The config of a folder, a JSON file or a hub name.
+    """Return the config of a folder, a JSON file or a hub name.
 
     Args:
-        field: what the user has set to `name`, for messages.
+        field: the user's option whose value is `name`, for messages.
 
     Raises:
-        InputError: there is none, or transformers refuses it, or one of its sizes makes no sense.
+        InputError: the config is missing, transformers refuses it, or one of its sizes makes no sense.
     """
     values = None
     try:
@@ -43,7 +43,7 @@ def read_config(name: str, trust_remote_code: bool = False, *, field: str = "mod
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
     except InputError as error:
         raise InputError(f"{field} = {name!r}: {error}") from None
-    except Exception as error:  # transformers lets through whatever a file's content leads to
+    except Exception as error:  # transformers catches no errors that a file's content causes
         if "trust_remote_code" in str(error):
             raise InputError(
                 f"{field} = {name!r} comes with Python code of its own, which is run only with trust_remote_code ="
@@ -56,13 +56,13 @@ def read_config(name: str, trust_remote_code: bool = False, *, field: str = "mod
 
 
 def check_sizes(values: Mapping[str, Any]) -> None:
-    """Refuses sizes below 1, absurdly large ones, and heads that cannot share keys and values.
+    """Refuse sizes below 1, absurdly large ones, and heads that cannot share keys and values.
 
     Args:
-        values: of a config, as its JSON has them. What is no number is left to transformers' own checks.
+        values: a config's values as in its JSON. transformers itself checks values that are not numbers.
 
     Raises:
-        InputError: names the field as it stands in the config.
+        InputError: names the field as in the config.
     """
     own = _own_names(values.get("model_type"))
     found = {
@@ -84,6 +84,6 @@ def check_sizes(values: Mapping[str, Any]) -> None:
 
 
 def _own_names(model_type: Any) -> Mapping[str, str]:
-    """transformers' common name -> what a family calls it, where that differs: `num_hidden_layers` -> `n_layer`."""
+    """Return transformers' common name -> the family's name, if it differs: `num_hidden_layers` -> `n_layer`."""
     known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     return CONFIG_MAPPING[model_type].attribute_map if known else {}

@@ -1,7 +1,7 @@
-"""What differs between the config that weights were trained with and the one they are to be used with.
+"""Differences between the config that weights were trained with and the config that they are used with.
 
-Weights of equal shapes fit into models that compute something else: with other heads, another activation, another
-base of the rotary angles. So every field counts as part of what a model computes, but for those named here.
+Weights of equal shapes fit into models that compute different functions: with other heads, another activation, another
+base of the rotary angles. So every field counts as part of the model's function, except the fields named here.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ BOOKKEEPING = re.compile(
     r"|torchscript|output_(hidden_states|attentions)|(attn|experts)_implementation|gradient_checkpointing|pretraining_tp"
     r"|chunk_size_feed_forward|id2label|label2id|num_labels|problem_type|task_specific_params|finetuning_task"
 )
-"""Fields that neither the model's function nor its training depends on; transformers changes some by itself."""
+"""Fields that affect neither the model's function nor its training; transformers changes some by itself."""
 
 TRAINING_ONLY = re.compile(
     r".*drop.*|(.*_)?init(_.*|ializer.*)?|.*jitter.*|.*loss_coef.*|output_router_logits|.*_token_(id|index)"
 )
-"""Fields that act while a model is trained, initialised or generates, and not on what it computes from given weights:
-dropouts, noise and losses of routers, initial values, and token ids (padding is an embedding's row without gradient).
+"""Fields that affect training, initialisation or generation, but not the function of given weights: dropouts, noise and
+losses of routers, initial values, and token ids (padding is an embedding's row without gradient).
 """
 
 _LIMIT = "max_position_embeddings"
@@ -41,22 +41,22 @@ class Change:
     """One field that differs."""
 
     name: str
-    """With a dot before fields of tables: `rope_parameters.rope_theta`."""
+    """Fields of tables follow a dot: `rope_parameters.rope_theta`."""
     before: Any
     now: Any
     changes_function: bool
-    """Whether the same weights give other logits."""
+    """Whether the same weights give different logits."""
 
     def __str__(self) -> str:
         return f"{self.name} is now {json.dumps(self.now)}, was {json.dumps(self.before)}"
 
 
 def config_changes(before: Mapping[str, Any], now: PreTrainedConfig) -> list[Change]:
-    """The fields in which two configs differ, without those that matter to nobody.
+    """Return the fields in which two configs differ, except bookkeeping.
 
     Args:
-        before: what `to_dict` of the other config gave, with any version of transformers. Fields that it lacks have the
-            defaults of this version; a field that this version does not know cannot act in it.
+        before: the result of the other config's `to_dict`, from any version of transformers. Missing fields have the
+            defaults of this version; a field that this version does not know has no effect in it.
 
     Raises:
         InputError: transformers refuses `before`.
@@ -91,8 +91,8 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
 
 
 def _is_only_a_limit(config: Mapping[str, Any]) -> bool:
-    """Whether `max_position_embeddings` is a limit and no more: tables of positions have other shapes anyway, and
-    rotary angles depend on it only where they are stretched to it.
+    """Return whether `max_position_embeddings` is only a limit: position tables of another size have other shapes
+    anyway, and rotary angles depend on it only if they are stretched to it.
     """
     kinds = re.findall(r'"rope_type": "(\w+)"', json.dumps(config))
     return set(kinds) <= _ROTARY_WITHOUT_LIMIT

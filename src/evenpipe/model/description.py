@@ -1,4 +1,4 @@
-"""What the rest of the program needs to know about a model, found once from a name, a config or a live model."""
+"""Describes a model once, from a name, a config or a live model, for the rest of the program."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from evenpipe.model.structure import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """A causal language model as the pipeline sees it. Names are those of Hugging Face's model in memory."""
+    """A causal language model as the pipeline sees it. Names are the names in Hugging Face's model in memory."""
 
     config: Any
-    """The model's config as the user gave it (a copy). None for a model put together from plain modules."""
+    """A copy of the user's config. None for a model of plain modules."""
     architecture: str
     """Class name, for messages."""
     layers: int
@@ -48,37 +48,37 @@ class Description:
     vocabulary_size: int
     """Rows of the embedding matrix and of the head."""
     tied: bool
-    """Embedding and head are one matrix, called `embedding_name`; `head_name` is then not among the parameters."""
+    """Embedding and head are one matrix, called `embedding_name`; no parameter is then called `head_name`."""
     embedding_name: str
     head_name: str
     head_bias_name: str | None
     head_weight_shape: tuple[int, int]
     padding_index: int | None
-    """Row of the embedding that is zero at the start and gets no gradient from the embedding."""
+    """Row of the embedding that starts at zero and gets no gradient from the embedding."""
     logit_scale: float
     """Logits are multiplied by this, before the soft-cap."""
     soft_cap: float | None
     """Logits become cap * tanh(logits / cap)."""
     maximum_length: int | None
-    """`max_position_embeddings`, where the config has one."""
+    """`max_position_embeddings`, if the config has it."""
     takes_position_ids: bool
     """The model's forward has a parameter `position_ids`."""
     takes_attention_mask: bool
     """The model's forward has a parameter `attention_mask`."""
     position_rows: int | None
-    """Position ids must be below this, as they index a table (learned positions); None: no table outside the layers."""
+    """Position ids must be below this, since they index a table (learned positions); None: no table outside layers."""
     structure: Structure
     counts_positions: bool = False
     """Without position ids the model counts the tokens that are not padding (`counted_positions`)."""
     skeleton: Any = field(repr=False)
-    """The whole model on the meta device, fp32: names and shapes. Of plain modules: the modules themselves."""
+    """The whole model on the meta device, fp32: names and shapes. For plain modules: the modules themselves."""
     source: str | None = None
-    """Hub name or folder that holds the weights; None: fresh weights, or those of `model`."""
+    """Hub name or folder with the weights; None: fresh weights, or the weights of `model`."""
     model: Any = field(default=None, repr=False)
-    """A live model that the stages copy their weights from."""
+    """A live model from which the stages copy their weights."""
     trust_remote_code: bool = False
     router_loss: RouterLoss | None = None
-    """What is added to the loss of a mixture of experts whose config says `output_router_logits`."""
+    """Added to the loss of a mixture of experts whose config sets `output_router_logits`."""
 
     @property
     def vocabulary_names(self) -> tuple[str, ...]:
@@ -87,20 +87,20 @@ class Description:
         return tuple(name for name in names if name is not None)
 
     def positions_of(self, token_ids: torch.Tensor) -> torch.Tensor | None:
-        """Position ids [batch, sequence] where the model makes them of token ids: stages have only hidden states.
-        Elsewhere None: 0, 1, 2, ..."""
+        """Return position ids [batch, sequence] if the model counts them from token ids, which stages do not have;
+        None: 0, 1, 2, ..."""
         if not self.counts_positions:
             return None
         assert self.padding_index is not None
         return counted_positions(token_ids, self.padding_index)
 
     def layer(self, index: int) -> nn.Module:
-        """One layer of the skeleton."""
+        """Return one layer of the skeleton."""
         return self.skeleton.get_submodule(f"{self.structure.layers_name}.{index}")
 
     def layer_config(self, index: int) -> Any:
-        """What the config says of one layer, where layers may differ in it (Gemma 4's head sizes); of plain modules
-        None."""
+        """Return the config of one layer, since layers may differ in it (Gemma 4's head sizes); None for plain
+        modules."""
         if self.config is None:
             return None
         config = self.config.get_text_config()
@@ -108,22 +108,22 @@ class Description:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Name -> shape of every parameter and every buffer that is saved; a tied head is not listed."""
+        """Name -> shape of every parameter and every saved buffer; a tied head is not listed."""
         tensors = (*self.skeleton.named_parameters(), *persistent_buffers(self.skeleton))
         return {name: tensor.shape for name, tensor in tensors}
 
 
 def describe(source: str | Path | PreTrainedConfig | nn.Module, *, trust_remote_code: bool = False) -> Description:
-    """Describes a model without reading its weights.
+    """Describe a model without reading its weights.
 
     Args:
         source: a hub name or local folder (its weights are used), a transformers config (fresh weights), or a live
             transformers model (its weights are copied into the stages).
-        trust_remote_code: run Python code that comes with a hub model. Off unless asked for.
+        trust_remote_code: run Python code that comes with a hub model. Off by default.
 
     Raises:
-        InputError: not a causal language model of transformers, or one that cannot be cut exactly; one sentence says
-            what is in the way.
+        InputError: not a causal language model of transformers, or one that cannot be cut exactly; one sentence gives
+            the reason.
     """
     live, name = None, None
     model_class: type[PreTrainedModel] | None = None
@@ -160,7 +160,7 @@ def _describe(
 ) -> Description:
     try:
         skeleton = build_skeleton(config, torch.float32, model_class, trust_remote_code)
-    except Exception as error:  # whatever a family raises on a config that makes no sense to it
+    except Exception as error:  # families raise many types on a config that makes no sense to them
         raise InputError(
             f"transformers cannot build a causal language model from this {type(config).__name__} "
             f"({first_line(error)})."
@@ -193,7 +193,7 @@ def _describe(
     without_router_loss(quiet)
     fresh = build_skeleton(quiet, torch.float64, model_class)
     structure = probe(fresh, layers_name, embedding_module, head_module)
-    # `fresh` now runs without layers and weights, so it can be given any logits in place of the head's.
+    # `fresh` now runs without layers and weights, and the stub in the head's place can return any logits.
     looked = embedding_of(fresh, embedding_module)
     logits_for: list[torch.Tensor] = []
     replace_head(fresh, head_module, lambda hidden: logits_for[0])
@@ -242,12 +242,12 @@ def _describe(
 
 
 def check_compute_dtype(description: Description, compute_dtype: torch.dtype) -> None:
-    """Layers have to return hidden states in the dtype that travels between stages. Mamba's may return fp32.
+    """Check that layers return hidden states in the dtype that travels between stages. Mamba's may return fp32.
 
-    What is not seen here is seen in the first step (`check_returned`).
+    The first step finds the other cases (`check_returned`).
 
     Raises:
-        InputError: they return another dtype; the sentence names the option of the config that does it.
+        InputError: they return another dtype; the sentence names the config's option that causes it.
     """
     if description.config is None or compute_dtype.itemsize >= torch.float32.itemsize:
         return
@@ -279,10 +279,10 @@ def _ends(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
 def check_sharing(
     architecture: str, model: nn.Module, embedding: nn.Module, head: nn.Module, layers: str | None = None
 ) -> None:
-    """Only the two vocabulary matrices may be one tensor: the names of others might end up on two stages.
+    """Refuse shared parameters, except a tied head: their names might end up on two stages.
 
-    layers: the name of a module list of `model`, each of whose layers may use a parameter twice.
-    Two parameters in the same memory are refused everywhere: an optimizer would step twice on the same numbers.
+    layers: the name of a module list of `model`; each of its layers may use a parameter twice.
+    Two parameters in the same memory are always refused: an optimizer would update the same numbers twice.
     """
     ends = [(module_name(model, end), end) for end in (embedding, head)]
     others = [
@@ -298,7 +298,7 @@ def check_sharing(
             name = f"{prefix}.{attribute}"
             other, held = first.setdefault(parameter.data_ptr() or id(parameter), (name, parameter))
             tied = module is head and parameter is held is embedding.weight
-            # The head's bias may have a second name (BERT); a forward that uses it there is refused by the probe.
+            # The head's bias may have a second name (BERT); the probe refuses a forward that uses that one.
             tied |= parameter is held is head.bias and layers is None
             in_one_layer = parameter is held and _layer_of(other, layers) == _layer_of(name, layers) is not None
             if other != name and not tied and not in_one_layer:
@@ -306,19 +306,19 @@ def check_sharing(
 
 
 def _name_of(model: nn.Module, wanted: nn.Parameter) -> str:
-    """The name under which `named_parameters` lists a parameter: of several names the first."""
+    """Return the name of a parameter in `named_parameters`, the first one if it has several."""
     return next(name for name, parameter in model.named_parameters() if parameter is wanted)
 
 
 def _layer_of(name: str, layers: str | None) -> str | None:
-    """The number of the layer that holds the parameter `name`; None for one outside the list `layers`."""
+    """Return the number of the layer with the parameter `name`; None outside the list `layers`."""
     return name.split(".")[1] if layers and name.startswith(f"{layers}.") else None
 
 
 def _tied_otherwise(architecture: str, config: PreTrainedConfig, model_class: Any, tied: bool) -> PreTrainedModel:
-    """The skeleton of a live model whose vocabulary matrices are one tensor, or two, against what its config says.
+    """Return the skeleton of a live model that is tied, or untied, contrary to its config.
 
-    `config` is changed to say what is.
+    `config` is corrected.
     """
     for one in (config, config.get_text_config()):
         one.tie_word_embeddings = tied
@@ -334,7 +334,7 @@ def _tied_otherwise(architecture: str, config: PreTrainedConfig, model_class: An
 
 
 def _check_parameters(architecture: str, live: nn.Module, skeleton: nn.Module) -> None:
-    """Stages are built anew from the config: what a caller has put into a live model would be left out of them."""
+    """Refuse live models with other parameters than their config gives: stages are built from the config."""
     held, known = (
         {name: tuple(one.shape) for name, one in model.named_parameters(remove_duplicate=False)}
         for model in (live, skeleton)
@@ -352,7 +352,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def check_ends(architecture: str, embedding: nn.Module | None, head: nn.Module | None) -> None:
-    """The vocabulary matrices must be an `nn.Embedding` and an `nn.Linear`, of one shape."""
+    """Check that the vocabulary matrices are an `nn.Embedding` and an `nn.Linear` of the same shape."""
     if not isinstance(embedding, nn.Embedding) or [*embedding._parameters] != ["weight"]:
         raise uncuttable(architecture, f"its input embedding is {type(embedding).__name__}, not an nn.Embedding")
     if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:

@@ -1,4 +1,4 @@
-"""A folder that `AutoModelForCausalLM.from_pretrained` loads: metadata, and tensors written one shard at a time."""
+"""Writes a folder that `AutoModelForCausalLM.from_pretrained` loads: metadata, and tensors one shard at a time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MAXIMUM_SHARD_BYTES = 4 * 2**30
 
 
 def write_folder_metadata(description: Description, folder: str | Path, dtype: torch.dtype) -> None:
-    """Writes config.json and generation_config.json.
+    """Write config.json and generation_config.json.
 
     Args:
-        dtype: of the tensors that are saved beside it; the config names it.
+        dtype: dtype of the tensors in the folder, recorded in the config.
 
     Raises:
         InputError: a model of plain modules has no config.
@@ -43,13 +43,13 @@ def save_tensors(
     tensors: Iterable[tuple[str, torch.Tensor]],
     max_shard_size: int = MAXIMUM_SHARD_BYTES,
 ) -> list[Path]:
-    """Writes safetensors files, and an index when there are several; at most one shard's tensors are held at a time.
+    """Write safetensors files, and an index for several files; only one shard's tensors are in memory at a time.
 
     Args:
-        tensors: (name on disk, tensor), on any device, drawn one by one. A tied head is left out by the caller.
-        max_shard_size: bytes per file; a single larger tensor gets a file of its own.
+        tensors: (name on disk, tensor), on any device, drawn one by one. The caller omits a tied head.
+        max_shard_size: bytes per file; a single larger tensor gets its own file.
 
-    Returns: the files written, the index among them.
+    Returns: the files written, including the index.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,19 +87,19 @@ def save_tensors(
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the CPU, contiguous, and not a view of something larger."""
+    """Return the tensor on the CPU, contiguous, and not a view of a larger one."""
     tensor = tensor.detach().cpu().contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if whole else tensor.clone()
 
 
 def _generation_config(description: Description) -> GenerationConfig:
-    """The one that came with the weights, else what the config implies."""
+    """Return the generation config that came with the weights, or else the default for the model's config."""
     if description.source is not None:
         try:
             return GenerationConfig.from_pretrained(description.source)
         except OSError:
-            pass  # the folder has none
+            pass  # the folder has no generation config
     given = getattr(description.model, "generation_config", None)
     if given is not None:
         return copy.deepcopy(given)

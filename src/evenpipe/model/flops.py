@@ -1,4 +1,4 @@
-"""How much arithmetic a layer and the head need, from their parameters' shapes: enough to split layers by cost."""
+"""Counts the arithmetic of layers and head from their parameters' shapes: enough to split layers by cost."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk",
 
 
 def layer_flops(description: Description, sequence: int) -> list[float]:
-    """Forward floating-point operations per token of every layer.
+    """Return the forward floating-point operations per token of every layer.
 
-    Two per parameter of every matrix (of experts: of those that a token meets), and for attention, per token and
-    layer, 2 * context * heads * (query size + value size), where context is `sequence` or the window if that is
-    smaller. Masked products are counted.
+    Two per parameter of every matrix (with experts: only the chosen ones), and for attention, per token and layer,
+    2 * context * heads * (query size + value size), where context is `sequence` or the window if that is smaller.
+    Masked products are counted.
     """
     return [
         _matrices(description, index) + _attention(description, index, sequence) for index in range(description.layers)
@@ -26,25 +26,24 @@ def layer_flops(description: Description, sequence: int) -> list[float]:
 
 
 def head_flops(description: Description) -> float:
-    """Forward floating-point operations per token of the output layer: 2 * vocabulary_size * hidden_size."""
+    """Return the forward floating-point operations per token of the output layer: 2 * vocabulary_size * hidden_size."""
     return 2.0 * math.prod(description.head_weight_shape)
 
 
 ARRANGING_SEQUENCE = 2048
-"""Tokens per sequence that attention's share of a layer's cost is reckoned with where nobody says how many there are,
-unless the model allows fewer."""
+"""Assumed tokens per sequence for the cost of attention if the length is unknown, unless the model allows fewer."""
 
 
 def arranging_flops(description: Description, sequence: int | None = None) -> tuple[tuple[float, ...], float]:
-    """What orders are arranged and layers are split by where no times are known: forward FLOPs per token of every
-    layer, in sequences of so many tokens, and of the output layer."""
+    """Return the forward FLOPs per token of every layer and of the output layer, by which orders are arranged and
+    layers are split if no times are known. `sequence` is in tokens."""
     if sequence is None:
         sequence = min(ARRANGING_SEQUENCE, description.maximum_length or ARRANGING_SEQUENCE)
     return tuple(layer_flops(description, sequence)), head_flops(description)
 
 
 def _matrices(description: Description, index: int) -> float:
-    """Experts are held as [experts, ..., ...], beside biases [experts, ...] that are no matrices."""
+    """Count the matrices. Experts are stored as [experts, ..., ...]; their biases [experts, ...] are not matrices."""
     config = description.layer_config(index)
     experts = first_number(config, EXPERTS)
     share = (first_number(config, EXPERTS_PER_TOKEN) or experts or 1) / (experts or 1)
@@ -76,5 +75,5 @@ def _attention(description: Description, index: int, sequence: int) -> float:
 
 
 def first_number(config: Any, names: tuple[str, ...]) -> int | None:
-    """The first of these attributes that is there and a whole number."""
+    """Return the first of these attributes that exists and is a whole number."""
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
