@@ -1,7 +1,7 @@
-"""Initial weights that do not depend on the layout: every module draws from a seed made of the run's seed and its name.
+"""Draws initial weights that do not depend on the layout: each module's seed derives from the run's seed and its name.
 
-The rules are the model's own, in fp32 on the CPU, and cast afterwards. The vocabulary matrices are drawn in blocks of
-256 rows, so that any shard gets the same rows and nobody draws the whole matrix.
+The model's own rules are applied in fp32 on the CPU, and the values are then cast. The vocabulary matrices are drawn in
+blocks of 256 rows, so that every shard gets the same rows and no process draws the whole matrix.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ BLOCK_ROWS = 256
 
 
 def initialize(stage: Stage, description: Description, seed: int) -> None:
-    """Draws all parameters of a stage: the same values whatever the cut and the device, and up to a cast the dtype.
+    """Draw all parameters of a stage, with the same values for every cut and device, and except for a cast every dtype.
 
     Args:
         stage: from `build_stage`.
-        seed: the run's seed. The vocabulary matrices are drawn by `initial_rows`.
+        seed: the run's seed. `initial_rows` draws the vocabulary matrices.
 
     Raises:
         InputError: transformers has no rule for one of the parameters.
@@ -74,7 +74,7 @@ def initialize(stage: Stage, description: Description, seed: int) -> None:
 
 
 def _held_elsewhere(unit: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """What another stage owns of a unit stands here as a plain tensor without memory, to which no rule can write."""
+    """Return a unit's stand-ins for parameters of other stages: plain tensors without memory that no rule can write."""
     return [
         (module, key, value)
         for module in unit.modules()
@@ -84,11 +84,11 @@ def _held_elsewhere(unit: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]
 
 
 def _initialize_around(model: PreTrainedModel, name: str, module: nn.Module, owner: PreTrainedModel, seed: int) -> None:
-    """Draws what a model that holds the list of layers has of its own, beside its modules."""
+    """Draw the direct parameters of a model around the list of layers."""
     held = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
     if not held:
         return
-    # What another stage owns stands here as a plain tensor of zeros without memory, which no rule can write to.
+    # Parameters of other stages are plain tensors of zeros without memory here, and no rule can write to them.
     elsewhere = {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
     try:
         for key, parameter in held.items():
@@ -109,10 +109,10 @@ def _initialize_around(model: PreTrainedModel, name: str, module: nn.Module, own
 
 
 def initial_rows(description: Description, name: str, start: int, stop: int, seed: int) -> torch.Tensor:
-    """Rows [start, stop) of a vocabulary matrix, or entries of the head's bias, as every layout draws them.
+    """Return rows [start, stop) of a vocabulary matrix, or entries of the head's bias, the same for every layout.
 
     Args:
-        name: `description.embedding_name`, `head_name` (of a tied model: the same matrix) or `head_bias_name`.
+        name: `description.embedding_name`, `head_name` (the same matrix in a tied model) or `head_bias_name`.
 
     Returns: fp32 on the CPU, [stop - start, hidden_size] (bias: [stop - start]). The embedding's padding row is zero.
     """
@@ -144,10 +144,10 @@ def _blank(shape: torch.Size) -> nn.Parameter:
 
 
 def _drawn_block(model: PreTrainedModel, name: str, seed: int, number: int) -> nn.Module:
-    """One block of rows, drawn by the rules for the module itself and then by those for the modules around it.
+    """Draw one block of rows by the rules for the module itself and then the rules for the modules around it.
 
-    Some families draw their embedding in its parent's turn. For that the block stands in the embedding's place for a
-    moment; all else around it is on the meta device and draws nothing.
+    Some families draw their embedding in its parent's rule. So the block temporarily replaces the embedding; all other
+    modules are on the meta device and draw nothing.
     """
     parent_name, _, attribute = name.rpartition(".")
     parent, original = model.get_submodule(parent_name), model.get_submodule(name)
@@ -166,7 +166,7 @@ def _drawn_block(model: PreTrainedModel, name: str, seed: int, number: int) -> n
 
 
 def _block(original: nn.Module) -> nn.Module:
-    """A module of the same class and attributes with BLOCK_ROWS rows."""
+    """Return a module of the same class and attributes with BLOCK_ROWS rows."""
     block = copy.copy(original)
     block._parameters = {
         key: None if parameter is None else _blank(torch.Size([BLOCK_ROWS, *parameter.shape[1:]]))

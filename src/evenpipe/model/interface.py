@@ -1,4 +1,4 @@
-"""What a model's forward takes beside token ids, and what each of its parts has to return."""
+"""Finds the inputs of a model's forward besides token ids, and checks the results of its parts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from evenpipe.model.structure import (
 )
 
 LARGEST_TABLES = 2**25
-"""Numbers in the tables of positions of a model that is asked how it counts them."""
+"""Largest number of elements in position tables for which `probe_counted_positions` runs."""
 
 
 def takes(model_class: type[nn.Module], argument: str) -> bool:
-    """Whether a forward has a parameter of that name; one that hands on all keywords is taken to hand them upwards."""
+    """Return whether a forward has a parameter of that name; `**kwargs` are assumed to go to the parent's forward."""
     for owner in model_class.__mro__:
         forward = vars(owner).get("forward")
         if forward is None:
@@ -39,14 +39,14 @@ def takes(model_class: type[nn.Module], argument: str) -> bool:
 
 
 def probe_position_rows(model: nn.Module, structure: Structure) -> int | None:
-    """How many position ids a model has rows for, found by asking it for positions beyond every table that it holds.
+    """Return the number of position ids for which a model has rows, found by trying positions beyond every table.
 
-    Tables inside of layers are not seen.
+    Tables inside layers are not found.
 
     Args:
-        model: what `probe` leaves behind: it runs on fp64 hidden states with no layers and no weights.
+        model: as `probe` leaves it: it runs on fp64 hidden states without layers and weights.
 
-    Returns: position ids may be 0 to this minus 1; None where they index no table outside the layers.
+    Returns: position ids may be 0 to this minus 1; None if they index no table outside the layers.
     """
     embedding = embedding_of(model, structure.embedding_module)
     rows = [tensor.shape[0] for tensor in _tables(model) if tensor.dim() == 2]
@@ -73,17 +73,17 @@ def probe_position_rows(model: nn.Module, structure: Structure) -> int | None:
 
 
 def counted_positions(token_ids: torch.Tensor, padding_index: int) -> torch.Tensor:
-    """Position ids [batch, sequence] as RoBERTa makes them of token ids: padding is left out of the count and gets the
-    row `padding_index`, behind which the other tokens begin."""
+    """Return position ids [batch, sequence] as RoBERTa counts them: padding tokens are not counted and get the row
+    `padding_index`, and the other tokens begin after it."""
     counts = token_ids != padding_index
     return (counts.cumsum(dim=1) * counts).long() + padding_index
 
 
 def probe_counted_positions(model: PreTrainedModel, structure: Structure, padding_index: int) -> bool:
-    """Whether a model that is given no position ids makes those of `counted_positions`, for which it needs token ids.
+    """Return whether a model without position ids uses `counted_positions`, which requires token ids.
 
     Args:
-        model: as for `probe_position_rows`. Every table that it holds gets different rows meanwhile.
+        model: as for `probe_position_rows`. All its tables temporarily get distinct rows.
     """
     embedding = embedding_of(model, structure.embedding_module)
     tables = [
@@ -112,7 +112,7 @@ def probe_counted_positions(model: PreTrainedModel, structure: Structure, paddin
             model(input_ids=token_ids, use_cache=False)
             model(input_ids=padded, use_cache=False)
             model(inputs_embeds=hidden, position_ids=counted_positions(padded, padding_index), use_cache=False)
-    except Exception:  # whatever a family raises on token ids without weights: the self-check decides
+    except Exception:  # families raise many types on token ids without weights: the self-check decides
         return False
     finally:
         hook.remove()
@@ -125,7 +125,7 @@ def probe_counted_positions(model: PreTrainedModel, structure: Structure, paddin
 
 
 def _tables(model: nn.Module) -> list[torch.Tensor]:
-    """All tensors that a model still holds: buffers, and the plain attributes that `probe` put for parameters."""
+    """Return all tensors left in a model: buffers, and the plain attributes with which `probe` replaced parameters."""
     return [
         value
         for module in model.modules()
@@ -136,10 +136,10 @@ def _tables(model: nn.Module) -> list[torch.Tensor]:
 
 
 def check_returned(what: str, returned: Any, received: torch.Tensor) -> None:
-    """A part of the model has to return hidden states like those it received, [batch, sequence, hidden_size].
+    """Check that a part of the model returned hidden states of the same form, [batch, sequence, hidden_size].
 
     Raises:
-        InputError: another shape or dtype, or no tensor.
+        InputError: another shape or dtype, or not a tensor.
     """
     if not isinstance(returned, torch.Tensor):
         found = f"a {type(returned).__name__}"

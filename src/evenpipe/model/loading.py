@@ -1,7 +1,6 @@
-"""Weights into stages and vocabulary shards: from a Hugging Face folder, from a live model, or fresh.
+"""Fills stages and vocabulary shards with weights: from a Hugging Face folder, from a live model, or fresh.
 
-A folder is read lazily: only the tensors (and only the rows) that are asked for. Nothing in it is executed, since only
-safetensors are read.
+A folder is read lazily: only the requested tensors and rows. Only safetensors are read, so nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from evenpipe.model.weight_files import WeightFiles, listed
 
 
 def fill_parameters(stage: Stage | ModuleStage, description: Description, seed: int = 0) -> None:
-    """Gives a stage its weights: those of the live model or folder it was described from, else fresh ones."""
+    """Fill a stage with the weights of its description's live model or folder, or else with fresh ones."""
     if description.model is not None:
         copy_parameters(stage, description)
     elif description.source is not None:
@@ -35,9 +34,10 @@ def fill_parameters(stage: Stage | ModuleStage, description: Description, seed: 
 
 
 def fill_rows(description: Description, name: str, start: int, stop: int, seed: int = 0) -> torch.Tensor:
-    """Rows [start, stop) of a vocabulary matrix or entries of the head's bias, from where `fill_parameters` takes them.
+    """Return rows [start, stop) of a vocabulary matrix or entries of the head's bias, from the source of
+    `fill_parameters`.
 
-    Returns: [stop - start, hidden_size] (bias: [stop - start]) on the CPU, in the dtype of the source, fp32 when fresh.
+    Returns: [stop - start, hidden_size] (bias: [stop - start]) on the CPU, in the dtype of the source, fp32 if fresh.
     """
     if description.model is not None:
         return description.model.get_parameter(name).detach()[start:stop].cpu().clone()
@@ -47,9 +47,9 @@ def fill_rows(description: Description, name: str, start: int, stop: int, seed: 
 
 
 def copy_parameters(stage: Stage | ModuleStage, description: Description) -> None:
-    """Copies a stage's parameters and persistent buffers from the live model that was described.
+    """Copy a stage's parameters and persistent buffers from the description's live model.
 
-    Parameters that are frozen there (`requires_grad` off) are frozen here.
+    Parameters frozen there (`requires_grad` off) become frozen here.
     """
     assert description.model is not None
     with torch.no_grad():
@@ -61,10 +61,10 @@ def copy_parameters(stage: Stage | ModuleStage, description: Description) -> Non
 
 
 def load_parameters(stage: Stage | ModuleStage, description: Description, folder: str | Path) -> None:
-    """Reads a stage's parameters and persistent buffers from a Hugging Face folder (or hub name), cast to its dtype.
+    """Read a stage's parameters and persistent buffers from a Hugging Face folder (or hub name), cast to its dtype.
 
     Raises:
-        InputError: no safetensors there, names that are missing, or shapes that differ.
+        InputError: there are no safetensors, names are missing, or shapes differ.
     """
     files = WeightFiles(description, folder)
     wanted = dict(_stored(stage))
@@ -72,18 +72,18 @@ def load_parameters(stage: Stage | ModuleStage, description: Description, folder
     for name, held in wanted.items():
         files.require_shape(name, tuple(held.shape))
     with torch.no_grad():
-        for name, held in wanted.items():  # one by one, so that old and new never exist together as a whole
+        for name, held in wanted.items():  # one by one, so that only one tensor is in memory twice
             held.copy_(files.tensor(name))
 
 
 def load_rows(description: Description, folder: str | Path, name: str, start: int, stop: int) -> torch.Tensor:
-    """Rows [start, stop) of a vocabulary matrix from a folder, without reading the others.
+    """Read rows [start, stop) of a vocabulary matrix from a folder, without reading the others.
 
     Returns: [stop - start, hidden_size] (the head's bias: [stop - start]) on the CPU, in the dtype of the file.
     """
     files = WeightFiles(description, folder)
     if description.tied and name in (description.embedding_name, description.head_name):
-        # Usually under the embedding's name; folders written by older programs may have it under the head's only.
+        # Usually under the embedding's name; older programs may have saved it only under the head's.
         names = (description.embedding_name, description.head_name)
         name = next((known for known in names if known in files.stored), description.embedding_name)
     files.require([name])
@@ -93,15 +93,15 @@ def load_rows(description: Description, folder: str | Path, name: str, start: in
 
 
 def as_stored(description: Description, *, say: Callable[[str], None] | None = None) -> Description:
-    """The model as its weights are stored: not tied where the files hold two different vocabulary matrices.
+    """Return the description of the model as stored: untied if the files contain two different vocabulary matrices.
 
-    transformers then keeps both, whatever `tie_word_embeddings` says. Every process that loads weights of the
-    description has to ask, for it decides how many matrices there are.
+    transformers then keeps both, whatever `tie_word_embeddings` says. Every process that loads the weights must call
+    this, since it decides the number of matrices.
 
     Args:
-        description: one without a `source` is returned as it is.
-        say: is told what in the files is not as the config has it: such matrices, and tensors that the model has no
-            place for, which transformers leaves out too.
+        description: returned unchanged if it has no `source`.
+        say: receives messages about differences between files and config: two matrices despite the tie, and tensors
+            without a place in the model, which transformers ignores too.
 
     Raises:
         InputError: the folder has no weights, or they are damaged.
@@ -134,6 +134,6 @@ def as_stored(description: Description, *, say: Callable[[str], None] | None = N
 
 
 def _stored(stage: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of what a checkpoint holds for a stage: parameters and persistent buffers."""
+    """Yield (name, tensor) of a stage's tensors in a checkpoint: parameters and persistent buffers."""
     yield from stage.named_parameters()
     yield from persistent_buffers(stage)

@@ -1,8 +1,8 @@
-"""What a model does to its logits, found by feeding it known ones.
+"""Finds out how a model changes its logits by feeding it known ones.
 
-The head is replaced by a stub that returns chosen values z. What comes out of the model's own forward is
-y = cap * tanh(z * scale / cap), or y = z * scale without a cap. Attribute names are not read: `logits_scaling`
-multiplies in one family and divides in another.
+A stub in the head's place returns chosen values z, and the model's own forward returns y = cap * tanh(z * scale / cap),
+or y = z * scale without a cap. Attribute names are not read: `logits_scaling` multiplies in one family and divides in
+another.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ GRID = (-300.0, -40.0, -7.0, -1.0, -0.125, 0.0, 0.01, 0.5, 3.0, 19.0, 111.0, SMA
 def probe_logits(
     architecture: str, run: Callable[[torch.Tensor], torch.Tensor], vocabulary_size: int
 ) -> tuple[float, float | None]:
-    """(logit_scale, soft_cap) of a model.
+    """Return (logit_scale, soft_cap) of a model.
 
     Args:
         run: runs the model's forward with the given fp64 logits [2, 3, vocabulary_size] in place of the head's output
-            and returns the logits that the model returns.
+            and returns the model's logits.
 
     Raises:
-        InputError: it does something else to them.
+        InputError: the model changes them in another way.
     """
 
     def at(value: float) -> float:
@@ -47,7 +47,7 @@ def probe_logits(
     )
     z = torch.tensor(GRID, dtype=torch.float64)[
         places % len(GRID)
-    ]  # every value at many places: nothing may depend on the column
+    ]  # every value in many columns: the result must not depend on the column
     y = run(z.clone())
     if y.shape != z.shape:
         raise uncuttable(architecture, "its logits change their shape after the output layer")

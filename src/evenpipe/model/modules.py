@@ -1,4 +1,4 @@
-"""A pipeline from plain modules: an embedding, layers called as `layer(hidden)`, a norm and a head."""
+"""Builds a pipeline from plain modules: an embedding, layers called as `layer(hidden)`, a norm and a head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evenpipe.model.structure import Structure, embed_rows, uncuttable
 
 
 class _Whole(nn.Module):
-    """The user's modules under the names that their parameters get."""
+    """The user's modules, named like the prefixes of their parameters."""
 
     def __init__(self, embedding: nn.Embedding, layers: Sequence[nn.Module], norm: nn.Module | None, head: nn.Linear):
         super().__init__()
@@ -28,14 +28,14 @@ class _Whole(nn.Module):
 def describe_modules(
     embedding: nn.Embedding, layers: Sequence[nn.Module], norm: nn.Module | None, head: nn.Linear
 ) -> Description:
-    """Describes a model put together from plain modules; the stages take copies of their weights.
+    """Describe a model of plain modules; the stages copy their weights.
 
     Parameters are named `embedding.weight`, `layers.N. ...`, `norm. ...`, `head.weight`, `head.bias`. The model is tied
     when embedding and head share one weight.
 
     Args:
-        layers: each is called with the hidden states [batch, sequence, hidden_size] and returns as many.
-        norm: called on the last layer's output, before the head; None for nothing.
+        layers: each is called with the hidden states [batch, sequence, hidden_size] and returns the same shape.
+        norm: called on the last layer's output, before the head; None: no norm.
     """
     check_ends("the model", embedding, head)
     if len(list(embedding.parameters())) > 1:
@@ -69,7 +69,7 @@ def describe_modules(
 
 
 class ModuleStage(nn.Module):
-    """Layers [first, last) of a model of plain modules: the interface of `Stage`."""
+    """Layers [first, last) of a model of plain modules, with the interface of `Stage`."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class ModuleStage(nn.Module):
         is_last: bool,
         dtype: torch.dtype,
         torch_device: str | torch.device,
-        compute_dtype: torch.dtype | None = None,  # as in `Stage`: nothing stands in here
+        compute_dtype: torch.dtype | None = None,  # unused, since there are no stand-ins here as in `Stage`
     ):
         super().__init__()
         self.first, self.last, self.is_first, self.is_last = first, last, is_first, is_last
@@ -94,7 +94,7 @@ class ModuleStage(nn.Module):
             embedding = _without_weight(whole.embedding)
             self._embedding = (embedding.to(torch_device),)
         self.to(torch_device)
-        for parameter in self.parameters():  # parameters only: a rounded buffer may change results
+        for parameter in self.parameters():  # not buffers: rounding them may change results
             parameter.data = parameter.data.to(dtype)
         self._returns_checked = False
         self.train()
@@ -105,11 +105,11 @@ class ModuleStage(nn.Module):
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states in, hidden states out, both [batch, sequence, hidden_size]. See `Stage.forward`.
+        """Compute hidden states from hidden states, both [batch, sequence, hidden_size]. See `Stage.forward`.
 
         Raises:
-            InputError: something else than hidden states was given; or, on the first call, a module returns another
-                shape or dtype than it received.
+            InputError: position ids or a mask were given; or, on the first call, a module returns another shape or
+                dtype than it received.
         """
         for name, value in (("position_ids", position_ids), ("attention_mask", attention_mask)):
             if value is not None:
@@ -131,7 +131,7 @@ class ModuleStage(nn.Module):
 
 
 def _without_weight(embedding: nn.Embedding) -> nn.Embedding:
-    """A copy of the embedding module that holds everything but its matrix."""
+    """Return a copy of the embedding module without its matrix."""
     small = copy.copy(embedding)
     small._parameters = {}
     small._buffers = dict(embedding._buffers)

@@ -1,9 +1,9 @@
-"""Tensors on disk and tensors in memory.
+"""Converts between tensors on disk and tensors in memory.
 
-transformers converts checkpoints while it loads and saves them. Some names differ (GPT-NeoX's head is
-`embed_out.weight` on disk and `lm_head.weight` in memory), and some tensors have another form: the experts of a layer
-are stored one by one and held in one tensor [experts, ...]. Both follow transformers' own tables, for one tensor in
-memory at a time, so that nobody has to hold a whole model.
+transformers converts checkpoints when it loads and saves them. Some names differ (GPT-NeoX's head is `embed_out.weight`
+on disk and `lm_head.weight` in memory), and some tensors have another form: a layer's experts are separate tensors on
+disk and one tensor [experts, ...] in memory. This module applies transformers' own tables to one tensor in memory at a
+time, so that no process needs memory for a whole model.
 
         disk                                                        memory
     ...experts.0.w1.weight, ...experts.7.w3.weight   <- converter -> ...experts.gate_up_proj
@@ -27,25 +27,25 @@ from evenpipe.model.structure import first_line
 
 @dataclass(slots=True)
 class Stored:
-    """How a tensor in memory is stored: under one name as it is, or in parts that a converter puts together."""
+    """How a tensor in memory is stored: unchanged under one name, or in parts that a converter combines."""
 
     parts: list[tuple[str, str]] = field(default_factory=list)
-    """(name on disk, pattern of the converter that it fits), in the order in which the converter wants them."""
+    """(name on disk, matching pattern of the converter), in the order that the converter requires."""
     first_name: str = ""
-    """Name in memory that the converter goes by: of several tensors that it makes, the first."""
+    """Name in memory that identifies the converter: the name of its first tensor."""
     converter: WeightConverter | None = None
 
     @property
     def disk_name(self) -> str | None:
-        """Of a tensor that is stored as it is held; None for others."""
+        """Name on disk if the tensor is stored unchanged, else None."""
         return self.parts[0][0] if self.converter is None else None
 
 
 def stored_tensors(description: Description, disk: Iterable[str]) -> dict[str, Stored]:
-    """Name in memory -> how that tensor is stored.
+    """Return name in memory -> how that tensor is stored.
 
     Args:
-        disk: all names on disk. Those that belong to no tensor of the model are left out.
+        disk: all names on disk.
     """
     conversions = get_model_conversion_mapping(description.skeleton)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
@@ -55,7 +55,7 @@ def stored_tensors(description: Description, disk: Iterable[str]) -> dict[str, S
     found: dict[str, Stored] = {}
     for name in sorted(disk, key=_natural):
         renamed, pattern = rename_source_key(name, renamings, converters, prefix, held)
-        if renamed not in held and name in held:  # nothing was to be renamed
+        if renamed not in held and name in held:  # the name on disk was already correct
             renamed, pattern = name, None
         if pattern is None:
             found.setdefault(renamed, Stored([(name, name)], renamed))
@@ -63,9 +63,9 @@ def stored_tensors(description: Description, disk: Iterable[str]) -> dict[str, S
         converter = by_pattern[pattern]
         stored = found.setdefault(renamed, Stored([], renamed, converter))
         if stored.converter is not converter:
-            continue  # stored in both forms: the first one counts
+            continue  # stored in both forms: use the first
         stored.parts.append((name, pattern))
-        for other in converter.target_patterns[1:]:  # one tensor on disk that is several in memory
+        for other in converter.target_patterns[1:]:  # one tensor on disk is several in memory
             found.setdefault(renamed.replace(converter.target_patterns[0], other), stored)
     return found
 
@@ -73,10 +73,10 @@ def stored_tensors(description: Description, disk: Iterable[str]) -> dict[str, S
 def put_together(
     description: Description, name: str, stored: Stored, read: Callable[[str], torch.Tensor]
 ) -> torch.Tensor:
-    """The tensor in memory from its parts on disk.
+    """Return the tensor in memory from its parts on disk.
 
     Args:
-        read: gives the tensor of a name on disk; one without storage will do to find out shapes.
+        read: returns the tensor of a name on disk; without storage if only the shape is needed.
 
     Raises:
         InputError: the parts do not fit together.
@@ -88,7 +88,7 @@ def put_together(
         converter.add_tensor(stored.first_name, disk, pattern, read(disk))  # type: ignore[arg-type]
     try:
         made = _converted(converter, stored.first_name, description)
-    except Exception as error:  # whatever transformers raises when parts are missing or of different shapes
+    except Exception as error:  # transformers raises many types when parts are missing or of different shapes
         raise InputError(
             f"{name} cannot be put together from {stored.parts[0][0]} and the {len(stored.parts) - 1} other tensors of "
             f"it ({first_line(error)})."
@@ -101,14 +101,14 @@ def put_together(
 def disk_tensors(
     description: Description, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name on disk, tensor) as `save_pretrained` of transformers would write them, drawn one by one.
+    """Return an iterator of (name on disk, tensor) as `save_pretrained` of transformers would write them.
 
     Args:
-        tensors: (name in memory, tensor) of the whole model, in any order. What is stored merged (several tensors in
-            memory, one on disk) is held back until its last part comes.
+        tensors: (name in memory, tensor) of the whole model, in any order, drawn one by one. Tensors that are merged on
+            disk are kept until the last part arrives.
 
     Raises:
-        InputError: a tensor that is stored merged with one that did not come.
+        InputError: a part of a merged tensor is missing.
     """
     return iter(tensors) if description.config is None else _to_disk(description, tensors)
 
@@ -144,14 +144,15 @@ def _to_disk(
 
 
 def _converted(converter: WeightConverter, first_name: str, description: Description) -> dict[str, torch.Tensor]:
-    """What a converter that was given its tensors makes of them."""
+    """Return the results of a converter that has all its tensors."""
     model = description.skeleton
     made = converter.convert(first_name, model=model, config=model.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
 def _converter_of(name: str, converters: list[WeightConverter]) -> tuple[str, str, WeightConverter | None]:
-    """(name that the converter goes by, its pattern, the converter); None where the tensor is stored as it is held."""
+    """Return (name that identifies the converter, its pattern, the converter); None if the tensor is stored
+    unchanged."""
     for converter in converters:
         renamed, pattern = converter.rename_source_key(name)
         if pattern is not None:
@@ -160,7 +161,7 @@ def _converter_of(name: str, converters: list[WeightConverter]) -> tuple[str, st
 
 
 def _groups(names: Mapping[str, torch.Tensor], converters: list[WeightConverter]) -> dict[str, list[str]]:
-    """Name that a converter goes by -> all tensors in memory that it takes, in the order in which it wants them."""
+    """Return name that identifies a converter -> its tensors in memory, in the order that it requires."""
     groups: dict[str, list[str]] = {}
     for name in sorted(names, key=_natural):
         first_name, _, converter = _converter_of(name, converters)
@@ -181,5 +182,5 @@ def _renamed(name: str, renamings: list[WeightRenaming]) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Sorts `experts.10` behind `experts.9`."""
+    """Return a sort key that puts `experts.10` after `experts.9`."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

@@ -1,8 +1,8 @@
-"""Tells transformers that no row holds several sequences, where that is known without looking.
+"""Tells transformers that no row contains several sequences if that is known without reading values.
 
-A model's forward that is given no position ids makes them itself: 0, 1, 2, ... Without a mask transformers then looks
-at their values for sequences that share a row, and the host waits for the GPU: once or twice in every forward of a
-stage. Nothing that a forward may be given says that there are none, and leaves the mask to the attention's own kernel.
+Without position ids a model's forward uses 0, 1, 2, ... Without a mask, transformers then reads these values to find
+sequences that share a row, and the host waits for the GPU: once or twice in every forward of a stage. No argument of a
+forward prevents this and still leaves the mask to the attention's own kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _known: ContextVar[bool] = ContextVar("nothing is packed", default=False)
 
 @contextmanager
 def nothing_packed() -> Iterator[None]:
-    """In here transformers does not look for rows with several sequences, and takes it that there are none."""
+    """Make transformers assume, inside this context, that no row contains several sequences."""
     before = _known.set(True)
     try:
         yield

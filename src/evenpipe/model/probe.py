@@ -1,15 +1,15 @@
-"""Where a transformers causal language model can be cut, found by asking the model rather than by reading names.
+"""Finds where a transformers causal language model can be cut, by running the model rather than by reading names.
 
 A model is *probed*: its own forward runs once on two tiny sequences, with every layer replaced by a function that
-records what it receives and returns a fresh random tensor. That shows
+records its input and returns a new random tensor. That shows
 
-1. whether each layer is called once, in order, with exactly what the one before returned;
-2. in which form layers return (a tensor, or a tuple whose first entry is the tensor);
+1. whether each layer is called once, in order, with exactly the result of the previous one;
+2. the form of a layer's result (a tensor, or a tuple whose first entry is the tensor);
 3. which parameters outside the layers act after them (they belong to the last stage); the others belong to the first;
-4. whether anything else crosses a boundary: hidden states or trainable tensors passed to layers sideways.
+4. whether anything else crosses a boundary: hidden states or trainable tensors that layers receive in other arguments.
 
-A model that fails is refused with a sentence. The probe runs on the CPU in fp64 and holds no weights: one number
-stands for each parameter, and who acts where is read from the autograd graph.
+A model that fails is refused with a sentence. The probe runs on the CPU in fp64 without weights: one number replaces
+each parameter, and the autograd graph shows which ones act where.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from evenpipe.model.structure import (
 
 @dataclass
 class _Record:
-    """What passed by in one forward."""
+    """The tensors recorded in one forward."""
 
     received: list[torch.Tensor] = field(default_factory=list)
     returned: list[torch.Tensor] = field(default_factory=list)
@@ -63,7 +63,7 @@ class _Record:
         return hidden.detach()[..., :1]
 
     def layer_forward(self, index: int, arguments: list[str], returns: int, beside: torch.Tensor | None = None):
-        """A forward for layer `index` that records its arguments, called so, and returns something new."""
+        """Return a forward for layer `index` that records its arguments and returns a new random tensor."""
 
         def transform(hidden: torch.Tensor) -> torch.Tensor:
             self.order.append(index)
@@ -88,10 +88,10 @@ class _Record:
 
 
 def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_module: str) -> Structure:
-    """Finds the rest of the structure.
+    """Find the rest of the structure.
 
     Args:
-        model: a fresh fp64 skeleton. It is used up: afterwards it runs on hidden states with no layers and no weights.
+        model: a new fp64 skeleton. It is modified: afterwards it runs on hidden states without layers and weights.
 
     Raises:
         InputError: the model cannot be cut exactly.
@@ -111,7 +111,7 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
         for index, layer in enumerate(layers):
             layer.forward = record.layer_forward(index, arguments, returns, beside)
         replace_head(model, head_module, record.take_head_input)
-        embedded = embed_rows(embedding, rows).clone()  # some families write to what they are given
+        embedded = embed_rows(embedding, rows).clone()  # some families write to their input
         call_embedded(model, embedding, token, embedded)
         return record, embedded._version > 0
 
@@ -119,7 +119,7 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
     for wants_token, returns in itertools.product((None, neutral), (0, 1, 2, 3)):
         try:
             record, writes_to_input = run(returns, wants_token)
-        except Exception as error:  # whatever the family's code raises on a form that it does not expect
+        except Exception as error:  # families raise many types on a form that they do not expect
             failure = failure or (
                 "its forward needs more of what other devices hold than the hidden states that layers hand on: it stops"
                 f" at {line_of_model(error)} ({type(error).__name__}: {first_line(error)})"
@@ -139,7 +139,7 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
     else:
         raise uncuttable(architecture, failure)
     _check_passage(model, record, len(layers))
-    if returns > 1:  # attention weights, or what the next layer needs as well
+    if returns > 1:  # attention weights, or another input of the next layer
         with contextlib.suppress(Exception):
             beside = torch.rand((), dtype=torch.float64, requires_grad=True)
             record.sideways += run(returns, wants_token, beside)[0].sideways
@@ -158,7 +158,7 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
     for name in last:
         if id(outer[name]) in leaves_before:
             raise uncuttable(architecture, f"its parameter {name} acts both before and after the layers")
-    # What has no part in text (a tower that sees images) gets no gradient anywhere, and stands beside the embedding.
+    # Parameters that are not used for text (an image tower) get no gradient, and belong to the first stage.
     first = tuple(name for name in outer if name not in last)
     silent = [name for name in first if id(outer[name]) not in leaves_before]
     if silent and (name := _acts_unseen(lambda: run(returns, wants_token)[0], shown, silent)):
@@ -166,14 +166,14 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
     model.eval()
     try:
         embedded = run(returns, wants_token)[0].received[0]
-    except Exception as error:  # RWKV then changes the weights of all its layers
+    except Exception as error:  # in evaluation RWKV changes the weights of all its layers
         reason = (
             "its forward in evaluation needs more of its layers than the hidden states that they hand on: it stops at"
             f" {line_of_model(error)} ({type(error).__name__}: {first_line(error)})"
         )
         raise uncuttable(architecture, reason) from error
     if wants_token is None:
-        with contextlib.suppress(Exception):  # some forwards take no token ids without the weights that they look up
+        with contextlib.suppress(Exception):  # some forwards fail on token ids without the embedding's weights
             asked = run(returns, neutral)[0].received[0]
             wants_token = None if torch.equal(embedded, asked) else neutral
     model.train()
@@ -193,9 +193,9 @@ def probe(model: PreTrainedModel, layers_name: str, embedding_module: str, head_
 
 
 def _numbers_for_parameters(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Puts one trainable number, seen as a tensor of the right shape, in the place of every parameter left.
+    """Replace every remaining parameter by one trainable number, expanded to the right shape.
 
-    Returns: by parameter, the number, and what the model sees of it.
+    Returns: for each parameter, the number, and the number as the model uses it.
     """
     numbers, shown = {}, {}
     for owner, attribute, name in outer_parameters(model):
@@ -208,8 +208,8 @@ def _numbers_for_parameters(model: nn.Module) -> tuple[dict[str, torch.Tensor], 
 
 
 def _acts_unseen(run: Callable[[], _Record], shown: dict[str, torch.Tensor], names: list[str]) -> str:
-    """The first of some parameters that autograd does not see (tables that are looked up under `no_grad`) of which more
-    than what the first layer receives depends; empty where there is none."""
+    """Return the first of these parameters, which get no gradient (tables read under `no_grad`), that affects more than
+    the first layer's hidden states; empty if there is none."""
 
     def found() -> list[torch.Tensor]:
         torch.default_generator.manual_seed(0)
@@ -229,8 +229,8 @@ def _acts_unseen(run: Callable[[], _Record], shown: dict[str, torch.Tensor], nam
 
 
 def _returns_two_tensors(model: PreTrainedModel, layers_name: str) -> bool:
-    """Whether layers return something trainable beside the hidden states. Where that is not seen it is taken that they
-    do; the self-check finds out whether integers (the tokens that were chosen for attention) matter to the next one."""
+    """Return whether layers return a floating-point tensor besides the hidden states, True if that is unknown. The
+    self-check finds out whether integers (the tokens chosen for attention) matter to the next layer."""
     returned = output_of_first_layer(model.config, type(model), layers_name, torch.float32)
     return not isinstance(returned, (tuple, list)) or any(one.is_floating_point() for one in _tensors(returned[1:]))
 
@@ -238,7 +238,7 @@ def _returns_two_tensors(model: PreTrainedModel, layers_name: str) -> bool:
 def output_of_first_layer(
     config: PreTrainedConfig, model_class: type[PreTrainedModel], layers_name: str, dtype: torch.dtype
 ) -> Any:
-    """What the first layer of a model in `dtype` returns on the meta device; None where it does not run there."""
+    """Return the first layer's output on the meta device for a model in `dtype`; None if it does not run there."""
     model, found = build_skeleton(config, dtype, model_class), []
 
     def stop(module: nn.Module, args: tuple, output: Any) -> None:
@@ -253,7 +253,7 @@ def output_of_first_layer(
 
 
 def _named(model: PreTrainedModel, record: _Record) -> str:
-    """Arguments by which layers receive more than hidden states, and settings of the config that speak of the same."""
+    """Return the arguments in which layers receive more than hidden states, and related settings of the config."""
     names = sorted(set(record.sideways))
     settings = vars(model.config.get_text_config()).items()
     said = [f"{name} = {value}" for name, value in settings if value and any(one.rstrip("s") in name for one in names)]
@@ -261,7 +261,7 @@ def _named(model: PreTrainedModel, record: _Record) -> str:
 
 
 def _check_passage(model: PreTrainedModel, record: _Record, layers: int) -> None:
-    """Every layer once, in order, on exactly what the one before returned, and nothing trainable beside it."""
+    """Check that every layer runs once, in order, on exactly the previous result, without other trainable inputs."""
     architecture = type(model).__name__
     if record.order != list(range(layers)):
         raise uncuttable(architecture, f"its forward calls its {layers} layers in the order {record.order[:20]}")
@@ -277,7 +277,7 @@ def _check_passage(model: PreTrainedModel, record: _Record, layers: int) -> None
 
 
 def _leaves(output: torch.Tensor) -> set[int]:
-    """Identities of the leaf tensors that a result was computed from, read from its graph."""
+    """Return the ids of the leaf tensors in a result's graph."""
     if output.is_leaf:
         return {id(output)}
     found, seen, waiting = set(), set(), [output.grad_fn]

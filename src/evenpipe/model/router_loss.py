@@ -1,20 +1,20 @@
-"""The loss that keeps the experts of a mixture evenly loaded, and how the stages of a model share it.
+"""Computes the loss that balances the load of a mixture's experts, across the stages of a model.
 
-transformers adds it where the config says `output_router_logits` (Switch Transformer, arXiv 2101.03961, equations 4-6,
+transformers adds it if the config sets `output_router_logits` (Switch Transformer, arXiv 2101.03961, equations 4-6,
 over the rows of all layers together):
 
     coefficient * E * sum_e (counts_e / rows) * (probabilities_e / rows)
 
-    counts_e          how often expert e is among the chosen ones, over all layers and tokens that the mask counts
-    probabilities_e   the sum of its softmax probabilities over the same
+    counts_e          how often expert e is chosen, over all layers and all tokens that the mask includes
+    probabilities_e   the sum of its softmax probabilities over the same layers and tokens
     rows              layers times tokens
 
-It is a product of sums over layers, so no layer has a share of its own. But only the probabilities can be
-differentiated: a layer's gradient needs of all other layers nothing but the counts. So each stage adds its layers to
-three running totals, which travel forwards with the hidden states; at the last stage they are complete; and one
-gradient [E], the same for the probabilities of every row of every layer, travels back with that of the hidden states.
+It is a product of sums over layers, so it cannot be split by layer. But only the probabilities are differentiable: a
+layer's gradient depends on other layers only through the counts. So each stage adds its layers to three running totals,
+which travel forwards with the hidden states and are complete at the last stage; one gradient [E], the same for the
+probabilities of every row of every layer, travels back with the gradient of the hidden states.
 
-All in fp32 and in the order of the layers, as transformers does it: the same bits.
+Everything is in fp32 and in the order of the layers, as in transformers, so the bits are equal.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from evenpipe.model.structure import PROBE_BATCH, PROBE_SEQUENCE, Structure, cal
 
 OPTION = "output_router_logits"
 FUNCTION = "load_balancing_loss_func"
-"""What transformers calls it, in the file of every family that has it."""
+"""Name of the loss function in the file of every family that has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterLoss:
-    """The numbers of a family's loss, as its own forward uses them."""
+    """The constants of a family's loss, as its own forward uses them."""
 
     coefficient: float
     experts: int
@@ -47,19 +47,19 @@ class RouterLoss:
     """Experts per token."""
 
     def start(self, torch_device: torch.device | str = "cpu") -> torch.Tensor:
-        """Totals before the first layer: [2 * experts + 1] fp32, counts, probabilities and rows."""
+        """Return the totals before the first layer: [2 * experts + 1] fp32, counts, probabilities and rows."""
         return torch.zeros(2 * self.experts + 1, device=torch_device)
 
     def add(
         self, totals: torch.Tensor, logits: Sequence[torch.Tensor], mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds layers to the totals of those before.
+        """Add layers to the totals of the previous ones.
 
         Args:
-            logits: what the router of each layer gave, [tokens, experts].
-            mask: 1 for tokens that count and 0 for padding, as many; None: all count.
+            logits: router logits of each layer, [tokens, experts].
+            mask: 1 for tokens that count and 0 for padding, with as many elements as tokens; None: all count.
 
-        Returns: the new totals, outside of autograd, and the probabilities in them with the graph of these layers.
+        Returns: the new totals, without a graph, and their probabilities with the graph of these layers.
         """
         counts, probabilities, rows = self._parts(totals)
         flat = None if mask is None else mask.reshape(-1).to(dtype=torch.float32)
@@ -78,12 +78,12 @@ class RouterLoss:
         return torch.cat([counts, probabilities.detach(), rows]), probabilities
 
     def value(self, totals: torch.Tensor) -> torch.Tensor:
-        """The loss of complete totals, without the coefficient. A scalar."""
+        """Return the loss of complete totals, without the coefficient. A scalar."""
         counts, probabilities, rows = self._parts(totals)
         return torch.sum((counts / rows) * (probabilities / rows)) * self.experts
 
     def gradient(self, totals: torch.Tensor, share: float) -> torch.Tensor:
-        """[experts]: the gradient of `share * coefficient * value` with respect to any layer's sum of probabilities."""
+        """Return the gradient [experts] of `share * coefficient * value` by any layer's sum of probabilities."""
         counts, probabilities, rows = self._parts(totals)
         with torch.enable_grad():
             probabilities = probabilities.detach().requires_grad_()
@@ -145,7 +145,7 @@ def probe_router_loss(model: PreTrainedModel, hidden_size: int, structure: Struc
         (coefficient,) = torch.autograd.grad(with_it, value)
         router_loss = RouterLoss(float(coefficient), int(found["num_experts"]), int(found["top_k"]))
         alone = torch.equal(plain.detach().double(), with_it.detach().double())
-    except Exception as error:  # whatever a family's code raises on a forward without layers
+    except Exception as error:  # families raise many types on a forward without layers
         raise _refused(architecture, f"what it does with it is not seen ({type(error).__name__})") from error
     if not alone or found.get("attention_mask") is not mask or not _agrees(router_loss, theirs):
         raise _refused(architecture, "its loss of the routers is another than Mixtral's")
@@ -153,10 +153,10 @@ def probe_router_loss(model: PreTrainedModel, hidden_size: int, structure: Struc
 
 
 def router_modules(model: PreTrainedModel, layers_name: str, kept: range | None = None) -> list[tuple[nn.Module, int]]:
-    """(module, index in what it returns) of everything whose output transformers takes for router logits.
+    """Return (module, index in its output) of all modules whose output transformers records as router logits.
 
     Args:
-        kept: indices of the layers to look in; None: all.
+        kept: indices of the layers to search; None: all.
     """
     recorders = getattr(type(model.base_model), "_can_record_outputs", None) or {}
     recorders = recorders.get("router_logits", [])
@@ -173,7 +173,7 @@ def router_modules(model: PreTrainedModel, layers_name: str, kept: range | None 
 
 
 def _matches(recorder: Any, name: str, module: nn.Module) -> bool:
-    """Whether a recorder of transformers means this module: by its class, by the end of its name, or both."""
+    """Return whether a recorder of transformers selects this module: by its class, by the end of its name, or both."""
     if isinstance(recorder, str):
         return name.endswith(recorder)
     if isinstance(recorder, type):
@@ -185,7 +185,7 @@ def _matches(recorder: Any, name: str, module: nn.Module) -> bool:
 
 
 def _globals_of_forward(model: nn.Module) -> dict[str, Any]:
-    """The names that a model's forward sees, its decorators taken off."""
+    """Return the globals of a model's undecorated forward."""
     return getattr(inspect.unwrap(type(model).forward), "__globals__", {})
 
 
@@ -200,7 +200,7 @@ def _replaced(names: dict[str, Any], name: str, value: Any) -> Iterator[None]:
 
 
 def _agrees(ours: RouterLoss, theirs: Callable[..., torch.Tensor]) -> bool:
-    """Value and gradient, with and without a mask, on two layers of random logits."""
+    """Compare value and gradient, with and without a mask, on two layers of random logits."""
     if [*inspect.signature(theirs).parameters] != ["gate_logits", "num_experts", "top_k", "attention_mask"]:
         return False
     generator = torch.Generator().manual_seed(0)
