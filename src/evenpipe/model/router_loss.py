@@ -100,23 +100,23 @@ def wants_router_loss(config: Any) -> bool:
 
 
 def without_router_loss(config: Any) -> None:
-    """Takes the option out of a config (the caller's own copy), so that a forward on stand-ins does not look for it."""
+    """Switch the option off in a config (the caller's own copy), so that a forward on stand-ins computes no loss."""
     for one in (config, config.get_text_config()):
         if getattr(one, OPTION, False):
             setattr(one, OPTION, False)
 
 
 def probe_router_loss(model: PreTrainedModel, hidden_size: int, structure: Structure) -> RouterLoss:
-    """Finds out what a family's forward does with the option.
+    """Find out how a family's forward uses the option.
 
-    Its function for the loss is replaced for one forward, to see what it is called with and what its result is
-    multiplied with; and it is compared with ours on random numbers.
+    For one forward its loss function is replaced, which shows the function's arguments and the factor of its result.
+    The function is then compared with ours on random numbers.
 
     Args:
-        model: what `probe` leaves behind: it runs on fp64 hidden states with no layers and no weights.
+        model: as `probe` leaves it: it runs on fp64 hidden states without layers and weights.
 
     Raises:
-        InputError: transformers has no such loss for the family, or another one.
+        InputError: transformers has no router loss for the family, or a different one.
     """
     architecture = type(model).__name__
     names = _globals_of_forward(model)

@@ -1,8 +1,9 @@
-"""transformers' own rules for fresh values (`_init_weights`), applied to parts of a model.
+"""Applies transformers' own rules for initial values (`_init_weights`) to parts of a model.
 
-Used for buffers, which are in no checkpoint (rotary frequencies, embedding scales), and for initial weights. Rules run
-on children before parents, as some families rescale their residual projections in the parent's turn. What they leave
-out is seen, since every tensor is filled with NaN before, and taken from a real layer built from its class and index.
+They give values to buffers that are in no checkpoint (rotary frequencies, embedding scales) and to initial weights.
+Rules run on children before parents, since some families rescale their residual projections in the parent's rule.
+Tensors start as NaN, so values that the rules leave out are found, and copied from a real layer built from its class
+and index.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ Tensors = Mapping[str, torch.Tensor | None]
 
 
 def seed_of(seed: int, *names: object) -> int:
-    """A seed for one named thing: SHA-256, so that it is the same in every process and every run."""
+    """Return a seed for a name: by SHA-256, so that it is the same in every process and every run."""
     text = "\0".join([str(seed), *(str(name) for name in names)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Gives the CPU's random state back as it was. Accelerators are not touched: all drawing is done on the CPU."""
+    """Restore the CPU's random state on exit. Accelerators are not touched, since all drawing is on the CPU."""
     state = torch.get_rng_state()
     try:
         yield
@@ -42,26 +43,26 @@ def undisturbed() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A part of a model that is initialised for itself: a layer, or a module beside the list of layers."""
+    """A part of a model that is initialised on its own: a layer, or a module outside the list of layers."""
 
     name: str
     module: nn.Module
     owner: PreTrainedModel
-    """The innermost transformers model that it belongs to: its rules apply."""
+    """The innermost transformers model around it: its rules apply."""
     model: PreTrainedModel
     layer_index: int | None
 
     def apply_rules(self, seed: int) -> None:
-        """Runs the rules on every module of the unit, each with a seed made of `seed` and its name."""
+        """Run the rules on every module of the unit, each with a seed from `seed` and its name."""
         for name, module, owner in children_first(self.module, self.name, self.owner):
             torch.default_generator.manual_seed(seed_of(seed, name))
             owner._init_weights(module)
 
     def gaps(self, tensors_of: Callable[[nn.Module], Tensors]) -> list[tuple[str, str, torch.Tensor]]:
-        """(module within the unit, name, tensor) of all that no rule has given a value.
+        """Return (module within the unit, name, tensor) of every tensor that got no value from a rule.
 
         Args:
-            tensors_of: the dictionary of parameters or buffers of one module.
+            tensors_of: returns the dictionary of parameters or buffers of a module.
         """
         return [
             (prefix, key, value)
@@ -71,10 +72,10 @@ class Unit:
         ]
 
     def fill_gaps(self, tensors_of: Callable[[nn.Module], Tensors]) -> None:
-        """Copies what the rules left out from a real layer, or refuses with the name.
+        """Copy tensors that the rules left out from a real layer, or refuse with the name.
 
         Args:
-            tensors_of: the dictionary of parameters or buffers of one module.
+            tensors_of: returns the dictionary of parameters or buffers of a module.
         """
         gaps = self.gaps(tensors_of)
         real = self._construct() if gaps else None
@@ -90,7 +91,7 @@ class Unit:
         raise InputError(f"transformers gives no fresh value to {what}, so {architecture} cannot be built in parts.")
 
     def _construct(self) -> nn.Module | None:
-        """The same module built really on the CPU; None if its constructor wants something else than usual."""
+        """Build the same module with storage on the CPU; None if its constructor requires unusual arguments."""
         config = self.model.config.get_text_config()
         wanted = inspect.signature(type(self.module).__init__).parameters
         offered: dict[str, Any] = {name: getattr(config, name) for name in wanted if hasattr(config, name)}
@@ -100,12 +101,12 @@ class Unit:
         try:
             with torch.device("cpu"):
                 return type(self.module)(**{name: offered[name] for name in wanted if name in offered})
-        except Exception:  # a constructor of another form; the caller refuses with the name
+        except Exception:  # unusual constructor; the caller refuses with the name
             return None
 
 
 def units(model: PreTrainedModel, layers_name: str) -> list[Unit]:
-    """All units of a model: every layer, and every module beside the list of layers."""
+    """Return all units of a model: every layer, and every module outside the list of layers."""
     found = []
 
     def walk(module: nn.Module, name: str, owner: PreTrainedModel) -> None:
@@ -127,7 +128,7 @@ def units(model: PreTrainedModel, layers_name: str) -> list[Unit]:
 def children_first(
     module: nn.Module, name: str, owner: PreTrainedModel
 ) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """(name, module, the transformers model whose rules apply) for a module and all below it, parents last."""
+    """Yield (name, module, the transformers model whose rules apply) for a module and its descendants, parents last."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     for child_name, child in module.named_children():
         yield from children_first(child, f"{name}.{child_name}" if name else child_name, owner)
@@ -135,12 +136,12 @@ def children_first(
 
 
 def module_and_owner(model: PreTrainedModel, wanted: str) -> tuple[nn.Module, PreTrainedModel]:
-    """The module of that name, and the transformers model whose rules apply to it."""
+    """Return the module of that name, and the transformers model whose rules apply to it."""
     return next((module, owner) for name, module, owner in children_first(model, "", model) if name == wanted)
 
 
 def marked(shape: torch.Size, dtype: torch.dtype, device: str | torch.device = "cpu") -> torch.Tensor:
-    """A tensor full of NaN (integers: the smallest), so that what nobody fills is seen."""
+    """Return a tensor full of NaN (integers: the smallest), which shows whether it was filled later."""
     if dtype.is_floating_point or dtype.is_complex:
         value = float("nan")
     else:
@@ -149,23 +150,23 @@ def marked(shape: torch.Size, dtype: torch.dtype, device: str | torch.device = "
 
 
 def untouched(tensor: torch.Tensor) -> bool:
-    """Whether the mark of `marked` is still somewhere in a tensor. Truth values carry no mark."""
+    """Return whether a tensor still contains the mark of `marked`. Booleans have no mark."""
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(torch.isnan(tensor).any())
     return tensor.dtype != torch.bool and bool((tensor == torch.iinfo(tensor.dtype).min).any())
 
 
 def restore_buffers(model: PreTrainedModel, layers_name: str, kept: range) -> None:
-    """Gives every meta buffer its value (rotary frequencies, embedding scales, ...) on the CPU.
+    """Give every meta buffer its value (rotary frequencies, embedding scales, ...) on the CPU.
 
-    Parameters stay on the meta device, and so does everything of layers outside `kept`. Buffers keep the dtype they
-    were built with: rotary tables fp32.
+    Parameters stay on the meta device, and so do layers outside `kept`. Buffers keep their original dtype: rotary
+    tables fp32.
 
     Raises:
-        InputError: neither transformers' rules nor the module's constructor give one a value.
+        InputError: neither transformers' rules nor the module's constructor give a buffer its value.
     """
     parts = [unit for unit in units(model, layers_name) if unit.layer_index is None or unit.layer_index in kept]
-    around = [  # the models that hold the layers
+    around = [  # the models around the layers
         Unit(name, module, owner, model, None)
         for name, module, owner in children_first(model, "", model)
         if not name or layers_name.startswith(f"{name}.")
@@ -175,7 +176,7 @@ def restore_buffers(model: PreTrainedModel, layers_name: str, kept: range) -> No
             _restore(unit, list(unit.module.modules()), partial(unit.apply_rules, 0))
         for unit in around:
             _restore(unit, [unit.module], partial(unit.owner._init_weights, unit.module))
-        if any(unit.gaps(_buffers) for unit in parts):  # buffers of layers that the model around them gives a value
+        if any(unit.gaps(_buffers) for unit in parts):  # the rule of the model around layers may fill their buffers
             for unit in around:
                 unit.owner._init_weights(unit.module)
         for unit in (*parts, *around):
@@ -184,7 +185,7 @@ def restore_buffers(model: PreTrainedModel, layers_name: str, kept: range) -> No
 
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """What rules compute in where they do not say: that of the model, as when transformers builds it."""
+    """Set the default dtype of the rules to the model's, as transformers does when it builds the model."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -211,7 +212,7 @@ def _restore(unit: Unit, modules: list[nn.Module], run_rules: Callable[[], None]
         module._buffers[key] = value
     run_rules()
     truths = [(module, key, value) for module, key, value in fresh if value.dtype == torch.bool]
-    if truths:  # they carry no mark: the rules set what comes out the same from the opposite start
+    if truths:  # booleans have no mark: the rules set them if the opposite start gives the same result
         first_answers = [value.clone() for _, _, value in truths]
         for _, _, value in truths:
             value.fill_(True)

@@ -1,4 +1,4 @@
-"""What a model's layers consist of, as far as bytes and arithmetic depend on it: read from its config and skeleton."""
+"""Reads the properties of a model's layers that determine bytes and arithmetic, from its config and skeleton."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ NORM_PLACES = ("before attention", "after attention", "before mlp", "after mlp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """One transformer layer. Sizes in elements."""
+    """The shape of one transformer layer. Sizes are in elements."""
 
     hidden_size: int
     heads: int
-    """Of queries."""
+    """Number of query heads."""
     key_value_heads: int
     query_size: int
-    """Of one head of queries and keys."""
+    """Size of one head of queries and keys."""
     value_size: int
-    """Of one head of values."""
+    """Size of one head of values."""
     mlp_size: int
-    """Between the products of the MLP."""
+    """Inner width of the MLP."""
     gated: bool
-    """Two products go in, and one is the other's gate."""
+    """The MLP has two input products, and one is the other's gate."""
     activation: str
-    """As the config names it."""
+    """Name in the config."""
     norm: Literal["rms", "layer"]
     norms: tuple[str, ...]
-    """Where the norms of the residual stream stand, of `NORM_PLACES`."""
+    """Positions of the norms of the residual stream, from `NORM_PLACES`."""
     query_key_norm: Literal["none", "head", "whole"]
     """Queries and keys have norms: over each head, or over all heads at once."""
     parallel: bool
@@ -49,54 +49,54 @@ class LayerShape:
     packed_gate: bool
     """Gate and up are one matrix."""
     rotary_size: int
-    """Of a head, how much is rotated; 0: learned positions, or none."""
+    """Number of rotated columns per head; 0: no rotary embedding."""
     attention_bias: bool
-    """Of queries, keys and values."""
+    """Queries, keys and values have a bias."""
     mlp_bias: bool
     window: int | None
-    """Tokens that attention looks back on; None: all."""
+    """Number of earlier tokens that attention sees; None: all."""
     experts: int = 0
-    """Of a mixture; 0: a dense MLP."""
+    """Number of experts; 0: a dense MLP."""
     experts_per_token: int = 0
     shared_mlp_size: int = 0
-    """Of the experts that every token meets."""
+    """Inner width of the experts that every token uses."""
 
     output_bias: bool = False
-    """Of the product behind attention."""
+    """The product after attention has a bias."""
     norm_style: Literal["torch", "narrow", "wide", "plus one", "centred"] = "narrow"
     """How transformers' module computes its norms: torch's own function; in fp32, rounded before the weight ("narrow")
-    or behind it ("wide"); with 1 + weight; with the mean taken away step by step."""
+    or after it ("wide"); with 1 + weight; with the mean subtracted in a separate step."""
     attention: Literal["sdpa", "eager"] = "sdpa"
-    """What transformers takes for this model by itself."""
+    """transformers' default for this model."""
     sliced_qkv: bool = False
-    """Of a packed product each of the three is cut out by itself, so its gradient is as large as all of them."""
+    """Queries, keys and values are separate slices of a packed product, so each slice's gradient has its full size."""
     wide_softmax: bool = True
     """Probabilities of eager attention are computed in fp32."""
     soft_cap: bool = False
-    """Scores of attention are capped by a tanh."""
+    """Attention scores are capped by a tanh."""
     rotary_table: str = "rotary"
-    """Layers of one stage with the same name have the same tables of cosines and sines."""
+    """Layers of one stage with the same name share their tables of cosines and sines."""
     wide_table: bool = False
     """These tables are fp32 whatever the dtype of the hidden states."""
     wide_rotary: bool = False
     """Queries and keys are rotated in fp32."""
     joined_rotary: bool = False
-    """Rotated and other columns are put together in a new tensor, however many the latter are."""
+    """Rotated and other columns are joined in a new tensor, even if there are no other columns."""
     holds_attention: bool = False
-    """The result of attention lives until the layer ends, since a variable holds it."""
+    """The result of attention is live until the layer ends, since a variable refers to it."""
     late_query_key_norm: bool = False
-    """Queries and keys are normalised when the values are there as well, not each at once."""
+    """Queries and keys are normalised after the values are computed, not each immediately."""
     scaled_residual: bool = False
-    """What is added to the residual stream is multiplied by a number."""
+    """Additions to the residual stream are multiplied by a number."""
     dropout: bool = False
-    """Something is dropped at random while training."""
+    """The layer uses dropout in training."""
 
 
 def layer_shapes(description: Description) -> tuple[LayerShape, ...]:
-    """The shape of every layer.
+    """Return the shape of every layer.
 
     Raises:
-        InputError: of a model type that is not known here, or of a layer with parts that are not.
+        InputError: the model type, or a part of a layer, is unknown.
     """
     model_type = _model_type(description)
     if model_type not in _KNOWN:
@@ -129,7 +129,7 @@ _KNOWN = frozenset(
         "phi",
     ]
 )
-"""What `_read` looks at tells everything about layers of these types; what it cannot see is by type."""
+"""Model types whose layers `_read` describes completely; some properties are listed by type below."""
 _JOINED_ROTARY = ("phi3", "phi", "gpt_neox")
 _WIDE_ROTARY, _SLICED_QKV, _NARROW_SOFTMAX = ("cohere2",), ("phi3",), ("gpt2",)
 _LATE_NORM, _HOLDS_ATTENTION = ("gemma3_text", "phi"), ("gpt2",)
@@ -220,7 +220,7 @@ def _one_of(module: nn.Module, names: tuple[str, ...]) -> Any:
 
 
 def _rows(linear: nn.Module, *, inputs: bool = False) -> int:
-    """Columns of the result of a linear layer, or of its input."""
+    """Return the columns of a linear layer's result, or of its input."""
     weight = linear.weight
     assert isinstance(weight, torch.Tensor)
     return int(
@@ -229,8 +229,8 @@ def _rows(linear: nn.Module, *, inputs: bool = False) -> int:
 
 
 def _norm_places(description: Description, layer: nn.Module) -> dict[str, nn.Module]:
-    """Where the norms of the residual stream stand. "post_attention_layernorm" is behind attention where the MLP has
-    another one of its own, and before the MLP elsewhere."""
+    """Return the norms of the residual stream by position. "post_attention_layernorm" is after attention if the MLP has
+    its own norm, and before the MLP otherwise."""
     found = {
         name: module
         for name, module in layer._modules.items()
@@ -279,7 +279,7 @@ def _window(config: Any, kind: str | None) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
-# --- what is found by asking a module ---------------------------------------------------------------------------------
+# --- properties found by running a module -----------------------------------------------------------------------------
 
 
 def _style(norm: nn.Module, known: dict[type[nn.Module], Any]) -> Any:
@@ -290,9 +290,9 @@ def _style(norm: nn.Module, known: dict[type[nn.Module], Any]) -> Any:
 
 @torch.no_grad()
 def norm_style(norm: nn.Module) -> Literal["torch", "narrow", "wide", "plus one", "centred"]:
-    """How a norm is computed (`LayerShape.norm_style`), from what it answers to four simple questions.
+    """Find out how a norm is computed (`LayerShape.norm_style`), from its results on simple inputs.
 
-    norm: with one weight, on any device; a copy is asked.
+    norm: with one weight, on any device; a copy is run.
     """
     if isinstance(norm, nn.LayerNorm):
         return "torch"
@@ -305,13 +305,13 @@ def norm_style(norm: nn.Module) -> Literal["torch", "narrow", "wide", "plus one"
     weight.fill_(1.0)
     if not real(torch.ones_like(hidden)).any():
         return "centred"
-    # A weight that is multiplied behind the rounding brings its own dtype into the result.
+    # If the weight is applied after the rounding, the result has the weight's dtype.
     return "narrow" if real(hidden.bfloat16()).dtype == torch.float32 else "wide"
 
 
 @torch.no_grad()
 def _has_wide_table(description: Description) -> bool:
-    """Whether tables of cosines come in fp32 for hidden states in bf16."""
+    """Return whether tables of cosines are fp32 for hidden states in bf16."""
     base = description.skeleton.base_model
     rotary = next((module for name, module in base.named_modules() if name.endswith("rotary_emb")), None)
     if rotary is None:

@@ -1,9 +1,9 @@
-"""A small copy of a model's config that keeps everything by which architectures differ.
+"""Makes a small copy of a model's config that keeps all differences between architectures.
 
-Widths and counts become small, multipliers and soft-caps move away from the values at which they would not show,
-dropouts become zero. What has to fit together still does: heads times their size are as wide as the hidden states if
-they were, and are not if they were not. Attributes are set on a copy, not passed through the constructor, since
-validators and derived defaults of many configs reject or undo partial changes; what is read-only is left as it is.
+Widths and counts become small, multipliers and soft-caps move away from values without effect, and dropouts become
+zero. Relations between sizes are kept: heads times their size equal the hidden size only if they did before. Attributes
+are set on a copy, not passed through the constructor, since validators and derived defaults of many configs reject or
+undo partial changes; read-only attributes stay unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 HIDDEN, HEADS, HEAD_SIZE, ROTARY, VOCABULARY = 64, 4, 16, 8, 251
 
-# (pattern, limit): an integer becomes `limit` if it is larger and its name matches. The first row that matches holds.
+# (pattern, limit): an integer becomes `limit` if it is larger and its name matches. The first matching row applies.
 SMALLER = [
     (re.compile(pattern), limit)
     for pattern, limit in (
@@ -56,17 +56,17 @@ HEADS_OF = {
     "mamba_head_dim": ("mamba_num_heads",),
     "mamba_headdim": ("n_mamba_heads",),
 }
-"""Sizes of heads, and what counts them: their product is a width that may have to fit that of the hidden states."""
+"""Sizes of heads -> their counts: the product is a width that may have to match the hidden size."""
 
 LATENT = ("qk_rope_head_dim", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "head_dim")
-"""Sizes of heads of latent attention, which keep their proportions instead."""
+"""Head sizes of latent attention, which keep their proportions instead."""
 
 STEPS = ({"narrow": True, "moved": True}, {"narrow": True, "moved": False}, {"narrow": False, "moved": True})
-"""Arguments for `small_copy`, the most telling first, for the case that an architecture does not run from one."""
+"""Arguments for `small_copy`, the strictest first; the others are for architectures that do not run with it."""
 
 
 def said_of_layers(config: PreTrainedConfig, layers: int) -> list[list[Any]]:
-    """Everything that a config says layer by layer: each time a value for each of its `layers`."""
+    """Return all per-layer settings of a config, each as a list with one value per layer."""
     config = config.get_text_config()
     said = [list(value) for value in vars(config).values() if _is_per_layer(value, layers)]
     for name, value in vars(config).items():
@@ -78,19 +78,19 @@ def said_of_layers(config: PreTrainedConfig, layers: int) -> list[list[Any]]:
 def small_copy(
     config: PreTrainedConfig, layers: int, kept: Sequence[int], *, narrow: bool, moved: bool
 ) -> PreTrainedConfig:
-    """A copy with few layers and few tokens.
+    """Return a copy with few layers and few tokens.
 
     Args:
-        layers: how many the model has.
-        kept: for each layer of the copy, the one that it stands for.
+        layers: number of layers of the model.
+        kept: for each layer of the copy, the original layer.
         narrow: make widths small too.
-        moved: move multipliers, scales and soft-caps away from their values (a multiplier of 1 hides that it is there).
+        moved: change multipliers, scales and soft-caps (a multiplier of 1 has no effect that a test could see).
     """
     whole = copy.deepcopy(config)
     small = whole.get_text_config()
     layerwise = _layerwise(small)
     if layerwise:
-        small.per_layer_config = None  # what holds for all layers can then be read and set
+        small.per_layer_config = None  # the settings of all layers can then be read and set
     usual = {name: getattr(small, name, None) for name in layerwise}
     for name, value in list(vars(small).items()):
         if _is_per_layer(value, layers):
@@ -114,7 +114,7 @@ def small_copy(
         }
     for part in _parts(small):
         _make_telling(part, moved)
-    for tower in vars(whole).values():  # what sees or hears takes no part in text
+    for tower in vars(whole).values():  # towers for images or sound are not used for text
         if isinstance(tower, PreTrainedConfig) and tower.model_type and tower is not small:
             for name, value in list(vars(tower).items()):
                 if LAYER_COUNT.search(name) and _is_whole(value):
@@ -134,14 +134,15 @@ def _is_per_layer(value: Any, layers: int) -> TypeGuard[list]:
 
 
 def _are_indices(value: Any, name: str, layers: int) -> TypeGuard[list[int]]:
-    """Whether a list names layers by their places."""
+    """Return whether a list contains indices of layers."""
     if not (isinstance(value, (list, tuple)) and value and LAYER_INDICES.search(name)):
         return False
     return all(_is_whole(entry) and 0 <= entry < layers for entry in value) and sorted({*value}) == list(value)
 
 
 def _layerwise(config: PreTrainedConfig) -> dict[str, list[Any]]:
-    """Attribute -> its value in every layer, of those that a config has per layer and not as a list (Gemma 4)."""
+    """Return attribute -> its value in every layer, for attributes with a config per layer instead of a list (Gemma
+    4)."""
     if not getattr(config, "is_heterogeneous", False):
         return {}
     layers = list(config.per_layer_config)
@@ -149,7 +150,7 @@ def _layerwise(config: PreTrainedConfig) -> dict[str, list[Any]]:
 
 
 def _in_proportion(value: Any, usual: Any, small: Any) -> Any:
-    """What a layer of the small copy has for `value`: what all have, or more or less where its model differs."""
+    """Return a layer's value in the small copy: larger or smaller than the usual one if that is so in the model."""
     if small == usual or not (_is_whole(value) and _is_whole(usual) and _is_whole(small)):
         return value
     if value == usual:
@@ -159,7 +160,7 @@ def _in_proportion(value: Any, usual: Any, small: Any) -> Any:
 
 
 def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """A config and those inside of it that are no models of their own (DBRX's `attn_config`)."""
+    """Yield a config and its nested configs that are not models themselves (DBRX's `attn_config`)."""
     yield config
     yield from (part for part in vars(config).values() if isinstance(part, PreTrainedConfig) and not part.model_type)
 
@@ -201,7 +202,7 @@ def _smaller(name: str, value: Any, hidden: Any) -> Any:
 
 
 def _scaled(width: int, hidden: Any) -> int:
-    """A width that is as much smaller as the hidden states are, in steps of 32; equal to them only where it was."""
+    """Scale a width like the hidden size, in steps of 32; the two are equal only if they were before."""
     if not _is_whole(hidden) or hidden <= HIDDEN:
         return width
     near = 32 * max(1, round(width * HIDDEN / hidden / 32))
@@ -211,18 +212,18 @@ def _scaled(width: int, hidden: Any) -> int:
 
 
 def _fewer_heads(count: int) -> int:
-    """A power of two, so that heads share the hidden states evenly."""
+    """Return a power of two, so that the number of heads divides the hidden size."""
     return 1 << (min(count, HEADS).bit_length() - 1) if count > 0 else count
 
 
 def _fewer_groups(groups: int, heads: Any) -> int:
-    """How many heads have keys and values: all, one, or some, as before."""
+    """Return the number of key and value heads: all, one, or some, as before."""
     few = _fewer_heads(groups)
     return few if not _is_whole(heads) or groups in (1, heads) else max(1, min(few, _fewer_heads(heads) // 2))
 
 
 def _make_telling(config: PreTrainedConfig, moved: bool) -> None:
-    """No dropout, and `moved` multipliers and soft-caps."""
+    """Remove dropout, and with `moved` change multipliers and soft-caps."""
     for name, value in list(vars(config).items()):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if number and DROPOUT.search(name):
@@ -245,7 +246,7 @@ def _fewer_tokens(small: PreTrainedConfig) -> None:
 
 
 def _shorten_rotary_factors(small: PreTrainedConfig) -> None:
-    """Rotary tables with one factor per frequency (longrope) follow the smaller head."""
+    """Shorten rotary tables with one factor per frequency (longrope) to the smaller head."""
     parameters = getattr(small, "rope_parameters", None)
     if not isinstance(parameters, dict):
         return

@@ -1,4 +1,4 @@
-"""A small whole model that stands for a large one: of small widths, with random weights and a layer of every kind."""
+"""Builds a small whole model of a large one's architecture: narrow, with random weights and a layer of every kind."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from evenpipe.model.shrink import STEPS, said_of_layers, small_copy
 from evenpipe.model.structure import build_skeleton, first_line, layers_of, line_of_model
 
 MINIMUM_LAYERS = 4
-SMALL_ENOUGH = 80_000_000  # parameters of a copy whose widths cannot be made small
+SMALL_ENOUGH = 80_000_000  # largest number of parameters if widths cannot be made small
 NOISE = 0.05
 
 
 def small_model(description: Description) -> tuple[Description, torch.dtype]:
-    """A small model that runs, described, and the dtype in which it does: fp64 if it can.
+    """Return the description of a small model that runs, and its dtype: fp64 if possible.
 
-    Every parameter carries noise, since norms of ones and biases of zero hide errors.
+    Noise is added to every parameter, since norms of ones and biases of zero hide errors.
 
     Raises:
-        InputError: none of `STEPS` gives a model that runs; the sentence says whether the large one would.
+        InputError: none of `STEPS` gives a model that runs; the sentence says whether the large one would run.
     """
     failures: list[Exception] = []
     for step in STEPS:
@@ -41,7 +41,7 @@ def small_model(description: Description) -> tuple[Description, torch.dtype]:
                 if _form(small) != _form(description):
                     raise InputError("it is put together in another way")
                 return small, dtype
-            except Exception as error:  # whatever a family raises on widths that it does not like
+            except Exception as error:  # families raise many types on unsupported widths
                 failures.append(error)
     failure = failures[0]
     told = (
@@ -60,7 +60,7 @@ def small_model(description: Description) -> tuple[Description, torch.dtype]:
 
 
 def kinds_of_layers(layers: Iterable[nn.Module]) -> list[Hashable]:
-    """What each layer is made of, without sizes: classes of its modules, and their settings that are no numbers."""
+    """Return the kind of each layer, without sizes: the classes of its modules, and their settings except numbers."""
     return [
         frozenset(
             (re.sub(r"\d+", "#", name), type(module).__qualname__, frozenset(_settings(module)))
@@ -79,10 +79,11 @@ def _settings(module: nn.Module) -> list[tuple[str, bool | str | None]]:
 
 
 def choices_of_layers(config: PreTrainedConfig, kinds: Sequence[Hashable]) -> list[list[int]]:
-    """Which layers a small copy may have, the fewest first.
+    """Return choices of layers for a small copy, the fewest first.
 
-    The first of each kind, and the earliest others up to four; then, for configs that tell kinds by a layer's place
-    (every eighth, all but the first three), all up to the last new kind; at last all. Fewer than four are repeated.
+    First, one layer of each kind, with the earliest others up to four; then, for configs that determine kinds by a
+    layer's index (every eighth, all but the first three), all up to the last new kind; finally all. Fewer than four are
+    repeated.
     """
     count = len(kinds)
     told = list(zip(kinds, *([repr(value) for value in said] for said in said_of_layers(config, count)), strict=True))
@@ -94,7 +95,7 @@ def choices_of_layers(config: PreTrainedConfig, kinds: Sequence[Hashable]) -> li
 
 
 def _form(description: Description) -> tuple:
-    """What a small copy must have in common with the model that it stands for."""
+    """Return the properties that a small copy must share with its model."""
     structure = description.structure
     ends = (structure.first_parameters, structure.last_parameters)
     return (
@@ -131,11 +132,11 @@ def _build(description: Description, dtype: torch.dtype, **step: bool) -> PreTra
 
 
 def _failure_at_its_size(description: Description) -> Exception | None:
-    """What transformers raises on the model as it is, run without storage, if anything."""
+    """Return transformers' error on the model at its full size, run without storage; None if it runs."""
     model = build_skeleton(description.config, torch.float32, type(description.skeleton))
     try:
-        with nothing_packed():  # positions without storage cannot be looked at
+        with nothing_packed():  # positions without storage cannot be read
             model(input_ids=torch.zeros(2, 3, dtype=torch.int64, device="meta"), use_cache=False)
-    except Exception as error:  # among others, that something cannot be done without storage
+    except Exception as error:  # may also be an operation that needs storage
         return error
     return None
