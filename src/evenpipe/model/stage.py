@@ -1,15 +1,16 @@
-"""A run of consecutive layers of a transformers model, as one module from hidden states to hidden states.
+"""Consecutive layers of a transformers model as one module from hidden states to hidden states.
 
-The cut is *inject and capture*: the model's own forward runs with its full-length list of layers. Those that live
-elsewhere hand on what they get, the first local layer's input is replaced by the received hidden states, and the last
-local layer's output is taken. Masks, positions and rotary tables are thus the model's own.
+The cut is *inject and capture*: the model's own forward runs with its full-length list of layers. Layers of other
+stages return their input, the received hidden states replace the first local layer's input, and the last local layer's
+output is captured. Masks, positions and rotary tables are thus the model's own.
 
             embedding  ->  before  ->  0 .. first-1   first .. last-1   last .. L-1  ->  after  ->  head
     runs on stand-in       stand-in    stand-in     ^ the real thing  ^ stand-in        stand-in    stub
                                                inject               capture
 
-What the forward does before and after the layers is run on a stand-in without a graph and thrown away, except on the
-stage that owns it: the first has the embedding's arithmetic and what precedes the layers, the last what follows them.
+The forward's operations before and after the layers run on a stand-in without a graph, and their results are discarded,
+except on the stage that owns them: the first owns the embedding's arithmetic and the operations before the layers, the
+last the operations after them.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Relay:
 class Stage(nn.Module):
     """Layers [first, last) of a model. Built by `build_stage`.
 
-    Parameters carry their Hugging Face names (`model.layers.5.self_attn.q_proj.weight`). The vocabulary matrices are
-    not among them: they are sharded over all devices.
+    Parameters have their Hugging Face names (`model.layers.5.self_attn.q_proj.weight`). The vocabulary matrices are not
+    included: they are sharded over all devices.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Stage(nn.Module):
             for module, index in router_modules(whole, structure.layers_name, range(first, last)):
                 module.register_forward_hook(_record_router(self._relay, index))
 
-        self._whole = (whole,)  # in a tuple: its children, not itself, are this module's, so that names have no prefix
+        self._whole = (whole,)  # a tuple, so that only its children are registered, and names have no prefix
         for name, child in whole.named_children():
             self.add_module(name, child)
         if outer := [name for name, parameter in whole._parameters.items() if parameter is not None]:
@@ -97,7 +98,7 @@ class Stage(nn.Module):
             "position_ids": description.takes_position_ids,
             "attention_mask": description.takes_attention_mask,
         }
-        # The model's own forward has only this stage's routers: it must not make a loss of them.
+        # The model's own forward sees only this stage's routers, so it must not compute a loss.
         self._options = {} if description.router_loss is None else {OPTION: False}
         self._writes_to_input, self._wants_token = structure.writes_to_input, structure.wants_token
         self._result_checked = False
@@ -105,11 +106,11 @@ class Stage(nn.Module):
 
     @property
     def whole(self) -> PreTrainedModel:
-        """The transformers model whose forward runs inside, with this stage's parameters only."""
+        """The transformers model whose forward runs, with only this stage's parameters."""
         return self._whole[0]
 
     def train(self, mode: bool = True) -> Stage:
-        """Training or evaluation mode, also for the model around the modules."""
+        """Set training or evaluation mode, also for the model around the modules."""
         self.whole.training = mode
         return super().train(mode)
 
@@ -120,21 +121,21 @@ class Stage(nn.Module):
         attention_mask: torch.Tensor | None = None,
         router_logits: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Hidden states in, hidden states out, both [batch, sequence, hidden_size].
+        """Compute hidden states from hidden states, both [batch, sequence, hidden_size].
 
         Args:
-            hidden: what the stage before returned. On the first stage: the rows of the embedding matrix at the token
-                ids, as they are stored (scaling is done here, under autograd).
+            hidden: the previous stage's result. On the first stage: the unscaled rows of the embedding matrix at the
+                token ids (scaling is done here, under autograd).
             position_ids: [batch, sequence], or None for 0, 1, 2, ...
             attention_mask: [batch, sequence], 1 for tokens and 0 for padding on the right, or None.
-            router_logits: of a model with a router loss: a list that gets the logits [tokens, experts] of the local
-                layers' routers, in the order of the layers.
+            router_logits: for a model with a router loss: a list to which the logits [tokens, experts] of the local
+                layers' routers are appended, in the order of the layers.
 
-        Returns: the last local layer's output; on the last stage what the output layer receives (after the norm).
+        Returns: the last local layer's output; on the last stage the output layer's input (after the norm).
 
         Raises:
-            InputError: the model's forward does not take what was given; or, on the first call, the result differs
-                from `hidden` in shape or dtype.
+            InputError: the model's forward does not take an argument; or, on the first call, the result differs from
+                `hidden` in shape or dtype.
         """
         if self.first == self.last and not self.is_first and not self.is_last:
             return hidden
@@ -179,21 +180,21 @@ def build_stage(
     torch_device: str | torch.device = "cpu",
     compute_dtype: torch.dtype | None = None,
 ) -> Stage | ModuleStage:
-    """Builds layers [first, last) of a model and nothing else: all other weights stay on the meta device.
+    """Build only layers [first, last) of a model: all other weights stay on the meta device.
 
-    Parameters are allocated and hold NaN until `fill_parameters` (or `initialize`, `load_parameters`,
-    `copy_parameters`). Buffers have their values, rotary tables in fp32 whatever `dtype`.
+    Parameters are allocated and contain NaN until `fill_parameters` (or `initialize`, `load_parameters`,
+    `copy_parameters`). Buffers have their values; rotary tables are fp32 for every `dtype`.
 
     Args:
-        first, last: a stage may hold no layer at all (first == last).
-        is_first: owns the embedding's arithmetic and what precedes the layers.
-        is_last: owns what follows the layers, up to the head.
-        dtype: of the parameters.
-        compute_dtype: of the hidden states that the forward will be given, where the caller replaces the parameters
-            by copies in that dtype; None: `dtype`. What acts on thrown-away results is made in it at once.
+        first, last: a stage may have no layers (first == last).
+        is_first: it owns the embedding's arithmetic and all operations before the layers.
+        is_last: it owns all operations after the layers, up to the head.
+        dtype: dtype of the parameters.
+        compute_dtype: dtype of the forward's hidden states, if the caller replaces the parameters by copies in that
+            dtype; None: `dtype`. Stand-ins have this dtype from the start.
 
     Raises:
-        InputError: the range is not within the model, or an end that it should own is not in it.
+        InputError: the range is not within the model, or does not reach the model's end that the stage should own.
     """
     count = description.layers
     if not 0 <= first <= last <= count:
@@ -223,9 +224,9 @@ def _materialise(
     compute_dtype: torch.dtype,
     torch_device: str | torch.device,
 ) -> None:
-    """Gives storage to what the stage owns, and stand-ins that take none to what acts on thrown-away results.
+    """Allocate the stage's own parameters, and replace the others by stand-ins without storage.
 
-    All of it in the dtypes that are given: some families make their routers in fp32 whatever the dtype of the model.
+    All get the given dtypes: some families build their routers in fp32 for every dtype of the model.
     """
     structure = description.structure
     owned = {
@@ -250,8 +251,8 @@ def _materialise(
 
 
 def _buffer_dtypes(description: Description, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Dtypes of the buffers of a model in `dtype`: some follow it (decays, masks that scores are multiplied by), others
-    stay as they are (rotary tables). Those that transformers keeps in fp32 when it loads weights are left out."""
+    """Return the dtypes of a model's buffers in `dtype`: some follow it (decays, masks that multiply scores), others do
+    not (rotary tables). Buffers that transformers keeps in fp32 when it loads weights are left out."""
     model = build_skeleton(description.config, dtype, type(description.skeleton))
     kept = tuple(f".{part}." for part in model._keep_in_fp32_modules_strict or ())
     buffers = model.named_buffers()
@@ -264,7 +265,7 @@ def _place_hooks(layers: nn.ModuleList, description: Description, stage: Stage, 
     for index, layer in enumerate(layers):
         if not first <= index < last:
             layer.forward = identity_forward(argument, returns)
-    # Behind the last layer, without one of its own, it is the last layer that stands in which receives and hands on.
+    # A stage after the last layer, without own layers, receives and captures at the stand-in of the last layer.
     receiving = layers[min(first, len(layers) - 1)]
     if not stage.is_first:
         receiving.register_forward_pre_hook(_inject(relay, argument), with_kwargs=True)
@@ -294,7 +295,7 @@ def _capture_output(relay: Relay):
 
 def _record_router(relay: Relay, index: int):
     def hook(module, args, output):
-        if relay.router_logits is None:  # nobody asked, or a layer's forward runs again in the backward
+        if relay.router_logits is None:  # not requested, or a layer's forward runs again in the backward
             return
         logits = output[index] if isinstance(output, tuple) else output
         if logits is not None:

@@ -1,6 +1,6 @@
-"""A transformers causal language model without its weights: built as a skeleton, and taken apart for a stage.
+"""Builds a transformers causal language model without weights, a skeleton, and strips it for a stage.
 
-How it is put together is found by asking it, not by reading names (`probe.py`).
+Its structure is found by running it, not by reading names (`probe.py`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _NO_MODELS = (
     str(_FOLDERS[torch]),
     *(str(_FOLDERS[transformers] / folder) for folder in ("utils", "integrations")),
 )
-"""Where code stands that calls models' code, or is called by it."""
+"""Paths of code that calls models' code, or is called by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """Names and forms that the cut needs. Module and parameter names are those of the whole model."""
+    """Names and forms for the cut. Module and parameter names are the whole model's."""
 
     layers_name: str
     """The `nn.ModuleList` of transformer layers, e.g. `model.layers`."""
@@ -45,19 +45,19 @@ class Structure:
     returns: int = 0
     """0: layers return a tensor; k > 0: a tuple of k entries, hidden states first."""
     first_parameters: tuple[str, ...] = ()
-    """Parameters outside the layers that act before them (learned positions) or not at all on text (a tower that sees
-    images), without the embedding matrix."""
+    """Parameters outside the layers that act before them (learned positions) or never on text (an image tower), without
+    the embedding matrix."""
     last_parameters: tuple[str, ...] = ()
     """Parameters outside the layers that act after them (the final norm), without the head."""
     writes_to_input: bool = False
-    """The forward changes the embedded tokens that it is given in place."""
+    """The forward changes its embedded tokens in place."""
     wants_token: int | None = None
-    """The forward has to be given token ids, all of them this one, as it does something else with embedded tokens
-    (Falcon-H1 scales what it looks up, and nothing else). None: it does the same with them."""
+    """The forward must get token ids, all equal to this one, since it treats embedded tokens differently (Falcon-H1
+    scales only rows that it looks up itself). None: it treats them the same."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text below a heading that it may have, to be quoted in a sentence of ours."""
+    """Return the first line of an error's text, below its heading if it has one, to quote in our messages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith(":"):  # "Validation error for field 'hidden_size':"
         lines = [lines[1].removeprefix("TypeError: ").removeprefix("ValueError: ")]
@@ -65,14 +65,14 @@ def first_line(error: BaseException) -> str:
 
 
 def line_of_model(error: BaseException | None) -> str | None:
-    """The last line of a model's own code that an error has come through: of its file in transformers, or a user's."""
+    """Return the last line of the model's own code, in transformers or a user's file, in an error's traceback."""
     frames = traceback.extract_tb(None if error is None else error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_NO_MODELS)]
     return f"`{own[-1].line}` in {Path(own[-1].filename).name}:{own[-1].lineno}" if own else None
 
 
 def uncuttable(architecture: str, reason: str) -> InputError:
-    """The error for a model that cannot be cut exactly."""
+    """Return the error for a model that cannot be cut exactly."""
     return InputError(f"{architecture} cannot be cut into stages: {reason}.")
 
 
@@ -82,7 +82,7 @@ def build_skeleton(
     model_class: type[PreTrainedModel] | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The whole model on the meta device: every shape and name, no storage. `config` is not touched."""
+    """Build the whole model on the meta device: all shapes and names, no storage. `config` is not changed."""
     config = copy.deepcopy(config)
     with torch.device("meta"):
         if model_class is not None:
@@ -91,7 +91,7 @@ def build_skeleton(
 
 
 def module_name(model: nn.Module, wanted: nn.Module) -> str:
-    """The dotted name of a module inside `model`."""
+    """Return the dotted name of a module inside `model`."""
     for name, module in model.named_modules():
         if module is wanted:
             return name
@@ -111,7 +111,7 @@ def embedding_of(model: nn.Module, embedding_module: str) -> nn.Embedding:
 
 
 def find_layers(model: PreTrainedModel) -> str:
-    """Name of the list of transformer layers: by structure first, by the pipeline plan second."""
+    """Return the name of the list of transformer layers, found by structure first, by the pipeline plan second."""
     base = model.base_model
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = [(name, module) for name, module in base.named_modules() if isinstance(module, nn.ModuleList)]
@@ -135,9 +135,9 @@ def identity_forward(
     transform: Callable[[torch.Tensor], torch.Tensor] | None = None,
     beside: torch.Tensor | None = None,
 ):
-    """The forward of a layer that lives elsewhere: hands its hidden states on, in the form that real layers use.
+    """Return a forward for layers of other stages: it returns its hidden states in the form of a real layer's result.
 
-    `beside` stands for the further entries of a tuple.
+    `beside` is used for the other entries of a tuple.
     """
 
     def forward(*args, **kwargs):
@@ -150,12 +150,12 @@ def identity_forward(
 
 
 def stand_in(shape: torch.Size, dtype: torch.dtype, torch_device: str | torch.device = "cpu") -> torch.Tensor:
-    """Zeros that take no memory, for what acts on thrown-away results."""
+    """Return zeros that take no memory, for parameters of operations whose results are discarded."""
     return torch.zeros((), dtype=dtype, device=torch_device).expand(shape)
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, buffer) of those that belong into a checkpoint, such as the bias that corrects a router's scores."""
+    """Yield (name, buffer) of the buffers in a checkpoint, such as the bias that corrects a router's scores."""
     for prefix, part in module.named_modules():
         for key, buffer in part._buffers.items():
             if buffer is not None and key not in part._non_persistent_buffers_set:
@@ -163,14 +163,14 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def strip(module: nn.Module) -> None:
-    """Takes all parameters and buffers out of a module; plain attributes such as `attention_type` stay readable."""
+    """Remove all parameters and buffers from a module; plain attributes such as `attention_type` stay readable."""
     for child in module.modules():
         child._parameters.update(dict.fromkeys(child._parameters))
         child._buffers.update(dict.fromkeys(child._buffers))
 
 
 class HeadStub(nn.Module):
-    """Stands where the output layer was: gives what it receives to `receive` and returns what that answers.
+    """Replaces the output layer: calls `receive` with its input and returns the result.
 
     Its `weight` (some forwards read its dtype, shape and device) is a `stand_in`.
     """
@@ -192,7 +192,7 @@ def replace_head(
     dtype: torch.dtype | None = None,
     torch_device: str | torch.device = "cpu",
 ) -> None:
-    """Puts a `HeadStub` in the head's place, its weight in `dtype` (None: the head's own)."""
+    """Replace the head by a `HeadStub` whose weight is in `dtype` (None: the head's own)."""
     parent, _, attribute = head_module.rpartition(".")
     holder = model.get_submodule(parent)
     weight = getattr(holder, attribute).weight
@@ -208,14 +208,14 @@ def hollow(
     dtype: torch.dtype | None = None,
     torch_device: str | torch.device = "cpu",
 ) -> None:
-    """Strips the layers outside `kept`, puts a stub in the head's place and takes the embedding's matrix away.
+    """Strip the layers outside `kept`, replace the head by a stub and remove the embedding's matrix.
 
-    Another name of the head's bias goes with it.
+    A second name of the head's bias is removed too.
 
-    `dtype` and `torch_device` are those of the stub's weight.
+    `dtype` and `torch_device` apply to the stub's weight.
 
-    What remains: meta parameters, and buffers with their values on the CPU. The embedding's `weight` becomes a plain
-    attribute, so that `embed_rows` may set it for the duration of a forward.
+    Meta parameters remain, and buffers with their values on the CPU. The embedding's `weight` becomes a plain attribute,
+    so that `embed_rows` can set it during a forward.
     """
     restore_buffers(model, structure.layers_name, kept)
     for index, layer in enumerate(layers_of(model, structure.layers_name)):
@@ -224,7 +224,7 @@ def hollow(
     bias: Any = getattr(model.get_submodule(structure.head_module), "bias", None)
     replace_head(model, structure.head_module, receive, dtype=dtype, torch_device=torch_device)
     if bias is not None:
-        without_storage = torch.empty_like(bias, requires_grad=False)  # what rules write to
+        without_storage = torch.empty_like(bias, requires_grad=False)  # for rules that write to it
         for owner, attribute, _ in outer_parameters(model):
             if owner._parameters[attribute] is bias:
                 del owner._parameters[attribute]
@@ -235,9 +235,9 @@ def hollow(
 
 
 def embed_rows(embedding: nn.Embedding, rows: torch.Tensor) -> torch.Tensor:
-    """The embedding module's own forward on a matrix that consists of the fetched rows [batch, sequence, h] only.
+    """Run the embedding module's own forward on a matrix of only the fetched rows [batch, sequence, h].
 
-    Whatever the module does beside the look-up (a scale, a norm) is thus done, without knowing its name.
+    This includes the module's other operations besides the look-up (a scale, a norm), without knowing their names.
     """
     if type(embedding).forward is nn.Embedding.forward:
         return rows
@@ -252,10 +252,10 @@ def embed_rows(embedding: nn.Embedding, rows: torch.Tensor) -> torch.Tensor:
 def call_embedded(
     model: nn.Module, embedding: nn.Embedding, wants_token: int | None, embedded: torch.Tensor, **arguments: Any
 ) -> Any:
-    """A model's forward on embedded tokens [batch, sequence, hidden_size].
+    """Run a model's forward on embedded tokens [batch, sequence, hidden_size].
 
     Args:
-        wants_token: of the structure. The embedding module then returns `embedded` whatever it is asked for.
+        wants_token: `Structure.wants_token`. If it is set, the embedding module returns `embedded` for all ids.
     """
     if wants_token is None:
         return model(inputs_embeds=embedded, use_cache=False, **arguments)
@@ -268,7 +268,7 @@ def call_embedded(
 
 
 def neutral_token(config: PreTrainedConfig, padding_index: int | None) -> int:
-    """The first token id that the config gives no meaning: images and padding have ids of their own."""
+    """Return the first token id without a special meaning in the config, such as images or padding."""
     configs = (config, config.get_text_config())
     meant = {padding_index}
     for name, value in itertools.chain.from_iterable(vars(one).items() for one in configs):
@@ -279,7 +279,7 @@ def neutral_token(config: PreTrainedConfig, padding_index: int | None) -> int:
 
 @contextlib.contextmanager
 def meta_matrix(embedding: nn.Embedding) -> Iterator[None]:
-    """A matrix without storage in the embedding, for rules that want to draw it."""
+    """Put a matrix without storage into the embedding, for rules that draw it."""
     embedding.__dict__["weight"] = torch.empty(embedding.num_embeddings, embedding.embedding_dim, device="meta")
     try:
         yield
@@ -288,7 +288,7 @@ def meta_matrix(embedding: nn.Embedding) -> Iterator[None]:
 
 
 def outer_parameters(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
-    """(owner, attribute, full name) of every parameter that is still in a model."""
+    """Return (owner, attribute, full name) of every parameter that is still in a model."""
     return [
         (module, attribute, f"{prefix}.{attribute}" if prefix else attribute)
         for prefix, module in model.named_modules()

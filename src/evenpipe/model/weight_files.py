@@ -1,7 +1,7 @@
-"""The safetensors files of a Hugging Face folder or hub name, read lazily: only the tensors and rows asked for.
+"""Reads the safetensors files of a Hugging Face folder or hub name lazily: only the requested tensors and rows.
 
-The files are those that transformers takes: `model.safetensors`, else those that the index names. An index may come
-from anywhere, so it is checked before it is followed.
+The files are chosen as in transformers: `model.safetensors`, or else the files in the index. An index may come from
+anywhere, so it is checked before use.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ from evenpipe.model.names import Stored, put_together, stored_tensors
 from evenpipe.model.structure import first_line
 
 BLOCK_ELEMENTS = 2**22
-"""Of the matrices that are compared, at a time."""
+"""Number of elements of two matrices that are compared at a time."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class WeightFiles:
-    """The tensors of a folder under their names in memory."""
+    """The tensors of a folder by their names in memory."""
 
     def __init__(self, description: Description, folder: str | Path):
-        """Raises `InputError` when no safetensors are there, or their index is damaged."""
+        """Raises `InputError` if there are no safetensors, or their index is damaged."""
         self._description = description
         self._folder = str(folder)
         self._open_files: dict[str, safe_open] = {}
         self._file_of = self._read_names()
         self.stored: dict[str, Stored] = stored_tensors(description, self._file_of)
-        """Name in memory -> how that tensor is stored; names that the model does not have are among them."""
+        """Name in memory -> how that tensor is stored; includes names that the model does not have."""
 
     def require(self, names: Iterable[str]) -> None:
-        """Raises `InputError` with the names that are not there."""
+        """Raise `InputError` with the missing names, if any."""
         missing = [name for name in names if name not in self.stored]
         if missing:
             raise InputError(f"{self._folder} has no tensor for {listed(missing)}.")
 
     def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises `InputError` when a tensor has another shape."""
+        """Raise `InputError` if a tensor has another shape."""
         found = tuple(self._put_together(name, self._without_storage).shape)
         if found != shape:
             raise InputError(f"{self._folder}: {name} has the shape {found}, and the config asks for {shape}.")
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows of a tensor, read without the others where it is stored as it is held."""
+        """Return rows of a tensor, without reading the other rows if it is stored unchanged."""
         disk = self.stored[name].disk_name
         rows = self.tensor(name) if disk is None else self._lazy(disk)
-        return rows[start:stop].clone()  # a slice would keep the storage of the whole
+        return rows[start:stop].clone()  # a slice would keep the whole storage
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor, as the model holds it."""
+        """Return a whole tensor in the model's form."""
         return self._put_together(name, lambda disk: self._from_file(disk, safe_open.get_tensor))
 
     def same(self, name: str, other: str) -> bool:
-        """Whether two matrices are equal, or only one of them is stored. Read block by block, up to a difference."""
+        """Return whether two matrices are equal, or only one is stored. Reads blocks up to the first difference."""
         if not {name, other} <= self.stored.keys():
             return True
         rows, width = self._put_together(name, self._without_storage).shape
@@ -74,7 +74,7 @@ class WeightFiles:
         )
 
     def surplus(self) -> list[str]:
-        """Names on disk of tensors that the model has no place for, without those that transformers means to ignore."""
+        """Return the names on disk of tensors without a place in the model, except names that transformers ignores."""
         skeleton = self._description.skeleton
         held = skeleton.state_dict()
         used = {disk for name, stored in self.stored.items() if name in held for disk, _ in stored.parts}
@@ -96,7 +96,7 @@ class WeightFiles:
         return torch.empty(self._lazy(disk).get_shape(), device="meta")
 
     def _lazy(self, disk: str) -> Any:
-        """A view of a tensor: `[a:b]` reads only those rows."""
+        """Return a view of a tensor: `[a:b]` reads only these rows."""
         return self._from_file(disk, safe_open.get_slice)
 
     def _from_file(self, disk: str, get: Callable[[safe_open, str], Any]) -> Any:
@@ -109,10 +109,10 @@ class WeightFiles:
             ) from error
 
     def _read_names(self) -> dict[str, str]:
-        """Name on disk -> file."""
+        """Return name on disk -> file."""
         index = self._path(INDEX, required=False)
         file_of = {} if index is None else self._read_index(index)
-        if self._path(SINGLE, required=False) is not None:  # goes first where both are there
+        if self._path(SINGLE, required=False) is not None:  # has priority over the index
             return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
         if index is None:
             raise InputError(f"{self._folder} holds neither {SINGLE} nor {INDEX}; only safetensors are read.")
@@ -149,7 +149,7 @@ class WeightFiles:
 
     def _path(self, file: str, required: bool) -> str | None:
         if Path(self._folder).is_dir():
-            path = Path(self._folder, file)  # may be a link: the cache of the hub consists of links to files elsewhere
+            path = Path(self._folder, file)  # may be a link: the hub's cache consists of links to files elsewhere
             if path.is_file():
                 return str(path)
             if required:
@@ -162,13 +162,13 @@ class WeightFiles:
 
 
 def listed(names: list[str]) -> str:
-    """The first eight names, and how many more there are."""
+    """Return the first eight names, and the number of further ones."""
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more
 
 
 def _is_inside(file: Any) -> bool:
-    """Whether an index may name this file: relative on every system, never upwards. Links are followed."""
+    """Return whether an index may name this file: a path relative on every system, never upwards. Links are allowed."""
     if not isinstance(file, str) or not file.endswith(".safetensors") or "\0" in file:
         return False
     windows = PureWindowsPath(file)
