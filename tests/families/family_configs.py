@@ -1,7 +1,7 @@
 """Small configurations of every model type for which transformers has a causal language model.
 
-Every type has a configuration "plain": the common sizes, small values for what its config knows of the names in SMALL,
-no dropout, and what SETTINGS says of it. VARIANTS has further ones, as changes of the plain one.
+Every type has a configuration "plain": the values of COMMON that its config knows, no dropout, and its entry in
+SETTINGS. VARIANTS has further configurations, as changes of the plain one.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ COMMON: dict[str, Any] = {
     "attn_logit_softcapping": 2.0,
     "query_pre_attn_scalar": 24,
 }
-"""Passed to the configs that have the field, under this name or their own for it."""
+"""Passed to configs that have the field, under this name or their own name for it."""
 
 TOWER = {
     "num_hidden_layers": 1,
@@ -106,7 +106,7 @@ TOWER = {
     "patch_size": 16,
     "out_hidden_size": 64,
 }
-"""The same for parts of a model that see or hear."""
+"""The same for towers for images or sound."""
 
 MIXED = ["sliding_attention", "full_attention"] * 2
 LINEAR = ["linear_attention", "full_attention"] * 2
@@ -223,7 +223,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 32},
 }
-"""What a type needs beside, to be built or to be small."""
+"""Further settings that a type needs to be built or to be small."""
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -328,13 +328,13 @@ class Configuration:
         return self.model_type if self.variant == "plain" else f"{self.model_type} ({self.variant})"
 
     def build(self) -> PreTrainedConfig:
-        """The config of transformers."""
+        """Return the config of transformers."""
         changes = {} if self.variant == "plain" else VARIANTS[self.model_type][self.variant]
         return small_config(self.model_type, SETTINGS.get(self.model_type, {}) | changes)
 
 
 def configurations() -> list[Configuration]:
-    """Those of every type that the installed transformers has a causal language model for."""
+    """Return all configurations of every type for which the installed transformers has a causal language model."""
     return [
         Configuration(model_type, variant)
         for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -343,10 +343,10 @@ def configurations() -> list[Configuration]:
 
 
 def small_config(model_type: str, settings: dict[str, Any]) -> PreTrainedConfig:
-    """A config of that type: of the common values those that it knows, and the given ones.
+    """Return a config of that type with the common values that it knows, and the given ones.
 
-    Of a config that holds several, the language model's is like one of its own type; towers for other inputs have one
-    layer.
+    In a config with nested configs, the language model's config is as for its own type, and towers for other inputs
+    have one layer.
     """
     config_class = CONFIG_MAPPING[model_type]
     values = dict(_known(config_class, COMMON)) | settings
@@ -362,7 +362,7 @@ def small_config(model_type: str, settings: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _fields(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
-    """What a config knows, and its defaults."""
+    """Return a config's fields and their defaults."""
     every = {name: value for one in reversed(config_class.__mro__) for name, value in vars(one).items()}
     return {name: value for name, value in every.items() if not isinstance(value, property) and not callable(value)}
 
@@ -381,7 +381,7 @@ def _known(config_class: type[PreTrainedConfig], wanted: dict[str, Any]) -> Iter
 
 
 def _parts(config_class: type[PreTrainedConfig]) -> Iterator[tuple[str, type[PreTrainedConfig]]]:
-    """(name, class) of the configs inside of a config that holds several."""
+    """Yield (name, class) of the nested configs of a config."""
     for name, part in getattr(config_class, "sub_configs_defaults", {}).items():
         model_type = getattr(part, "model_type", None)
         found = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else getattr(part, "config_class", part)

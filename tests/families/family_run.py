@@ -1,4 +1,4 @@
-"""Runs configurations in two processes that serve many of them, and says how each one ended."""
+"""Runs configurations in two processes, many per launch, and reports the outcome of each."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ HERE = Path(__file__).resolve().parent
 PRELOAD = ("evenpipe.runtime.pipeline", "family_run")
 PROCESSES = 2
 SCHEDULES = ("zbv", "1f1b")
-"""The first one splits backwards: its self-check covers both ways."""
+"""The first one splits backwards, so its self-check covers split and whole backwards."""
 
 ROWS, TOKENS = 2, 12
 NOISE = 0.05
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 ROUNDED = 1e-6
-"""In fp64, where a family computes something in fp32 whatever its dtype."""
+"""Tolerance in fp64, for families that always compute some results in fp32."""
 
 BLOCK = 32
-"""Configurations that share a start of processes."""
+"""Number of configurations per launch."""
 
 LIMIT_SECONDS = 90.0
-"""Of one configuration."""
+"""Time limit of one configuration."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a configuration ended."""
+    """The outcome of a configuration."""
 
     model_type: str
     variant: str
     word: str
-    """"equal", "refused", "wrong", "traceback", or "cannot run" where transformers itself cannot run it."""
+    """"equal", "refused", "wrong", "traceback", or "cannot run" if transformers itself cannot run it."""
     sentence: str = ""
-    """Of the refusal; what is wrong; the traceback."""
+    """The refusal, the fault or the traceback."""
     error: float = 0.0
     """The largest relative error of a gradient."""
     dtype: str = ""
@@ -67,7 +67,7 @@ class Outcome:
 
 
 def run(configurations: Sequence[Configuration]) -> Iterator[Outcome]:
-    """The outcomes, one by one; processes that fail are started anew for those that are left."""
+    """Yield the outcomes one by one; after a failure, restart the processes for the remaining configurations."""
     left = list(configurations)
     while left:
         outcomes = _serve(left[:BLOCK])
@@ -76,7 +76,7 @@ def run(configurations: Sequence[Configuration]) -> Iterator[Outcome]:
 
 
 def _serve(configurations: Sequence[Configuration]) -> list[Outcome]:
-    """As many as one launch gets through: all, or those up to the one that ends it."""
+    """Return the outcomes of one launch: all, or up to the configuration that ends it."""
     with tempfile.TemporaryDirectory(prefix="evenpipe-families-") as name:
         folder = Path(name)
         path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
@@ -93,7 +93,7 @@ def _serve(configurations: Sequence[Configuration]) -> list[Outcome]:
                 silence_seconds=LIMIT_SECONDS,
                 preload=PRELOAD,
             )
-        except InputError as error:  # a step that one process refuses ends all
+        except InputError as error:  # a step that one process refuses ends the launch
             failure, word = str(error), "refused"
         except RunError as error:
             failure = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
@@ -115,7 +115,7 @@ def _serve(configurations: Sequence[Configuration]) -> list[Outcome]:
 
 
 def serve(configurations: Sequence[Configuration], folder: Path) -> None:
-    """One configuration after the other; the first process writes down how each one ended."""
+    """Run one configuration after the other; the first process writes the outcomes to files."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.disable(logging.WARNING)
@@ -172,7 +172,7 @@ def _outcome_of(configuration: Configuration) -> dict[str, Any]:
 
 
 def _step_from(config: transformers.PreTrainedConfig, ids: torch.Tensor) -> None:
-    """A config alone gives fresh weights, of which every stage draws its own: all are numbers, and so is the loss."""
+    """Run a step from a config alone, with fresh weights drawn by each stage; weights and loss must be finite."""
     pipeline = _opened(config, schedule="1f1b", microbatches=ROWS, self_check=False)
     loss, weights = pipeline.step(ids).loss, pipeline.full_state_dict()
     pipeline.close()
@@ -185,16 +185,16 @@ def _step_from(config: transformers.PreTrainedConfig, ids: torch.Tensor) -> None
 
 
 class RefusedError(Exception):
-    """All processes refuse a pipeline. A step that is refused is not among these: one process alone may refuse it."""
+    """All processes refuse a pipeline. A refused step does not raise this, since a single process may refuse it."""
 
 
 class DifferentError(Exception):
-    """What a pipeline computes differs from what one process computes."""
+    """The results of a pipeline differ from the results of one process."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A model in one piece, and what it computes."""
+    """A model in one piece, and its results."""
 
     model: transformers.PreTrainedModel
     dtype: torch.dtype
@@ -205,7 +205,7 @@ class Reference:
 
 
 def _reference(config: transformers.PreTrainedConfig) -> Reference:
-    """In fp64 if the family can do that, else in fp32."""
+    """Build the reference in fp64 if the family can run in it, else in fp32."""
     try:
         return _computed(config, torch.float64)
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
@@ -225,7 +225,7 @@ def _computed(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> Refe
     if isinstance(getattr(text, "pad_token_id", None), int):
         ids[0, 5] = text.pad_token_id
     losses = []
-    for one in ids.split(1):  # microbatches of one row: a loss of routers is one of every microbatch
+    for one in ids.split(1):  # microbatches of one row: a router loss is computed per microbatch
         output = model(input_ids=one, use_cache=False)
         loss = functional.cross_entropy(output.logits[0, :-1], one[0, 1:])
         if getattr(text, "output_router_logits", False):
@@ -245,7 +245,7 @@ def _computed(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> Refe
 
 
 def _rounds(loss: torch.Tensor) -> bool:
-    """Whether something on the way to the loss is cast."""
+    """Return whether the loss's graph contains a cast."""
     seen, waiting = set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -259,7 +259,7 @@ def _rounds(loss: torch.Tensor) -> bool:
 
 
 def _opened(model: Any, **options: Any) -> Pipeline:
-    """A pipeline, which all processes have or refuse."""
+    """Return a pipeline, or raise on all processes."""
     try:
         pipeline = Pipeline(model, timeout_seconds=LIMIT_SECONDS, **options)
     except InputError as error:
@@ -270,7 +270,7 @@ def _opened(model: Any, **options: Any) -> Pipeline:
 
 
 def _agreed(refusal: str) -> None:
-    """All processes refuse a configuration, or none: else those that do not would wait for the others."""
+    """Make all processes refuse a configuration if one does: otherwise the others would wait for it."""
     refusals: list[Any] = [None] * PROCESSES
     dist.all_gather_object(refusals, refusal)
     if any(refusals) and not all(refusals):
@@ -278,7 +278,7 @@ def _agreed(refusal: str) -> None:
 
 
 def _compare(reference: Reference, schedule: str, *, self_check: bool) -> float:
-    """One step of a pipeline, compared on the first process. Returns the largest relative error of a gradient."""
+    """Compare one step of a pipeline on the first process. Return the largest relative error of a gradient."""
     pipeline = _opened(
         reference.model,
         schedule=schedule,
@@ -286,7 +286,7 @@ def _compare(reference: Reference, schedule: str, *, self_check: bool) -> float:
         parameter_dtype=reference.dtype,
         self_check=self_check,
     )
-    loss = pipeline.step(reference.ids).loss  # what one process refuses here ends all: the others wait for it
+    loss = pipeline.step(reference.ids).loss  # a refusal by one process ends the launch: the others wait for it
     gradients = pipeline.full_gradients()
     pipeline.close()
     fault: list[Any] = [None, 0.0]
@@ -309,7 +309,7 @@ def worst_error(
     if not error <= reference.tolerance:
         raise DifferentError(f"the loss is {loss:.12g} and {reference.loss:.12g} in one process")
     expected = dict(reference.gradients)
-    if description.tied and description.head_name in expected:  # transformers lists the one matrix under either name
+    if description.tied and description.head_name in expected:  # transformers lists the shared matrix under either name
         expected[description.embedding_name] = expected.pop(description.head_name)
     if unknown := gradients.keys() - expected.keys():
         raise DifferentError(f"gradients of {sorted(unknown)[:3]}, which are no parameters")
@@ -321,8 +321,8 @@ def worst_error(
 
 
 def _errors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor | None], floor: float) -> dict[str, float]:
-    """Relative Frobenius error of each gradient. One that is zero but for rounding is measured against the largest norm
-    times `floor`."""
+    """Return the relative Frobenius error of each gradient. Gradients that are zero except for rounding are measured
+    against the largest norm times `floor`."""
     norms = {name: 0.0 if wanted is None else float(wanted.norm()) for name, wanted in expected.items()}
     errors = {}
     for name, wanted in expected.items():

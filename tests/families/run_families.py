@@ -1,12 +1,13 @@
-"""Every model type for which transformers has a causal language model, in two processes against one.
+"""Compares two processes with one for every model type for which transformers has a causal language model.
 
     python tests/families/run_families.py llama gemma2 --verbose
     python tests/families/run_families.py --part 1/8 --record
 
-Each configuration is small and random, in fp64 where the family can do that. Its gradients under 1f1b and zbv are
-compared with those of transformers in one process. It is equal, or refused with a sentence; anything else is wrong, and
-the exit code is 1. `--record` puts the outcomes into benchmarks/results/families.json, beside those of the same
-version of transformers that are there, and writes docs/families.md.
+Each configuration is small and random, in fp64 if the family can run in it. Its gradients under 1f1b and zbv are
+compared with the gradients of transformers in one process. They are equal, or the configuration is refused with a
+sentence; any other outcome is an error, and the exit code is 1. `--record` adds the outcomes to
+benchmarks/results/families.json, which keeps other outcomes of the same version of transformers, and writes
+docs/families.md.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def part_of(chosen: list[Configuration], part: str) -> list[Configuration]:
 
 
 def record(outcomes: Sequence[Outcome]) -> None:
-    """Puts outcomes in the place of older ones of the same configurations."""
+    """Replace older outcomes of the same configurations."""
     kept: list[dict[str, Any]] = []
     if families_page.RESULTS.exists():
         before = json.loads(families_page.RESULTS.read_text())

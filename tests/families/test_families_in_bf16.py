@@ -1,4 +1,4 @@
-"""What runs in fp64 runs in bf16, the default on a GPU: stages with fresh weights, forward and backward."""
+"""Families that run in fp64 also run in bf16, the default on a GPU: stages with fresh weights, forward and backward."""
 
 from __future__ import annotations
 

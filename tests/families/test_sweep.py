@@ -1,4 +1,4 @@
-"""A few of the configurations of `make families`; that something wrong is found; that docs/families.md is of today."""
+"""Runs some configurations of `make families`, and checks that errors are found and docs/families.md is current."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESULTS = json.loads(families_page.RESULTS.read_text(encoding="utf-8"))
 
 @pytest.fixture
 def own_fork_server() -> Iterator[None]:
-    """One that was started before has not imported what these configurations need."""
+    """Stop a running fork server, which has not imported the modules that these configurations need."""
     multiprocessing.forkserver._forkserver._stop()
     yield
     multiprocessing.forkserver._forkserver._stop()
@@ -29,7 +29,7 @@ def own_fork_server() -> Iterator[None]:
 
 EXPECTED = {
     Configuration("bert"): "equal",  # the head's bias has two names
-    Configuration("falcon_h1"): "equal",  # it scales what it looks up, and nothing else; buffers made by the model
+    Configuration("falcon_h1"): "equal",  # it scales only rows that it looks up itself; the model sets buffers of layers
     Configuration("zaya"): "its layers hand a second tensor on to each other",
 }
 
@@ -71,7 +71,7 @@ class Tied:
     ],
 )
 def test_what_is_wrong_is_found(loss, changes, text) -> None:
-    """In one process the tied matrix is listed under the head's name, and a tower gets no gradient."""
+    """Use a reference that lists the tied matrix under the head's name, with a tower that gets no gradient."""
     expected = {"head": ones(4), "layer": ones(3), "idle": None}
     reference = Reference(None, torch.float64, torch.empty(0), 2.0, expected, 1e-10)
     found = {"embedding": ones(4), "layer": ones(3)} | changes

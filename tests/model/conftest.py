@@ -1,4 +1,4 @@
-"""Lets tests in this folder import `families`, in any import mode; no test of this room may reach the hub."""
+"""Lets tests in this folder import `families`, in any import mode, and keeps them from using the hub."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Tiny configs of the families that have to be exact, every multiplier and soft-cap away from its default."""
+"""Tiny configs of the families that must be exact, with every multiplier and soft-cap away from its default."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "gpt_neox": ("GPTNeoXConfig", {**COMMON, "intermediate_size": 96, "use_parallel_residual": False}),
     "cohere2": ("Cohere2Config", {**GROUPED, **MIXED, "logit_scale": 0.3, "attention_bias": True}),
     "starcoder2": ("Starcoder2Config", {**GROUPED, **WINDOW, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
-    # Not promised, exact as well: learned positions, tuples from layers, a bias on the head, a norm before the layers.
+    # Not promised, but exact too: learned positions, tuples from layers, a bias on the head, a norm before the layers.
     "gpt2": ("GPT2Config", {**COMMON, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     "bloom": ("BloomConfig", {**COMMON, "hidden_dropout": 0.0, "attention_dropout": 0.0}),
     "phi": ("PhiConfig", {**GROUPED, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
@@ -72,7 +72,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
 }
 NAMED = list(FAMILIES)[:13]
 
-# Mixtures of experts. The first four are promised; the others came for free.
+# Mixtures of experts. Only the first four are promised.
 EXPERTS: dict[str, tuple[str, dict]] = {
     "mixtral": ("MixtralConfig", {**GROUPED, **WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": (
@@ -120,7 +120,7 @@ EXPERTS: dict[str, tuple[str, dict]] = {
 }
 PROMISED_EXPERTS = list(EXPERTS)[:4]
 ROUNDING = 1e-12
-"""Where transformers divides logits by a number and we multiply by its inverse; elsewhere the error is 0.0."""
+"""Tolerance if transformers divides logits by a number and we multiply by its inverse; otherwise the error is 0.0."""
 
 
 def tiny_config(name: str, *, tied: bool = False, **changes) -> transformers.PreTrainedConfig:
@@ -132,7 +132,7 @@ def tiny_config(name: str, *, tied: bool = False, **changes) -> transformers.Pre
 
 
 def whole_model(config, dtype: torch.dtype = torch.float64, seed: int = 0) -> transformers.PreTrainedModel:
-    """transformers in one piece, noise on every parameter (norms of ones and biases of zero would hide errors)."""
+    """Return a whole model with noise on every parameter (norms of ones and biases of zero would hide errors)."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
     with torch.no_grad():
@@ -161,7 +161,7 @@ def loss_and_gradients(model, tokens, labels, **arguments) -> tuple[float, dict[
 
 
 def build_stages(description, cuts, dtype=torch.float64):
-    """Stages between the cuts; the ends own the ends, however many stages without layers stand beside them."""
+    """Build the stages between the cuts; the first and last own the model's ends, even without layers."""
     bounds = [0, *cuts, description.layers]
     count = len(bounds) - 1
     return [
@@ -171,7 +171,7 @@ def build_stages(description, cuts, dtype=torch.float64):
 
 
 def loss_and_gradients_in_stages(description, cuts, tokens, labels, **arguments):
-    """The pipeline's work in one process, detached at the cuts; weights copied from `description.model`."""
+    """Compute like the pipeline in one process, detached at the cuts; weights are copied from `description.model`."""
     stages = build_stages(description, cuts)
     weights = {}
     for name in description.vocabulary_names:

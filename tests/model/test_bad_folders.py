@@ -1,4 +1,4 @@
-"""Model folders that are wrong: each is refused with one sentence, and nothing outside the folder is read."""
+"""Bad model folders are refused with one sentence each, and no file outside the folder is read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder(sound, tmp_path) -> Path:
 
 REFUSED = "has a config that transformers refuses"
 CONFIGS = [
-    # what config.json says, and what the refusal has to say; all of it that is no dictionary is the whole file
+    # settings in config.json, and the expected message; text instead of a dictionary is the whole file
     ({"vocab_size": 10**12}, ["vocab_size is 1000000000000", "must be from 1 to 67108864"]),
     ({"vocab_size": 2**63}, ["vocab_size is 9223372036854775808", "from 1 to"]),
     ({"vocab_size": -3}, ["vocab_size is -3", "from 1 to"]),
@@ -102,7 +102,7 @@ def content_of(index: object) -> Callable[[Path], None]:
 
 
 def place(file: object) -> Callable[[Path], None]:
-    """The index names this file for one tensor."""
+    """Return a function that makes the index name this file for one tensor."""
 
     def damage(folder: Path) -> None:
         index = json.loads((folder / INDEX).read_text())
@@ -176,7 +176,7 @@ def test_weights_that_are_not_there(folder, damage, words) -> None:
     "way", ["../secret/", "{folder}/../secret/", "a/../../secret/", "..\\secret\\", "C:\\secret\\"]
 )
 def test_an_index_that_leads_out_of_the_folder(folder, way) -> None:
-    """The files are there and hold the tensors: an index from elsewhere may not have them read."""
+    """Check that an index cannot make files outside the folder be read, even if they contain the tensors."""
     shutil.copytree(folder, folder.parent / "secret")
     index = json.loads((folder / INDEX).read_text())
     prefix = way.format(folder=folder)
@@ -187,7 +187,7 @@ def test_an_index_that_leads_out_of_the_folder(folder, way) -> None:
 
 
 def test_links_and_folders_below_are_followed(folder, sound) -> None:
-    """The cache of the hub is made of links to files elsewhere."""
+    """Follow links: the hub's cache consists of links to files elsewhere."""
     blobs = folder.parent / "blobs"
     blobs.mkdir()
     index = json.loads((folder / INDEX).read_text())

@@ -1,4 +1,4 @@
-"""Hugging Face folders: read in parts, written in parts, and loaded by transformers."""
+"""Hugging Face folders are read in parts, written in parts, and loaded by transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NEOX = {"embed_out.weight": "lm_head.weight"}
 
 @pytest.fixture
 def saved(tmp_path):
-    """Writes a whole model with transformers; returns it and the folder."""
+    """Write a whole model with transformers; return it and the folder."""
 
     def save(name: str, tied: bool = False, **options):
         model = whole_model(tiny_config(name, tied=tied), dtype=torch.float32)
@@ -107,7 +107,7 @@ def test_a_single_file_and_shards_hold_the_same(tmp_path) -> None:
 
 
 def test_tensors_are_drawn_one_by_one(tmp_path) -> None:
-    """When a shard is full its tensors are let go before the next is made."""
+    """Check that the tensors of a full shard are freed before the next shard begins."""
     import weakref
 
     alive = weakref.WeakSet()

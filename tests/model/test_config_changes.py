@@ -1,4 +1,4 @@
-"""Which fields of a config change what a model computes from the same weights."""
+"""Tests which fields of a config change a model's results for the same weights."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from evenpipe.model.config_changes import config_changes
 
 
 def saved(config: PreTrainedConfig) -> dict:
-    """As a checkpoint has it."""
+    """Return a config as a checkpoint stores it."""
     return json.loads(json.dumps(config.to_dict()))
 
 
 CHANGED, SAID, NOTHING = "the function", "said", "nothing"
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 CHANGES = [
-    # family, field, value at first, value now, what follows
+    # family, field, value before, value now, expected effect
     ("llama", "num_attention_heads", 4, 8, CHANGED),
     ("llama", "hidden_act", "silu", "gelu", CHANGED),
     ("llama", "rms_norm_eps", 1e-6, 1e-5, CHANGED),
@@ -37,7 +37,7 @@ CHANGES = [
     ("gpt2", "scale_attn_weights", True, False, CHANGED),
     ("mixtral", "num_experts_per_tok", 2, 1, CHANGED),
     ("llama", "max_position_embeddings", 128, 256, SAID),
-    ("phi3", "max_position_embeddings", 128, 256, CHANGED),  # its angles are stretched to the limit
+    ("phi3", "max_position_embeddings", 128, 256, CHANGED),  # rotary angles are stretched to the limit
     ("llama", "attention_dropout", 0.0, 0.1, SAID),
     ("gpt2", "resid_pdrop", 0.0, 0.1, SAID),
     ("bloom", "hidden_dropout", 0.0, 0.1, SAID),
@@ -81,7 +81,7 @@ def test_other_versions_of_transformers_wrote_other_fields() -> None:
     present = LlamaConfig(num_hidden_layers=2)
     before = saved(present)
     for name in ("head_dim", "attention_bias", "num_key_value_heads", "rope_parameters", "transformers_version"):
-        del before[name]  # one that did not have them
+        del before[name]  # a version without these fields
     before |= {"rope_theta": 10000.0, "rope_scaling": None, "torch_dtype": "float32", "bad_words_ids": None}
     assert not any(change.changes_function for change in config_changes(before, present))
     (change,) = config_changes(saved(present) | {"scale_of_a_later_version": 1.0}, present)

@@ -1,4 +1,4 @@
-"""A model cut into stages gives transformers' loss and transformers' gradients, to the last bit."""
+"""A model cut into stages has the same loss and gradients as in transformers, to the last bit."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from torch.overrides import TorchFunctionMode
 from evenpipe.errors import InputError
 from evenpipe.model import build_stage, copy_parameters, describe, gradient_errors, initialize
 
-SCALED = {"granite", "granitemoe"}  # logits divided by 3, which no factor gives to the last bit
+SCALED = {"granite", "granitemoe"}  # logits are divided by 3, which no factor reproduces to the last bit
 
-# name, where three stages begin, arguments of the forward
+# name, cuts, arguments of the forward
 CUTS = [(name, tied, (1, 3)) for name in FAMILIES for tied in (False, True)]
 CUTS += [(name, False, (1, 3)) for name in EXPERTS] + [("mixtral", True, (1, 3))]
 EDGES = [
@@ -100,7 +100,7 @@ def test_parameters_have_the_names_of_the_whole_and_each_exists_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_all_parameters_have_the_dtype_that_was_asked_for(dtype) -> None:
-    """Ernie's routers, too, which transformers makes in fp32 whatever the dtype of the model."""
+    """Include Ernie's routers, which transformers builds in fp32 for every dtype of the model."""
     description = describe(tiny_config("ernie4_5_moe"))
     stage = build_stage(description, 0, 4, is_first=True, is_last=True, dtype=dtype)
     assert {parameter.dtype for parameter in stage.parameters()} == {dtype}
@@ -158,7 +158,7 @@ def graph_nodes(output: torch.Tensor) -> int:
 
 
 def test_thrown_away_work_builds_no_graph() -> None:
-    """Granite multiplies the embeddings and norms the end: on the middle stage neither may show in the graph."""
+    """Check the graph of a middle stage: it must contain neither Granite's embedding multiplier nor its final norm."""
     description = describe(whole_model(tiny_config("granite")))
     middle = build_stage(description, 1, 3, is_first=False, is_last=False, dtype=torch.float64)
     last = build_stage(description, 3, 4, is_first=False, is_last=True, dtype=torch.float64)
@@ -195,7 +195,7 @@ def test_rotary_tables_stay_in_fp32(dtype) -> None:
 
 
 class DtypesOfProducts(TorchFunctionMode):
-    """Notes with which floating dtypes layer norms, matrix products and look-ups are called."""
+    """Records the floating dtypes of layer norms, matrix products and look-ups."""
 
     def __init__(self):
         super().__init__()
@@ -211,7 +211,7 @@ class DtypesOfProducts(TorchFunctionMode):
 
 
 def in_bfloat16(description, first, last, compute_dtype=torch.bfloat16, **ends):
-    """A stage whose fp32 parameters are replaced by others in bf16, as the runtime does."""
+    """Return a stage whose fp32 parameters are replaced by bf16 copies, as in the runtime."""
     stage = build_stage(description, first, last, **ends, dtype=torch.float32, compute_dtype=compute_dtype)
     assert {parameter.dtype for parameter in stage.parameters()} <= {torch.float32}
     copy_parameters(stage, description)
@@ -226,7 +226,7 @@ PLACES = [(0, 2, True, False), (1, 3, False, False), (2, 2, False, False), (2, 4
 
 @pytest.mark.parametrize("name", [*FAMILIES, *PROMISED_EXPERTS])
 def test_what_stands_in_computes_in_the_dtype_of_the_hidden_states(name) -> None:
-    """GPT-NeoX, StarCoder2, Phi and GPT-2 end in a layer norm, which accelerators refuse to compute in two dtypes."""
+    """Include GPT-NeoX, StarCoder2, Phi and GPT-2: they end in a layer norm, and accelerators refuse mixed dtypes."""
     description = describe(whole_model(tiny_config(name)))
     for first, last, is_first, is_last in PLACES:
         stage = in_bfloat16(description, first, last, is_first=is_first, is_last=is_last)
@@ -242,7 +242,7 @@ def test_what_stands_in_computes_in_the_dtype_of_the_hidden_states(name) -> None
 
 @pytest.mark.parametrize("name", ["gpt_neox", "starcoder2", "phi", "gpt2"])
 def test_without_the_compute_dtype_the_layer_norm_that_stands_in_mixes(name) -> None:
-    """The test above sees what it is there to see."""
+    """Check that the test above can fail."""
     description = describe(whole_model(tiny_config(name)))
     stage = in_bfloat16(description, 1, 3, compute_dtype=None, is_first=False, is_last=False)
     with DtypesOfProducts() as products:
@@ -251,7 +251,7 @@ def test_without_the_compute_dtype_the_layer_norm_that_stands_in_mixes(name) -> 
 
 
 def test_a_result_of_another_dtype_is_refused() -> None:
-    """Mamba's layers return fp32 whatever they are given, and messages between stages have one dtype."""
+    """Refuse Mamba's layers, which always return fp32: messages between stages have one dtype."""
     config = transformers.MambaConfig(vocab_size=99, hidden_size=64, num_hidden_layers=4, residual_in_fp32=True)
     stage = build_stage(describe(config), 0, 2, is_first=True, is_last=False, dtype=torch.bfloat16)
     initialize(stage, describe(config), seed=0)
@@ -261,7 +261,7 @@ def test_a_result_of_another_dtype_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text"])
 def test_attention_is_what_transformers_chooses(name) -> None:
-    """SDPA where the family supports it (which changes between versions for Gemma 2), else eager."""
+    """Expect SDPA if the family supports it (for Gemma 2 this depends on the version), else eager."""
     config = build_stage(describe(tiny_config(name)), 0, 1, is_first=True, is_last=False).whole.config
     assert config._attn_implementation == whole_model(tiny_config(name)).config._attn_implementation
     assert name == "gemma2" or config._attn_implementation == "sdpa"

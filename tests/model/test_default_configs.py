@@ -1,6 +1,6 @@
-"""Every config class for which transformers has a causal language model, at its default (real) size.
+"""Checks every config class for which transformers has a causal language model, at its default (real) size.
 
-The self-check makes a small copy of it and passes, or a sentence says what about it cannot be trained in stages.
+The self-check passes on a small copy, or a sentence says why the model cannot be trained in stages.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from evenpipe.errors import InputError
 from evenpipe.model import describe, self_check
 
 SECONDS = 10.0
-"""Of the processor, for description and self-check together; they take half of that at most where it is not busy."""
+"""CPU time for description and self-check together; on an idle CPU they take at most half of it."""
 
-# What a default lacks for transformers to build the model from it, or to run it.
+# Settings that a default lacks, without which transformers cannot build or run the model.
 NEEDED: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {
@@ -40,7 +40,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "nemotron": {"head_dim": 128, "num_key_value_heads": 48},
 }
 
-# By words of the sentence, what is refused.
+# Words of the message -> refused types.
 REFUSED = {
     "transformers cannot build a causal language model from this": (
         *("musicgen", "musicgen_melody", "qwen4_exp", "qwen4_exp_text", "reformer"),
@@ -60,13 +60,13 @@ REFUSED = {
 }
 REASONS = {name: reason for reason, names in REFUSED.items() for name in names}
 WITHOUT_A_DEFAULT = {"gemma4_assistant": "hidden_size_per_layer_input must be 0"}
-"""Types whose config class refuses its own defaults, and how."""
+"""Types whose config class refuses its own defaults -> the message."""
 
 QUICK = [
     *("bailing_hybrid", "bart", "dbrx", "falcon", "hunyuan_v1_moe", "kimi_linear", "longcat_flash", "mamba2", "xlstm"),
     *("git", "glm", "roberta", "xlnet", "zaya"),
 ]
-"""Those that had no small copy, took long, or were refused without a reason."""
+"""Types that used to have no small copy, take long, or be refused without a reason."""
 
 
 def check_default(name: str) -> None:

@@ -1,4 +1,4 @@
-"""What is found out about a model, and what is refused with which sentence."""
+"""Tests descriptions of models, and the messages for refused ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from evenpipe.model import (
 )
 from evenpipe.model.logits import probe_logits
 
-# family -> what happens to its logits: (scale, soft-cap)
+# family -> (scale, soft-cap) of its logits
 LOGITS = {
     "llama": (1.0, None),
     "cohere2": (0.3, None),
@@ -71,7 +71,7 @@ def test_padding_index_is_that_of_the_module_and_not_of_the_config() -> None:
     assert found == {"llama": PADDING, "gpt_neox": None, "gpt2": None}
 
 
-# config -> (takes position ids, takes a mask, rows that position ids index)
+# config -> (takes position ids, takes a mask, rows of the position table)
 TAKEN = [
     (lambda: tiny_config("llama"), (True, True, None)),
     (lambda: tiny_config("phi3"), (True, True, None)),
@@ -119,7 +119,7 @@ def test_a_live_model_is_described_with_its_own_class() -> None:
 
 
 class BetweenLayers(transformers.LlamaForCausalLM):
-    """Does something to the hidden states between two layers."""
+    """Changes the hidden states between two layers."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -154,7 +154,7 @@ class Skip(transformers.LlamaForCausalLM):
 
 
 class Shared(transformers.LlamaForCausalLM):
-    """One layer in the place of two."""
+    """Uses one layer in two places."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -162,7 +162,7 @@ class Shared(transformers.LlamaForCausalLM):
 
 
 class Sideways(transformers.LlamaForCausalLM):
-    """Gives its layers something trainable beside the hidden states."""
+    """Passes its layers a trainable tensor besides the hidden states."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -175,7 +175,7 @@ class Sideways(transformers.LlamaForCausalLM):
 
 
 class Unused(transformers.LlamaForCausalLM):
-    """Has a parameter that takes no part."""
+    """Has an unused parameter."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -223,14 +223,14 @@ def test_models_that_cannot_be_cut_are_refused(model_class, text) -> None:
 
 
 def test_a_config_may_count_parts_of_its_layers() -> None:
-    """LongCat-Flash counts two blocks of attention in each."""
+    """Describe LongCat-Flash, whose config counts two attention blocks per layer."""
     config = transformers.AutoConfig.for_model("longcat_flash")
     assert config.num_hidden_layers == 56
     assert describe(config).layers == 28
 
 
 def test_a_parameter_that_takes_no_part_stands_on_the_first_stage() -> None:
-    """A tower for images, say: it gets no gradient from text."""
+    """Put an unused parameter, such as an image tower's, on the first stage: it gets no gradient from text."""
     model = Unused(tiny_config("llama"))
     description = describe(model)
     assert description.structure.first_parameters == ("model.extra.weight",)
@@ -281,7 +281,7 @@ class WithAdapter(nn.Linear):
 
 
 def test_a_live_model_with_modules_put_in_by_hand_is_refused() -> None:
-    """Stages would be built without them."""
+    """Refuse the modules, since stages would be built without them."""
     model = whole_model(tiny_config("llama"))
     attention = model.model.layers[1].self_attn
     attention.q_proj = WithAdapter(attention.q_proj)
@@ -303,7 +303,7 @@ def test_sources_that_are_no_model(tmp_path) -> None:
 
 
 def test_describing_takes_no_memory_for_weights() -> None:
-    """Learned positions of 64 GB in fp64 exist nowhere, neither while probing nor on stages that do not own them."""
+    """Check that 64 GB of learned positions are never allocated, neither in the probe nor on other stages."""
     config = transformers.GPT2Config(vocab_size=503, n_embd=8192, n_layer=2, n_head=8, n_positions=10**6)
     description = describe(config)
     assert description.structure.first_parameters == ("transformer.wpe.weight",)
@@ -362,7 +362,7 @@ def test_other_things_done_to_logits_are_refused(function) -> None:
 
 
 def test_arithmetic_per_layer() -> None:
-    """Against a count by hand: Llama's seven matrices, and attention over the whole sequence or the window."""
+    """Compare with a count by hand: Llama's seven matrices, and attention over the whole sequence or the window."""
     matrices = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96)
     assert layer_flops(describe(tiny_config("llama")), 100) == [matrices + 4 * 100 * 64] * 4
     assert layer_flops(describe(tiny_config("mistral")), 100) == [matrices + 4 * 8 * 64] * 4
@@ -377,12 +377,12 @@ def test_only_the_experts_that_a_token_meets_are_counted() -> None:
     router, mlp = 2 * 8 * 64, 2 * 3 * 64 * 96
     expected = layer_flops(describe(dense), 10)[0] + mlp + router
     assert layer_flops(describe(experts), 10)[0] == expected
-    # Layer 1 is dense; layers beside it have a router and two of five experts.
+    # Layer 1 is dense; the layers next to it have a router and two of five experts.
     projections = 2 * (64 * 96 * 2 + 64 * 48 * 2) + 4 * 10 * 96
     sparse, mlp = 2 * 5 * 64 + 2 * (2 * 3 * 64 * 40), 2 * 3 * 64 * 96
     flops = layer_flops(describe(tiny_config("qwen3_moe")), 10)
     assert flops == [projections + one for one in (sparse, mlp, sparse, sparse)]
-    # Biases of experts are no matrices.
+    # Biases of experts are not matrices.
     projections = 2 * (64 * 96 * 2 + 64 * 48 * 2) + 4 * 10 * 96
     flops = layer_flops(describe(tiny_config("gpt_oss", sliding_window=16)), 10)
     assert flops == [projections + 2 * 4 * 64 + 2 * (2 * 3 * 64 * 96)] * 4

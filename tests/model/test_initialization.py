@@ -1,4 +1,4 @@
-"""Fresh weights: the same for every layout, and distributed as transformers draws them."""
+"""Fresh weights are the same for every layout, and distributed as in transformers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_layout_starts_from_the_same_weights(name) -> None:
 
 
 class WithAGain(transformers.LlamaForCausalLM):
-    """The model that holds the layers has a parameter of its own, as in Zaya."""
+    """The model around the layers has its own parameter, as in Zaya."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -92,7 +92,7 @@ def test_values_are_drawn_in_fp32_and_cast(dtype) -> None:
 
 @pytest.mark.parametrize("name", [*FAMILIES, *PROMISED_EXPERTS, "deepseek_v3"])
 def test_the_distribution_is_that_of_transformers(name) -> None:
-    """Mean and spread of every parameter; with 4000 values and more the spread is known to a few percent."""
+    """Compare mean and spread of every parameter; from 4000 values the spread is known to a few percent."""
     _, settings = (FAMILIES | EXPERTS)[name]
     config = tiny_config(
         name,
@@ -109,7 +109,7 @@ def test_the_distribution_is_that_of_transformers(name) -> None:
         assert found[key].shape == expected.shape
         tolerance = 0.1 if expected.numel() >= 4000 else 0.5 if expected.numel() >= 16 else 0.99
         assert found[key].std().item() == pytest.approx(expected.std().item(), rel=tolerance, abs=1e-9), key
-        spread = max(0.01, 4 * expected.std().item() / expected.numel() ** 0.5)  # of a mean over few values
+        spread = max(0.01, 4 * expected.std().item() / expected.numel() ** 0.5)  # wider for a mean over few values
         assert found[key].mean().item() == pytest.approx(expected.mean().item(), abs=spread), key
 
 
@@ -120,7 +120,7 @@ def test_residual_projections_of_gpt2_are_rescaled_by_their_parents() -> None:
 
 
 class Uncovered(transformers.LlamaForCausalLM):
-    """Its layers hold a parameter that no rule knows; the constructor gives it a value."""
+    """Its layers have a parameter without a rule; the constructor sets its value."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -219,7 +219,7 @@ def test_large_vocabularies_are_never_drawn_whole() -> None:
 
 
 def describe_without_probing_logits(config):
-    """The description of the same model with a small vocabulary, its rows set to the large one."""
+    """Describe the model with a small vocabulary, then set the large vocabulary size."""
     from dataclasses import replace
 
     small = describe(transformers.LlamaConfig(**{**config.to_dict(), "vocab_size": 503}))

@@ -1,4 +1,4 @@
-"""A pipeline from plain modules: the same interface, the same numbers as calling the modules one after the other."""
+"""A pipeline of plain modules has the same interface, and the same results as calling the modules one by one."""
 
 from __future__ import annotations
 

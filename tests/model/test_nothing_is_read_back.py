@@ -1,4 +1,4 @@
-"""A stage's forward reads no value, for which the host would wait for the GPU; and what is looked at is still found."""
+"""A stage's forward reads no tensor values, since the host would wait for the GPU; packed rows are still found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ValuesRead(TorchDispatchMode):
 
 
 def config_of(name: str, **changes: object) -> transformers.PreTrainedConfig:
-    """Experts in one product, as on a GPU. Without rotary tables that grow: see below."""
+    """Return a config with grouped experts, as on a GPU, and without rotary tables that grow (see below)."""
     if name == "llama4_text":
         config = transformers.Llama4TextConfig(**(GROUPED | CHUNKED | changes))
     else:
@@ -44,7 +44,7 @@ def values_read(stage: Stage, hidden: Tensor, **arguments: Tensor) -> int:
 
 @pytest.mark.parametrize("name", [*FAMILIES, *EXPERTS, "llama4_text"])
 def test_no_value_is_read(name: str) -> None:
-    """On the device "meta" there are none: everything else that wants one fails too."""
+    """Run also on the device "meta", where every operation that reads a value fails."""
     description = describe(config_of(name))
     for torch_device, dtype in (("cpu", torch.float32), ("meta", torch.bfloat16)):
         for first, last in ((0, 1), (1, 3), (3, 4)):
@@ -55,7 +55,7 @@ def test_no_value_is_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "olmo3", "modernbert-decoder"])
 def test_rows_of_several_sequences_are_found(name: str) -> None:
-    """Where positions are given: those of one sequence give the bits of none, those of two change the second alone."""
+    """Give positions: for one sequence they change nothing, for two sequences they change only the second."""
     whole = whole_model(config_of(name))
     description = describe(whole)
     hidden, alone, packed = torch.randn(1, 12, 64, dtype=torch.float64), torch.arange(12), torch.arange(12)
@@ -77,7 +77,7 @@ def test_a_forward_that_fails_does_not_hide_them() -> None:
     assert values_read(stage, torch.ones(1, 6, 64), position_ids=torch.arange(6)[None]) == 1
 
 
-# Why a value is read all the same: what the config says, what is given.
+# Reason why a value is still read -> (family, settings of the config, arguments).
 REMAINING = {
     "positions are given": ("llama", {}, {"position_ids": torch.arange(12).repeat(2, 1)}),
     "a mask is given": ("llama", {}, {"attention_mask": (torch.arange(12) < 9).long().repeat(2, 1)}),
@@ -91,7 +91,7 @@ REMAINING = {
 
 @pytest.mark.parametrize("why", REMAINING)
 def test_what_remains(why: str) -> None:
-    """So do experts one by one (`eager`, which no GPU needs), and long rotary tables of some transformers."""
+    """Read values in known cases; others are `eager` experts (not needed on GPUs) and some long rotary tables."""
     name, changes, given = REMAINING[why]
     stage = build_stage(describe(config_of(name, **changes)), 1, 3, is_first=False, is_last=False)
     assert values_read(stage, torch.ones(2, 12, 64), **given) > 0

@@ -1,4 +1,4 @@
-"""The loss of the routers, put together from stages, is that of transformers over all layers, bit for bit."""
+"""The router loss across stages equals transformers' loss over all layers, bit for bit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_other_losses_are_refused(monkeypatch) -> None:
 
 
 def test_a_loss_with_other_arguments_is_refused() -> None:
-    """Doge's routers choose among products of two sets of keys."""
+    """Refuse Doge, whose routers choose among products of two sets of keys."""
     config = transformers.DogeConfig(**GROUPED, is_moe=True, num_experts=16, output_router_logits=True)
     with pytest.raises(InputError, match="DogeForCausalLM cannot be trained with: its loss of the routers is another"):
         describe(config)
@@ -109,7 +109,7 @@ def test_stages_give_the_value_and_the_gradients_of_the_whole(name, mask, cuts) 
 
 
 def test_stages_without_routers_hand_the_totals_on() -> None:
-    """Layer 1 of this Qwen3 is dense."""
+    """Use a Qwen3 whose layer 1 is dense."""
     description = describe(with_loss("qwen3_moe"))
     found = [router_modules(description.skeleton, description.structure.layers_name, range(i, i + 1)) for i in range(4)]
     assert [len(modules) for modules in found] == [1, 0, 1, 1]
@@ -120,7 +120,7 @@ def test_stages_without_routers_hand_the_totals_on() -> None:
 
 
 def record_without_graph(relay, index):
-    """The value is right, and no router learns from it."""
+    """Compute the right value, but without gradients for the routers."""
 
     def hook(module, args, output):
         if relay.router_logits is not None:

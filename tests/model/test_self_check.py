@@ -1,4 +1,4 @@
-"""Cut and whole are compared before anything is trained: sound families pass, a wrong cut never does."""
+"""The self-check compares the cut model with the whole one: correct families pass, and wrong cuts fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from evenpipe.model.small_model import kinds_of_layers, small_model
 from evenpipe.model.structure import layers_of
 from evenpipe.runtime.experts import split_once
 
-# Full-size configs, as users have them: the check has to make them small by itself.
+# Full-size configs, as users have them: the check makes them small itself.
 FULL_SIZE = {
     "llama": {},
     "qwen2": {"use_sliding_window": True},
@@ -56,7 +56,7 @@ WIDTHS = [
     ("helium", {}, 64),
     ("helium", {"head_dim": 96}, 32),
     ("qwen3", {"hidden_size": 1024, "num_attention_heads": 16}, 128),
-    ("gemma2", {}, 32),  # 8 heads of 256 for 2304
+    ("gemma2", {}, 32),  # 8 heads of 256 for a hidden size of 2304
     ("mamba2", {}, 128),
     ("falcon_h1", {}, 32),
 ]
@@ -93,7 +93,7 @@ def test_tiny_configs_pass(name) -> None:
 
 
 def cut_at_the_embeddings(monkeypatch) -> None:
-    """What looks like the obvious way: received hidden states go in as `inputs_embeds`."""
+    """Cut in the obvious but wrong way: pass received hidden states as `inputs_embeds`."""
 
     def forward(self, hidden, position_ids=None, attention_mask=None):
         embedded = stage_file.embed_rows(self._embedding[0], hidden) if self.is_first else hidden
@@ -118,7 +118,7 @@ def forget_the_mask(monkeypatch) -> None:
 
 
 def renumber_the_layers(monkeypatch) -> None:
-    """Every stage believes that it begins with layer 0 of the config."""
+    """Make every stage start with layer 0 of the config."""
     build = stage_file.build_skeleton
 
     def renumbered(config, dtype, model_class):
@@ -131,7 +131,7 @@ def renumber_the_layers(monkeypatch) -> None:
 
 
 def halve_the_gradient(monkeypatch) -> None:
-    """The loss is right and the gradients of all layers are half of what they should be."""
+    """Keep the loss, but halve the gradients of all layers."""
     forward = stage_file.Stage.forward
 
     def halved(self, hidden, **arguments):
@@ -167,7 +167,7 @@ def test_a_wrong_cut_is_refused(name, wrong, text, monkeypatch) -> None:
 
 
 def test_a_multiplier_of_one_does_not_hide_a_wrong_cut(monkeypatch) -> None:
-    """Granite's default multiplies embeddings by 1.0: cut wrongly it gives the right numbers, until it is moved."""
+    """Cut Granite wrongly: its default multiplier of embeddings, 1.0, hides the error until it is changed."""
     description = describe(tiny_config("granite", embedding_multiplier=1.0))
     cut_at_the_embeddings(monkeypatch)
     with pytest.raises(InputError, match="GraniteForCausalLM cannot be trained in stages"):
@@ -196,7 +196,7 @@ def test_a_cut_that_does_not_run_is_refused(monkeypatch) -> None:
 
 
 class CrossingMLP(nn.Module):
-    """Adds what the first layer's block gave to the last layer's, behind the model's back."""
+    """Adds the output of the first layer's block to the last layer's, unseen by the model."""
 
     def __init__(self, inner, place, memory):
         super().__init__()
@@ -270,7 +270,7 @@ class LabelsAsTheyAre(transformers.LlamaForCausalLM):
 
 
 def test_labels_may_be_meant_for_their_own_positions() -> None:
-    """As decoders of BART's kind have it: a pipeline is given the same labels either way."""
+    """Accept labels that are not shifted, as in BART's decoder: a pipeline gets the same labels either way."""
     self_check(describe(LabelsAsTheyAre(tiny_config("llama"))))
 
 
@@ -287,7 +287,7 @@ def test_labels_of_another_shape_are_refused_with_the_reason() -> None:
 
 
 class RoundedLogits(transformers.LlamaForCausalLM):
-    """Gives its logits in fp32 whatever its dtype, as Mamba and xLSTM do."""
+    """Always returns fp32 logits, as Mamba and xLSTM do."""
 
     def forward(self, **arguments):
         output = super().forward(**arguments)
@@ -322,7 +322,7 @@ LAYER_KINDS = [
     ),
     ("gemma3_text", {"layer_types": ["full_attention"] * 12}, [0, 1, 2, 3]),
     ("gemma3_text", {"layer_types": ["full_attention"] * 11 + ["sliding_attention"]}, [0, 1, 2, 11]),
-    # Lists of the layers that are special, and rules by a layer's place.
+    # Lists of special layers, and rules by a layer's index.
     ("bamba", {"attn_layer_indices": [9]}, [0, 1, 2, 9]),
     ("qwen3_moe", {"mlp_only_layers": [7], "num_experts": 4}, [0, 1, 2, 7]),
     ("deepseek_v3", {"first_k_dense_replace": 6}, [0, 1, 2, 3, 4, 5, 6]),

@@ -1,4 +1,4 @@
-"""Tensors in the files that the config does not speak of: kept or named, as transformers does."""
+"""Stored tensors that the config does not mention are kept or reported, as in transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rewrite(folder: Path, change) -> Path:
 
 
 def losses(folder: Path) -> tuple[float, float]:
-    """Of the pipeline, and of transformers in one process, both from the same folder."""
+    """Return the losses of the pipeline and of transformers in one process, both loaded from the same folder."""
     ids, _ = tokens_and_labels()
     pipeline = Pipeline(folder, microbatches=1, self_check=False)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -60,7 +60,7 @@ def store_the_head_alone(tensors) -> None:
 
 
 TIES = [
-    # what the files hold besides "tie_word_embeddings": true, and whether it remains one matrix
+    # change of the stored tensors, given "tie_word_embeddings": true, and whether the model stays tied
     (lambda tensors: None, True),
     (store_twice, True),
     (store_twice_in_other_dtypes, True),
@@ -107,7 +107,7 @@ def test_tensors_without_a_place_are_left_out_and_named(tmp_path, caplog) -> Non
 
 
 OTHER_TENSORS = [
-    # family, name on disk, whether it is said: not where transformers says nothing either
+    # family, name on disk, whether it is reported: as in transformers
     ("llama", "value_head.weight", True),
     ("llama", "model.layers.0.self_attn.q_proj.weight_scale", True),
     ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq", False),

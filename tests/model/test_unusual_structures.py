@@ -1,5 +1,5 @@
-"""Structures that only some families have, each found by asking the model: cut and whole agree, or a sentence says why
-not."""
+"""Tests structures of single families, found by running the model: cut and whole agree, or a message gives the
+reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FALCON_H1 = {
     "embedding_multiplier": 2.5,
     "ssm_multipliers": [1.3, 0.7, 0.9, 1.2, 0.8],
 }
-# model type, settings, what is found
+# model type, settings, expected structure
 FOUND = [
     ("ctrl", {"dff": 96, **NO_DROPOUT}, {"writes_to_input": True, "wants_token": None}),
     ("falcon_h1", {**GROUPED, **FALCON_H1}, {"writes_to_input": False, "wants_token": 0}),
@@ -62,7 +62,7 @@ ROBERTA = {"is_decoder": True, "intermediate_size": 96, "type_vocab_size": 1, **
 
 
 def test_positions_that_are_counted_from_token_ids() -> None:
-    """Stages have hidden states only, from which RoBERTa would count padding too."""
+    """Count positions as RoBERTa does: stages have only hidden states, and would count padding too."""
     model = whole(transformers.RobertaConfig(**COMMON, **ROBERTA))
     description = describe(model)
     tokens, labels = tokens_and_labels()
@@ -91,7 +91,7 @@ def test_positions_of_others_are_not_counted(model_type, settings) -> None:
 
 
 def test_a_bias_with_two_names_goes_by_the_first() -> None:
-    """transformers saves BERT's under that one, and lists it so."""
+    """Use the first name, under which transformers saves and lists BERT's bias."""
     config = transformers.BertConfig(**COMMON, intermediate_size=96, is_decoder=True)
     description = describe(config)
     assert description.head_bias_name == "cls.predictions.bias"
@@ -102,7 +102,7 @@ def test_a_bias_with_two_names_goes_by_the_first() -> None:
 
 
 class FoundByTheModel(transformers.LlamaForCausalLM):
-    """The model that holds the layers gives them a buffer, in its own rule."""
+    """The rule of the model around the layers sets a buffer in them."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -135,7 +135,7 @@ def test_buffers_that_the_model_gives_its_layers(dtype, monkeypatch) -> None:
 
 
 class TableForAllLayers(transformers.LlamaForCausalLM):
-    """Its layers receive what is looked up without a gradient, as RoFormer's positions."""
+    """Its layers receive rows of a table without a gradient, like RoFormer's positions."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -148,7 +148,7 @@ class TableForAllLayers(transformers.LlamaForCausalLM):
 
 
 class OnlyWhileTraining(transformers.LlamaForCausalLM):
-    """In evaluation it changes the weights of all its layers, as RWKV does."""
+    """Changes the weights of all its layers in evaluation, as RWKV does."""
 
     def forward(self, *args, **kwargs):
         if not self.training:
@@ -212,7 +212,7 @@ def test_layers_that_return_fp32_are_refused_in_bf16() -> None:
     check_compute_dtype(describe(tiny_config("llama")), torch.bfloat16)
 
 
-DRAWN = [  # a head's bias that stands alone; layers whose constructor wants fields of the config
+DRAWN = [  # a separate head bias; layers whose constructor takes fields of the config
     ("bert", {"is_decoder": True, "intermediate_size": 96, "tie_word_embeddings": False}),
     ("openai-gpt", {"n_positions": 64}),
 ]

@@ -214,8 +214,8 @@ def hollow(
 
     `dtype` and `torch_device` apply to the stub's weight.
 
-    Meta parameters remain, and buffers with their values on the CPU. The embedding's `weight` becomes a plain attribute,
-    so that `embed_rows` can set it during a forward.
+    Meta parameters remain, and buffers with their values on the CPU. The embedding's `weight` becomes a plain
+    attribute, so that `embed_rows` can set it during a forward.
     """
     restore_buffers(model, structure.layers_name, kept)
     for index, layer in enumerate(layers_of(model, structure.layers_name)):
