@@ -148,7 +148,7 @@ def _outcome_of(configuration: Configuration) -> dict[str, Any]:
     config._experts_implementation = "eager"  # the grouped product of experts takes no fp64
     try:
         reference = _reference(config)
-    except Exception as error:  # whatever a family raises on a config that it cannot do anything with
+    except Exception as error:  # families raise many types on an unusable config
         reason = traceback.format_exception_only(error)[0].strip()
         try:
             describe(config)
@@ -172,7 +172,7 @@ def _outcome_of(configuration: Configuration) -> dict[str, Any]:
 
 
 def _step_from(config: transformers.PreTrainedConfig, ids: torch.Tensor) -> None:
-    """Run a step from a config alone, with fresh weights drawn by each stage; weights and loss must be finite."""
+    """Run a step with fresh weights, drawn by each stage. No weight may be NaN, and the loss must be finite."""
     pipeline = _opened(config, schedule="1f1b", microbatches=ROWS, self_check=False)
     loss, weights = pipeline.step(ids).loss, pipeline.full_state_dict()
     pipeline.close()
@@ -304,7 +304,7 @@ def _compare(reference: Reference, schedule: str, *, self_check: bool) -> float:
 def worst_error(
     reference: Reference, description: Description, loss: float, gradients: dict[str, torch.Tensor]
 ) -> float:
-    """The largest relative error of a gradient."""
+    """Return the largest relative error of a gradient. Raises DifferentError if it, or the loss's, is too large."""
     error = abs(loss - reference.loss) / max(1.0, abs(reference.loss))
     if not error <= reference.tolerance:
         raise DifferentError(f"the loss is {loss:.12g} and {reference.loss:.12g} in one process")

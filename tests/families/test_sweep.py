@@ -29,7 +29,7 @@ def own_fork_server() -> Iterator[None]:
 
 EXPECTED = {
     Configuration("bert"): "equal",  # the head's bias has two names
-    Configuration("falcon_h1"): "equal",  # it scales only rows that it looks up itself; the model sets buffers of layers
+    Configuration("falcon_h1"): "equal",  # scales only rows that it looks up itself; the model sets buffers of layers
     Configuration("zaya"): "its layers hand a second tensor on to each other",
 }
 

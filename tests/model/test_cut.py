@@ -251,7 +251,7 @@ def test_without_the_compute_dtype_the_layer_norm_that_stands_in_mixes(name) -> 
 
 
 def test_a_result_of_another_dtype_is_refused() -> None:
-    """Refuse Mamba's layers, which always return fp32: messages between stages have one dtype."""
+    """Use Mamba's layers, which return fp32 for every input: messages between stages have one dtype."""
     config = transformers.MambaConfig(vocab_size=99, hidden_size=64, num_hidden_layers=4, residual_in_fp32=True)
     stage = build_stage(describe(config), 0, 2, is_first=True, is_last=False, dtype=torch.bfloat16)
     initialize(stage, describe(config), seed=0)

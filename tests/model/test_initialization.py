@@ -120,7 +120,7 @@ def test_residual_projections_of_gpt2_are_rescaled_by_their_parents() -> None:
 
 
 class Uncovered(transformers.LlamaForCausalLM):
-    """Its layers have a parameter without a rule; the constructor sets its value."""
+    """A model whose layers have a parameter without a rule; the constructor sets its value."""
 
     def __init__(self, config):
         super().__init__(config)

@@ -62,7 +62,7 @@ ROBERTA = {"is_decoder": True, "intermediate_size": 96, "type_vocab_size": 1, **
 
 
 def test_positions_that_are_counted_from_token_ids() -> None:
-    """Count positions as RoBERTa does: stages have only hidden states, and would count padding too."""
+    """Use positions from token ids: from hidden states, which stages have, RoBERTa would count padding too."""
     model = whole(transformers.RobertaConfig(**COMMON, **ROBERTA))
     description = describe(model)
     tokens, labels = tokens_and_labels()
@@ -135,7 +135,7 @@ def test_buffers_that_the_model_gives_its_layers(dtype, monkeypatch) -> None:
 
 
 class TableForAllLayers(transformers.LlamaForCausalLM):
-    """Its layers receive rows of a table without a gradient, like RoFormer's positions."""
+    """A model whose layers receive rows of a table without a gradient, like RoFormer's positions."""
 
     def __init__(self, config):
         super().__init__(config)

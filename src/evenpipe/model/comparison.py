@@ -30,7 +30,7 @@ from evenpipe.model.structure import first_line
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 PARTLY_FP32 = 1e-6  # in fp64, for families that always round some results to fp32
-OWN_LOSS = 1e-6  # transformers computes it in fp32 whatever the dtype
+OWN_LOSS = 1e-6  # transformers always computes it in fp32
 BATCH, SEQUENCE, PADDED = 2, 12, 3
 SILENT_SECONDS = 3.0
 

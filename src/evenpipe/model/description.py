@@ -166,7 +166,7 @@ def _describe(
             f"({first_line(error)})."
         ) from error
     architecture, model_class = type(skeleton).__name__, type(skeleton)
-    if type(skeleton.config) is not type(config):  # the language model of a config that holds several models
+    if type(skeleton.config) is not type(config):  # the config contains several models: take the language model's
         config = config.get_text_config()
     for one in (config, getattr(config, "text_config", None)):
         if shared := getattr(one, "num_kv_shared_layers", None):

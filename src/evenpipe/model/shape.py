@@ -77,7 +77,7 @@ class LayerShape:
     rotary_table: str = "rotary"
     """Layers of one stage with the same name share their tables of cosines and sines."""
     wide_table: bool = False
-    """These tables are fp32 whatever the dtype of the hidden states."""
+    """These tables are fp32 for every dtype of the hidden states."""
     wide_rotary: bool = False
     """Queries and keys are rotated in fp32."""
     joined_rotary: bool = False

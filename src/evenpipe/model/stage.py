@@ -5,7 +5,7 @@ stages return their input, the received hidden states replace the first local la
 output is captured. Masks, positions and rotary tables are thus the model's own.
 
             embedding  ->  before  ->  0 .. first-1   first .. last-1   last .. L-1  ->  after  ->  head
-    runs on stand-in       stand-in    stand-in     ^ the real thing  ^ stand-in        stand-in    stub
+    runs on stand-in       stand-in    stand-in     ^ real tensors    ^ stand-in        stand-in    stub
                                                inject               capture
 
 The forward's operations before and after the layers run on a stand-in without a graph, and their results are discarded,
