@@ -43,7 +43,7 @@ def read_config(name: str, trust_remote_code: bool = False, *, field: str = "mod
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
     except InputError as error:
         raise InputError(f"{field} = {name!r}: {error}") from None
-    except Exception as error:  # transformers catches no errors that a file's content causes
+    except Exception as error:  # transformers raises many types on a damaged file
         if "trust_remote_code" in str(error):
             raise InputError(
                 f"{field} = {name!r} comes with Python code of its own, which is run only with trust_remote_code ="

@@ -54,7 +54,7 @@ class LayerShape:
     """Queries, keys and values have a bias."""
     mlp_bias: bool
     window: int | None
-    """Number of earlier tokens that attention sees; None: all."""
+    """Number of tokens that attention sees; None: all."""
     experts: int = 0
     """Number of experts; 0: a dense MLP."""
     experts_per_token: int = 0

@@ -22,7 +22,7 @@ from evenpipe.model.names import Stored, put_together, stored_tensors
 from evenpipe.model.structure import first_line
 
 BLOCK_ELEMENTS = 2**22
-"""Number of elements of two matrices that are compared at a time."""
+"""Number of elements that `same` compares at a time."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
