@@ -136,6 +136,16 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize("processes", [1, *(pytest.param(few, marks=pytest.mark.slow) for few in (2, 3)), 4])
+@pytest.mark.parametrize("processes", [1, *(pytest.param(several, marks=pytest.mark.slow) for several in (2, 3, 4))])
 def test_every_mode_gives_the_gradients_of_one_process(processes: int) -> None:
     check(processes, MATRIX, torch.float64, tolerance=1e-10, weight_tolerance=1e-8)
+
+
+def test_four_processes_give_the_gradients_of_one() -> None:
+    """A third of the cases, among them every pair of their values."""
+    cases = MATRIX[::3]
+    fields = [(case.microbatches, case.mode, case.vocabulary, case.tied) for case in cases]
+    every = [{case[place] for case in fields} for place in range(4)]
+    for first, second in itertools.combinations(range(4), 2):
+        assert {(case[first], case[second]) for case in fields} == set(itertools.product(every[first], every[second]))
+    check(4, cases, torch.float64, tolerance=1e-10, weight_tolerance=1e-8)

@@ -217,6 +217,7 @@ def test_no_single_graph(choice: str, monkeypatch: pytest.MonkeyPatch, caplog: p
     assert len(told) == (choice == "full") and all("not compiled" in text and "Layer" in text for text in told)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler (g++) on the CPU")
 def test_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its buffers are used again within a backward: what is queued must not be among them."""

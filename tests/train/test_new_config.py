@@ -30,6 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_from_a_config_and_a_folder_of_text_it_trains_as_it_stands(folder: Path) -> None:
     LlamaConfig(**SHAPE, vocab_size=400, max_position_embeddings=64).save_pretrained("model")
     for name in ("a.txt", "b.txt", "c.py"):
