@@ -48,7 +48,7 @@ train: $(STAMP)
 # Tests of silent and dying processes run alone.
 test: SELECTED := -m "not slow"
 test test-all: $(STAMP)
-	$(BIN)/python -m pytest $(SELECTED) -n 2 --dist loadfile --no-loadscope-reorder $(ALONE:%=--ignore=%)
+	$(BIN)/python -m pytest $(SELECTED) -n 2 --dist loadfile $(ALONE:%=--ignore=%)
 	$(BIN)/python -m pytest $(SELECTED) $(ALONE)
 
 fault-test: $(STAMP)
