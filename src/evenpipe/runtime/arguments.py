@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from types import FrameType
@@ -50,13 +50,14 @@ _NORMS = {"clip_grad_norm_", "get_total_norm", "_get_total_norm"}
 _NEED_WHOLE_MATRICES = {kind.__init__.__module__: kind.__name__ for kind in (torch.optim.Adafactor, torch.optim.Muon)}
 
 
-def refuse_use_of_a_part(spread: str | None) -> None:
+def refuse_use_of_a_part(spread: Callable[[], str | None]) -> None:
     """Check who asks for the parameters of one process.
 
     torch's functions may take them from generators of the caller, so all calling functions are looked at.
 
     Args:
-        spread: name of a parameter of which this process has only rows; None: it has all rows of its parameters.
+        spread: returns the name of a parameter of which this process has only rows, or None if there is none; called
+            only for such an optimizer, since every step asks for the parameters.
 
     Raises:
         InputError: `torch.nn.utils.clip_grad_norm_` or `get_total_norm`, which would scale each process by another
@@ -71,9 +72,9 @@ def refuse_use_of_a_part(spread: str | None) -> None:
                 " another norm; expected pipeline.clip_gradients(max_norm), which scales all by the norm of all"
                 " gradients and returns it"
             )
-        if spread is not None and function == "__init__" and (kind := _NEED_WHOLE_MATRICES.get(module)):
+        if function == "__init__" and (kind := _NEED_WHOLE_MATRICES.get(module)) and (name := spread()):
             raise InputError(
-                f"torch.optim.{kind} would take the rows of {spread} on this process for the whole matrix; expected"
+                f"torch.optim.{kind} would take the rows of {name} on this process for the whole matrix; expected"
                 f" evenpipe.{kind}(pipeline, ...), which sees the rows of all processes"
             )
         frame = frame.f_back

@@ -590,7 +590,7 @@ class Pipeline:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over (Hugging Face name, parameter) of this process; of vocabulary matrices, it has only rows."""
         if self.devices > 1 or self._sharded:
-            refuse_use_of_a_part(next((one.name for one in self.held_parameters() if one.communicator), None))
+            refuse_use_of_a_part(lambda: next((one.name for one in self.held_parameters() if one.communicator), None))
         for name, shard in self._held.shards.items():
             yield name, shard.parameter
 
