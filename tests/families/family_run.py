@@ -29,6 +29,7 @@ from torch.nn import functional
 from evenpipe import Pipeline, launch
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import Description, describe
+from evenpipe.model.comparison import contains_cast
 from evenpipe.runtime.launcher import prepare_launch
 
 HERE = Path(__file__).resolve().parent
@@ -235,27 +236,13 @@ def _computed(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> Refe
     mean = torch.stack(losses).mean()
     if not mean.isfinite():
         raise ValueError("the loss is not finite")
-    rounded = _rounds(mean)
+    rounded = contains_cast(mean)
     mean.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     if dtype == torch.float64 and any(one is not None and one.dtype != dtype for one in gradients.values()):
         raise TypeError("some of its parameters are fp32 whatever its dtype")
     tolerance = max(TOLERANCE[dtype], ROUNDED if rounded else 0.0)
     return Reference(model, dtype, ids, mean.item(), gradients, tolerance)
-
-
-def _rounds(loss: torch.Tensor) -> bool:
-    """Return whether the loss's graph contains a cast."""
-    seen, waiting = set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if node.name().startswith("ToCopy"):
-            return True
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
-    return False
 
 
 def _opened(model: Any, **options: Any) -> Pipeline:

@@ -185,7 +185,7 @@ def _whole(small: Description, tokens: torch.Tensor, labels: torch.Tensor, mask:
             known = _loss(logits[:, :-1], labels[:, 1:]), _loss(logits, labels)
             _check_own_loss(model, float(output.loss), [float(one + added) for one in known])
     loss = loss + added
-    rounds = _rounds(loss)
+    rounds = contains_cast(loss)
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     if small.tied and small.head_name in gradients:  # the head is registered before the model with the embedding
@@ -273,7 +273,8 @@ def _in_pieces(
     return _Result(loss.item(), gradients, logits_dtype)
 
 
-def _rounds(loss: torch.Tensor) -> bool:
+def contains_cast(loss: torch.Tensor) -> bool:
+    """Return whether the loss's graph contains a cast."""
     seen, waiting = set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()

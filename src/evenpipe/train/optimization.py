@@ -13,6 +13,7 @@ from torch import nn
 from evenpipe.errors import InputError
 from evenpipe.runtime.host_optimizer import HostAdamW
 from evenpipe.runtime.optimizers.adafactor import Adafactor
+from evenpipe.runtime.optimizers.held import groups_by_decay
 from evenpipe.runtime.optimizers.muon import Muon, checked_options
 from evenpipe.train.config import OptimizerConfig
 from evenpipe.train.named import find_named
@@ -94,11 +95,8 @@ def rate_shares(optimizer: torch.optim.Optimizer | None, config: OptimizerConfig
 
 
 def _groups(trained: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Return groups in which only matrices have weight decay."""
-    matrices = [parameter for _, parameter in trained if parameter.dim() >= 2]
-    others = [parameter for _, parameter in trained if parameter.dim() < 2]
-    decays = ((matrices, config.given("weight_decay")), (others, 0.0))
-    return [{"params": group, "weight_decay": decay} for group, decay in decays if group]
+    groups = groups_by_decay(parameter for _, parameter in trained)
+    return [{"weight_decay": config.given("weight_decay"), **group} for group in groups if group["params"]]
 
 
 def _options(config: OptimizerConfig) -> dict[str, Any]:

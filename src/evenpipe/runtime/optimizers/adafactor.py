@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.runtime.communication import Communicator
-from evenpipe.runtime.optimizers.held import HeldParameter, sums
+from evenpipe.runtime.optimizers.held import HeldParameter, groups_by_decay, sums
 
 if TYPE_CHECKING:
     from evenpipe.runtime.pipeline import Pipeline
@@ -50,11 +50,7 @@ class Adafactor(torch.optim.Adafactor):
 
     def __init__(self, pipeline: Pipeline, *, lr: float = 1e-2, weight_decay: float = 0.0, **options: Any) -> None:
         self._held = {one.parameter: one for one in pipeline.held_parameters() if one.parameter.requires_grad}
-        groups: list[dict[str, Any]] = [
-            {"params": [one for one in self._held if one.dim() >= 2]},
-            {"params": [one for one in self._held if one.dim() < 2], "weight_decay": 0.0},
-        ]
-        super().__init__(groups, lr=lr, weight_decay=weight_decay, **options)
+        super().__init__(groups_by_decay(self._held), lr=lr, weight_decay=weight_decay, **options)
 
     def is_same_on_all(self, parameter: nn.Parameter, state: str) -> bool:
         """Return whether a state belongs to the whole parameter although its rows are spread."""

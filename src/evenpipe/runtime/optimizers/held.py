@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,15 @@ class HeldParameter:
     """Shape of the whole parameter."""
     communicator: Communicator | None
     """Communicator of all processes with rows of the parameter; None: this process has all rows."""
+
+
+def groups_by_decay(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Return two groups for an optimizer: only parameters with two or more dimensions have weight decay."""
+    parameters = list(parameters)
+    return [
+        {"params": [one for one in parameters if one.dim() >= 2]},
+        {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0},
+    ]
 
 
 class Visit:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from evenpipe.runtime.optimizers.held import HeldParameter, Visit
+from evenpipe.runtime.optimizers.held import HeldParameter, Visit, groups_by_decay
 
 if TYPE_CHECKING:
     from evenpipe.runtime.pipeline import Pipeline
@@ -81,12 +81,8 @@ class Muon(torch.optim.Optimizer):
         chosen = set(matrices)
         others = [parameter for parameter in self._held if parameter not in chosen]
         options = checked_options(lr=lr, weight_decay=weight_decay, adjust_lr_fn=adjust_lr_fn, **options)
-        groups: list[dict[str, Any]] = [
-            {"params": [one for one in others if one.dim() >= 2]},
-            {"params": [one for one in others if one.dim() < 2], "weight_decay": 0.0},
-        ]
         self._adamw = torch.optim.AdamW(
-            groups, lr=lr, betas=betas, eps=adamw_eps, weight_decay=weight_decay, fused=True
+            groups_by_decay(others), lr=lr, betas=betas, eps=adamw_eps, weight_decay=weight_decay, fused=True
         )
         groups = [{**group, "algorithm": "adamw"} for group in self._adamw.param_groups]
         super().__init__([{**options, "params": matrices, "algorithm": "muon"}, *groups], {})
