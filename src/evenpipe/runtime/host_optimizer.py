@@ -30,6 +30,7 @@ from torch.optim.adamw import adamw
 
 from evenpipe.errors import InputError
 from evenpipe.runtime.host_pool import PinnedSlab, carve, unnamed_file
+from evenpipe.runtime.optimizers.closure import loss_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BUCKET_BYTES = 64 * 2**20
@@ -95,10 +96,7 @@ class HostAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update the parameters, as `torch.optim.AdamW` does."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in trained:

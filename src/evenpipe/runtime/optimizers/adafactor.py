@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.runtime.communication import Communicator
+from evenpipe.runtime.optimizers.closure import loss_of
 from evenpipe.runtime.optimizers.held import HeldParameter, groups_by_decay, sums
 
 if TYPE_CHECKING:
@@ -59,10 +60,7 @@ class Adafactor(torch.optim.Adafactor):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update the parameters. Collective if rows of parameters are spread over processes."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             self._init_group(group, [], [], [], [], [], [])  # makes the state of parameters with their first gradient
         for communicator, bucket in self._buckets():

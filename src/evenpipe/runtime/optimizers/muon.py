@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from evenpipe.runtime.optimizers.closure import loss_of
 from evenpipe.runtime.optimizers.held import HeldParameter, Visit, groups_by_decay
 
 if TYPE_CHECKING:
@@ -90,10 +91,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update the parameters. Collective if parameters are sharded over replicas."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             if group["algorithm"] == "muon":
                 trained = [one for one in group["params"] if one.grad is not None]
