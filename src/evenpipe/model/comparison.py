@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
+from evenpipe.model.graph import graph_nodes
 from evenpipe.model.interface import takes
 from evenpipe.model.loading import copy_parameters
 from evenpipe.model.rules import undisturbed
@@ -275,16 +276,7 @@ def _in_pieces(
 
 def contains_cast(loss: torch.Tensor) -> bool:
     """Return whether the loss's graph contains a cast."""
-    seen, waiting = set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if node.name().startswith("ToCopy"):
-            return True
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
-    return False
+    return any(node.name().startswith("ToCopy") for node in graph_nodes(loss))
 
 
 def _compare(refuse: str, tolerance: float, found: _Result, expected: _Result) -> None:

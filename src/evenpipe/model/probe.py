@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from evenpipe.model.graph import graph_nodes
 from evenpipe.model.packed_rows import nothing_packed
 from evenpipe.model.structure import (
     PROBE_BATCH,
@@ -280,16 +281,7 @@ def _leaves(output: torch.Tensor) -> set[int]:
     """Return the ids of the leaf tensors in a result's graph."""
     if output.is_leaf:
         return {id(output)}
-    found, seen, waiting = set(), set(), [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        waiting += [following for following, _ in node.next_functions]
-    return found
+    return {id(node.variable) for node in graph_nodes(output) if hasattr(node, "variable")}
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
