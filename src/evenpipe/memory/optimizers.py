@@ -1,4 +1,4 @@
-"""What each optimizer keeps of parameters between steps, and what it makes in a step."""
+"""Counts the state that each optimizer keeps between steps, and its temporaries in a step."""
 
 from __future__ import annotations
 
@@ -8,31 +8,28 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from evenpipe.errors import InputError
+from evenpipe.runtime.optimizers.adafactor import BUCKET_ELEMENTS
+from evenpipe.runtime.optimizers.muon import ELEMENTS_AT_ONCE
 
 Optimizer = Literal["adamw", "muon", "adafactor", "sgd"]
-
-_AT_ONCE = 1 << 26
-"""Elements of stacked matrices that Muon orthogonalises together, as `runtime/optimizers/muon.py` has it."""
-_BUCKET = 1 << 24
-"""Elements of parameters in shards that Adafactor updates together, as `runtime/optimizers/adafactor.py` has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Trained parameters, as optimizers tell them apart. Elements, but for `tensors` and `matrix_tensors`."""
+    """Trained parameters by their optimizer state. All fields count elements, except `tensors` and `matrix_tensors`."""
 
     elements: int = 0
     tensors: int = 0
     matrices: int = 0
-    """Of what Muon orthogonalises."""
+    """Elements that Muon orthogonalises."""
     matrix_tensors: int = 0
     largest_matrix: int = 0
     largest: int = 0
-    """Of the largest tensor."""
+    """Elements of the largest tensor."""
     row_factors: int = 0
-    """Numbers that Adafactor keeps and that lie where the rows of their parameter lie."""
+    """Numbers that Adafactor keeps on the process with the rows of their parameter."""
     column_factors: int = 0
-    """Numbers that it keeps on every process that holds rows."""
+    """Numbers that Adafactor keeps on every process with rows of their parameter."""
 
     def __add__(self, other: Trained) -> Trained:
         return Trained(
@@ -48,18 +45,18 @@ class Trained:
 
 
 def trained_tensor(shape: Sequence[int], *, matrix: bool, elements: int | None = None) -> Trained:
-    """One parameter.
+    """Return the counts of one parameter.
 
     Args:
-        matrix: whether Muon is for it.
-        elements: what tensor parallelism leaves of it; None: all.
+        matrix: whether Muon orthogonalises it.
+        elements: elements per rank with tensor parallelism; None: all.
     """
     whole = math.prod(shape)
     elements = whole if elements is None else elements
     rows, columns = elements, 0
     if len(shape) >= 2 and whole:
         rows, columns = elements // shape[-1], elements // shape[-2]
-    if len(shape) > 2:  # stacked matrices are spread one by one
+    if len(shape) > 2:  # each process has whole stacked matrices
         rows, columns = rows + columns, 0
     return Trained(
         elements=elements,
@@ -74,13 +71,13 @@ def trained_tensor(shape: Sequence[int], *, matrix: bool, elements: int | None =
 
 
 def check_optimizer_name(optimizer: str) -> None:
-    """Raises InputError for a name that is none of `Optimizer`."""
+    """Raise InputError for a name that is not in `Optimizer`."""
     if optimizer not in get_args(Optimizer):
         raise InputError(f"optimizer is {optimizer!r}, expected one of {', '.join(get_args(Optimizer))}")
 
 
 def kept_numbers(optimizer: str, trained: Trained) -> tuple[int, int]:
-    """(numbers that are spread as parameters are, numbers that are the same on all holders). SGD's momentum counts."""
+    """Return (numbers that are sharded like parameters, numbers that every process with rows has). SGD has momentum."""
     match optimizer:
         case "adafactor":
             return trained.row_factors, trained.column_factors
@@ -92,25 +89,25 @@ def kept_numbers(optimizer: str, trained: Trained) -> tuple[int, int]:
 
 
 def step_counters(optimizer: str, trained: Trained) -> int:
-    """How many parameters have a number of steps."""
+    """Return the number of parameters with a step counter."""
     return {"sgd": 0, "muon": trained.tensors - trained.matrix_tensors}.get(optimizer, trained.tensors)
 
 
 def bytes_in_step(optimizer: str, trained: Trained, *, master: int, shards: int) -> int:
-    """At most, beside state.
+    """Return the maximum bytes of temporaries in a step.
 
-    Muon has the momentum of a matrix in bf16, and four more copies of it while it is orthogonalised; in shards, twice
-    the rows of as many matrices as there are shards, and a whole one with each. Adafactor has the updates of a bucket,
-    or of one parameter where parameters are whole.
+    Muon needs the momentum of a matrix in bf16, and four more copies of it during orthogonalisation; with shards, two
+    rounds of rows of one matrix per shard, and a whole matrix for each. Adafactor needs the updates of a bucket, or of
+    one parameter if parameters are not sharded.
 
     Args:
         master: bytes of an element of the parameters.
-        shards: over how many replicas parameters are spread.
+        shards: number of replicas over which parameters are sharded.
     """
     if optimizer == "muon":
         momentum = (2 if shards == 1 else 8) * trained.largest_matrix
-        return momentum + 8 * min(trained.largest_matrix, _AT_ONCE)
+        return momentum + 8 * min(trained.largest_matrix, ELEMENTS_AT_ONCE)
     if optimizer == "adafactor":
-        most = trained.largest if shards == 1 else min(trained.elements, _BUCKET + trained.largest)
+        most = trained.largest if shards == 1 else min(trained.elements, BUCKET_ELEMENTS + trained.largest)
         return master * -(-most // shards)
     return 0
