@@ -10,10 +10,9 @@ import pytest
 import reference
 import torch
 from harness import run_processes
-from test_training import StoppedError, curve, logged, write_config
+from test_training import StoppedError, curve, logged, train_config_until, write_config
 from transformers import AutoModelForCausalLM
 
-from evenpipe.train import trainer
 from evenpipe.train.config_file import load_config
 from evenpipe.train.data import open_batches, open_data, prepare
 from evenpipe.train.export import export_checkpoint
@@ -49,16 +48,7 @@ def write_short_config(folder: Path, *, microbatches: str = "microbatches = 4\n"
 
 
 def train_until_step(path: str, until: int | None) -> None:
-    """To the end, or as if killed before step `until`."""
-    take_step = trainer._Run._step
-
-    def step(run) -> None:
-        if run.progress.step == until:
-            raise StoppedError
-        take_step(run)
-
-    trainer._Run._step = step
-    trainer.train(load_config(Path(path)))
+    train_config_until(load_config(Path(path)), until)
 
 
 def test_epochs_are_so_many_steps_and_resume_to_the_last_bit(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from harness import run_processes
 from transformers import AutoModelForCausalLM
 
 from evenpipe.train import trainer
+from evenpipe.train.config import Config
 from evenpipe.train.config_file import load_config
 from evenpipe.train.data import open_batches, open_data, prepare
 from evenpipe.train.export import export_checkpoint
@@ -121,9 +122,8 @@ class StoppedError(Exception):
     """Ends a run in the middle, as a kill would."""
 
 
-def train_until(path: str, processes: int, vocabulary: str, until: int) -> None:
-    """The trainer on the processes of the harness, stopped before step `until` is taken."""
-    config = load_config(Path(path), [f"pipeline.processes={processes}", f'pipeline.vocabulary="{vocabulary}"'])
+def train_config_until(config: Config, until: int | None) -> None:
+    """The trainer on the processes of the harness, stopped before step `until` is taken; None: to the end."""
     take_step = trainer._Run._step
 
     def step(run) -> None:
@@ -133,6 +133,11 @@ def train_until(path: str, processes: int, vocabulary: str, until: int) -> None:
 
     trainer._Run._step = step
     trainer.train(config)
+
+
+def train_until(path: str, processes: int, vocabulary: str, until: int) -> None:
+    overrides = [f"pipeline.processes={processes}", f'pipeline.vocabulary="{vocabulary}"']
+    train_config_until(load_config(Path(path), overrides), until)
 
 
 def run_part(path: Path, processes: int, vocabulary: str, until: int) -> None:
