@@ -29,7 +29,7 @@ from torch.nn import functional
 from evenpipe import Pipeline, launch
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import Description, describe
-from evenpipe.model.comparison import contains_cast
+from evenpipe.model.comparison import contains_cast, gradient_errors
 from evenpipe.runtime.launcher import prepare_launch
 
 HERE = Path(__file__).resolve().parent
@@ -300,20 +300,9 @@ def worst_error(
         expected[description.embedding_name] = expected.pop(description.head_name)
     if unknown := gradients.keys() - expected.keys():
         raise DifferentError(f"gradients of {sorted(unknown)[:3]}, which are no parameters")
-    errors = _errors(gradients, expected, floor=torch.finfo(reference.dtype).eps / TOLERANCE[reference.dtype])
+    found = {name: gradients.get(name) for name in expected}
+    errors = gradient_errors(found, expected, floor=torch.finfo(reference.dtype).eps / TOLERANCE[reference.dtype])
     worst = max(errors, key=errors.__getitem__)
     if not errors[worst] <= reference.tolerance:
         raise DifferentError(f"the gradient of {worst} is off by {errors[worst]:.1e} (relative)")
     return errors[worst]
-
-
-def _errors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor | None], floor: float) -> dict[str, float]:
-    """Return the relative Frobenius error of each gradient. Gradients that are zero except for rounding are measured
-    against the largest norm times `floor`."""
-    norms = {name: 0.0 if wanted is None else float(wanted.norm()) for name, wanted in expected.items()}
-    errors = {}
-    for name, wanted in expected.items():
-        parts = [one for one in (found.get(name), wanted) if one is not None]
-        distance = float((parts[0] - sum(parts[1:])).norm()) if parts else 0.0
-        errors[name] = distance / max(norms[name], floor * max(norms.values()))
-    return errors

@@ -126,13 +126,14 @@ def _sign_of_life(description: Description, say: Callable[[str], None] | None) -
         timer.cancel()
 
 
-def gradient_errors(found: Gradients, expected: Gradients) -> dict[str, float]:
-    """Return the relative Frobenius error of each tensor.
+def gradient_errors(found: Gradients, expected: Gradients, floor: float = 1e-6) -> dict[str, float]:
+    """Return the relative Frobenius error of each tensor; infinity for one that is not finite.
 
-    A gradient that is zero except for rounding is measured against a millionth of the largest norm.
+    Args:
+        floor: a gradient that is zero except for rounding is measured against this share of the largest norm.
     """
     norms = {name: 0.0 if gradient is None else gradient.norm().item() for name, gradient in expected.items()}
-    floor = 1e-6 * max(norms.values())
+    least = floor * max(norms.values())
     errors = {}
     for name, gradient in expected.items():
         ours = found[name]
@@ -141,7 +142,7 @@ def gradient_errors(found: Gradients, expected: Gradients) -> dict[str, float]:
             distance = 0.0 if present is None else present.norm().item()
         else:
             distance = (ours - gradient).norm().item()
-        errors[name] = distance / max(norms[name], floor) if math.isfinite(distance) else math.inf
+        errors[name] = distance / max(norms[name], least) if math.isfinite(distance) else math.inf
     return errors
 
 
