@@ -23,7 +23,7 @@ from families import EXPERTS, FAMILIES
 from fuzz_case import Case, draw
 
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime.launcher import launch, prepare_launch
+from evenpipe.processes.launcher import launch, prepare_launch
 
 LIMIT_SECONDS = 1500.0
 """Of one case, all its processes and waits; a case takes less than a second where nothing else runs."""
@@ -146,7 +146,7 @@ def serve(seed: int, numbers: Sequence[int], folder: Path, damage: str) -> None:
     from fuzz_pipeline import gathered, is_first
     from fuzz_play import outcome_of
 
-    from evenpipe.runtime.offload import Activations
+    from evenpipe.host.offload import Activations
 
     Activations.smallest_bytes = 1  # the tensors of these models are too small to be worth a copy
     transformers.logging.set_verbosity_error()

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from evenpipe.communication.communicators import Communicators
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime.communication import Communicators
-from evenpipe.runtime.launcher import initialise_worker, launch
+from evenpipe.processes.launcher import initialise_worker, launch
 
 
 def report(number, table):

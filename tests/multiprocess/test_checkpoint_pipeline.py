@@ -10,8 +10,8 @@ import torch.distributed as dist
 from harness import run_processes
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from evenpipe.runtime import Pipeline
-from evenpipe.runtime.checkpoints.checkpoint import find_latest, load, prepare_folder, save
+from evenpipe import Pipeline
+from evenpipe.checkpoints.checkpoint import find_latest, load, prepare_folder, save
 from evenpipe.train.export import export_checkpoint
 
 VOCABULARY = 103
