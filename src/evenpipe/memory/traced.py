@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from evenpipe.errors import InputError
-from evenpipe.layers.checkpointing import checkpointing_of_layers
+from evenpipe.layers.checkpointing import check_choices
 from evenpipe.memory.alike import kinds_of_layers
 from evenpipe.memory.bench import Bench, Trace
 from evenpipe.memory.bytes import StageBytes
@@ -112,7 +112,9 @@ class StageTracer:
         Raises:
             InputError: the stage cannot be run without values.
         """
-        choices = checkpointing_of_layers(checkpointing, self._description.layers)[first:last]
+        every = (checkpointing,) * self._description.layers if isinstance(checkpointing, str) else tuple(checkpointing)
+        check_choices(every)
+        choices = every[first:last]
         moves = tuple(layer not in kept_layers for layer in range(first, last))
         found = self._stage(first, choices, moves, is_first=is_first, is_last=is_last)
         if self._recompute and any(choice != "none" for choice in choices):

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from evenpipe.communication.nccl import MOST_CHANNELS
 from evenpipe.errors import InputError
 from evenpipe.train.named import check_name
 from evenpipe.train.section import Section, show, unknown
+
+if TYPE_CHECKING:
+    from evenpipe.recipe.recipe import Recipe
 
 PYTHON_STANDARD_LIBRARY = "python-standard-library"
 DEFAULT_TOKENIZER_ENTRIES = 32768
@@ -287,13 +290,9 @@ class PipelineConfig(Section):
     @property
     def microbatches_per_step(self) -> int:
         """`microbatches`, or the number in the file, or 4 per device."""
-        if self.microbatches is not None:
-            return self.microbatches
-        if self.from_file:
-            from evenpipe.schedule.files import read_schedule
+        from evenpipe.recipe.given_schedule import read_schedule
 
-            return read_schedule(self.schedule).microbatches
-        return 4 * self.devices
+        return read_schedule(self.schedule, self.devices, self.microbatches).microbatches
 
     @property
     def sequences_per_step(self) -> int:
@@ -597,6 +596,41 @@ class Config:
         if self.sample.prompts and not self.output.export:
             raise InputError("output.export is false, but must be true when sample.prompts are given")
 
+    def recipe(self) -> Recipe:
+        """Return the recipe of [pipeline] and [offload]. Raises InputError for a file that cannot be read."""
+        from evenpipe.communication.nccl import NcclOptions
+        from evenpipe.recipe.offload import OffloadOptions
+        from evenpipe.recipe.recipe import Recipe
+        from evenpipe.schedule.files import read_costs
+
+        pipeline, offload = self.pipeline, self.offload
+        return Recipe.of(
+            dp=pipeline.replicas,
+            pp=pipeline.devices,
+            data_parallel=pipeline.data_parallel,
+            microbatches=pipeline.microbatches,
+            microbatch_size=pipeline.microbatch_size,
+            sequence_length=self.data.sequence_length,
+            schedule=pipeline.schedule,
+            schedule_options=pipeline.schedule_options,
+            vocabulary=pipeline.vocabulary,
+            layers_per_stage=pipeline.layers_per_stage,
+            checkpointing=_one_or_all(pipeline.checkpointing),
+            compile_layers=pipeline.compile_layers,
+            offload=OffloadOptions(
+                activations=offload.activations,
+                copy_time=_one_or_all(offload.copy_time),
+                layers=_one_or_all(offload.layers),
+                host_memory=offload.host_bytes,
+                when_full=offload.when_full,
+                directory=offload.directory,
+                streams=offload.streams,
+            ),
+            communicators=pipeline.communicators,
+            nccl=NcclOptions(high_priority=pipeline.nccl_high_priority, channels=pipeline.nccl_channels),
+            costs=None if pipeline.costs is None else read_costs(pipeline.costs),
+        )
+
     @property
     def run_folder(self) -> Path:
         """Folder of this run."""
@@ -649,6 +683,14 @@ class Config:
     def tokenizer_source(self) -> str | None:
         """Folder or hub name of the tokenizer, or None when one is trained."""
         return None if self.trained_tokenizer_entries is not None else self.tokenizer.source or self.model.source
+
+
+Choice = TypeVar("Choice", str, float)
+
+
+def _one_or_all(choices: tuple[Choice, ...]) -> Choice | tuple[Choice, ...]:
+    """Return the only choice, which applies to all, or one choice for each."""
+    return choices[0] if len(choices) == 1 else choices
 
 
 def _listed(names: list[str]) -> str:
