@@ -20,8 +20,8 @@ from evenpipe.memory.states import SINGLE, Dtypes, state_bytes
 from evenpipe.model import build_stage, describe
 from evenpipe.optimizers.held import HeldParameter
 from evenpipe.runtime.accounting import ByteCounter
-from evenpipe.train.config import OptimizerConfig
 from evenpipe.train.optimization import make_optimizer
+from evenpipe.train.run_sections import OptimizerConfig
 
 LLAMA_8B = LlamaConfig(
     vocab_size=128256,

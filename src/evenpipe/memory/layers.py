@@ -152,14 +152,14 @@ _HOLDERS = (True, True), (True, False), (False, True), (False, False)
 
 def _measured(shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: str) -> LayerBytes:
     """Run the layer, once for its saved tensors and once for each kind of backward."""
-    bare, kept = (Run(shape, kernels, sizes, checkpointing) for _ in range(2))
+    bare, kept = (LayerRun(shape, kernels, sizes, checkpointing) for _ in range(2))
     bare.tape.recording = False
     bare.forward()
     kept.forward()
     tensors = _by_name(kept.saved_storages())
     peaks = {}
     for holds in _HOLDERS:
-        fused, split = (Run(shape, kernels, sizes, checkpointing, split=is_split) for is_split in (False, True))
+        fused, split = (LayerRun(shape, kernels, sizes, checkpointing, split=is_split) for is_split in (False, True))
         fused.forward()
         split.forward()
         peaks[holds] = fused.backward(*holds), split.backward(*holds)
@@ -190,7 +190,7 @@ def _measured(shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: 
     )
 
 
-class Run:
+class LayerRun:
     """One layer on its own tape."""
 
     def __init__(

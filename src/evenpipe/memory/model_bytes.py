@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from evenpipe.schedule import Program
 
 from .bytes import StageBytes
 from .closed import ClosedForms
+from .cut import Portion
 from .parameters import Parameters
 from .programs import Planned, planned
 from .settings import Settings
@@ -61,28 +61,29 @@ class ModelBytes:
         if self._closed is None:
             raise InputError(self._why_not)
         first, last = bounds
-        sizes: dict[str, Any] = {
-            "microbatch_size": settings.microbatch_size,
-            "sequence": settings.sequence,
-            "element": settings.element,
-            "kernels": settings.kernels,
-            "tp": settings.parallelism.tp,
-            "sequence_parallel": settings.parallelism.sequence_parallel,
-            "cp": settings.parallelism.cp,
-        }
+        parallelism = settings.parallelism
+        portion = Portion(
+            microbatch_size=settings.microbatch_size,
+            sequence=settings.sequence,
+            element=settings.element,
+            tp=parallelism.tp,
+            sequence_parallel=parallelism.sequence_parallel,
+            cp=parallelism.cp,
+        )
         kept = tuple(layer in settings.kept_layers for layer in range(first, last))
-        key = (*self._like(first, last), settings.checkpointing[first:last], kept, ends, *sizes.values())
+        key = (*self._like(first, last), settings.checkpointing[first:last], kept, ends, portion, settings.kernels)
         if key not in self._stages:
             if len(self._stages) >= KEPT_STAGES:
                 self._stages.clear()
             self._stages[key] = self._closed.stage(
                 first,
                 last,
+                portion,
                 is_first=ends[0],
                 is_last=ends[1],
                 checkpointing=settings.checkpointing,
                 kept_layers=settings.kept_layers,
-                **sizes,
+                kernels=settings.kernels,
             )
         return self._stages[key]
 

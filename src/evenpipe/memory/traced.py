@@ -31,39 +31,6 @@ from evenpipe.memory.stretches import window
 from evenpipe.model import Description
 
 
-def trace_stage(
-    description: Description,
-    first: int,
-    last: int,
-    *,
-    is_first: bool,
-    is_last: bool,
-    microbatch_size: int,
-    sequence: int,
-    compute_dtype: torch.dtype = torch.float32,
-    parameter_dtype: torch.dtype = torch.float32,
-    checkpointing: str | Sequence[str] = "none",
-    kept_layers: Collection[int] = (),
-    split: bool = False,
-    recompute: bool = False,
-    kernels: Kernels = PRESETS["transformers"],
-) -> StageBytes:
-    """Return the bytes of one stage, as `StageTracer.stage`; for several stages of a model keep a tracer."""
-    tracer = StageTracer(
-        description,
-        microbatch_size=microbatch_size,
-        sequence=sequence,
-        compute_dtype=compute_dtype,
-        parameter_dtype=parameter_dtype,
-        split=split,
-        recompute=recompute,
-        kernels=kernels,
-    )
-    return tracer.stage(
-        first, last, is_first=is_first, is_last=is_last, checkpointing=checkpointing, kept_layers=kept_layers
-    )
-
-
 class StageTracer:
     """Traces the stages of one model.
 

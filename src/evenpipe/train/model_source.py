@@ -7,7 +7,8 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from evenpipe.errors import InputError
-from evenpipe.train.config import Config, ModelConfig
+from evenpipe.train.config import Config
+from evenpipe.train.input_sections import ModelConfig
 from evenpipe.train.section import nearest, show
 
 if TYPE_CHECKING:

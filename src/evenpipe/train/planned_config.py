@@ -16,9 +16,10 @@ from evenpipe.plan.problem import Problem
 from evenpipe.plan.ranking import runnable
 from evenpipe.schedule import even_split
 from evenpipe.schedule.planning import BARRIERS
-from evenpipe.train.config import Config, OutputConfig
+from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_from_dict
 from evenpipe.train.model_source import model_config
+from evenpipe.train.run_sections import OutputConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
