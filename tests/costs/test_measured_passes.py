@@ -115,20 +115,20 @@ def test_other_pipelines_take_as_much_longer_as_the_measured_one(devices: int, m
 
 @pytest.mark.parametrize("mode", ["vocab-2", "first-last"])
 def test_layers_whose_input_alone_is_kept_have_forwards_that_keep_nothing(mode: str) -> None:
-    def forwards(given: Problem, checkpointing: tuple[str, ...]) -> Sequence[float]:
+    def forwards(given: Problem, checkpointing: str | tuple[str, ...]) -> Sequence[float]:
         found = pass_costs(given, recipe(1, mode=mode, checkpointing=checkpointing), Placement.linear(4)).F
         assert isinstance(found, tuple)
         return [time - (BESIDE["F"] if given.hardware.passes else 0.0) for time in found[1:3]]
 
     whole = mode == "first-last"
-    uncorrected, given = forwards(problem(), ("none",)), problem(measured(1))
+    uncorrected, given = forwards(problem(), "none"), problem(measured(1))
     bare, kept = (FACTORS[PLAIN[name] if whole else name] for name in (BARE, "F"))
-    assert forwards(given, ("full",)) == pytest.approx([bare * time for time in uncorrected])
-    assert forwards(given, ("selective",)) == pytest.approx([kept * time for time in uncorrected])
+    assert forwards(given, "full") == pytest.approx([bare * time for time in uncorrected])
+    assert forwards(given, "selective") == pytest.approx([kept * time for time in uncorrected])
     half = forwards(given, ("none", "full") * 4)
     assert half == pytest.approx([(bare + kept) / 2 * time for time in uncorrected])
     old = {name: time for name, time in measured(1).seconds.items() if name not in {BARE, *PLAIN.values()}}
-    assert forwards(problem(measured(1, seconds=old)), ("full",)) == pytest.approx(
+    assert forwards(problem(measured(1, seconds=old)), "full") == pytest.approx(
         [FACTORS["F"] * time for time in uncorrected]
     )
 

@@ -206,6 +206,10 @@ def _recipe(arguments: argparse.Namespace, parallelism: Parallelism, longest: in
     from evenpipe.schedule import generate
 
     split, sequence = arguments.layers_per_stage, arguments.sequence
+    if sequence is None:
+        sequence = min(SEQUENCE, longest or SEQUENCE)
+    elif sequence < 1:
+        raise InputError(f"sequence is {sequence}, expected a whole number of at least 1")
     schedule, given = arguments.schedule, options(arguments)
     if schedule.endswith(".csv"):  # its passes; transfers are placed anew
         count = arguments.microbatches or MICROBATCHES_PER_DEVICE * parallelism.pp
@@ -215,7 +219,7 @@ def _recipe(arguments: argparse.Namespace, parallelism: Parallelism, longest: in
         batch=BatchShape(
             microbatches=arguments.microbatches,
             microbatch_size=arguments.microbatch_size,
-            sequence_length=min(SEQUENCE, longest or SEQUENCE) if sequence is None else sequence,
+            sequence_length=sequence,
         ),
         schedule=schedule,
         schedule_options=tuple(given.items()),
