@@ -127,9 +127,7 @@ def draw(seed: int, started_by: str | None = None) -> Case:
 
 def _runs(schedule: str, processes: int, microbatches: int) -> bool:
     try:
-        return (
-            runnable_order(Recipe.of(pp=processes, microbatches=microbatches, schedule=schedule)).placement.stages
-            <= LAYERS
-        )
+        order = runnable_order(Recipe.of(pp=processes, microbatches=microbatches, schedule=schedule))
+        return order.placement.stages <= LAYERS
     except InputError:
         return False
