@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from torch import nn
@@ -41,6 +42,7 @@ class ClosedForms:
         for shape in set(self.shapes):
             check_has_closed_form(shape)
         self._start = start_of(description)
+        self._layer = lru_cache(maxsize=4096)(layer_bytes)  # most layers of a model are alike
 
     def stage(
         self,
@@ -78,7 +80,7 @@ class ClosedForms:
 
         def layers(choices: Sequence[str]) -> list[LayerBytes]:
             return [
-                layer_bytes(shape, kernels, **cut, checkpointing=choice)
+                self._layer(shape, kernels, **cut, checkpointing=choice)
                 for shape, choice in zip(shapes[first:last], choices, strict=True)
             ]
 

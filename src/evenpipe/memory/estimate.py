@@ -26,7 +26,6 @@ from .host import copied_bytes, host_bytes
 from .kernels import PRESETS, Kernels
 from .model_bytes import ModelBytes
 from .programs import Planned
-from .replay import replay
 from .reserved import ProcessMemory, overheads_of, process_memory
 from .settings import Settings
 from .states import MIXED, SINGLE, Dtypes
@@ -218,15 +217,7 @@ def estimate(
 
 def _device(source: ModelBytes, plan: Planned, settings: Settings, device: int, memory: int | None) -> DeviceEstimate:
     held = DeviceBytes.of(source, plan, settings, device)
-    found = replay(
-        plan.program,
-        device,
-        held.stages,
-        held.vocabulary,
-        held.state,
-        batch=held.fixed,
-        gradients_exist=settings.framework.gradients_exist,
-    )
+    found = plan.replay(device, settings.framework).memory(held.stages, held.vocabulary, held.state, batch=held.fixed)
     process = process_memory(
         found.peak,
         settings.overheads,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from evenpipe.errors import InputError
 from evenpipe.memory.attention import is_eager
@@ -107,7 +106,6 @@ def check_has_closed_form(shape: LayerShape) -> None:
         raise InputError("dropout: it is not 0 in this model's config, and its masks have no closed form.")
 
 
-@lru_cache(maxsize=4096)
 def layer_bytes(
     shape: LayerShape,
     kernels: Kernels,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from evenpipe.errors import InputError
@@ -13,6 +13,7 @@ from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Kind, Pass, Program, even_split, parts_of
 
 from .framework import Framework
+from .replay import Replay
 from .reserved import communicators_of
 
 
@@ -22,6 +23,7 @@ class Planned:
 
     program: Program
     layers_per_stage: tuple[int, ...]
+    _replays: dict[tuple[int, bool], Replay] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
@@ -34,6 +36,13 @@ class Planned:
             any(part.kind is Kind.I for item in row if isinstance(item, Pass) for part in parts_of(item))
             for row in self.program.rows
         )
+
+    def replay(self, device: int, framework: Framework) -> Replay:
+        """Return the replay of a device's row, for any sizes: a search uses a program again with others."""
+        exist = framework.gradients_exist
+        if (device, exist) not in self._replays:
+            self._replays[device, exist] = Replay(self.program, device, gradients_exist=exist)
+        return self._replays[device, exist]
 
     def splits(self, device: int) -> bool:
         """Return whether a device has backwards split into I and W."""

@@ -1,6 +1,6 @@
 """Compare named schedules in one case, search for the best order, and search for the best configuration.
 
-`plan_cases` simulates schedules side by side; `search` finds the shortest order of a small problem (`order_problem_of`).
+`plan_cases` simulates schedules side by side; `search` finds the shortest order of a small `order_problem_of`.
 """
 
 from __future__ import annotations

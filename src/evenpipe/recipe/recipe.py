@@ -110,16 +110,18 @@ class Recipe:
         self._put("vocabulary", vocabulary_mode(self.vocabulary))
         if self.communicators not in SHARING:
             raise InputError(f"communicators: {self.communicators!r}, expected one of {', '.join(SHARING)}")
-        given = read_schedule(self.schedule, self.parallelism.pp, self.batch.microbatches, dict(self.schedule_options))
-        self._put("schedule", given.schedule)
-        self._put("batch", replace(self.batch, microbatches=given.microbatches))
-        self._put("schedule_options", _hashable(given.options))
+        schedule, microbatches, options = read_schedule(
+            self.schedule, self.devices, self.batch.microbatches, self.options
+        )
+        self._put("schedule", schedule)
+        self._put("batch", replace(self.batch, microbatches=microbatches))
+        self._put("schedule_options", _hashable(options))
         for name in SEPARATE:
-            if name in given.options:
+            if name in options:
                 raise InputError(f"schedule_options: {name} is not an option of a schedule, but a separate argument")
-        if given.options and not isinstance(self.schedule, str):
+        if options and not isinstance(schedule, str):
             raise InputError(
-                f"schedule_options: {', '.join(given.options)} given, but only a schedule with a name has options"
+                f"schedule_options: {', '.join(options)} given, but only a schedule with a name has options"
             )
 
     def _put(self, name: str, value: Any) -> None:

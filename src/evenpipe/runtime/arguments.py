@@ -98,13 +98,11 @@ _KINDS: Mapping[str, tuple[str, Any]] = {
 }
 
 
-def check_positive(name: str, value: Any, *, whole: bool = False) -> None:
-    """Raise InputError for anything but a number above 0, or with `whole` a whole number above 0."""
-    number = _whole(value) if whole else isinstance(value, Real) and not isinstance(value, bool)
+def check_positive(name: str, value: Any) -> None:
+    """Raise InputError for anything but a number above 0."""
+    number = isinstance(value, Real) and not isinstance(value, bool)
     if not number or not value > 0:
-        raise InputError(
-            f"{name}: {value!r}, expected {'a whole number of at least 1' if whole else 'a number above 0'}"
-        )
+        raise InputError(f"{name}: {value!r}, expected a number above 0")
 
 
 def device_of_torch(given: torch.device | str) -> torch.device:

@@ -162,7 +162,7 @@ class PipelineConfig(Section):
         """`microbatches`, or the number in the file, or 4 per device."""
         from evenpipe.recipe.given_schedule import read_schedule
 
-        return read_schedule(self.schedule, self.devices, self.microbatches).microbatches
+        return read_schedule(self.schedule, self.devices, self.microbatches)[1]
 
     @property
     def sequences_per_step(self) -> int:
