@@ -61,24 +61,32 @@ class Recipe:
     batch: BatchShape = field(default_factory=BatchShape)
     """How the batch of a step is cut."""
     schedule: Schedule = "1f1b"
-    """A name, an order, a program, a function of devices and microbatches that returns an order; as given, also the
-    path of a CSV file, or a schedule of `torch.distributed.pipelining`, an instance or a class."""
+    """A name such as "1f1b" or "zbv"; an `Order`; a `Program`, which is executed without changes if its barriers fit
+    the vocabulary mode, and else only gives its passes; a function of devices and microbatches that returns an `Order`;
+    as given, also the path of a CSV file with an order or program, in the format of evenpipe or torch, or a schedule of
+    `torch.distributed.pipelining`, an instance or a class, whose order is used."""
     schedule_options: tuple[tuple[str, Any], ...] = ()
-    """Options of the generator of a named schedule, by name; as given, a mapping."""
+    """Options of a named schedule, if it has them: `stages_per_device`, `group_size`, `memory_limit`; for a class of
+    torch, `stages_per_device`. As given, a mapping."""
     vocabulary: str = "balanced"
-    """The mode; "balanced" is "vocab-2"."""
+    """"balanced" (= "vocab-2", one barrier), "vocab-1", "interlaced", "redistribute" or "first-last"."""
     layers_per_stage: tuple[int, ...] | None = None
     """First stage to last. None: an even split, or by cost with "redistribute"."""
     checkpointing: str | tuple[str, ...] = "none"
-    """What a layer keeps for its backward: one choice for all layers, or one for each."""
+    """The tensors that a layer keeps for its backward: "none" keeps all; "full" keeps only the input and repeats the
+    forward; "selective" also keeps the results of products and of attention; or one choice per layer. If the order has
+    R for a microbatch, R repeats the forward before the backward."""
     compile_layers: bool = False
-    """Run every layer through torch.compile."""
+    """Run every layer through torch.compile, with any schedule. Embedding, output layer, loss and other code outside the
+    layers are not compiled; the first step takes longer."""
     offload: OffloadOptions = field(default_factory=OffloadOptions)
-    """Which activations go to the host."""
+    """Which activations go to the host, and the memory that they use there."""
     communicators: str = PER_PAIR
-    """Which transfers share one, one of `SHARING`."""
+    """"per-pair": one for each ordered pair of devices that send to each other and one for each kind of collective.
+    "per-kind": one for all forward hops, one for all backward hops, one for each kind of collective. "one": a single
+    one. Each takes memory (with NCCL about 0.5 GB), and transfers on the same communicator wait for each other."""
     nccl: NcclOptions = field(default_factory=NcclOptions)
-    """Communication on GPUs."""
+    """Priority and channels of communication on GPUs. No effect on gloo."""
     costs: Costs | None = None
     """Pass times that arrange the order, one F and B per stage *without* the vocabulary layers. None: FLOPs."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,10 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grad
 
 from evenpipe.errors import InputError
-from evenpipe.model import Description
+from evenpipe.layers.experts import split_once
+from evenpipe.model import Description, self_check
+from evenpipe.model.structure import first_line
 from evenpipe.recipe.recipe import Recipe, RecipeOptions
 from evenpipe.runtime.batch import IGNORE_INDEX
+from evenpipe.schedule import Kind, Order, parts_of
 from evenpipe.vocabulary import LossOptions
+
+logger = logging.getLogger(__name__)
 
 COMPUTES_ON = ("cpu", "cuda")
 LARGEST_SEED = 2**64 - 1
@@ -173,6 +179,22 @@ def recipe_of(given: Recipe | None, how: PipelineOptions, *, dp: int, pp: int) -
         )
     given.check_runnable()
     return given
+
+
+def fault_of_architecture(description: Description, order: Order) -> str | None:
+    """Return why a small copy of the model, cut into stages, does not compute what the uncut one does; None if it
+    does."""
+    splits = any(part.kind is Kind.I for row in order.rows for item in row if item for part in parts_of(item))
+    try:
+        self_check(description, split_once if splits else None, say=logger.warning)
+    except InputError as error:
+        return str(error)
+    except Exception as error:  # whatever a family's own forward raises: the others wait for a sentence
+        return (
+            f"{description.architecture} cannot be checked on a small copy ({type(error).__name__}:"
+            f" {first_line(error)}): pass self_check=False to train it unchecked."
+        )
+    return None
 
 
 def check_shardable(description: Description) -> None:

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -21,12 +21,10 @@ from transformers import PreTrainedModel
 from evenpipe.checkpoints import Checkpoint, load, open_checkpoint, save
 from evenpipe.checkpoints.resumed_model import check_same_model
 from evenpipe.communication.clock import Conversion, read_clocks
-from evenpipe.communication.shared import Shared
 from evenpipe.errors import InputError, RunError
 from evenpipe.host.engine import activations_engine
 from evenpipe.host.memory import keep_freed_memory, return_freed_memory
 from evenpipe.layers.checkpointing import check_choices
-from evenpipe.layers.experts import split_once
 from evenpipe.model import (
     Description,
     as_stored,
@@ -35,10 +33,8 @@ from evenpipe.model import (
     describe_modules,
     disk_tensors,
     save_tensors,
-    self_check,
     write_folder_metadata,
 )
-from evenpipe.model.structure import first_line
 from evenpipe.optimizers.held import HeldParameter
 from evenpipe.parallel import clip_gradients, process_grid, total_norm
 from evenpipe.parallel.gathering import Held, stream_whole
@@ -56,19 +52,22 @@ from evenpipe.runtime.arguments import (
     check_shardable,
     device_of_torch,
     dtype_of_compute,
+    fault_of_architecture,
     loss_of_model,
     recipe_of,
     refuse_use_of_a_part,
 )
-from evenpipe.runtime.batch import Batch, Inputs, cut, distribute
+from evenpipe.runtime.batch import Inputs, cut, distribute
 from evenpipe.runtime.device import build
 from evenpipe.runtime.replicas import Replicas
 from evenpipe.runtime.result import StepResult, html_table
+from evenpipe.runtime.results import Results
 from evenpipe.runtime.router_loss import RouterLosses
+from evenpipe.runtime.tied import tied_gradients
 from evenpipe.runtime.trace import gather_trace
 from evenpipe.runtime.trained import Trained
 from evenpipe.runtime.walker import Walker
-from evenpipe.schedule import Kind, Order, Program, Timeline, parts_of, time_order, vocabulary_mode
+from evenpipe.schedule import Kind, Order, Program, Timeline, time_order, vocabulary_mode
 from evenpipe.schedule.trace import Trace
 from evenpipe.schedule.words import count
 from evenpipe.vocabulary import LossOptions
@@ -82,8 +81,8 @@ class Pipeline:
     Make it on every process, inside torchrun or `evenpipe.launch`. A single process without a process group makes a
     pipeline of one device.
 
-    Besides these arguments, `Pipeline` takes those of a `Recipe`, which says how the model is spread and in which order
-    the devices compute:
+    How the model is spread, and in which order the devices compute, is a `Recipe`, which explains each of its options:
+    pass them one by one, or the whole recipe.
 
         pipeline = Pipeline("Qwen/Qwen3-8B", schedule="zbv", microbatches=32)
         pipeline = Pipeline("Qwen/Qwen3-8B", recipe=Recipe.of(pp=8, schedule="zbv", microbatches=32))
@@ -106,39 +105,23 @@ class Pipeline:
         self_check: before anything else, compare a cut and a whole shrunken copy of the model on the first process.
         trust_remote_code: run Python code that comes with a hub model.
         timeout_seconds: maximum seconds of every single wait.
-        schedule: a name such as "1f1b" or "zbv"; an `Order`; a `Program`, which is executed without changes if its
-            barriers fit the vocabulary mode, and else only gives its passes; the path of a CSV file with an order or
-            program, in the format of evenpipe or torch; a function of devices and microbatches that returns an `Order`;
-            or a schedule of `torch.distributed.pipelining`, an instance or a class, whose order is used.
-            Default: "1f1b".
-        schedule_options: options of a named schedule, if it has them: `stages_per_device`, `group_size`,
-            `memory_limit`; for a class of torch, `stages_per_device`.
-        vocabulary: "balanced" (= "vocab-2", one barrier; the default), "vocab-1", "interlaced", "redistribute" or
-            "first-last".
+        schedule: order of the passes: a name such as "zbv", an order, a program, a CSV file, a function, or a schedule
+            of torch; default: "1f1b".
+        schedule_options: options of a named schedule: `stages_per_device`, `group_size`, `memory_limit`.
+        vocabulary: "balanced" (= "vocab-2"; the default), "vocab-1", "interlaced", "redistribute" or "first-last".
         microbatches: number of equal parts of every batch; default: 4 per device, or the number in the given order.
-        slices: parts of every sequence; only 1 can run.
-        replicas: number of pipelines side by side, each with the whole model and its own data; default: the "dp" size
-            of the mesh, else one.
-        cp, tp, ep: sizes of the axes for parts of sequences, of matrices, and of experts; only 1 can run.
-        data_parallel: "replicate" (the default): every replica keeps all parameters of its devices. "shard": replicas
-            share the rows of parameters, gradients and optimizer state, and gather parameters during a step (FSDP2).
-        layers_per_stage: layers of each stage, first to last; default: an even split, or by cost for "redistribute".
-        checkpointing: the tensors that a layer keeps for its backward: "none" (the default) keeps all; "full" keeps
-            only the input and repeats the forward; "selective" also keeps the results of products and of attention; or
-            one choice per layer. If the order has R for a microbatch, R repeats the forward before the backward.
-        compile_layers: run every layer through torch.compile, with any schedule. Embedding, output layer, loss and
-            other code outside the layers are not compiled; the first step takes longer.
+        replicas: number of pipelines side by side, each with the whole model and its own data: the size of `dp`;
+            default: that of the mesh, else one.
+        data_parallel: "replicate" (the default) or "shard" (FSDP2).
+        layers_per_stage: layers of each stage, first to last; default: an even split.
+        checkpointing: "none" (the default), "full" or "selective" for all layers, or one of them per layer.
+        compile_layers: run every layer through torch.compile.
         costs: measured pass times for arranging the schedule; default: FLOPs.
-        sequence_length: tokens per sequence for these FLOPs, because attention's share depends on it; steps may have
-            other lengths. Default: 2048, or the maximum of the model.
-        communicators: "per-pair" (the default): one for each ordered pair of devices that send to each other and one
-            for each kind of collective. "per-kind": one for all forward hops, one for all backward hops, one for each
-            kind of collective. "one": a single one. Each takes memory (with NCCL about 0.5 GB), and transfers on the
-            same communicator wait for each other.
-        nccl: priority and channels of communication on GPUs; default: high priority, and NCCL chooses the number of
-            channels. No effect on gloo.
-        offload: which activations go to the host, and the memory that they use there; default: those that the order
-            moves.
+        sequence_length: tokens per sequence for these FLOPs.
+        communicators: "per-pair" (the default), "per-kind" or "one".
+        nccl: `NcclOptions`: priority and channels of communication on GPUs.
+        offload: `OffloadOptions`: activations on the host; default: those that the order moves.
+        slices, cp, tp, ep: as in `BatchShape` and `Parallelism`; only 1 can run.
 
     Raises:
         InputError: a value that is not accepted; the sentence names it.
@@ -181,7 +164,6 @@ class Pipeline:
         if self.devices > 1:
             check_compute_dtype(self.description, self._compute_dtype)
         options = loss_of_model(loss or LossOptions(), self.description)
-        self._entropy = options.entropy
         layers, offload = self.description.layers, self.recipe.offload
         self._checkpointing = self.recipe.checkpointing_of(layers)
         check_choices(self._checkpointing)
@@ -281,6 +263,15 @@ class Pipeline:
             vocabulary=self.description.vocabulary_names,
             follow=follow,
         )
+        self._results = Results(
+            self._held.output,
+            self._router_losses,
+            groups,
+            self.layout,
+            replicas=self.replicas,
+            compute_dtype=self._compute_dtype,
+            entropy=options.entropy,
+        )
         self._walker = Walker(
             self.device,
             self._held.stages,
@@ -320,19 +311,7 @@ class Pipeline:
 
     def _check_architecture(self) -> None:
         """Check the architecture on the first process; raise its error on all."""
-        fault: str | None = None
-        if self._is_very_first:
-            passes = (part for row in self.layout.program.order.rows for item in row if item for part in parts_of(item))
-            splits = any(part.kind is Kind.I for part in passes)
-            try:
-                self_check(self.description, split_once if splits else None, say=logger.warning)
-            except InputError as error:
-                fault = str(error)
-            except Exception as error:  # whatever a family's own forward raises: the others wait for a sentence
-                fault = (
-                    f"{self.description.architecture} cannot be checked on a small copy ({type(error).__name__}:"
-                    f" {first_line(error)}): pass self_check=False to train it unchecked."
-                )
+        fault = fault_of_architecture(self.description, self.layout.program.order) if self._is_very_first else None
         fault = self._groups.from_the_first(fault, "the self-check")
         if fault is not None:
             raise InputError(fault)
@@ -456,42 +435,20 @@ class Pipeline:
             torch_device=self.torch_device,
         )
         self._trained.follow()
-        weights_dtype = torch.float64 if self._compute_dtype == torch.float64 else torch.float32
         assert inputs.input_ids is not None
         program = self.layout.program if training else self._evaluation(len(inputs.input_ids))
         parts = program.microbatches
-        batch = cut(inputs, totals, microbatches=parts, dtype=weights_dtype, torch_device=self.torch_device)
+        batch = cut(inputs, totals, microbatches=parts, dtype=self._results.dtype, torch_device=self.torch_device)
         self._held.refresh()
         if self._router_losses is not None:
             self._router_losses.accumulate = totals.accumulate
         self._walker.record_passes = record_passes
         before = read_clocks(groups.pipeline, self.torch_device) if record_passes else None
-        with self._tied_gradients() if training else nullcontext():
+        with tied_gradients(self._held.tied_copy, self._groups.tied) if training else nullcontext():
             record = self._walker.walk(program, batch)
         if before is not None:
             record.clock = Conversion(before, read_clocks(groups.pipeline, self.torch_device))
-        output = self._held.output
-        loss = self._shared_mean(None if output is None else output.loss, weights_dtype)
-        entropy = None
-        if self._entropy:
-            entropy = self._shared_mean(None if output is None else output.entropy, weights_dtype)
-        router_loss = self._shared_router_loss()
-        log_probabilities = [] if training else self._log_probabilities(batch, weights_dtype)
-        if output is not None:
-            output.clear()
-        if self._router_losses is not None:
-            self._router_losses.clear()
-        return StepResult(
-            batch.valid_tokens,
-            time.perf_counter() - started,
-            record,
-            loss,
-            log_probabilities,
-            (batch.sequences, batch.sequence_length),
-            router_loss,
-            entropy,
-            totals.accumulate,
-        )
+        return self._results.of(batch, record, started, totals.accumulate, training=training)
 
     def _evaluation(self, sequences: int) -> Program:
         """Return the cached program that evaluates `sequences`: the walker knows programs by identity."""
@@ -500,62 +457,6 @@ class Pipeline:
         if parts not in self._evaluations:
             self._evaluations[parts] = whole if parts == whole.microbatches else whole.of_the_first(parts)
         return self._evaluations[parts]
-
-    def _log_probabilities(self, batch: Batch, dtype: torch.dtype) -> list[Shared]:
-        own = None if self._held.output is None else self._held.output.log_probabilities
-        return [
-            self._share(None if own is None else own[index], dtype, (microbatch.tokens,))
-            for index, microbatch in enumerate(batch.microbatches)
-        ]
-
-    def _share(self, own: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Shared:
-        """Share a result of the output layer. If it is sharded, all devices know it; else the last stage sends it."""
-        if self.layout.sharded:
-            assert own is not None
-            return Shared(own, None)
-        return self._groups.share(own, self.layout.program.placement.last_device, dtype, shape)
-
-    def _shared_mean(self, own: Tensor | None, dtype: torch.dtype) -> Shared:
-        """Share a mean. Token weights add up to 1 over all replicas, so the sum of their losses (entropies) is the
-        mean."""
-        if self.replicas == 1:
-            return self._share(own, dtype, ())
-        return self._groups.share_sum(own, self.layout.program.placement.last_device, dtype)
-
-    def _shared_router_loss(self) -> Shared | None:
-        """Share the router loss, which the device of the last stage knows in every vocabulary mode."""
-        if self._router_losses is None:
-            return None
-        own, source = self._router_losses.value, self.layout.program.placement.last_device
-        if self.replicas == 1:
-            return self._groups.share(own, source, torch.float64, ())
-        return self._groups.share_sum(own, source, torch.float64)
-
-    @contextmanager
-    def _tied_gradients(self) -> Iterator[None]:
-        """Sum the gradients of tied weights of which two devices have a copy.
-
-        A step gives the first device the embedding's part of the gradient, and the last device the output layer's. Both
-        then get the sum, added to their gradient from before. It is reduced over these two processes on their own
-        communicator, and broadcast to both.
-        """
-        matrix = self._held.tied_copy
-        if matrix is None or not matrix.trainable:
-            yield
-            return
-        parameter, before = matrix.parameter, matrix.parameter.grad
-        parameter.grad = None
-        try:
-            yield
-        except BaseException:
-            parameter.grad = before
-            raise
-        communicator = self._groups.tied
-        assert communicator is not None
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-        communicator.reduce(gradient, communicator.members[0], "the sum of tied gradients").wait("the optimizer")
-        communicator.broadcast(gradient, communicator.members[0], "tied gradients").wait("the optimizer")
-        parameter.grad = gradient if before is None else before.add_(gradient)
 
     # --- parameters ------------------------------------------------------------------------------------------
 

@@ -1,0 +1,100 @@
+"""Shares the results of a step: the processes that computed them send them to all others."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from evenpipe.communication.shared import Shared
+from evenpipe.parallel.groups import Groups
+from evenpipe.recipe.layout import Layout
+from evenpipe.runtime.batch import Batch
+from evenpipe.runtime.recording import StepRecord
+from evenpipe.runtime.result import StepResult
+from evenpipe.runtime.router_loss import RouterLosses
+from evenpipe.runtime.vocabulary_layers import OutputShard
+
+
+class Results:
+    """Makes the result of each step, from what the output layer and the routers have left.
+
+    Args:
+        output: this device's rows of the output layer; None if it has none.
+        router_losses: of a model with a router loss; None for others.
+        replicas: number of pipelines; their losses are added.
+        compute_dtype: of activations; losses are fp32, with fp64 activations fp64.
+        entropy: whether the output layer computes it.
+    """
+
+    def __init__(
+        self,
+        output: OutputShard | None,
+        router_losses: RouterLosses | None,
+        groups: Groups,
+        layout: Layout,
+        *,
+        replicas: int,
+        compute_dtype: torch.dtype,
+        entropy: bool,
+    ) -> None:
+        self._output, self._router_losses = output, router_losses
+        self._groups, self._layout, self._replicas = groups, layout, replicas
+        self._last = layout.program.placement.last_device
+        self.dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
+        """Of losses and token weights."""
+        self._entropy = entropy
+
+    def of(self, batch: Batch, record: StepRecord, started: float, accumulate: int, *, training: bool) -> StepResult:
+        """Return the result of a step that began at `started`. What the layers have left is let go of."""
+        output = self._output
+        loss = self._mean(None if output is None else output.loss)
+        entropy = self._mean(None if output is None else output.entropy) if self._entropy else None
+        router_loss = self._router_loss()
+        log_probabilities = [] if training else self._log_probabilities(batch)
+        if output is not None:
+            output.clear()
+        if self._router_losses is not None:
+            self._router_losses.clear()
+        return StepResult(
+            batch.valid_tokens,
+            time.perf_counter() - started,
+            record,
+            loss,
+            log_probabilities,
+            (batch.sequences, batch.sequence_length),
+            router_loss,
+            entropy,
+            accumulate,
+        )
+
+    def _log_probabilities(self, batch: Batch) -> list[Shared]:
+        own = None if self._output is None else self._output.log_probabilities
+        return [
+            self._share(None if own is None else own[index], (microbatch.tokens,))
+            for index, microbatch in enumerate(batch.microbatches)
+        ]
+
+    def _share(self, own: Tensor | None, shape: tuple[int, ...]) -> Shared:
+        """Share a result of the output layer. If it is sharded, all devices know it; else the last stage sends it."""
+        if self._layout.sharded:
+            assert own is not None
+            return Shared(own, None)
+        return self._groups.share(own, self._last, self.dtype, shape)
+
+    def _mean(self, own: Tensor | None) -> Shared:
+        """Share a mean. Token weights add up to 1 over all replicas, so the sum of their losses (entropies) is the
+        mean."""
+        if self._replicas == 1:
+            return self._share(own, ())
+        return self._groups.share_sum(own, self._last, self.dtype)
+
+    def _router_loss(self) -> Shared | None:
+        """Share the router loss, which the device of the last stage knows in every vocabulary mode."""
+        if self._router_losses is None:
+            return None
+        own = self._router_losses.value
+        if self._replicas == 1:
+            return self._groups.share(own, self._last, torch.float64, ())
+        return self._groups.share_sum(own, self._last, torch.float64)
