@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from evenpipe.optimizers.muon import Muon
     from evenpipe.processes.launcher import launch
     from evenpipe.processes.worker import initialise_worker
+    from evenpipe.recipe.batch_shape import BatchShape
     from evenpipe.recipe.offload import OffloadOptions
+    from evenpipe.recipe.parallelism import Parallelism
     from evenpipe.recipe.recipe import Recipe
     from evenpipe.runtime.pipeline import Pipeline
     from evenpipe.runtime.result import StepResult
@@ -28,12 +30,14 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "Adafactor": "evenpipe.optimizers.adafactor",
+    "BatchShape": "evenpipe.recipe.batch_shape",
     "Callback": "evenpipe.train.callbacks",
     "HostAdamW": "evenpipe.host.optimizer",
     "LossOptions": "evenpipe.vocabulary",
     "Muon": "evenpipe.optimizers.muon",
     "NcclOptions": "evenpipe.communication.nccl",
     "OffloadOptions": "evenpipe.recipe.offload",
+    "Parallelism": "evenpipe.recipe.parallelism",
     "Pipeline": "evenpipe.runtime.pipeline",
     "Recipe": "evenpipe.recipe.recipe",
     "StepResult": "evenpipe.runtime.result",
@@ -47,12 +51,14 @@ _PUBLIC = {
 
 __all__ = [
     "Adafactor",
+    "BatchShape",
     "Callback",
     "HostAdamW",
     "LossOptions",
     "Muon",
     "NcclOptions",
     "OffloadOptions",
+    "Parallelism",
     "Pipeline",
     "Recipe",
     "StepResult",

@@ -77,8 +77,8 @@ class Recipe:
     forward; "selective" also keeps the results of products and of attention; or one choice per layer. If the order has
     R for a microbatch, R repeats the forward before the backward."""
     compile_layers: bool = False
-    """Run every layer through torch.compile, with any schedule. Embedding, output layer, loss and other code outside the
-    layers are not compiled; the first step takes longer."""
+    """Run every layer through torch.compile, with any schedule. Embedding, output layer, loss and other code outside
+    the layers are not compiled; the first step takes longer."""
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     """Which activations go to the host, and the memory that they use there."""
     communicators: str = PER_PAIR

@@ -1,0 +1,264 @@
+"""The parameters of a model that is spread over processes: names, gradients, whole tensors, and checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evenpipe.checkpoints import Checkpoint, load, open_checkpoint, save
+from evenpipe.checkpoints.resumed_model import check_same_model
+from evenpipe.errors import RunError
+from evenpipe.model import (
+    Description,
+    disk_tensors,
+    save_tensors,
+    write_folder_metadata,
+)
+from evenpipe.optimizers.held import HeldParameter
+from evenpipe.parallel import clip_gradients, total_norm
+from evenpipe.parallel.gathering import Held, stream_whole
+from evenpipe.parallel.groups import Groups
+from evenpipe.parallel.parameters import ParameterShard
+from evenpipe.runtime.arguments import (
+    check_kinds,
+    check_positive,
+    refuse_use_of_a_part,
+)
+from evenpipe.runtime.device import HeldModel
+
+logger = logging.getLogger(__name__)
+
+
+class SpreadModel:
+    """A model of which every process holds a part."""
+
+    description: Description
+    torch_device: torch.device
+    """Device on which this process computes."""
+    device: int
+    devices: int
+    replica: int
+    replicas: int
+    _held: HeldModel
+    _groups: Groups
+    _sharded: bool
+    """Whether replicas share the rows of parameters."""
+
+    @property
+    def _is_very_first(self) -> bool:
+        """Whether this is the first process of the first pipeline."""
+        return self.device == 0 and self.replica == 0
+
+    # --- parameters ------------------------------------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over (Hugging Face name, parameter) of this process; of vocabulary matrices, it has only rows."""
+        if self.devices > 1 or self._sharded:
+            refuse_use_of_a_part(lambda: next((one.name for one in self.held_parameters() if one.communicator), None))
+        for name, shard in self._held.shards.items():
+            yield name, shard.parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Iterate over the parameters of this process, for an optimizer.
+
+        Other processes have the rest of the model, so a norm or mean over these parameters differs between processes.
+        Clip with `clip_gradients`, which uses the norm of all gradients. The call
+        `torch.nn.utils.clip_grad_norm_(pipeline.parameters(), ...)` raises InputError. If this process has only rows of
+        a matrix, so do `torch.optim.Adafactor` and `torch.optim.Muon`. A list of parameters that was made before is not
+        detected.
+        """
+        return (parameter for _, parameter in self.named_parameters())
+
+    def parameter_shards(self) -> dict[str, ParameterShard]:
+        """Return this process's shard of each parameter by Hugging Face name, with `saved_here`: whether it saves it.
+
+        Saved buffers (such as the bias that corrects a router's scores) are included as frozen parameters. The first
+        replica saves rows of which several have a copy.
+        """
+        shards = self._held.shards | self._held.buffers
+        if self.replica == 0:
+            return shards
+        spread = self._sharded
+        return {
+            name: replace(shard, saved_here=shard.saved_here and spread and shard.start_row is not None)
+            for name, shard in shards.items()
+        }
+
+    def held_parameters(self) -> Iterator[HeldParameter]:
+        """Iterate, for optimizers that need whole matrices, over this process's part of each parameter, with its
+        communicator to the processes with the other rows. The order is the same on all of them."""
+        for name, shard in self._held.shards.items():
+            spread_over = None if shard.start_row is None else self._groups.of_rows(shard.mesh)
+            yield HeldParameter(name, shard.parameter, tuple(shard.shape), spread_over)
+
+    def zero_grad(self) -> None:
+        """Set all gradients to None."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Scale all gradients so that their norm over all devices is at most `max_norm`; return the norm before.
+
+        With an infinite `max_norm` it only measures. Collective; every process gets the same number.
+        """
+        check_positive("max_norm", max_norm)
+        held = [
+            (shard.parameter.grad, shard.saved_here)
+            for shard in self._held.shards.values()
+            if shard.parameter.grad is not None
+        ]
+        counted = [gradient for gradient, counts in held if counts]
+
+        def total(square: Tensor) -> Tensor:
+            return self._groups.sum(square, over_replicas=self._sharded)
+
+        norm = total_norm(counted, self.torch_device, total)
+        if max_norm != float("inf"):
+            clip_gradients([gradient for gradient, _ in held], norm, max_norm)
+        return float(norm)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group of all processes of all replicas; None for a single process."""
+        return None if self._groups.everyone is None else self._groups.everyone.group
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return the numbers of every process, replica by replica and in each by device, on every process. All
+        processes must give equally many numbers. Collective."""
+        return self._groups.numbers(numbers)
+
+    # --- whole tensors ---------------------------------------------------------------------------------------
+
+    def stream_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over (name, whole gradient on the CPU) on the first process; every process must exhaust it."""
+        return self._stream({name: shard.parameter.grad for name, shard in self._held.shards.items()})
+
+    def stream_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over (name, whole parameter or saved buffer on the CPU) on the first process; every process must
+        exhaust it."""
+        return self._stream({name: shard.parameter for name, shard in self.parameter_shards().items()})
+
+    def _stream(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+        """Stream whole tensors: sharded rows from all replicas, everything else only from the first replica."""
+        shards = self.parameter_shards()
+        held = {
+            name: Held(tensor, shards[name].start_row, shards[name].shape)
+            for name, tensor in tensors.items()
+            if tensor is not None and shards[name].saved_here
+        }
+        communicator = self._groups.everyone if self._sharded else self._groups.pipeline
+        if self.replica > 0 and not self._sharded:
+            return iter(())
+        return stream_whole(held, communicator, self.torch_device)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Return all whole gradients by Hugging Face name on the first process; empty on the others. Collective."""
+        return dict(self.stream_gradients())
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return all whole parameters and saved buffers by Hugging Face name on the first process; empty on the others.
+
+        Collective.
+        """
+        return dict(self.stream_state())
+
+    def save_checkpoint(
+        self,
+        folder: str | Path,
+        step: int,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        keep: int | None = 2,
+    ) -> Path:
+        """Save everything that a loop needs to continue as if it had not stopped; return the checkpoint's folder,
+        `folder/step-NNNNNNNN`. Any number of processes, any schedule and any vocabulary mode can load it.
+
+        `evenpipe.newest_checkpoint` never finds an incomplete checkpoint, even after a failure of a process or disk.
+        The first save locks the folder until the first process ends; saves of other runs are refused. Random generators
+        are not saved: if they matter, seed them by the step, such as `torch.manual_seed(step)` for dropout. Collective.
+
+        Args:
+            folder: folder of all checkpoints of the run, visible to all processes.
+            step: number of optimizer steps taken. An existing checkpoint of this step is replaced.
+            optimizer: an optimizer of parameters of this pipeline; its state and the options of its groups, such as
+                learning rates, are saved. None for a process without a trainable parameter.
+            scheduler: a scheduler of this optimizer, as in `torch.optim.lr_scheduler`; the optimizer must then have
+                equally many groups on every process.
+            extra: JSON values that the loop needs in addition, such as its position in the data. Only the first
+                process's are saved.
+            keep: number of checkpoints to keep, this one and the newest before it; None: all.
+
+        Raises:
+            InputError: another run has locked the folder, or a value cannot be saved; the sentence names it.
+            RunError: a disk or a process failed; earlier checkpoints have not changed.
+        """
+        check_kinds(step=step, optimizer=optimizer, extra=extra)
+        config = self.description.config
+        metadata = {
+            **({} if config is None else {"model_config": config.to_dict()}),
+            "tied": self.description.tied,
+            "extra": dict(extra or {}),
+        }
+        shards = self.parameter_shards()
+        return save(folder, step, shards, optimizer, metadata, self.process_group, scheduler=scheduler, keep=keep)
+
+    def load_checkpoint(
+        self,
+        checkpoint: Checkpoint | str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+    ) -> dict[str, Any]:
+        """Load parameters, optimizer and scheduler from a checkpoint; return its `extra`.
+
+        If anything fails, none of them has changed. The options of optimizer groups, such as learning rates, become the
+        saved ones; to use others, set them afterwards. Collective.
+
+        Args:
+            checkpoint: from `evenpipe.newest_checkpoint`, or the folder of a checkpoint.
+            optimizer: an optimizer of the saved kind; None does not read its state.
+            scheduler: a scheduler of the saved kind.
+
+        Raises:
+            InputError: the checkpoint is damaged, or does not fit the model, the optimizer or the scheduler.
+            RunError: a disk or a process failed.
+        """
+        check_kinds(optimizer=optimizer)
+        if not isinstance(checkpoint, Checkpoint):
+            checkpoint = open_checkpoint(checkpoint, self.process_group)
+        for change in check_same_model(checkpoint, self.description):
+            if self._is_very_first:
+                logger.warning(change)
+        load(checkpoint, self.parameter_shards(), optimizer, self.process_group, scheduler=scheduler)
+        return checkpoint.extra
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write a Hugging Face folder that `from_pretrained` loads: safetensors, config and generation config.
+
+        The first process writes one whole tensor at a time. Collective.
+
+        Raises:
+            InputError: the model consists of plain modules.
+            RunError: the folder cannot be written; raised on every process.
+        """
+        fault: str | None = None
+        tensors = self.stream_state()
+        try:
+            if self._is_very_first:
+                write_folder_metadata(self.description, path, next(self.parameters()).dtype)
+                save_tensors(path, disk_tensors(self.description, tensors))
+        except Exception as error:  # of disk, safetensors or transformers: all processes must raise it
+            fault = f"the model was not written to {str(path)!r}: {getattr(error, 'strerror', None) or error}"
+        for _ in tensors:  # the other processes send; after a failure the first one must still receive
+            pass
+        fault = self._groups.from_the_first(fault, "the saved model")
+        if fault is not None:
+            raise RunError(fault)
