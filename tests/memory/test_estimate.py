@@ -64,6 +64,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "schedule", "mode", "checkpointing", "dtypes"), CASES)
+@pytest.mark.sampled(2)
 def test_closed_forms_and_traces_agree(family, schedule, mode, checkpointing, dtypes) -> None:
     """What is left is at most one tensor of hidden states within a pass, of models with 64 columns."""
     closed, traced = (

@@ -53,6 +53,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("how", EXPECTED)
+@pytest.mark.sampled(1)
 def test_all_others_end_and_name_the_pass_and_the_process(how: str) -> None:
     started = time.monotonic()
     outcomes = run_outcomes(fail_in_the_middle, 3, how, timeout_seconds=40)

@@ -103,6 +103,7 @@ AWAITING = r"; process (0 was awaiting 0RECV_B2 for 0B2|2 was awaiting 2RECV_F3 
         ),
     ],
 )
+@pytest.mark.sampled(3)
 def test_the_first_cause_comes_back_and_no_process_is_left(tmp_path, capfd, how, kind, message):
     started = time.monotonic()
     with pytest.raises(kind) as caught:
@@ -224,6 +225,7 @@ def run_program(*arguments: str, text: str | None = None) -> subprocess.Complete
     [(("-c", PROGRAM), None), (("-",), PROGRAM), ((), PROGRAM)],
     ids=["-c", "-", "standard input"],
 )
+@pytest.mark.sampled(1)
 def test_what_a_program_without_a_file_defines_travels_whole(arguments, text):
     done = run_program(*arguments, text=text)
     assert (done.returncode, done.stderr) == (0, "")

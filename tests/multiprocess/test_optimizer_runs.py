@@ -46,7 +46,8 @@ def run_to(path: Path, until: int) -> None:
             run_processes(run_in, 2, *arguments, timeout_seconds=120)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", pytest.param("own", marks=pytest.mark.slow)])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("optimizer", ["muon", "own"])
 def test_a_run_with_another_optimizer_is_resumed_to_the_last_bit(tmp_path: Path, optimizer: str) -> None:
     curves = []
     for name, stops in (("whole", (STEPS,)), ("parts", (6, STEPS))):

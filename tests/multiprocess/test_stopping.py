@@ -99,10 +99,10 @@ WAYS = [
 ]
 
 
-def test_stopped_in_every_way_it_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """One run, stopped three times and continued by the same command each time, equals one that was stopped once."""
+def test_stopped_in_every_way_it_goes_on_as_if_nothing_had_happened(tmp_path: Path, sample) -> None:
+    """One run, stopped each time and continued by the same command, equals one that was stopped once."""
     path = long_run(tmp_path / "parts")
-    for start, send, exit_code in WAYS:
+    for start, send, exit_code in sample(WAYS, 2):
         process = train_beyond(steps_of(path.parent), start, path)
         send(process.pid)
         output, _ = process.communicate(timeout=180)

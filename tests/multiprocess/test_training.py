@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import reference
 import torch
-from harness import run_processes
+from harness import run_outcomes, run_processes
 from transformers import AutoModelForCausalLM
 
 from evenpipe.train import trainer
@@ -188,22 +188,6 @@ def test_what_is_on_the_host_changes_no_bit(uninterrupted: Path, tmp_path: Path)
     assert curve(tmp_path) == curve(uninterrupted)
 
 
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_resumed_in_another_layout_the_losses_agree(tmp_path: Path, tied: bool) -> None:
-    """p = 4 -> 2 -> 3, and vocab-2 -> first-last -> vocab-1, each picking up the checkpoint of the one before."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for folder in (whole, parts):
-        prepare(load_config(write_config(folder, processes=4, tied=tied)), say=lambda text: None)
-    run_part(whole / "config.toml", 4, "vocab-2", STEPS)
-    run_part(parts / "config.toml", 4, "vocab-2", 5)
-    run_part(parts / "config.toml", 2, "first-last", 10)
-    run_part(parts / "config.toml", 3, "vocab-1", STEPS)
-    expected, found = curve(whole), curve(parts)
-    assert [line[0] for line in found] == [line[0] for line in expected]
-    for one, other in zip(found, expected, strict=True):
-        assert one[1] == pytest.approx(other[1], rel=1e-6)
-
-
 def test_the_exported_folder_gives_the_same_loss(uninterrupted: Path) -> None:
     config = load_config(uninterrupted / "config.toml")
     model = AutoModelForCausalLM.from_pretrained(uninterrupted / "run" / "model", dtype=torch.float32)
@@ -237,8 +221,8 @@ def test_loss_means_the_same_everywhere(uninterrupted: Path) -> None:
 def test_a_finished_run_started_again_changes_nothing(uninterrupted: Path) -> None:
     files = [uninterrupted / "run" / name for name in ("metrics.jsonl", "report.json")]
     before = [file.read_bytes() for file in files]
-    output = finish(evenpipe("train", uninterrupted / "config.toml"))
-    assert f"all {STEPS} steps were done before" in output
+    first, _ = run_outcomes(train_to_the_end, 2, str(uninterrupted / "config.toml"))
+    assert first.exit_code == 0 and f"all {STEPS} steps were done before" in first.printed, first.printed
     assert [file.read_bytes() for file in files] == before
 
 

@@ -96,6 +96,7 @@ def one_of_four_fails(how: str) -> None:
         ),
     ],
 )
+@pytest.mark.sampled(2)
 def test_all_others_name_the_one_that_failed(how, exit_code, cause):
     outcomes = run_outcomes(one_of_four_fails, 4, how, group=False)
     assert outcomes[1].exit_code == exit_code
@@ -220,6 +221,7 @@ def stuck(circle: bool) -> None:
         (True, "process 2 awaits 2RECV_F3 for 2F3 from process 1, a circle back to process 1"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_a_time_out_tells_who_waits_for_whom(circle, end):
     outcomes = run_outcomes(stuck, 3, circle, group=False)
     cause = (
@@ -406,6 +408,7 @@ def victims_of_sigterm(how: str) -> None:
         ("terminated", r"process [02] \(pid \d+\) was ended by signal 15 \(SIGTERM\)"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_whom_torchrun_ends_says_why(how, cause):
     outcomes = run_outcomes(victims_of_sigterm, 3, how, group=False)
     texts = [f"{outcomes[rank].exception or ''} {outcomes[rank].printed}" for rank in (0, 2)]
@@ -572,6 +575,7 @@ def one_dies_before_all_are_here(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["dies", "comes not"])
+@pytest.mark.sampled(1)
 def test_who_dies_before_all_have_started_is_named(how):
     outcomes = run_outcomes(one_dies_before_all_are_here, 4, how, group=False)
     assert [outcomes[rank].exit_code for rank in (0, 3)] == [0, 0], describe(outcomes)
