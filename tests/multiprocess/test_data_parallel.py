@@ -160,13 +160,13 @@ MATRIX = list(itertools.starmap(Case, itertools.product(KINDS, SCHEDULES, MODES,
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_replicas_train_as_one_process_on_both_batches(kind: str, sample) -> None:
     cases = [case for case in sample(MATRIX) if case.kind == kind]
-    faults = run_processes(run_cases, 4, cases, timeout_seconds=300)
+    faults = run_processes(run_cases, 4, cases)
     assert not faults[0], "\n".join(faults[0])
 
 
 def test_tied_matrices_in_shards_meet_row_by_row_whatever_the_ranks_of_the_mesh() -> None:
     """In the last of the meshes the replicas are in another order on the first device than on the last one."""
-    faults = run_processes(run_case, 4, Case("shard", mode="first-last", tied=True), 3, timeout_seconds=300)
+    faults = run_processes(run_case, 4, Case("shard", mode="first-last", tied=True), 3)
     assert not faults[0], "\n".join(faults[0])
 
 

@@ -185,12 +185,12 @@ def run_family(family: str, layers: int, cases: list[Case]) -> list[str]:
 @pytest.mark.sampled(4)
 def test_experts_train_as_in_one_process(family: str, processes: int, sample) -> None:
     cases = sample(CASES[processes], 2)
-    faults = run_processes(run_family, processes, family, 2 * processes, cases, timeout_seconds=300)[0]
+    faults = run_processes(run_family, processes, family, 2 * processes, cases)[0]
     assert not faults, "\n".join(faults)
 
 
 def test_replicas_share_the_mean_over_all_microbatches() -> None:
-    faults = run_processes(run_family, 4, "mixtral", 4, REPLICAS, timeout_seconds=300)[0]
+    faults = run_processes(run_family, 4, "mixtral", 4, REPLICAS)[0]
     assert not faults, "\n".join(faults)
 
 
@@ -233,5 +233,5 @@ def test_from_a_folder_to_a_folder_through_a_step(tmp_path) -> None:
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 @pytest.mark.sampled(1)
 def test_masks_and_recomputation(family: str, sample) -> None:
-    faults = run_processes(run_family, 2, family, 4, sample(OTHERS, 3), timeout_seconds=300)[0]
+    faults = run_processes(run_family, 2, family, 4, sample(OTHERS, 3))[0]
     assert not faults, "\n".join(faults)

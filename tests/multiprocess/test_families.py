@@ -65,4 +65,4 @@ def checked(names: list[str]) -> None:
 
 
 def test_the_self_check_passes_them() -> None:
-    run_processes(checked, 2, list(NAMED), timeout_seconds=120)
+    run_processes(checked, 2, list(NAMED))

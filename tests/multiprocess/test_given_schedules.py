@@ -90,7 +90,7 @@ def trained(schedule: Any, mode: str, microbatches: int | None = None, **options
 
 
 def check(case: Callable[..., None], processes: int, *arguments: Any) -> None:
-    run_processes(case, processes, *arguments, timeout_seconds=300)
+    run_processes(case, processes, *arguments)
 
 
 # --- torch's schedules ------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def run_cases(cases: list[Case], dtype: torch.dtype, tolerance: float, weight_to
 
 
 def check(processes: int, cases: list[Case], dtype: torch.dtype, tolerance: float, weight_tolerance: float) -> None:
-    faults = run_processes(run_cases, processes, cases, dtype, tolerance, weight_tolerance, timeout_seconds=600)
+    faults = run_processes(run_cases, processes, cases, dtype, tolerance, weight_tolerance)
     assert not faults[0], "\n".join(faults[0])
 
 

@@ -134,7 +134,7 @@ def count_all(cases: list[Case]) -> list[Found]:
 
 def over_devices(devices: int, cases: list[Case]) -> list[list[Found]]:
     """By case, what each device found."""
-    return [list(found) for found in zip(*run_processes(count_all, devices, cases, timeout_seconds=240), strict=True)]
+    return [list(found) for found in zip(*run_processes(count_all, devices, cases), strict=True)]
 
 
 # --- balance: arXiv 2411.05288, section 6.4 --------------------------------------------------------------------

@@ -151,7 +151,7 @@ def faults_of_all(cases: list[Case], poisoned: bool) -> tuple[list[str], int, in
 
 
 def check(processes: int, cases: list[Case], *, poisoned: bool = False) -> tuple[int, int]:
-    results = run_processes(faults_of_all, processes, cases, poisoned, timeout_seconds=280)
+    results = run_processes(faults_of_all, processes, cases, poisoned)
     assert not any(faults for faults, _, _ in results), "\n".join(fault for faults, _, _ in results for fault in faults)
     return sum(moved for _, moved, _ in results), sum(copies for _, _, copies in results)
 

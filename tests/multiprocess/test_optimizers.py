@@ -213,7 +213,7 @@ def weights_in_all(cases: list[tuple[Layout, str]]) -> list[str]:
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
 def test_every_optimizer_steps_as_torchs_own_in_one_process(processes: int, sample) -> None:
     cases = [case for case in sample(itertools.product(LAYOUTS, OPTIONS), 14) if case[0].processes == processes]
-    faults = run_processes(weights_in_all, processes, cases, timeout_seconds=200)
+    faults = run_processes(weights_in_all, processes, cases)
     assert not faults[0], "\n".join(faults[0])
 
 
@@ -257,7 +257,7 @@ def experts_in(layout: Layout) -> list[str]:
 @pytest.mark.parametrize("layout", [Layout(2), Layout(2, replicas=2, data_parallel="shard")], ids=["pipeline", "shard"])
 @pytest.mark.sampled(1)
 def test_each_expert_has_a_matrix_of_its_own(layout: Layout) -> None:
-    faults = run_processes(experts_in, layout.processes, layout, timeout_seconds=120)
+    faults = run_processes(experts_in, layout.processes, layout)
     assert not faults[0], "\n".join(faults[0])
 
 
@@ -362,7 +362,7 @@ def through_layouts_with(names: list[str], folder: Path) -> list[str]:
 
 def test_an_optimizer_goes_on_in_other_layouts(tmp_path: Path, sample) -> None:
     names = sample(["muon", "adafactor", "sgd"], 1)
-    faults = run_processes(through_layouts_with, 4, names, tmp_path, timeout_seconds=120)
+    faults = run_processes(through_layouts_with, 4, names, tmp_path)
     assert not faults[0], "\n".join(faults[0])
 
 

@@ -129,7 +129,7 @@ def in_microbatches(case: Case, data) -> dict[str, torch.Tensor]:
 @pytest.mark.sampled(1)
 def test_fp32_is_as_close_as_fp32_can_be(processes: int, sample) -> None:
     cases = [Case(3, mode, 1003, tied) for mode in MODES for tied in (False, True)]
-    faults = run_processes(in_fp32, processes, sample(cases, 4), timeout_seconds=300)
+    faults = run_processes(in_fp32, processes, sample(cases, 4))
     assert not faults[0], "\n".join(faults[0])
 
 

@@ -190,7 +190,7 @@ def share(layout: Layout, device: int) -> float | None:
 def counted(request: pytest.FixtureRequest) -> dict[Case, list[Counted]]:
     """Of the cases that this run takes."""
     cases = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
-    by_process = run_processes(count, DEVICES, cases, timeout_seconds=240)
+    by_process = run_processes(count, DEVICES, cases)
     return {case: [found[number] for found in by_process] for number, case in enumerate(cases)}
 
 

@@ -61,7 +61,7 @@ def config(tmp_path: Path) -> Path:
 
 def test_every_schedule_trains_alike(config: Path, tmp_path: Path, sample) -> None:
     names = ["1f1b", *sample([name for name in SCHEDULES if name != "1f1b"], 4)]
-    run_processes(train_all, 2, str(config), str(tmp_path), names, timeout_seconds=300)
+    run_processes(train_all, 2, str(config), str(tmp_path), names)
     expected = curve(tmp_path / "1f1b")
     assert [line[0] for line in expected] == [*range(1, STEPS + 1), STEPS]
     for name in names:
@@ -85,10 +85,10 @@ PARTS = [
 def test_resumed_under_another_schedule_and_placement_the_losses_agree(tmp_path: Path, tied: bool, sample) -> None:
     path = write_config(tmp_path, steps=9, tied=tied)
     prepare(load_config(path, [f"data.cache_folder={tmp_path / 'data'}"]), say=lambda text: None)
-    run_processes(train_with, 2, str(path), str(tmp_path / "whole" / "run"), None, {}, timeout_seconds=120)
+    run_processes(train_with, 2, str(path), str(tmp_path / "whole" / "run"), None, {})
     for processes, pipeline, until in [*sample(PARTS[:-1], 2), PARTS[-1]]:
         folder = str(tmp_path / "parts" / "run")
-        run_processes(train_with, processes, str(path), folder, until, pipeline, timeout_seconds=120)
+        run_processes(train_with, processes, str(path), folder, until, pipeline)
     expected, found = curve(tmp_path / "whole"), curve(tmp_path / "parts")
     assert [line[0] for line in found] == [line[0] for line in expected]
     for one, other in zip(found, expected, strict=True):
