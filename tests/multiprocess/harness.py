@@ -112,10 +112,15 @@ def run_outcomes(function: Callable[..., Any], processes: int, *arguments: Any, 
 
 
 def until_they_wait(watch: Any, ranks: Iterable[int]) -> None:
-    """Returns once the beats of these processes say that they wait. `watch`: of this process."""
-    for rank in ranks:
-        while (beat := watch._peers.beat(rank)[1]) is None or beat.waiting is None:
-            time.sleep(0.02)
+    """Returns once the beats of these processes say that they wait for a message, and that of this process, which
+    `watch` belongs to, that it does not wait."""
+
+    def awaits(rank: int) -> str:
+        beat = watch._peers.beat(rank)[1]
+        return "" if beat is None or beat.waiting is None else beat.waiting.what
+
+    while awaits(watch.rank) or not all("RECV" in awaits(rank) for rank in ranks):
+        time.sleep(0.02)
 
 
 def describe(outcomes: list[Outcome]) -> str:
