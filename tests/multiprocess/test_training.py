@@ -250,7 +250,7 @@ def test_a_time_box_ends_a_run_early_and_is_kept_when_resumed(tmp_path: Path) ->
     prepare(load_config(path), say=lambda text: None)
     run_processes(train_to_the_end, 2, str(path))
     steps = logged(tmp_path)[-1]["step"]
-    assert 10 <= steps < 2000
+    assert 1 <= steps < 100_000
     run_processes(train_to_the_end, 2, str(path))
     assert logged(tmp_path)[-1]["step"] == steps
 
