@@ -45,7 +45,7 @@ from torch.distributed.pipelining import (
 )
 from torch_pipeline import TorchPipeline
 
-from evenpipe.runtime import Pipeline, launch
+from evenpipe import Pipeline, launch
 from evenpipe.runtime.accounting import ByteCounter
 
 SCHEDULES: dict[str, type] = {

@@ -39,9 +39,9 @@ from torch.distributed.pipelining import Schedule1F1B
 from torch_pipeline import TorchPipeline
 from transformers import LlamaConfig
 
+from evenpipe import Pipeline, launch
 from evenpipe.model import describe, layer_flops
 from evenpipe.plan.measured import compare
-from evenpipe.runtime import Pipeline, launch
 from evenpipe.schedule import SCHEDULES
 
 MODES = ("first-last", "vocab-1", "vocab-2")

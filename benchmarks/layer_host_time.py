@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaModel
 
-from evenpipe.runtime.checkpointing import Switch, checkpointed
-from evenpipe.runtime.random_state import RandomState
-from evenpipe.runtime.weight_gradients import WeightGradients, split_layers
+from evenpipe.layers.checkpointing import Switch, checkpointed
+from evenpipe.layers.random_state import RandomState
+from evenpipe.layers.weight_gradients import WeightGradients, split_layers
 
 CPU = torch.device("cpu")
 WIDTH, TOKENS = 16, 8

@@ -38,11 +38,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from evenpipe import Pipeline, initialise_worker, launch
 from evenpipe.costs import costs_of
 from evenpipe.costs.hardware import KNOWN, Hardware, find_hardware
 from evenpipe.memory.estimate import Estimate, estimate
 from evenpipe.model import describe
-from evenpipe.runtime import Pipeline, initialise_worker, launch
 from evenpipe.runtime.trace import machine
 from evenpipe.schedule import Kind, Order, Pass, Placement, plan_program
 from evenpipe.schedule.trace import Trace

@@ -27,15 +27,15 @@ import common
 import torch.distributed as dist
 from common import llama, option, token_ids
 
+from evenpipe import OffloadOptions, Pipeline, launch
 from evenpipe.costs.hardware import KNOWN
+from evenpipe.host.memory import return_freed_memory
 from evenpipe.memory.device import DeviceBytes
 from evenpipe.memory.estimate import estimate, model_bytes
 from evenpipe.memory.parallelism import Parallelism
 from evenpipe.memory.programs import planned
 from evenpipe.memory.replay import replay
 from evenpipe.model import describe
-from evenpipe.runtime import OffloadOptions, Pipeline, launch
-from evenpipe.runtime.host_memory import return_freed_memory
 from evenpipe.schedule import Order
 
 VOCABULARY = 4096

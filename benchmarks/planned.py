@@ -26,11 +26,11 @@ import common
 import torch.distributed as dist
 from common import configuration, llama, option, token_ids
 
+from evenpipe import Pipeline, initialise_worker, launch
 from evenpipe.model import describe
 from evenpipe.plan.configuration_search import search_configurations
 from evenpipe.plan.configurations import Configuration, Space, problem_of
 from evenpipe.plan.evaluation import timed
-from evenpipe.runtime import Pipeline, initialise_worker, launch
 from evenpipe.train.build import build_pipeline
 from evenpipe.train.config import Config
 from evenpipe.train.hardware_profile import (

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evenpipe.runtime import Pipeline
+from evenpipe import Pipeline
 from evenpipe.runtime.batch import Batch, Inputs, cut
 from evenpipe.runtime.walker import Walker
 from evenpipe.schedule import Pass, add_recompute, generate, parts_of, plan_program

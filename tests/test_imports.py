@@ -10,9 +10,8 @@ import pytest
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "evenpipe"
 
 # room -> rooms of ours that it may import. `errors` (two exception classes) and `given` (files and texts of others) are
-# open to all. `interop` turns what others
-# write into orders and programs, and knows nothing but `schedule`; so `runtime` takes torch's schedules from it.
-# `memory` traces the very stages that `runtime` will run.
+# open to all. `interop` turns what others write into orders and programs, and knows nothing but `schedule`; so `recipe`
+# takes torch's schedules from it. `memory` traces the very layers that `runtime` will run.
 MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
     "errors": set(),
@@ -20,15 +19,28 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedule": set(),
     "simulate": {"schedule"},
     "draw": {"schedule"},
+    "interop": {"schedule"},
     "vocabulary": set(),
     "model": set(),
-    "parallel": set(),
+    "layers": set(),
+    "processes": set(),
+    "communication": {"processes"},
     "costs": {"schedule", "vocabulary", "model"},
-    "runtime": {"schedule", "interop", "vocabulary", "model", "parallel"},
-    "memory": {"schedule", "simulate", "vocabulary", "model", "costs", "runtime"},
+    "recipe": {"schedule", "interop", "vocabulary", "model"},
+    "optimizers": {"communication", "model"},
+    "parallel": {"communication", "processes", "recipe"},
+    "host": {"schedule", "communication", "optimizers"},
+    "checkpoints": {"processes", "communication", "model", "optimizers", "host"},
+    "runtime": {
+        *{"schedule", "vocabulary", "model", "layers", "processes", "communication", "recipe", "optimizers"},
+        *{"parallel", "host", "checkpoints"},
+    },
+    "memory": {"schedule", "simulate", "vocabulary", "model", "layers", "costs", "recipe", "optimizers", "parallel"},
     "plan": {"memory", "simulate", "costs", "schedule", "model"},
-    "interop": {"schedule"},
-    "train": {"schedule", "simulate", "draw", "vocabulary", "model", "parallel", "costs", "runtime", "memory", "plan"},
+    "train": {
+        *{"schedule", "simulate", "draw", "vocabulary", "model", "processes", "communication", "costs", "recipe"},
+        *{"optimizers", "host", "checkpoints", "runtime", "memory", "plan"},
+    },
 }
 ANYTHING = set(MAY_IMPORT) | {"cli"}
 MAY_IMPORT["cli"] = ANYTHING - {"__main__", "cli"}

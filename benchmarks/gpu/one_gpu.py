@@ -67,9 +67,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from evenpipe import initialise_worker
 from evenpipe.costs.hardware import find_hardware
 from evenpipe.model import describe, head_flops, layer_flops
-from evenpipe.runtime import initialise_worker
 from evenpipe.train.build import build_pipeline
 from evenpipe.train.config import OptimizerConfig
 from evenpipe.train.optimization import adamw

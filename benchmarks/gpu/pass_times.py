@@ -46,8 +46,8 @@ from timing import (
     table,
 )
 
+from evenpipe import launch
 from evenpipe.costs import write_costs
-from evenpipe.runtime import launch
 from evenpipe.schedule import Costs, even_split
 from evenpipe.train.config import Config, DataConfig, ModelConfig, PipelineConfig, TokenizerConfig
 from evenpipe.train.profile import measure as measure_passes

@@ -10,38 +10,36 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from evenpipe.runtime import (
-        Adafactor,
-        HostAdamW,
-        Muon,
-        NcclOptions,
-        OffloadOptions,
-        Pipeline,
-        StepResult,
-        initialise_worker,
-        launch,
-        newest_checkpoint,
-    )
+    from evenpipe.checkpoints import newest_checkpoint
+    from evenpipe.communication.nccl import NcclOptions
+    from evenpipe.host.optimizer import HostAdamW
+    from evenpipe.host.options import OffloadOptions
+    from evenpipe.optimizers.adafactor import Adafactor
+    from evenpipe.optimizers.muon import Muon
+    from evenpipe.processes.launcher import launch
+    from evenpipe.processes.worker import initialise_worker
+    from evenpipe.runtime.pipeline import Pipeline
+    from evenpipe.runtime.result import StepResult
     from evenpipe.train.callbacks import Callback, TrainingState
     from evenpipe.train.start import run_training
     from evenpipe.vocabulary import LossOptions
     from evenpipe.vocabulary.head import linear_cross_entropy
 
 _PUBLIC = {
-    "Adafactor": "evenpipe.runtime",
+    "Adafactor": "evenpipe.optimizers.adafactor",
     "Callback": "evenpipe.train.callbacks",
-    "HostAdamW": "evenpipe.runtime",
+    "HostAdamW": "evenpipe.host.optimizer",
     "LossOptions": "evenpipe.vocabulary",
-    "Muon": "evenpipe.runtime",
-    "NcclOptions": "evenpipe.runtime",
-    "OffloadOptions": "evenpipe.runtime",
-    "Pipeline": "evenpipe.runtime",
-    "StepResult": "evenpipe.runtime",
+    "Muon": "evenpipe.optimizers.muon",
+    "NcclOptions": "evenpipe.communication.nccl",
+    "OffloadOptions": "evenpipe.host.options",
+    "Pipeline": "evenpipe.runtime.pipeline",
+    "StepResult": "evenpipe.runtime.result",
     "TrainingState": "evenpipe.train.callbacks",
-    "initialise_worker": "evenpipe.runtime",
-    "launch": "evenpipe.runtime",
+    "initialise_worker": "evenpipe.processes.worker",
+    "launch": "evenpipe.processes.launcher",
     "linear_cross_entropy": "evenpipe.vocabulary.head",
-    "newest_checkpoint": "evenpipe.runtime",
+    "newest_checkpoint": "evenpipe.checkpoints",
     "run_training": "evenpipe.train.start",
 }
 

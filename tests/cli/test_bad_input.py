@@ -400,10 +400,10 @@ def folder(tmp_path, monkeypatch):
     Path("folder.svg").mkdir()
     for name, content in FILES.items():
         Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    launcher = types.ModuleType("evenpipe.runtime.launcher")
+    launcher = types.ModuleType("evenpipe.processes.launcher")
     launcher.prepare_launch = lambda *modules: None
     launcher.launch = None
-    monkeypatch.setitem(sys.modules, "evenpipe.runtime.launcher", launcher)
+    monkeypatch.setitem(sys.modules, "evenpipe.processes.launcher", launcher)
     return tmp_path
 
 

@@ -47,12 +47,12 @@ def exported(monkeypatch):
 def started(monkeypatch, exported):
     """What is launched, in place of launching it."""
     calls: list[tuple] = []
-    launcher = types.ModuleType("evenpipe.runtime.launcher")
+    launcher = types.ModuleType("evenpipe.processes.launcher")
     launcher.prepare_launch = lambda *modules: None
     launcher.launch = lambda function, *arguments, **options: [calls.append((function, arguments, options)) or 0]
     trainer = types.ModuleType("evenpipe.train.trainer")
     trainer.train = "train"
-    monkeypatch.setitem(sys.modules, "evenpipe.runtime.launcher", launcher)
+    monkeypatch.setitem(sys.modules, "evenpipe.processes.launcher", launcher)
     monkeypatch.setitem(sys.modules, "evenpipe.train.trainer", trainer)
     return calls
 
@@ -164,7 +164,7 @@ def test_a_run_that_fails(started, monkeypatch, capsys):
     def fails(*arguments, **options):
         raise RunError("process 1 has died")
 
-    monkeypatch.setattr(sys.modules["evenpipe.runtime.launcher"], "launch", fails)
+    monkeypatch.setattr(sys.modules["evenpipe.processes.launcher"], "launch", fails)
     assert main(["train", "config.toml"]) == 3
     assert capsys.readouterr().err.endswith("evenpipe: process 1 has died\n")
 
@@ -204,14 +204,13 @@ def torchrun(monkeypatch, exported):
 
     def become(rank):
         this = types.SimpleNamespace(rank=rank, world_size=2, watch=watch, mark=marks.add, wait_for_mark=wait_for_mark)
-        worker = types.ModuleType("evenpipe.runtime.worker")
+        worker = types.ModuleType("evenpipe.processes.worker")
         worker.initialise_worker = lambda timeout_seconds: this
         worker.finish_worker = lambda: watch.calls.append("finished")
         trainer = types.ModuleType("evenpipe.train.trainer")
         trainer.train = lambda config, callbacks: trained.append(config)
         monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setitem(sys.modules, "evenpipe.runtime", types.ModuleType("evenpipe.runtime"))
-        monkeypatch.setitem(sys.modules, "evenpipe.runtime.worker", worker)
+        monkeypatch.setitem(sys.modules, "evenpipe.processes.worker", worker)
         monkeypatch.setitem(sys.modules, "evenpipe.train.trainer", trainer)
         return watch, marks, trained
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from evenpipe.cli.main import main
-from evenpipe.runtime.layout import runnable_order
+from evenpipe.recipe.layout import runnable_order
 from evenpipe.schedule import EQUAL_COSTS, SCHEDULES, Costs, generate, plan_order, plan_program, time_order
 from evenpipe.schedule.registry import describe
 

@@ -21,9 +21,9 @@ from evenpipe.costs.collectives import Axes
 from evenpipe.costs.hardware import KNOWN
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
+from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.model import describe
 from evenpipe.model.structure import layers_of as layers_of_model
-from evenpipe.runtime.checkpointing import Switch, checkpoint_layer
 from evenpipe.schedule import MODES, Placement
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))

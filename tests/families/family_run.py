@@ -30,7 +30,7 @@ from evenpipe import Pipeline, launch
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import Description, describe
 from evenpipe.model.comparison import contains_cast, gradient_errors
-from evenpipe.runtime.launcher import prepare_launch
+from evenpipe.processes.launcher import prepare_launch
 
 HERE = Path(__file__).resolve().parent
 PRELOAD = ("evenpipe.runtime.pipeline", "family_run")

@@ -11,7 +11,7 @@ from family_configs import Configuration
 
 from evenpipe.errors import InputError
 from evenpipe.model import build_stage, check_compute_dtype, describe, initialize
-from evenpipe.runtime.parameters import StageParameters
+from evenpipe.parallel.parameters import StageParameters
 
 RESULTS = json.loads(families_page.RESULTS.read_text(encoding="utf-8"))["configurations"]
 EQUAL = [Configuration(row["model_type"], row["variant"]) for row in RESULTS if row["word"] == "equal"]

@@ -7,7 +7,7 @@ import random
 from dataclasses import asdict, dataclass
 
 from evenpipe.errors import InputError
-from evenpipe.runtime.layout import runnable_order
+from evenpipe.recipe.layout import runnable_order
 from evenpipe.schedule.registry import SCHEDULES
 
 MODES = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")

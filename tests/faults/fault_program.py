@@ -21,11 +21,11 @@ import torch
 from fault_case import LAYERS, Case
 from transformers import LlamaConfig
 
+from evenpipe import Pipeline, initialise_worker
+from evenpipe.checkpoints.checkpoint import prepare_folder, save
+from evenpipe.communication.communicator import Handle
 from evenpipe.errors import InputError
-from evenpipe.runtime import Pipeline, initialise_worker
-from evenpipe.runtime.checkpoints.checkpoint import prepare_folder, save
-from evenpipe.runtime.communication import Handle
-from evenpipe.runtime.worker import finish_worker
+from evenpipe.processes.worker import finish_worker
 
 SILENCE_SECONDS = 2.0
 START_SECONDS = 30.0

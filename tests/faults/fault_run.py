@@ -18,7 +18,7 @@ import fault_program
 from fault_case import FAULTS, Case
 
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime.launcher import launch, prepare_launch
+from evenpipe.processes.launcher import launch, prepare_launch
 
 MARK = "EVENPIPE_FAULT_MARK"
 """In the environment of everything that these runs start."""
@@ -33,7 +33,7 @@ HARD_LIMIT_SECONDS = 150.0
 HERE = Path(__file__).resolve().parent
 
 PRELOAD = (
-    "evenpipe.runtime.checkpoints.checkpoint",
+    "evenpipe.checkpoints.checkpoint",
     "evenpipe.runtime.pipeline",
     "transformers.models.llama.modeling_llama",
     "fault_start",

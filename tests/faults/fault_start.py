@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from evenpipe.runtime import worker
+from evenpipe.processes import worker
 
 
 def _with_fault(function: Callable[..., Any], place: str, before: float, after: float) -> Callable[..., Any]:

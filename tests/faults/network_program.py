@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
-from evenpipe.runtime import Pipeline, initialise_worker
-from evenpipe.runtime.launcher import launch
-from evenpipe.runtime.worker import finish_worker
+from evenpipe import Pipeline, initialise_worker
+from evenpipe.processes.launcher import launch
+from evenpipe.processes.worker import finish_worker
 
 LAYERS, VOCABULARY = 4, 61
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from evenpipe import Pipeline
+from evenpipe.schedule.passes import SHARDING_KINDS
 
 NORMS_IN_FP32 = {"gemma2", "gemma3_text", "cohere2"}
 """These compute their norms in fp32 whatever their dtype, and the gradients of their weights with them."""
@@ -77,22 +79,50 @@ def _named(where: str, observed: Observed) -> Observed:
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def complaints_of(case: Case) -> list[str]:
-    """Plays a case; what is wrong, on every process. Raises what the pipeline raises."""
+def outcome_of(case: Case) -> tuple[list[str], dict[str, str]]:
+    """Plays a case; what is wrong and the hashes of what was seen, on every process. Raises what the pipeline
+    raises."""
     with shared_folder() as folder, contextlib.closing(open_pipeline(case, folder)) as pipeline:
         fresh = pipeline.full_state_dict() if case.model.given_as == "config" else {}
         found = play(case, InProcesses(case, pipeline))
         scalars = [(what, value) for what, value in found if isinstance(value, (int, float))]
         complaints = _differences_between_processes(gathered(scalars))
+        whole = has_whole_tensors(pipeline)
+        hashes = {"programs": hash_of_programs(pipeline), "seen": hash_of(found)} if whole else {}
         own = _saved(case, pipeline, folder / "saved") if case.saves and case.model.family != MODULES else []
-        if has_whole_tensors(pipeline):
+        if whole:
             own += compare(case, found, play(case, OneProcess(case, judge_model(case, fresh))))
-        return complaints + [text for one in gathered(own) for text in one]
+        everywhere = gathered((own, hashes))
+        complaints += [text for texts, _ in everywhere for text in texts]
+        return complaints, next(one for _, one in everywhere if one)
 
 
 def has_whole_tensors(pipeline: Pipeline) -> bool:
     """The first process of the first replica, whatever its rank."""
     return pipeline.device == pipeline.replica == 0
+
+
+def hash_of_programs(pipeline: Pipeline) -> str:
+    """Of what is computed and communicated in a step and in an evaluation, without work for replicas."""
+    layout = pipeline.layout
+    text = [repr(sorted(layout.communicators.items())), repr(layout.layers)]
+    for program in (layout.program, layout.evaluation):
+        cells = [[str(item) for item in row if item and item.kind not in SHARDING_KINDS] for row in program.rows]
+        text += [",".join(row) for row in cells]
+    return sha256("\n".join(text).encode()).hexdigest()
+
+
+def hash_of(observed: Observed) -> str:
+    """Of every bit that was seen."""
+    digest = sha256()
+    for what, value in observed:
+        digest.update(what.encode())
+        tensors = value if isinstance(value, dict) else {"": torch.tensor(value)}
+        for name in sorted(tensors):
+            tensor = tensors[name].detach().cpu().contiguous()
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(tensor.view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _differences_between_processes(seen: list[Observed]) -> list[str]:

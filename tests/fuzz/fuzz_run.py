@@ -13,7 +13,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
@@ -23,10 +23,13 @@ from families import EXPERTS, FAMILIES
 from fuzz_case import Case, draw
 
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime.launcher import launch, prepare_launch
+from evenpipe.processes.launcher import launch, prepare_launch
 
 LIMIT_SECONDS = 1500.0
 """Of one case, all its processes and waits; a case takes less than a second where nothing else runs."""
+
+SAME_BITS = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
+"""Environment in which torch and MKL sum in the same order on every x86 processor."""
 
 HERE = Path(__file__).resolve().parent
 
@@ -59,6 +62,8 @@ class Verdict:
     complaints: tuple[str, ...]
     """What was wrong."""
     seconds: float
+    hashes: dict[str, str] = field(default_factory=dict)
+    """Of the programs, and of the bits of all that was seen, of a case that ran."""
 
     @property
     def word(self) -> str:
@@ -87,7 +92,7 @@ def _serve(processes: int, cases: Sequence[Case], damage: str) -> list[Verdict]:
     """As many of the cases as one launch gets through: all, or those up to the one that ends it."""
     with tempfile.TemporaryDirectory(prefix="evenpipe-fuzz-") as name:
         folder = Path(name)
-        with mock.patch.dict(os.environ, PYTHONPATH=_path()):
+        with mock.patch.dict(os.environ, PYTHONPATH=_path(), **SAME_BITS):
             prepare_launch(*_modules())
         started, failure = time.perf_counter(), ""
         try:
@@ -120,7 +125,8 @@ def _serve(processes: int, cases: Sequence[Case], damage: str) -> list[Verdict]:
 
 
 def _verdict(case: Case, outcome: dict) -> Verdict:
-    return Verdict(case, outcome["refusal"], tuple(outcome["complaints"]), outcome["seconds"])
+    complaints = tuple(outcome["complaints"])
+    return Verdict(case, outcome["refusal"], complaints, outcome["seconds"], outcome["hashes"])
 
 
 def _path() -> str:
@@ -138,9 +144,9 @@ def serve(seed: int, numbers: Sequence[int], folder: Path, damage: str) -> None:
     """Runs cases one after the other; the first process writes down how each one ended. The first exception other than
     an InputError ends it."""
     from fuzz_pipeline import gathered, is_first
-    from fuzz_play import complaints_of
+    from fuzz_play import outcome_of
 
-    from evenpipe.runtime.offload import Activations
+    from evenpipe.host.offload import Activations
 
     Activations.smallest_bytes = 1  # the tensors of these models are too small to be worth a copy
     transformers.logging.set_verbosity_error()
@@ -154,11 +160,11 @@ def serve(seed: int, numbers: Sequence[int], folder: Path, damage: str) -> None:
         for number in numbers:
             faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True, file=stacks)
             started = time.perf_counter()
-            refusal, complaints = "", []
+            refusal, complaints, hashes = "", [], {}
             if damage == f"case {number}":
                 raise ValueError("this case is damaged")
             try:
-                complaints = complaints_of(draw(seed, number))
+                complaints, hashes = outcome_of(draw(seed, number))
             except InputError as error:
                 refusal = str(error)
             refusals = gathered(refusal)
@@ -167,7 +173,8 @@ def serve(seed: int, numbers: Sequence[int], folder: Path, damage: str) -> None:
             if is_first():
                 # Others say only that one of them has refused it.
                 refusal = min(refusals, key=lambda sentence: sentence.endswith("see its error"))
-                outcome = {"refusal": refusal, "complaints": complaints, "seconds": time.perf_counter() - started}
+                seconds = time.perf_counter() - started
+                outcome = {"refusal": refusal, "complaints": complaints, "seconds": seconds, "hashes": hashes}
                 (folder / "part").write_text(json.dumps(outcome))
                 (folder / "part").rename(folder / f"outcome-{number}")
         faulthandler.cancel_dump_traceback_later()

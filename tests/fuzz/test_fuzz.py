@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing.forkserver
-from collections.abc import Iterator
 
 import pytest
 from families import EXPERTS, FAMILIES
@@ -16,14 +14,7 @@ from evenpipe.schedule.planning import MODES
 from evenpipe.schedule.registry import SCHEDULES
 
 SEED = 0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_fork_server() -> Iterator[None]:
-    """One that was started before has not imported what these cases need."""
-    multiprocessing.forkserver._forkserver._stop()
-    yield
-    multiprocessing.forkserver._forkserver._stop()
+pytestmark = pytest.mark.usefixtures("own_fork_server")
 
 
 def test_random_pipelines_are_right_or_refused(sample) -> None:

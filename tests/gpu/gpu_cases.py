@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from evenpipe.runtime import NcclOptions, Pipeline, initialise_worker, launch
+from evenpipe import NcclOptions, Pipeline, initialise_worker, launch
 
 Figures = dict[str, Any]
 
@@ -223,7 +223,7 @@ def nccl(torch_device: str) -> Figures:
 
 def staging(torch_device: str) -> Figures:
     """What is sent is what the GPU computes last, and what arrives is what it reads next, however busy it is."""
-    from evenpipe.runtime.staging import Staging
+    from evenpipe.communication.staging import Staging
 
     device = torch.device(torch_device, torch.cuda.current_device())
     copies = Staging(device)
@@ -252,7 +252,7 @@ def staging(torch_device: str) -> Figures:
 def marks(torch_device: str) -> Figures:
     """What the watch reads behind a wait says yes only when the stream has come that far; streams do not hold each
     other up."""
-    from evenpipe.runtime.arrivals import arrivals_on
+    from evenpipe.communication.arrivals import arrivals_on
 
     device = torch.device(torch_device, torch.cuda.current_device())
     arrivals, other = arrivals_on(device), torch.cuda.Stream(device)

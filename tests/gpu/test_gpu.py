@@ -16,9 +16,12 @@ import torch
 from gpu_cases import CASES, ON_A_CPU_TOO
 from gpu_here import no_gpu
 
+from evenpipe import Pipeline
+from evenpipe.communication import staging
 from evenpipe.errors import InputError
-from evenpipe.runtime import Pipeline, pipeline, staging, worker
-from evenpipe.runtime.watch import Watch
+from evenpipe.processes import worker
+from evenpipe.processes.watch import Watch
+from evenpipe.runtime import pipeline
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,13 +10,14 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from evenpipe import Pipeline
 from evenpipe.memory.bytes import StageBytes, StateBytes, VocabularyBytes
 from evenpipe.memory.replay import OPTIMIZER_STEP, replay
 from evenpipe.memory.traced import StageTracer
 from evenpipe.memory.vocabulary import VocabularyShape, batch_bytes, vocabulary_bytes
 from evenpipe.memory.walk import SENDS_IN_FLIGHT, walk
 from evenpipe.model import describe
-from evenpipe.runtime import Pipeline, values
+from evenpipe.runtime import values
 from evenpipe.schedule import Order, Pass, Placement, add_recompute, plan_program
 from evenpipe.vocabulary.products import _cpu_has_bf16
 

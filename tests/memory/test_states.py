@@ -18,8 +18,8 @@ from evenpipe.memory.optimizers import trained_tensor
 from evenpipe.memory.parameters import Held, Parameters
 from evenpipe.memory.states import SINGLE, Dtypes, state_bytes
 from evenpipe.model import build_stage, describe
+from evenpipe.optimizers.held import HeldParameter
 from evenpipe.runtime.accounting import ByteCounter
-from evenpipe.runtime.optimizers.held import HeldParameter
 from evenpipe.train.config import OptimizerConfig
 from evenpipe.train.optimization import make_optimizer
 

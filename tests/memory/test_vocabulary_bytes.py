@@ -12,8 +12,8 @@ from torch.nn import functional
 from evenpipe.memory.kernels import PRESETS
 from evenpipe.memory.tracker import Span, Tracker
 from evenpipe.memory.vocabulary import Machine, VocabularyShape, vocabulary_bytes
+from evenpipe.parallel.parameters import Matrix
 from evenpipe.runtime.batch import IGNORE_INDEX, Microbatch
-from evenpipe.runtime.parameters import Matrix
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.schedule import Placement
 from evenpipe.vocabulary import Buffers, LossOptions, output, products, split

@@ -12,11 +12,11 @@ from torch import nn
 
 import evenpipe.model.stage as stage_file
 from evenpipe.errors import InputError
+from evenpipe.layers.experts import split_once
 from evenpipe.model import build_stage, comparison, describe, self_check
 from evenpipe.model.shrink import STEPS, small_copy
 from evenpipe.model.small_model import kinds_of_layers, small_model
 from evenpipe.model.structure import layers_of
-from evenpipe.runtime.experts import split_once
 
 # Full-size configs, as users have them: the check makes them small itself.
 FULL_SIZE = {

@@ -11,8 +11,8 @@ import transformers
 from families import tiny_config, tokens_and_labels, whole_model
 from safetensors.torch import load_file, save_file
 
+from evenpipe import Pipeline
 from evenpipe.model import as_stored, describe, weight_files
-from evenpipe.runtime import Pipeline
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -244,7 +244,7 @@ def _child(rank, processes, port, folder, function, arguments, *, group) -> None
         if group:
             dist.init_process_group("gloo", rank=rank, world_size=processes, timeout=GROUP_TIMEOUT)
         value = function(*arguments)
-        if worker := sys.modules.get("evenpipe.runtime.worker"):
+        if worker := sys.modules.get("evenpipe.processes.worker"):
             worker.finish_worker()  # or else its watch would take the end of this process for its death
     except BaseException as error:
         exception, note = error, traceback.format_exc()

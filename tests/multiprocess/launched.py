@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from harness import until_they_wait
 
+from evenpipe.communication.communicators import Communicators
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime.communication import Communicators
-from evenpipe.runtime.launcher import initialise_worker, launch
+from evenpipe.processes.launcher import initialise_worker, launch
 
 
 def report(number, table):

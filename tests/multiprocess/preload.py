@@ -16,7 +16,7 @@ FAMILIES = (
     *("cohere2", "gemma2", "gemma3", "gpt_neox", "granite", "llama", "mistral"),
     *("olmo2", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"),
 )
-OURS = ("errors", "schedule", "vocabulary", "model", "parallel", "runtime", "runtime.communication", "runtime.launcher")
+OURS = ("errors", "schedule", "vocabulary", "model", "communication.communicators", "processes.launcher", "runtime")
 
 importlib.import_module("transformers.modeling_utils")
 importlib.import_module("torch.distributed.pipelining")

@@ -17,9 +17,9 @@ from harness import GROUP_TIMEOUT, run_outcomes, run_processes
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
+from evenpipe.checkpoints.checkpoint import find_latest, load, open_checkpoint, prepare_folder, save
+from evenpipe.checkpoints.manifest import MANIFEST, read_manifest
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime.checkpoints.checkpoint import find_latest, load, open_checkpoint, prepare_folder, save
-from evenpipe.runtime.checkpoints.manifest import MANIFEST, read_manifest
 
 HIDDEN = 8
 EMBEDDING, HEAD, BIAS, NORM = "model.embed_tokens.weight", "lm_head.weight", "lm_head.bias", "model.norm.weight"

@@ -16,8 +16,9 @@ import torch
 from harness import run_processes
 from test_gradients import llama
 
+from evenpipe import Pipeline
 from evenpipe.model import describe
-from evenpipe.runtime import Pipeline, device
+from evenpipe.runtime import device
 from evenpipe.schedule import add_recompute, plan_order
 
 LAYERS, TOKENS, VOCABULARY = 4, 6, 61

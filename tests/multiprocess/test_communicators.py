@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 from harness import GROUP_TIMEOUT, run_processes
 
-from evenpipe.runtime.communication import Communicator, Communicators, Traffic
-from evenpipe.runtime.staging import Staging
+from evenpipe.communication.communicator import Communicator, Traffic
+from evenpipe.communication.communicators import Communicators
+from evenpipe.communication.staging import Staging
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 

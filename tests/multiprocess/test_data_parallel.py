@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from evenpipe import Pipeline
+from evenpipe.checkpoints.agreement import Team
+from evenpipe.checkpoints.checkpoint import find_latest, load, prepare_folder, save
+from evenpipe.checkpoints.state import tensors_to_save
 from evenpipe.errors import InputError
-from evenpipe.runtime.checkpoints.agreement import Team
-from evenpipe.runtime.checkpoints.checkpoint import find_latest, load, prepare_folder, save
-from evenpipe.runtime.checkpoints.checkpoint_state import tensors_to_save
 
 FP64 = torch.float64
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half")

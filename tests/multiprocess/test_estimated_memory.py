@@ -14,11 +14,11 @@ from harness import run_processes
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig
 
+from evenpipe import OffloadOptions, Pipeline
 from evenpipe.costs.hardware import KNOWN
 from evenpipe.memory.estimate import estimate
 from evenpipe.memory.parallelism import Parallelism
 from evenpipe.model import describe
-from evenpipe.runtime import OffloadOptions, Pipeline
 from evenpipe.schedule import Order
 
 DEVICES, MICROBATCHES, SEQUENCES, TOKENS, ROWS, LAYERS = 4, 8, 2, 64, 1536, 8

@@ -20,8 +20,8 @@ from families import PROMISED_EXPERTS, tiny_config, whole_model
 from harness import run_processes
 from transformers import AutoModelForCausalLM
 
+from evenpipe import Pipeline
 from evenpipe.model import describe
-from evenpipe.runtime import Pipeline
 from evenpipe.schedule import add_recompute, plan_order
 
 STEPS, TOKENS, MICROBATCHES = 3, 7, 4

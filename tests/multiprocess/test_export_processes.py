@@ -13,8 +13,8 @@ from harness import run_processes
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from evenpipe.checkpoints.checkpoint import save
 from evenpipe.errors import RunError
-from evenpipe.runtime.checkpoints.checkpoint import save
 from evenpipe.train.export import export_checkpoint
 
 IDS = torch.arange(24).reshape(2, 12) * 5 % 9

@@ -11,7 +11,7 @@ import torch
 from harness import describe, run_outcomes
 from test_gradients import described
 
-from evenpipe.runtime import Pipeline, initialise_worker
+from evenpipe import Pipeline, initialise_worker
 from evenpipe.schedule import Kind
 
 SILENCE_SECONDS = 2.0

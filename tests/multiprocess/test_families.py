@@ -11,8 +11,8 @@ from families import NAMED, tiny_config, whole_model
 from harness import run_processes
 from test_gradients import MODES
 
+from evenpipe import Pipeline
 from evenpipe.model import describe
-from evenpipe.runtime import Pipeline
 
 NORMS_IN_FP32 = {"gemma2", "gemma3_text", "cohere2"}
 """These compute their norms in fp32 whatever their dtype, so sums in another order differ in fp32."""

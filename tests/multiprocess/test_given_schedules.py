@@ -21,10 +21,10 @@ from harness import run_processes
 from torch.distributed.pipelining import schedules as torch_schedules
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from evenpipe import Pipeline
 from evenpipe.errors import InputError
 from evenpipe.interop import from_torch
 from evenpipe.model import describe
-from evenpipe.runtime import Pipeline
 from evenpipe.schedule import Costs, Order, Program, add_communication, generate, plan_program
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "interop"))

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from harness import run_processes
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from evenpipe import Pipeline
 from evenpipe.model import describe
-from evenpipe.runtime import Pipeline
 
 MODES = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")
 TOKENS = 6

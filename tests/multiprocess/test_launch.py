@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime.launcher import launch, prepare_launch
+from evenpipe.processes.launcher import launch, prepare_launch
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,11 +12,11 @@ import transformers
 from families import tiny_config, whole_model
 from harness import run_processes
 
+from evenpipe import Pipeline
 from evenpipe.errors import InputError
 from evenpipe.memory.estimate import estimate
 from evenpipe.memory.parallelism import Parallelism
 from evenpipe.model import describe, describe_modules
-from evenpipe.runtime import Pipeline
 
 
 def tied_by_hand():

@@ -16,7 +16,7 @@ from harness import run_processes
 from torch import nn
 from transformers import LlamaConfig
 
-from evenpipe.runtime import Pipeline
+from evenpipe import Pipeline
 from evenpipe.runtime.accounting import ByteCounter, tensor_bytes
 from evenpipe.schedule import Kind, Pass, Transfer, TransferKind, parts_of
 from evenpipe.schedule.timeline import peak_activations

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from harness import run_processes
 
+from evenpipe.communication import messages
+from evenpipe.communication.messages import broadcast_value, gather_values
 from evenpipe.errors import RunError
-from evenpipe.runtime import messages
-from evenpipe.runtime.messages import broadcast_value, gather_values
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "evenpipe"
 
 MAY_PICKLE = {
-    "runtime/launcher.py": "the function, its arguments and its results, between a launcher and its own children",
-    "runtime/checkpoints/checkpoint_storage.py": "torch's index of a checkpoint, by an unpickler that knows ten names",
+    "processes/launcher.py": "the function, its arguments and its results, between a launcher and its own children",
+    "checkpoints/storage.py": "torch's index of a checkpoint, by an unpickler that knows ten names",
 }
 
 

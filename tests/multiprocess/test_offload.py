@@ -21,12 +21,12 @@ import torch
 from harness import run_processes
 from test_gradients import llama
 
+from evenpipe import OffloadOptions, Pipeline
 from evenpipe.errors import InputError
+from evenpipe.host.memory import return_freed_memory
+from evenpipe.host.offload import Activations
+from evenpipe.host.pool import FileSlab, Slot
 from evenpipe.model import describe
-from evenpipe.runtime import OffloadOptions, Pipeline
-from evenpipe.runtime.host_memory import return_freed_memory
-from evenpipe.runtime.host_pool import FileSlab, Slot
-from evenpipe.runtime.offload import Activations
 from evenpipe.schedule import SCHEDULES, Kind, Order, add_recompute, offloaded, plan_order
 
 MODES = ("first-last", "vocab-1", "vocab-2")

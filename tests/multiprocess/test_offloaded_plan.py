@@ -16,13 +16,13 @@ import torch
 from harness import run_processes
 from test_gradients import llama
 
+from evenpipe import Pipeline
 from evenpipe.costs.hardware import KNOWN
 from evenpipe.memory.parallelism import Parallelism
 from evenpipe.model import describe
 from evenpipe.plan.configurations import Configuration, Layout, problem_of, shape_of, splits
 from evenpipe.plan.evaluation import evaluate
 from evenpipe.plan.programs import arranged, program_of
-from evenpipe.runtime import Pipeline
 from evenpipe.schedule import Kind, Order
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "llama-3.1-70b.json"

@@ -13,8 +13,8 @@ from harness import run_processes
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import evenpipe
+from evenpipe.checkpoints.lock import claim
 from evenpipe.errors import InputError
-from evenpipe.runtime.checkpoints.folder_lock import claim
 from evenpipe.train.export import export_checkpoint
 
 VOCABULARY = 103

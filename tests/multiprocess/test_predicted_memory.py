@@ -16,13 +16,13 @@ from families import tiny_config
 from harness import run_processes
 from transformers import LlamaConfig, PreTrainedConfig
 
+from evenpipe import Pipeline
 from evenpipe.memory.bytes import DeviceMemory, StateBytes
 from evenpipe.memory.replay import replay
 from evenpipe.memory.traced import StageTracer
 from evenpipe.memory.vocabulary import VocabularyShape, batch_bytes, vocabulary_bytes
 from evenpipe.model import describe
-from evenpipe.runtime import Pipeline
-from evenpipe.runtime.layout import Layout
+from evenpipe.recipe.layout import Layout
 from evenpipe.schedule import add_recompute, plan_order
 from evenpipe.vocabulary import LossOptions
 from evenpipe.vocabulary.products import _cpu_has_bf16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from harness import run_processes
 
-from evenpipe.runtime.proof import strangers
+from evenpipe.processes.proof import strangers
 
 
 def members(secrets: list[bytes]) -> list[int]:

@@ -24,8 +24,8 @@ from harness import run_processes
 from random_orders import random_order
 from test_gradients import llama
 
+from evenpipe import Pipeline
 from evenpipe.model import describe
-from evenpipe.runtime import Pipeline
 from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.batch import Batch, Inputs, Totals, cut
 from evenpipe.schedule import SCHEDULES, SHARING, Order, TransferKind, add_recompute, plan_order

@@ -11,8 +11,8 @@ from harness import GROUP_TIMEOUT, run_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from evenpipe.communication.communicators import Communicators
 from evenpipe.parallel import ShardedModule
-from evenpipe.runtime.communication import Communicators
 
 
 class Layer(nn.Module):

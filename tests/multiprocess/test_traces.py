@@ -14,12 +14,12 @@ import torch.distributed as dist
 from harness import run_processes
 from test_gradients import described
 
-from evenpipe import Pipeline
+from evenpipe import Pipeline, initialise_worker
+from evenpipe.communication import clock
+from evenpipe.communication.communicators import Communicators
 from evenpipe.costs import costs_of, with_backward
 from evenpipe.errors import InputError
 from evenpipe.plan.measured import compare
-from evenpipe.runtime import clock, initialise_worker
-from evenpipe.runtime.communication import Communicators
 from evenpipe.schedule import Dependencies, Kind, Order, Pass, generate
 from evenpipe.schedule.passes import HOP_KINDS
 from evenpipe.schedule.trace import Allocations, Trace

@@ -22,10 +22,10 @@ from harness import GROUP_TIMEOUT, run_processes
 from test_checkpoint_processes import Run, in_a_child
 from test_training import evenpipe, finish, write_config
 
+from evenpipe.checkpoints import checkpoint
+from evenpipe.checkpoints.checkpoint import find_latest, load, open_checkpoint, prepare_folder, save
+from evenpipe.checkpoints.lock import claim
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime.checkpoints import checkpoint
-from evenpipe.runtime.checkpoints.checkpoint import find_latest, load, open_checkpoint, prepare_folder, save
-from evenpipe.runtime.checkpoints.folder_lock import claim
 
 # ---- the lock
 
@@ -88,7 +88,7 @@ def test_the_end_of_a_process_releases_its_lock(tmp_path: Path, how: str, releas
 
 
 def test_the_end_of_a_program_releases_its_lock(tmp_path: Path) -> None:
-    program = f"from evenpipe.runtime.checkpoints.folder_lock import claim; claim({str(tmp_path)!r})"
+    program = f"from evenpipe.checkpoints.lock import claim; claim({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", program], check=True)
     assert json.loads((tmp_path / ".evenpipe-lock-1").read_text())["released"]
 

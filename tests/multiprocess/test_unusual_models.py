@@ -12,9 +12,9 @@ from families import whole_model
 from harness import run_processes
 from torch.nn import functional
 
+from evenpipe import Pipeline
 from evenpipe.errors import InputError
 from evenpipe.model import gradient_errors
-from evenpipe.runtime import Pipeline
 
 GROUPED = {
     "vocab_size": 251,

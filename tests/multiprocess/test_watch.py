@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from harness import Outcome, describe, run_outcomes, run_processes, until_they_wait
 
-import evenpipe.runtime.worker as worker_module
+import evenpipe.processes.worker as worker_module
+from evenpipe.communication.communicators import Communicators, _wait_for_all
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime.communication import Communicators, _wait_for_all
-from evenpipe.runtime.signs import Beat, Board, Waiting, cause_of, processes, started
-from evenpipe.runtime.store import NetworkStore
-from evenpipe.runtime.watch import Watch
-from evenpipe.runtime.worker import Worker, initialise_worker, meet
+from evenpipe.processes.signs import Beat, Board, Waiting, cause_of, processes, started
+from evenpipe.processes.store import NetworkStore
+from evenpipe.processes.watch import Watch
+from evenpipe.processes.worker import Worker, initialise_worker, meet
 
 SILENCE_SECONDS = 1.5
 """Limit in these tests: six beats. It is the only one: processes that are not ended by it stay, and the harness finds
@@ -353,7 +353,7 @@ def test_a_wrong_device_of_one_process_ends_all():
 
 def one_opens_its_gpu_slowly() -> None:
     """For longer than others may be silent; the interpreter's lock would be held meanwhile."""
-    module = sys.modules["evenpipe.runtime.worker"]
+    module = sys.modules["evenpipe.processes.worker"]
     opened = module._own_device
 
     def slowly(wanted):
@@ -604,7 +604,7 @@ def alone() -> None:
     worker.watch.report_exception(ValueError("boo"))
     worker.watch.finish()
     with pytest.raises(InputError, match="torch_device: 'tpu' is not a device"):
-        sys.modules["evenpipe.runtime.worker"]._own_device("tpu")
+        sys.modules["evenpipe.processes.worker"]._own_device("tpu")
 
 
 # -- the small parts -------------------------------------------------------------------------------

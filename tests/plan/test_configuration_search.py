@@ -31,7 +31,7 @@ from evenpipe.plan.evaluation import evaluate, work_of
 from evenpipe.plan.evaluation_cache import EvaluationCache
 from evenpipe.plan.programs import arranged, extended, program_of, short_steps
 from evenpipe.plan.ranking import Ranking, explained, gains
-from evenpipe.runtime.layout import ModelCosts, build_layout
+from evenpipe.recipe.layout import ModelCosts, build_layout
 from evenpipe.schedule import MODES, Placement
 from evenpipe.simulate import simulate
 

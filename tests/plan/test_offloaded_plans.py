@@ -26,7 +26,7 @@ from evenpipe.plan.evaluation import Evaluation, evaluate
 from evenpipe.plan.evaluation_cache import EvaluationCache
 from evenpipe.plan.programs import arranged, program_of, steps_of
 from evenpipe.plan.ranking import Ranking
-from evenpipe.runtime.layout import ModelCosts, build_layout
+from evenpipe.recipe.layout import ModelCosts, build_layout
 from evenpipe.schedule.passes import OFFLOAD_KINDS
 from evenpipe.schedule.transforms.offload import offloaded
 from evenpipe.simulate import simulate

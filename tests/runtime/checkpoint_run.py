@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from evenpipe.runtime.checkpoints.checkpoint import save
+from evenpipe.checkpoints.checkpoint import save
 
 METADATA = {"data": {"epoch": 1, "position": 3}, "scheduler": {"rate": 0.1 + 0.2}, "config": "[model]\n"}
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime import offload_options
-from evenpipe.runtime.copies import FileCopies
-from evenpipe.runtime.host_pool import PAGE, SLAB, FileSlab, HostPool, Slot, any_size, carve, power_of_two
-from evenpipe.runtime.offload import Activations, Entrance, keep_on_device
-from evenpipe.runtime.offload_options import OffloadOptions
+from evenpipe.host import options as offload_options
+from evenpipe.host.copies import FileCopies
+from evenpipe.host.offload import Activations, Entrance, keep_on_device
+from evenpipe.host.options import OffloadOptions
+from evenpipe.host.pool import PAGE, SLAB, FileSlab, HostPool, Slot, any_size, carve, power_of_two
 
 CPU = torch.device("cpu")
 KEY = (0, 0)

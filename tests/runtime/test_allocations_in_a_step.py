@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evenpipe.runtime.clock import Conversion, Reading
+from evenpipe.communication.clock import Conversion, Reading
 from evenpipe.runtime.recording import Recording, StepRecord
 from evenpipe.runtime.trace import gather_trace
 from evenpipe.schedule import Pass, generate

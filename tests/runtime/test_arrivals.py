@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from evenpipe.runtime import arrivals
-from evenpipe.runtime.arrivals import STREAMS, Arrivals
-from evenpipe.runtime.communication import Communicator, Handle
+from evenpipe.communication import arrivals
+from evenpipe.communication.arrivals import STREAMS, Arrivals
+from evenpipe.communication.communicator import Communicator, Handle
 
 DEVICE = torch.device("cuda", 2)
 

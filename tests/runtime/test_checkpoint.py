@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from evenpipe.checkpoints.agreement import Team
+from evenpipe.checkpoints.checkpoint import find_latest, load, open_checkpoint, prepare_folder, save
+from evenpipe.checkpoints.manifest import MANIFEST, read_manifest
+from evenpipe.checkpoints.state import plan_load
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime.checkpoints.agreement import Team
-from evenpipe.runtime.checkpoints.checkpoint import find_latest, load, open_checkpoint, prepare_folder, save
-from evenpipe.runtime.checkpoints.checkpoint_state import plan_load
-from evenpipe.runtime.checkpoints.manifest import MANIFEST, read_manifest
-from evenpipe.runtime.host_optimizer import MOMENTS, HostAdamW
+from evenpipe.host.optimizer import MOMENTS, HostAdamW
 
 
 @pytest.fixture

@@ -19,14 +19,14 @@ from checkpoint_run import Run, assert_same, flip, save_three, saved_steps, trun
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, StorageMeta
 
+from evenpipe.checkpoints import checkpoint as module
+from evenpipe.checkpoints.agreement import Team
+from evenpipe.checkpoints.checkpoint import find_latest, load, open_checkpoint
+from evenpipe.checkpoints.folder import discard
+from evenpipe.checkpoints.manifest import MANIFEST, Manifest, hash_file, read_manifest
+from evenpipe.checkpoints.state import tensors_to_save
+from evenpipe.checkpoints.storage import tensor_entries
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime.checkpoints import checkpoint as module
-from evenpipe.runtime.checkpoints.agreement import Team
-from evenpipe.runtime.checkpoints.checkpoint import find_latest, load, open_checkpoint
-from evenpipe.runtime.checkpoints.checkpoint_folder import discard
-from evenpipe.runtime.checkpoints.checkpoint_state import tensors_to_save
-from evenpipe.runtime.checkpoints.checkpoint_storage import tensor_entries
-from evenpipe.runtime.checkpoints.manifest import MANIFEST, Manifest, hash_file, read_manifest
 
 
 @pytest.fixture

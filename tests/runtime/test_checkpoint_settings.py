@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import lr_scheduler as rates
 from transformers import get_scheduler
 
+from evenpipe.checkpoints.settings import SettingsPlan, describe_settings, merge_settings
 from evenpipe.errors import InputError
-from evenpipe.runtime.checkpoints.settings import SettingsPlan, describe_settings, merge_settings
 
 STEPS = 8
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from evenpipe.checkpoints import lock as module
+from evenpipe.checkpoints.lock import BEAT_SECONDS, SILENCE_SECONDS, check, claim, hold, join, release
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime.checkpoints import folder_lock as module
-from evenpipe.runtime.checkpoints.folder_lock import BEAT_SECONDS, SILENCE_SECONDS, check, claim, hold, join, release
-from evenpipe.runtime.signs import machine, started
+from evenpipe.processes.signs import machine, started
 
 LOCK = ".evenpipe-lock-1"
 
@@ -171,7 +171,7 @@ def test_the_message_names_the_setting(tmp_path: Path) -> None:
         claim(tmp_path, field="output.folder", by_force="--force")
     with pytest.raises(
         InputError,
-        match=r"^folder is '.*; evenpipe\.runtime\.checkpoints\.prepare_folder\(\.\.\., force=True\) takes the folder",
+        match=r"^folder is '.*; evenpipe\.checkpoints\.prepare_folder\(\.\.\., force=True\) takes the folder",
     ):
         hold(tmp_path)
 

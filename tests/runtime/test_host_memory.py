@@ -12,7 +12,7 @@ import pytest
 PROGRAM = """
 import sys
 import torch
-from evenpipe.runtime.host_memory import keep_freed_memory
+from evenpipe.host.memory import keep_freed_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1])
@@ -44,5 +44,5 @@ def test_pages_stay() -> None:
 
 @pytest.mark.parametrize("setting", [{"MALLOC_TRIM_THRESHOLD_": "0"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}])
 def test_settings_of_the_environment_count(setting: dict[str, str]) -> None:
-    program = "from evenpipe.runtime.host_memory import keep_freed_memory; print(keep_freed_memory())"
+    program = "from evenpipe.host.memory import keep_freed_memory; print(keep_freed_memory())"
     assert run(program, **setting) == "False"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.errors import InputError
-from evenpipe.runtime.host_optimizer import MOMENTS, HostAdamW
-from evenpipe.runtime.host_pool import unnamed_file
+from evenpipe.host.optimizer import MOMENTS, HostAdamW
+from evenpipe.host.pool import unnamed_file
 
 SHARES = (0.0, 0.3, 0.5, 1.0)
 

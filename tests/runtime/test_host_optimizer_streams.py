@@ -11,9 +11,9 @@ from stand_in_streams import Device, played
 from test_host_optimizer import groups, model
 from torch import Tensor, nn
 
-from evenpipe.runtime import host_optimizer
-from evenpipe.runtime.host_optimizer import MOMENTS, HostAdamW
-from evenpipe.runtime.host_pool import PAGE, PinnedSlab
+from evenpipe.host import optimizer as host_optimizer
+from evenpipe.host.optimizer import MOMENTS, HostAdamW
+from evenpipe.host.pool import PAGE, PinnedSlab
 
 
 class OrdinarySlab(PinnedSlab):

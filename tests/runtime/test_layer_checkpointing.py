@@ -12,7 +12,7 @@ from split_module import Fused, Products, Split, Storages, data, difference, tru
 from torch import Tensor, nn
 
 from evenpipe.errors import InputError
-from evenpipe.runtime.checkpointing import Switch, checkpoint_layer, checkpointing_of_layers
+from evenpipe.layers.checkpointing import Switch, checkpoint_layer, checkpointing_of_layers
 
 CPU = torch.device("cpu")
 PASSES = ("F0 F1 F2 I0 I1 I2 W0 W1 W2", "F0 F1 I0 F2 B1 I2 W0 W2", "F0 B0 F1 B1 F2 B2")

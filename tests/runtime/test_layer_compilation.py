@@ -18,9 +18,9 @@ from split_module import Fused, Split, data, difference, trunk
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from evenpipe.runtime import compilation
-from evenpipe.runtime.checkpointing import Switch
-from evenpipe.runtime.compilation import compile_layer
+from evenpipe.layers import compilation
+from evenpipe.layers.checkpointing import Switch
+from evenpipe.layers.compilation import compile_layer
 
 CPU = torch.device("cpu")
 PASSES = "F0 F1 I0 F2 B1 I2 W2 W0"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from evenpipe.errors import InputError
-from evenpipe.runtime.layout import Layout, ModelCosts, build_layout
+from evenpipe.recipe.layout import Layout, ModelCosts, build_layout
 from evenpipe.schedule import Order, generate
 
 

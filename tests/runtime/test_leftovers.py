@@ -7,7 +7,7 @@ import gc
 import torch
 from families import tiny_config, whole_model
 
-from evenpipe.runtime import Pipeline
+from evenpipe import Pipeline
 
 
 def test_a_step_of_routers_with_a_loss_leaves_nothing() -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from evenpipe.errors import InputError
-from evenpipe.runtime.checkpoints import manifest as module
-from evenpipe.runtime.checkpoints.manifest import (
+from evenpipe.checkpoints import manifest as module
+from evenpipe.checkpoints.manifest import (
     DamagedError,
     FileEntry,
     Manifest,
@@ -19,6 +18,7 @@ from evenpipe.runtime.checkpoints.manifest import (
     check_sizes,
     hash_file,
 )
+from evenpipe.errors import InputError
 
 MANIFEST = Manifest(
     step=20,

@@ -16,10 +16,13 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
+from evenpipe import NcclOptions, Pipeline
+from evenpipe.communication import communicators
+from evenpipe.communication.communicators import NCCL_LATER_SECONDS, Communicators
 from evenpipe.errors import InputError
-from evenpipe.parallel import Grid
-from evenpipe.runtime import NcclOptions, Pipeline, communication, groups, pipeline
-from evenpipe.runtime.communication import NCCL_LATER_SECONDS, Communicators, bound_device
+from evenpipe.parallel import Grid, groups
+from evenpipe.processes.worker import bound_device
+from evenpipe.runtime import pipeline
 from evenpipe.train import build
 from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_from_dict
@@ -109,7 +112,7 @@ def made(
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: before.append(f"all on the {tensor.device}"))
     monkeypatch.setattr(dist, "barrier", lambda: before.append("all on their GPUs"))
-    monkeypatch.setattr(communication, "Staging", lambda device: SimpleNamespace())
+    monkeypatch.setattr(communicators, "Staging", lambda device: SimpleNamespace())
     Communicators([("X", (0, 1, 2)), ("F:1>2", (1, 2))], timeout_seconds=30, torch_device="cuda:0", **options)
     assert [given["group_desc"] for given in asked] == ["X", "F:1>2"]
     return asked
@@ -148,7 +151,7 @@ def test_all_processes_are_there_before_nccl_needs_them(
     backends: str, bound: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(WARNING, raising=False)
-    monkeypatch.setattr(communication, "bound_device", lambda: bound)
+    monkeypatch.setattr(communicators, "bound_device", lambda: bound)
     made(monkeypatch, backends, before := [])
     assert before == expected
 
@@ -161,7 +164,7 @@ def test_the_wait_for_all_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
         told.append((what, peers))
         yield
 
-    monkeypatch.setattr(communication, "arrivals_on", lambda device: None)
+    monkeypatch.setattr(communicators, "arrivals_on", lambda device: None)
     made(monkeypatch, "cpu:gloo,cuda:nccl", watch=SimpleNamespace(during=during))
     assert told == [(what, (1, 2)) for what in ("the making of communicators", "communicator X", "communicator F:1>2")]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenpipe.runtime.optimizers.muon import checked_options, orthogonalise
+from evenpipe.optimizers.muon import checked_options, orthogonalise
 
 OPTIONS = {"ns_coefficients": (3.4445, -4.775, 2.0315), "ns_steps": 5, "eps": 1e-7}
 SHAPES = [(16, 16), (32, 16), (16, 48), (7, 11), (300, 200), (1, 5)]

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from evenpipe.runtime.peers import Peers
-from evenpipe.runtime.signs import Beat, started
-from evenpipe.runtime.store import FolderStore
+from evenpipe.processes.peers import Peers
+from evenpipe.processes.signs import Beat, started
+from evenpipe.processes.store import FolderStore
 
 
 def test_who_met_the_others_and_died_before_its_first_beat_is_known(tmp_path: Path) -> None:

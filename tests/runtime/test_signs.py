@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 import pytest
 
-from evenpipe.runtime.signs import LAUNCHER, TEXT_LENGTH, Beat, Cause, Waiting, siblings
+from evenpipe.processes.signs import LAUNCHER, TEXT_LENGTH, Beat, Cause, Waiting, siblings
 
 BEAT = Beat(3, "a machine", 77, "123", Waiting("1RECV_F0", "1F0", "F:0>1", (0,)))
 CAUSE = Cause("dead", 1, "process 1 (pid 7) has died")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from families import EXPERTS, tiny_config, whole_model
 
+from evenpipe.layers.experts import IMPLEMENTATION, grouped_outer, grouped_product, split_experts
+from evenpipe.layers.weight_gradients import WeightGradients, split_layers
 from evenpipe.model import gradient_errors
-from evenpipe.runtime.experts import IMPLEMENTATION, grouped_outer, grouped_product, split_experts
-from evenpipe.runtime.weight_gradients import WeightGradients, split_layers
 
 TOKENS, WIDTH = 24, 64
 ONE_AFTER_THE_OTHER = ("eager", torch.float64)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from evenpipe.runtime.store import FolderStore, NetworkStore, Store, StoreError, StoreSilentError
+from evenpipe.processes.store import FolderStore, NetworkStore, Store, StoreError, StoreSilentError
 
 HOLDS_A_STORE = """
 import torch.distributed as dist

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from evenpipe.errors import InputError
-from evenpipe.runtime.temporary import UNLOCKED_SECONDS, temporary_folder
+from evenpipe.processes.temporary import UNLOCKED_SECONDS, temporary_folder
 
 HOLDS_ONE = """
-from evenpipe.runtime.temporary import temporary_folder
+from evenpipe.processes.temporary import temporary_folder
 with temporary_folder("evenpipe-x-") as folder:
     print(folder, flush=True)
     input()

@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 from transformers.pytorch_utils import Conv1D
 
-from evenpipe.runtime import weight_gradients
-from evenpipe.runtime.weight_gradients import Entry, WeightGradients, accumulate, split_layers
+from evenpipe.layers import weight_gradients
+from evenpipe.layers.weight_gradients import Entry, WeightGradients, accumulate, split_layers
 
 PASSES = {
     "one after the other": "F0 I0 W0 F1 I1 W1 F2 I2 W2",

@@ -147,7 +147,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A communicator as one device sees it: what the walker asks of `evenpipe.runtime.communication.Communicator`."""
+    """A communicator as one device sees it: what the walker asks of `Communicator`."""
 
     exchange: Exchange
     name: str

@@ -17,14 +17,14 @@ from exchange import Exchange, Line
 from torch import Tensor, nn
 from torch.nn import functional
 
+from evenpipe.host.copies import Move, Ticket
+from evenpipe.host.offload import Activations
+from evenpipe.host.pool import HostPool
+from evenpipe.layers.weight_gradients import WeightGradients, split_layers
+from evenpipe.parallel.parameters import Matrix
 from evenpipe.runtime.batch import IGNORE_INDEX, Batch, Microbatch
-from evenpipe.runtime.copies import Move, Ticket
-from evenpipe.runtime.host_pool import HostPool
-from evenpipe.runtime.offload import Activations
-from evenpipe.runtime.parameters import Matrix
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.runtime.walker import Walker
-from evenpipe.runtime.weight_gradients import WeightGradients, split_layers
 from evenpipe.schedule import Program
 from evenpipe.vocabulary import LossOptions, Shard
 from evenpipe.vocabulary.shards import split

@@ -17,9 +17,9 @@ from safetensors import safe_open
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
+from evenpipe.checkpoints.checkpoint import save
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import persistent_buffers
-from evenpipe.runtime.checkpoints.checkpoint import save
 from evenpipe.train import export as module
 from evenpipe.train.export import export_checkpoint
 

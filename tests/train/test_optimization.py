@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from evenpipe.errors import InputError
-from evenpipe.runtime.host_optimizer import HostAdamW
-from evenpipe.runtime.optimizers.held import HeldParameter
+from evenpipe.host.optimizer import HostAdamW
+from evenpipe.optimizers.held import HeldParameter
 from evenpipe.train.config import OptimizerConfig
 from evenpipe.train.optimization import check_optimizer, make_optimizer, rate_shares
 

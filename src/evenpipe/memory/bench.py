@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from evenpipe.layers.checkpointing import Switch, checkpoint_layer
+from evenpipe.layers.experts import split_experts
+from evenpipe.layers.weight_gradients import Entry, WeightGradients, split_layers
 from evenpipe.memory.bytes import StageBytes
 from evenpipe.memory.layers import SMALLEST_MOVED
 from evenpipe.memory.stretches import Profile, Stretch, joined
 from evenpipe.memory.tracker import Tracker
-from evenpipe.runtime.checkpointing import Switch, checkpoint_layer
-from evenpipe.runtime.experts import split_experts
-from evenpipe.runtime.parameters import StageParameters
-from evenpipe.runtime.weight_gradients import Entry, WeightGradients, split_layers
+from evenpipe.parallel.parameters import StageParameters
 
 KEY = (0, 0)
 """Stage and microbatch of the current microbatch."""

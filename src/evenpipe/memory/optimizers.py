@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from evenpipe.errors import InputError
-from evenpipe.runtime.optimizers.adafactor import BUCKET_ELEMENTS
-from evenpipe.runtime.optimizers.muon import ELEMENTS_AT_ONCE
+from evenpipe.optimizers.adafactor import BUCKET_ELEMENTS
+from evenpipe.optimizers.muon import ELEMENTS_AT_ONCE
 
 Optimizer = Literal["adamw", "muon", "adafactor", "sgd"]
 

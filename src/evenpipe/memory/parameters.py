@@ -20,7 +20,7 @@ from torch import nn
 
 from evenpipe.errors import InputError
 from evenpipe.model import Description
-from evenpipe.runtime.optimizers.muon import is_matrix
+from evenpipe.optimizers.muon import is_matrix
 
 from .optimizers import Trained, trained_tensor
 

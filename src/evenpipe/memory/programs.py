@@ -10,7 +10,7 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.model import Description
-from evenpipe.runtime.layout import ModelCosts, build_layout
+from evenpipe.recipe.layout import ModelCosts, build_layout
 from evenpipe.schedule import Kind, Pass, Program, Schedule, even_split, parts_of, vocabulary_mode
 
 from .framework import Framework

@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from evenpipe.errors import InputError
+from evenpipe.layers.checkpointing import checkpointing_of_layers
 from evenpipe.memory.alike import kinds_of_layers
 from evenpipe.memory.bench import Bench, Trace
 from evenpipe.memory.bytes import StageBytes
@@ -28,7 +29,6 @@ from evenpipe.memory.fakes import empty_stage, give_storage, without_memory
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.stretches import window
 from evenpipe.model import Description
-from evenpipe.runtime.checkpointing import checkpointing_of_layers
 
 
 def trace_stage(

@@ -4,6 +4,6 @@ gradients over replicas, parameters in shards over them, and gradient clipping o
 from evenpipe.parallel.clipping import clip_gradients, total_norm
 from evenpipe.parallel.fsdp import ShardedModule
 from evenpipe.parallel.gradients import ReplicatedGradients
-from evenpipe.parallel.mesh import Grid, process_grid
+from evenpipe.parallel.grid import Grid, process_grid
 
 __all__ = ["Grid", "ReplicatedGradients", "ShardedModule", "clip_gradients", "process_grid", "total_norm"]

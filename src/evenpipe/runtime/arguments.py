@@ -13,11 +13,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grad
 
+from evenpipe.communication.nccl import NcclOptions
 from evenpipe.errors import InputError
+from evenpipe.host.options import OffloadOptions
 from evenpipe.model import Description
 from evenpipe.runtime.batch import IGNORE_INDEX
-from evenpipe.runtime.nccl import NcclOptions
-from evenpipe.runtime.offload_options import OffloadOptions
 from evenpipe.schedule import Costs
 from evenpipe.vocabulary import LossOptions
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenpipe.communication.communicator import Communicator
 from evenpipe.errors import InputError
 from evenpipe.model import Description
-from evenpipe.runtime.communication import Communicator
 from evenpipe.runtime.trained import Trained
 
 IGNORE_INDEX = -100

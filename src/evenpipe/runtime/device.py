@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from evenpipe.host.offload import Activations, keep_on_device
+from evenpipe.layers.checkpointing import Switch, checkpoint_layer
+from evenpipe.layers.compilation import compile_layer
+from evenpipe.layers.experts import split_experts
+from evenpipe.layers.weight_gradients import WeightGradients, report_unsplit, split_layers
 from evenpipe.model import Description, build_stage, fill_parameters, fill_rows, persistent_buffers
 from evenpipe.parallel import ShardedModule
-from evenpipe.runtime.checkpointing import Switch, checkpoint_layer
-from evenpipe.runtime.compilation import compile_layer
-from evenpipe.runtime.experts import split_experts
-from evenpipe.runtime.layout import Layout
-from evenpipe.runtime.offload import Activations, keep_on_device
-from evenpipe.runtime.parameters import Matrix, ParameterShard, ShardedMatrix, Sharding, StageParameters
+from evenpipe.parallel.parameters import Matrix, ParameterShard, ShardedMatrix, Sharding, StageParameters
+from evenpipe.recipe.layout import Layout
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
-from evenpipe.runtime.weight_gradients import WeightGradients, report_unsplit, split_layers
 from evenpipe.schedule import Kind, parts_of
 from evenpipe.vocabulary import LossOptions, Shard
 

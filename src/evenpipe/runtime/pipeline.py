@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from evenpipe.checkpoints import Checkpoint, load, open_checkpoint, save
+from evenpipe.checkpoints.resumed_model import check_same_model
+from evenpipe.communication.clock import Conversion, read_clocks
+from evenpipe.communication.nccl import NcclOptions
+from evenpipe.communication.shared import Shared
 from evenpipe.errors import InputError, RunError
+from evenpipe.host.memory import keep_freed_memory, return_freed_memory
+from evenpipe.host.options import OffloadOptions
+from evenpipe.layers.checkpointing import checkpointing_of_layers
+from evenpipe.layers.experts import split_once
 from evenpipe.model import (
     Description,
     as_stored,
@@ -31,7 +40,14 @@ from evenpipe.model import (
     write_folder_metadata,
 )
 from evenpipe.model.structure import first_line
+from evenpipe.optimizers.held import HeldParameter
 from evenpipe.parallel import clip_gradients, process_grid, total_norm
+from evenpipe.parallel.gathering import Held, stream_whole
+from evenpipe.parallel.groups import Groups
+from evenpipe.parallel.parameters import ParameterShard, Sharding
+from evenpipe.processes.worker import device_of_pipeline, initialise_worker
+from evenpipe.recipe.given_schedule import read_schedule
+from evenpipe.recipe.layout import Layout, ModelCosts, build_layout, flop_costs, without_vocabulary
 from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.arguments import (
     check_kinds,
@@ -45,28 +61,13 @@ from evenpipe.runtime.arguments import (
     refuse_use_of_a_part,
 )
 from evenpipe.runtime.batch import Batch, Inputs, cut, distribute
-from evenpipe.runtime.checkpointing import checkpointing_of_layers
-from evenpipe.runtime.checkpoints import Checkpoint, load, open_checkpoint, save
-from evenpipe.runtime.checkpoints.resumed_model import check_same_model
-from evenpipe.runtime.clock import Conversion, read_clocks
 from evenpipe.runtime.device import build
-from evenpipe.runtime.experts import split_once
-from evenpipe.runtime.gathering import Held, stream_whole
-from evenpipe.runtime.given_schedule import read_schedule
-from evenpipe.runtime.groups import Groups
-from evenpipe.runtime.host_memory import keep_freed_memory, return_freed_memory
-from evenpipe.runtime.layout import Layout, ModelCosts, build_layout, flop_costs, without_vocabulary
-from evenpipe.runtime.nccl import NcclOptions
-from evenpipe.runtime.offload_options import OffloadOptions
-from evenpipe.runtime.optimizers.held import HeldParameter
-from evenpipe.runtime.parameters import ParameterShard, Sharding
 from evenpipe.runtime.replicas import Replicas
-from evenpipe.runtime.result import Shared, StepResult, html_table
+from evenpipe.runtime.result import StepResult, html_table
 from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.trace import gather_trace
 from evenpipe.runtime.trained import Trained
 from evenpipe.runtime.walker import Walker
-from evenpipe.runtime.worker import device_of_pipeline, initialise_worker
 from evenpipe.schedule import Costs, Kind, Order, Program, Schedule, Timeline, parts_of, time_order, vocabulary_mode
 from evenpipe.schedule.trace import Trace
 from evenpipe.schedule.words import count

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from evenpipe.runtime import clock
-from evenpipe.runtime.clock import Conversion
+from evenpipe.communication import clock
+from evenpipe.communication.clock import Conversion
 from evenpipe.schedule import Pass, Transfer
 from evenpipe.schedule.trace import Allocations, CopyTime, PassTime, TransferTime, WaitTime
 

@@ -13,11 +13,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from evenpipe.communication.communicator import Communicator
 from evenpipe.parallel import ReplicatedGradients, ShardedModule
-from evenpipe.runtime.communication import Communicator
+from evenpipe.parallel.parameters import Matrix, ShardedMatrix
+from evenpipe.recipe.layout import Layout
 from evenpipe.runtime.device import HeldModel
-from evenpipe.runtime.layout import Layout
-from evenpipe.runtime.parameters import Matrix, ShardedMatrix
 from evenpipe.schedule import Kind, Pass, Program, parts_of
 from evenpipe.schedule.passes import SHARDING_KINDS
 

@@ -9,26 +9,9 @@ from html import escape
 import torch
 from torch import Tensor
 
+from evenpipe.communication.shared import Shared
 from evenpipe.errors import InputError
-from evenpipe.runtime.communication import Handle
 from evenpipe.runtime.recording import StepRecord
-
-
-class Shared:
-    """A tensor that is being sent by the process that computed it; every process has it after `value()`.
-
-    It may have parts from several processes, one per row: then it is the sum of the rows in `summed`.
-    """
-
-    def __init__(self, tensor: Tensor, handle: Handle | None, summed: Sequence[int] | None = None) -> None:
-        self._tensor = tensor
-        self._handle = handle
-        self._summed = summed
-
-    def value(self) -> Tensor:
-        if self._handle is not None:
-            self._handle.wait("the caller")
-        return self._tensor if self._summed is None else self._tensor[list(self._summed)].sum(0)
 
 
 @dataclass(slots=True)

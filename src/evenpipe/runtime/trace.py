@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from evenpipe import __version__
-from evenpipe.runtime.clock import Conversion
-from evenpipe.runtime.communication import Communicator
+from evenpipe.communication.clock import Conversion
+from evenpipe.communication.communicator import Communicator
 from evenpipe.runtime.recording import StepRecord
 from evenpipe.schedule import Costs, Pass, Program
 from evenpipe.schedule.trace import Allocations, Clock, CopyTime, DeviceTrace, PassTime, Trace, TransferTime, WaitTime

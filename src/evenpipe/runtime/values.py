@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from evenpipe.runtime.communication import Handle
+from evenpipe.communication.communicator import Handle
 from evenpipe.runtime.recording import Recording
 from evenpipe.schedule import Pass, Transfer
 

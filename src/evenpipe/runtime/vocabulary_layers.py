@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from evenpipe.parallel.parameters import Matrix
 from evenpipe.runtime.batch import Batch, Microbatch
-from evenpipe.runtime.parameters import Matrix
 from evenpipe.vocabulary import (
     Buffers,
     Combined,

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from evenpipe.communication.communicator import Communicator
+from evenpipe.communication.communicators import Communicators
 from evenpipe.runtime.batch import Batch, Microbatch
-from evenpipe.runtime.communication import Communicator, Communicators
 from evenpipe.runtime.row import Row
 from evenpipe.runtime.values import Values
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard

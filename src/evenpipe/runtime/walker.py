@@ -18,19 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from evenpipe.communication.communicators import Communicators
+from evenpipe.host.offload import Activations, Entrance, Packed
+from evenpipe.layers.checkpointing import Switch
+from evenpipe.layers.random_state import RandomState
+from evenpipe.layers.weight_gradients import WeightGradients
 from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.batch import Batch, Microbatch
-from evenpipe.runtime.checkpointing import Switch
-from evenpipe.runtime.communication import Communicators
-from evenpipe.runtime.offload import Activations, Entrance, Packed
-from evenpipe.runtime.random_state import RandomState
 from evenpipe.runtime.recording import Recording, StepRecord
 from evenpipe.runtime.router_loss import ALONG, RouterLosses
 from evenpipe.runtime.row import Row
 from evenpipe.runtime.values import Key, Values
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.runtime.vocabulary_passes import VocabularyPasses
-from evenpipe.runtime.weight_gradients import WeightGradients
 from evenpipe.schedule import Kind, Pass, Program, Transfer, TransferKind
 
 if TYPE_CHECKING:

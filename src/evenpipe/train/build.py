@@ -6,7 +6,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from evenpipe.runtime import NcclOptions, OffloadOptions, Pipeline
+from evenpipe.communication.nccl import NcclOptions
+from evenpipe.host.options import OffloadOptions
+from evenpipe.runtime.pipeline import Pipeline
 from evenpipe.schedule.files import read_costs
 from evenpipe.train.config import Config
 from evenpipe.train.model_source import pipeline_model

@@ -20,7 +20,8 @@ from evenpipe.train.section import show
 if TYPE_CHECKING:
     import torch
 
-    from evenpipe.runtime import Pipeline, StepResult
+    from evenpipe.runtime.pipeline import Pipeline
+    from evenpipe.runtime.result import StepResult
 
 STOP = "stop"
 

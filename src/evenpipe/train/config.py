@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from evenpipe.communication.nccl import MOST_CHANNELS
 from evenpipe.errors import InputError
-from evenpipe.runtime.nccl import MOST_CHANNELS
 from evenpipe.train.named import check_name
 from evenpipe.train.section import Section, show, unknown
 

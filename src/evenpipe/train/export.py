@@ -25,15 +25,15 @@ import torch
 from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from evenpipe.checkpoints.agreement import describe_os_error
+from evenpipe.checkpoints.checkpoint import read_tensors
+from evenpipe.checkpoints.folder import RUN, Checkpoint, find_latest, is_checkpoint, open_checkpoint
+from evenpipe.checkpoints.manifest import sync_folder
+from evenpipe.checkpoints.state import PARAMETERS, parameter_names
+from evenpipe.checkpoints.storage import read_index
+from evenpipe.communication.messages import dtype_name
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import Description, describe, disk_tensors, persistent_buffers, save_tensors, write_folder_metadata
-from evenpipe.runtime.checkpoints.agreement import describe_os_error
-from evenpipe.runtime.checkpoints.checkpoint import read_tensors
-from evenpipe.runtime.checkpoints.checkpoint_folder import RUN, Checkpoint, find_latest, is_checkpoint, open_checkpoint
-from evenpipe.runtime.checkpoints.checkpoint_state import PARAMETERS, parameter_names
-from evenpipe.runtime.checkpoints.checkpoint_storage import read_index
-from evenpipe.runtime.checkpoints.manifest import sync_folder
-from evenpipe.runtime.messages import dtype_name
 
 MAXIMUM_SHARD_BYTES = 4 * 2**30
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from evenpipe.checkpoints.folder import is_checkpoint
 from evenpipe.errors import InputError
 from evenpipe.given import beside, plain
-from evenpipe.runtime.checkpoints.checkpoint_folder import is_checkpoint
 from evenpipe.train.section import show
 
 

@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from evenpipe.communication.communicators import Communicators
 from evenpipe.costs.hardware import Hardware, Wire
 from evenpipe.costs.measured_passes import MeasuredPasses, fingerprint, passes_of, stage_passes, whole_passes
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
 from evenpipe.model import describe
-from evenpipe.runtime import initialise_worker, launch
-from evenpipe.runtime.communication import Communicators
-from evenpipe.runtime.worker import Worker
+from evenpipe.processes.launcher import launch
+from evenpipe.processes.worker import Worker, initialise_worker
 from evenpipe.schedule import even_split
 from evenpipe.train.config import Config, PipelineConfig
 from evenpipe.train.planned_config import configured_model

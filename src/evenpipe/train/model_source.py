@@ -55,8 +55,8 @@ def check_shape(config: Config, model: PreTrainedConfig) -> None:
 
 def check_schedule(config: Config, model: PreTrainedConfig) -> None:
     """Refuse a schedule that is not valid, has no order of this size, or has more stages than the model has layers."""
-    from evenpipe.runtime.given_schedule import read_schedule
-    from evenpipe.runtime.layout import runnable_order
+    from evenpipe.recipe.given_schedule import read_schedule
+    from evenpipe.recipe.layout import runnable_order
     from evenpipe.schedule import plan_program
     from evenpipe.schedule.files import read_costs
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from evenpipe.errors import InputError
-from evenpipe.runtime.host_optimizer import HostAdamW
-from evenpipe.runtime.optimizers.adafactor import Adafactor
-from evenpipe.runtime.optimizers.held import groups_by_decay
-from evenpipe.runtime.optimizers.muon import Muon, checked_options
+from evenpipe.host.optimizer import HostAdamW
+from evenpipe.optimizers.adafactor import Adafactor
+from evenpipe.optimizers.held import groups_by_decay
+from evenpipe.optimizers.muon import Muon, checked_options
 from evenpipe.train.config import OptimizerConfig
 from evenpipe.train.named import find_named
 from evenpipe.train.section import nearest, show
@@ -22,7 +22,7 @@ from evenpipe.train.section import nearest, show
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from evenpipe.runtime import Pipeline
+    from evenpipe.runtime.pipeline import Pipeline
 
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,

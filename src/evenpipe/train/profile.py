@@ -24,7 +24,9 @@ import torch
 from evenpipe.costs import BACKWARDS, completed, costs_of, one_by_one, with_backward
 from evenpipe.costs.links import Size, with_links
 from evenpipe.errors import InputError
-from evenpipe.runtime import Pipeline, initialise_worker, launch
+from evenpipe.processes.launcher import launch
+from evenpipe.processes.worker import initialise_worker
+from evenpipe.runtime.pipeline import Pipeline
 from evenpipe.schedule import Costs, Order, plan_program
 from evenpipe.schedule.costs import Cost
 from evenpipe.schedule.trace import Trace

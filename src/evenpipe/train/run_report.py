@@ -7,7 +7,7 @@ import resource
 
 import torch
 
-from evenpipe.runtime import Pipeline
+from evenpipe.runtime.pipeline import Pipeline
 from evenpipe.schedule import Timeline
 from evenpipe.train.report import DeviceReport, Prediction, RunReport, ScheduleReport
 

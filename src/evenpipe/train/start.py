@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from evenpipe.checkpoints.lock import Claim, claim, release
 from evenpipe.errors import InputError
 from evenpipe.given import plain, plain_lines
-from evenpipe.runtime.checkpoints.folder_lock import Claim, claim, release
 from evenpipe.train.callbacks import Callback, find_callbacks
 from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_from_dict, config_to_dict, load_config
@@ -55,7 +55,7 @@ def start(config: Config, *, callbacks: Sequence[Callback] = (), force: bool = F
     if "RANK" in os.environ:
         _run_in_place(config, callbacks, force)
         return
-    from evenpipe.runtime.launcher import launch, prepare_launch
+    from evenpipe.processes.launcher import launch, prepare_launch
 
     prepare_launch("evenpipe.train.trainer", "evenpipe.runtime.pipeline")  # imports in the background, once for all
     claims = set_up(config, force)
@@ -144,7 +144,7 @@ def show_result(config: Config) -> None:
 
 def _run_in_place(config: Config, callbacks: Sequence[Callback], force: bool) -> None:
     """Run in a process that torchrun started. The others wait without a timeout while the first one prepares data."""
-    from evenpipe.runtime.worker import finish_worker, initialise_worker
+    from evenpipe.processes.worker import finish_worker, initialise_worker
     from evenpipe.train.trainer import train
 
     worker = initialise_worker(timeout_seconds=config.pipeline.timeout_seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from evenpipe.runtime.checkpoints.checkpoint_folder import newest_step
+from evenpipe.checkpoints.folder import newest_step
 from evenpipe.train.config import Config
 
 

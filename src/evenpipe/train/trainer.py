@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 
+from evenpipe.checkpoints import Checkpoint, find_latest, prepare_folder
+from evenpipe.checkpoints.lock import Claim, join
 from evenpipe.errors import InputError, RunError
-from evenpipe.runtime import StepResult, initialise_worker
-from evenpipe.runtime.checkpoints import Checkpoint, find_latest, prepare_folder
-from evenpipe.runtime.checkpoints.folder_lock import Claim, join
-from evenpipe.runtime.stopping import StopRequest
+from evenpipe.processes.stopping import StopRequest
+from evenpipe.processes.worker import initialise_worker
+from evenpipe.runtime.result import StepResult
 from evenpipe.schedule.trace_file import write_trace
 from evenpipe.train.build import build_pipeline
 from evenpipe.train.callbacks import Callback, Callbacks, TrainingState, find_callbacks

@@ -1,0 +1,96 @@
+"""All processes of a group learn how a piece of work ended on each of them, so they continue or fail together.
+
+If one process raised alone, the others would wait in their next collective until its timeout. This is for rare, slow
+work on files; the values must be JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from evenpipe.communication.messages import gather_values
+from evenpipe.errors import InputError, RunError
+from evenpipe.processes.worker import current_watch
+
+
+class Team:
+    """The processes of a group (None: all), or only this one: with `alone`, or without torch.distributed.
+
+    The group's timeout limits how long one process may work while the others wait for it.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
+        self.distributed = not alone and dist.is_available() and dist.is_initialized()
+        self.group = (process_group or dist.group.WORLD) if self.distributed else None
+        self.rank = dist.get_rank(self.group) if self.distributed else 0
+        self.size = dist.get_world_size(self.group) if self.distributed else 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of every process, by rank, as read from JSON: tuples become lists.
+
+        Raises:
+            RunError: a process died or does not answer.
+        """
+        if not self.distributed:
+            return [json.loads(json.dumps(value))]
+        watch = current_watch()
+        if watch is not None:
+            ranks = dist.get_process_group_ranks(self.group)
+            others = tuple(rank for rank in ranks if rank != watch.rank)
+            watch.awaiting("the work of all processes on files", "", "files", others)
+        try:
+            values = gather_values(value, self.group)
+        except RuntimeError as error:
+            raise (RunError(describe_lost_process(error)) if watch is None else watch.explain(error)) from error
+        if watch is not None:
+            watch.arrived()
+        return values
+
+    def everywhere(self, work: Callable[[], Any]) -> list[Any]:
+        """Do the work on every process; return all results, by rank, as `gather` does.
+
+        Raises:
+            InputError, RunError: on every process, if the work raised on one of them; OSError becomes RunError. Any
+                other exception, which is a bug, is raised unchanged on its process and as RunError on the others.
+        """
+        value: Any = None
+        failure: tuple[str, str] | None = None
+        unexpected: Exception | None = None
+        try:
+            value = work()
+        except InputError as error:
+            failure = ("input", str(error))
+        except RunError as error:
+            failure = ("run", str(error))
+        except OSError as error:
+            failure = ("run", f"process {self.rank}: {describe_os_error(error)}")
+        except Exception as error:
+            failure, unexpected = ("run", f"process {self.rank}: {type(error).__name__}: {error}"), error
+        outcomes = self.gather((failure, value))
+        if unexpected is not None:
+            raise unexpected
+        for failed, _ in outcomes:
+            if failed is not None:
+                kind, text = failed
+                raise (InputError if kind == "input" else RunError)(text)
+        return [result for _, result in outcomes]
+
+    def first(self, work: Callable[[], Any]) -> Any:
+        """Do the work on the first process only; return its result on all. Raises as `everywhere`."""
+        return self.everywhere(work if self.rank == 0 else lambda: None)[0]
+
+
+def describe_lost_process(error: RuntimeError) -> str:
+    """Return the likely cause of a failed collective, with the first clause of the message of gloo or NCCL."""
+    reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
+    return f"another process died or does not answer ({reason})"
+
+
+def describe_os_error(error: OSError) -> str:
+    """Return, for example, "No space left on device: 'checkpoints/step-00000010.tmp/__0_0.distcp'"."""
+    text = error.strerror or str(error)
+    return text if error.filename is None else f"{text}: {str(error.filename)!r}"

@@ -1,0 +1,328 @@
+"""Checkpoints: saved atomically, verified bit by bit, and loadable with any number of processes.
+
+A checkpoint is a folder `step-00000020`:
+
+    __0_0.distcp, __1_0.distcp, ...   tensors, one file per process, in torch's distributed checkpoint format
+    .metadata                         torch's index of them
+    run.json                          everything except tensors: learning rates and other settings of the optimizer and
+                                      the scheduler (settings.py), model config, additions of the caller
+    manifest.json                     size and SHA-256 of all other files, every tensor's shape and dtype, and the id of
+                                      the save, which all other files contain too
+
+Tensors have Hugging Face names and are whole: `parameters.model.embed_tokens.weight`,
+`optimizer.exp_avg.model.embed_tokens.weight`. A process with rows of a parameter contributes them as a DTensor
+(Shard(0) on the pipeline axis, on the replica axis, or on both, made only for saving or loading), so a checkpoint of
+one layout loads in any other. Tensors of which every replica has a copy are saved by the first one and loaded by all.
+
+Steps of saving: take or check the folder's lock (lock.py) -> write all files into `step-00000020.ID.tmp` -> wait
+for every process -> write the manifest -> wait for the disk -> check the lock -> rename -> wait for the disk -> verify
+that the published save is this one -> delete old checkpoints. A process killed at any point leaves the previous
+checkpoint unchanged. States of random generators are not saved: all random numbers of a run follow from a seed and the
+step.
+
+Processes exchange only JSON.
+
+Every function here with a `process_group` is collective over it: all processes of a pipeline and of its replicas call
+it (None: all processes, or only this one without torch.distributed), and all return or raise alike. The group's
+timeout must exceed the time in which one process writes and hashes its part.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
+from torch.distributed.tensor import DTensor
+
+import evenpipe
+from evenpipe.checkpoints.agreement import Team, describe_os_error
+from evenpipe.checkpoints.folder import (
+    Checkpoint,
+    Found,
+    Rejected,
+    delete_old,
+    discard,
+    find_latest,
+    open_checkpoint,
+    prepare_folder,
+    remove_stale,
+)
+from evenpipe.checkpoints.lock import check, hold
+from evenpipe.checkpoints.manifest import (
+    MANIFEST,
+    DamagedError,
+    FileEntry,
+    Manifest,
+    hash_file,
+    read_manifest,
+    sync_folder,
+    write_synced,
+)
+from evenpipe.checkpoints.settings import SettingsPlan, describe_settings, merge_settings
+from evenpipe.checkpoints.state import (
+    LoadPlan,
+    ParameterShard,
+    State,
+    parameter_names,
+    plan_load,
+    tensors_to_save,
+)
+from evenpipe.checkpoints.storage import (
+    INDEX,
+    RUN,
+    Reader,
+    Writer,
+    check_marks,
+    read_index,
+    run_json,
+    tensor_entries,
+)
+from evenpipe.errors import InputError, RunError
+
+__all__ = [
+    "Checkpoint",
+    "Found",
+    "ParameterShard",
+    "Rejected",
+    "find_latest",
+    "load",
+    "open_checkpoint",
+    "prepare_folder",
+    "read_tensors",
+    "save",
+]
+
+_BYTES_PER_TENSOR = 4096
+"""Upper bound of a tensor's overhead on disk: its zip archive, its lines in index and manifest."""
+
+
+def save(  # noqa: PLR0917
+    folder: str | os.PathLike[str],
+    step: int,
+    shards: Mapping[str, ParameterShard],
+    optimizer: torch.optim.Optimizer | None,
+    metadata: Mapping[str, Any],
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    scheduler: Any = None,
+    keep: int | None = 2,
+) -> Path:
+    """Save a checkpoint; return its folder, `folder/step-NNNNNNNN`. Collective.
+
+    Args:
+        folder: folder of all checkpoints of a run, on a file system that all processes share.
+        step: number of optimizer steps taken. A checkpoint of the same step is replaced once the new one is complete.
+        shards: shards of this process by Hugging Face name (`Pipeline.parameter_shards()`).
+        optimizer: an optimizer of parameters in `shards`. Its existing state and the options of its groups, such as the
+            learning rate, are saved.
+        metadata: further JSON values that resuming needs. Only the first process's are saved.
+        scheduler: a scheduler of this optimizer, as in `torch.optim.lr_scheduler`; its state is saved.
+        keep: number of checkpoints to keep, this one and the newest complete ones before it; None: all. Checkpoints of
+            later steps (left over if a run was resumed at an earlier one) stay.
+
+    Raises:
+        InputError: a value in `metadata`, or a setting of the optimizer or scheduler, is not JSON, state of the
+            optimizer is not a tensor, or another run has locked the folder.
+        RunError: the disk is full, another run has taken the folder from this one, or a disk or process failed; written
+            files are removed, and earlier checkpoints have not changed.
+    """
+    if keep is not None and keep < 1:
+        raise InputError(f"keep is {keep}, expected at least 1 checkpoint, or None for all")
+    folder, team = Path(folder), Team(process_group)
+    published = folder / f"step-{step:08d}"
+    state: State = {}
+
+    def collect() -> dict[str, Any]:
+        state.update(tensors_to_save(shards, optimizer, team))
+        own = describe_settings(optimizer, scheduler, _names(shards))
+        if team.rank == 0:
+            run_json(metadata, {}, "")
+        size = sum(
+            tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes for tensor in state.values()
+        )
+        return {
+            "bytes": size + _BYTES_PER_TENSOR * (len(state) + 1),
+            "id": secrets.token_hex(16),
+            "settings": own,
+        }
+
+    def make_room() -> None:
+        if hold(folder):
+            remove_stale(folder)
+        space = os.statvfs(folder)
+        free = space.f_bavail * space.f_frsize
+        if space.f_blocks and free < needed:
+            raise RunError(f"{_in_words(needed)} are needed and the disk of {str(folder)!r} has {_in_words(free)} left")
+        temporary.mkdir()
+
+    def write() -> dict[str, Any]:
+        pieces = writer.write_part(state, team.rank)
+        files = {path.name: asdict(hash_file(path)) for path in temporary.glob(f"__{team.rank}_*.distcp")}
+        return {"pieces": pieces, "files": files}
+
+    def publish() -> None:
+        try:
+            index = writer.write_index([part["pieces"] for part in parts])
+        except ValueError as error:
+            raise RunError(f"the parts of all processes do not make up whole tensors: {error}") from error
+        files = {name: FileEntry(**entry) for part in parts for name, entry in part["files"].items()}
+        files[INDEX] = hash_file(temporary / INDEX)
+        files[RUN] = write_synced(temporary / RUN, run_json(metadata, settings, save_id))
+        versions = {"evenpipe": evenpipe.__version__, "torch": torch.__version__}
+        manifest = Manifest(step, files, tensor_entries(index), versions, save_id)
+        check_marks(temporary, manifest)
+        write_synced(temporary / MANIFEST, manifest.to_bytes())
+        sync_folder(temporary)
+        check(folder)
+        _put_in_place(temporary, published)
+        sync_folder(folder)
+        try:
+            stands = read_manifest(published).id
+        except DamagedError:
+            stands = None
+        if stands != save_id:
+            raise RunError(f"{str(published)!r} has been replaced by another run")
+
+    try:
+        collected = team.everywhere(collect)
+        needed, save_id = sum(each["bytes"] for each in collected), collected[0]["id"]
+        settings = merge_settings([each["settings"] for each in collected])
+        temporary = folder / f"{published.name}.{save_id}.tmp"
+        writer = Writer(temporary, save_id)
+        try:
+            team.first(make_room)
+            parts = team.everywhere(write)
+            team.first(publish)
+        except RunError:
+            if team.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    except RunError as error:
+        raise RunError(
+            f"the checkpoint of step {step} was not saved: {error}; the checkpoints before it are as they were"
+        ) from error
+    if team.rank == 0:
+        delete_old(folder, step, keep)
+    return published
+
+
+def load(
+    checkpoint: Checkpoint,
+    shards: Mapping[str, ParameterShard],
+    optimizer: torch.optim.Optimizer | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    scheduler: Any = None,
+) -> dict[str, Any]:
+    """Load a checkpoint into this process's parameters, optimizer and scheduler; return its metadata. Collective.
+
+    The number of processes and the vocabulary mode may differ from those at saving. All tensors are first read into
+    new memory, or into host memory that a `HostAdamW` has not used yet: if anything fails on any process, parameters
+    and optimizer have not changed. Then the parameters are overwritten in place, and the optimizer's state is replaced:
+    created if it has never stepped, removed if the checkpoint has none.
+
+    Args:
+        checkpoint: from find_latest or open_checkpoint.
+        shards, optimizer, scheduler: as for `save`. Without an optimizer, its state is not read. With one, the options
+            of its groups, such as learning rates, become those of the checkpoint: every parameter gets the options that
+            it was saved with, even if the groups of processes were different.
+
+    Raises:
+        InputError: names, shapes, dtypes, the kind of optimizer or scheduler, or their groups differ from the
+            checkpoint's.
+        RunError: a file cannot be read, or a process died.
+    """
+    team = Team(process_group)
+    where = f"the checkpoint {str(checkpoint.path)!r}"
+
+    def prepare() -> tuple[LoadPlan, SettingsPlan]:
+        plan = plan_load(checkpoint.manifest, shards, optimizer, team)
+        return plan, SettingsPlan(checkpoint.settings, optimizer, scheduler, _names(shards), where)
+
+    plan, settings = _value(team, prepare)
+    known = {name for names in team.gather(sorted(shards)) for name in names}
+    unknown = sorted(set(parameter_names(checkpoint.manifest)) - known)
+    if unknown:
+        raise InputError(
+            f"{where} has {unknown[0]!r} and {len(unknown) - 1} more parameters that the model does not have"
+        )
+
+    def read() -> None:
+        try:
+            read_tensors(checkpoint, read_index(checkpoint.path, checkpoint.manifest), plan.state)
+        except DamagedError as error:
+            raise InputError(f"{where} cannot be used: {error}") from error
+
+    team.everywhere(read)
+    plan.put_in_place()
+    settings.put_in_place()
+    return checkpoint.metadata
+
+
+def read_tensors(checkpoint: Checkpoint, index: Metadata, state: State) -> None:
+    """Read tensors of a checkpoint, by key, into the given plain tensors or DTensors. No communication.
+
+    Raises:
+        RunError: a file cannot be read.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load_state_dict(state, storage_reader=Reader(checkpoint.path, index), no_dist=True)
+    except CheckpointException as exception:
+        raise RunError(f"the checkpoint {str(checkpoint.path)!r} cannot be read: {_describe(exception)}") from exception
+
+
+def _names(shards: Mapping[str, ParameterShard]) -> dict[nn.Parameter, str]:
+    return {shard.parameter: name for name, shard in shards.items()}
+
+
+def _put_in_place(temporary: Path, published: Path) -> None:
+    """Publish a folder, even if the step has been saved before.
+
+    A run that takes the lock renames unpublished folders of the run before it, so the last rename of that run fails.
+    """
+    replaced = published.with_name(f"{published.name}.replaced")
+    again = published.exists()
+    if again:
+        if replaced.exists():
+            discard(replaced)
+        published.rename(replaced)  # find_latest knows this name too, if we are killed before the next line
+    try:
+        temporary.rename(published)
+    except OSError:
+        if again:
+            replaced.rename(published)
+        check(published.parent)  # raises the better explanation
+        raise
+
+
+def _describe(exception: CheckpointException) -> str:
+    """Return the cause in words. `except Exception` does not catch torch's exception, which may hide a Ctrl-C."""
+    _, (error, _) = min(exception.failures.items(), key=lambda item: item[0])
+    if isinstance(error, KeyboardInterrupt):
+        raise error from exception
+    return describe_os_error(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+def _value(team: Team, work: Callable[[], Any]) -> Any:
+    """Return the result of the work on this process after it has succeeded on all; the result is not sent."""
+    results = []
+    team.everywhere(lambda: results.append(work()))
+    return results[0]
+
+
+def _in_words(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"

@@ -1,0 +1,292 @@
+"""Finds the checkpoints of a folder, verifies them, and deletes old ones.
+
+No part of a checkpoint is opened before every file in it has been compared with the manifest (manifest.py). Functions
+with a `process_group` are collective over it, as in checkpoint.py. Reading needs no lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from evenpipe.checkpoints.agreement import Team, describe_os_error
+from evenpipe.checkpoints.lock import claim
+from evenpipe.checkpoints.manifest import (
+    MANIFEST,
+    DamagedError,
+    FileEntry,
+    Manifest,
+    check_hash,
+    check_sizes,
+    read_manifest,
+)
+from evenpipe.checkpoints.storage import INDEX, RUN, check_marks, read_index, read_run
+from evenpipe.errors import InputError
+
+_FOLDER_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A verified checkpoint: every file has the size and hash of the manifest, and the id of the same save."""
+
+    path: Path
+    step: int
+    manifest: Manifest
+    metadata: dict[str, Any]
+    """The `metadata` of `save`, from run.json."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of the optimizer and the scheduler (settings.py), from run.json."""
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The `extra` of `Pipeline.save_checkpoint`."""
+        extra: dict[str, Any] = self.metadata.get("extra", self.metadata)  # older checkpoints of the trainer
+        return extra
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A checkpoint that must not be used, and the reason, in words that follow its name and a colon."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The newest sound checkpoint, if there is one, and the newer damaged ones."""
+
+    checkpoint: Checkpoint | None
+    rejected: tuple[Rejected, ...]
+
+    def sound(self) -> Checkpoint | None:
+        """Return the checkpoint to continue from; None if the folder has none. Raises InputError if all were rejected,
+        because a new run would replace them."""
+        if self.checkpoint is None and self.rejected:
+            newest = self.rejected[0]
+            raise InputError(
+                f"{str(newest.path.parent)!r} has no sound checkpoint ({newest.path.name}: {newest.reason}); expected"
+                " an undamaged one, or an empty folder for a new run"
+            )
+        return self.checkpoint
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a folder is itself a checkpoint, sound or not, rather than a folder of checkpoints."""
+    return _FOLDER_NAME.fullmatch(path.name) is not None or (path / MANIFEST).exists()
+
+
+def prepare_folder(
+    folder: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None, *, force: bool = False
+) -> None:
+    """Make the folder for checkpoints, take its lock for this run (lock.py), and remove incomplete folders of
+    killed runs. Call it once, before training, with the group that will save.
+
+    force: take the lock even from a run that is still active; its next save then fails.
+
+    Raises:
+        InputError: another run writes there, or the folder cannot be made or written to.
+    """
+    path, team = Path(folder), Team(process_group)
+
+    def prepare() -> None:
+        try:
+            claim(path, force=force)
+            probe = path / f"writable-{secrets.token_hex(8)}.tmp"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise InputError(f"the folder for checkpoints cannot be written to: {describe_os_error(error)}") from error
+        remove_stale(path)
+
+    team.first(prepare)
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove incomplete folders of killed runs. Only for the holder of the folder's lock, before its first save."""
+    for stale in folder.glob("step-*.tmp"):
+        discard(stale)
+
+
+def newest_checkpoint(
+    folder: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None
+) -> Checkpoint | None:
+    """Return the newest sound checkpoint in a folder, None if the folder has none.
+
+    `Pipeline.load_checkpoint` loads it; its fields `path` and `step` identify it. Every file is read and hashed. Newer
+    checkpoints that are damaged are skipped with a warning that names the reason. Collective over `process_group`, by
+    default all processes; all get the same result.
+
+    folder: folder of checkpoints, as for `Pipeline.save_checkpoint`.
+
+    Raises:
+        InputError: all checkpoints in the folder are damaged, or the folder is itself a checkpoint.
+        RunError: a disk or a process failed.
+    """
+    if is_checkpoint(Path(folder)):
+        raise InputError(f"{str(folder)!r} is one checkpoint, expected the folder of all checkpoints")
+    found = find_latest(folder, process_group)
+    if Team(process_group).rank == 0:
+        for rejected in found.rejected:
+            _log.warning("skipped checkpoint %s: %s", rejected.path, rejected.reason)
+    return found.sound()
+
+
+def find_latest(
+    folder: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None, *, alone: bool = False
+) -> Found:
+    """Return the newest sound checkpoint in a folder and the newer damaged ones. Collective: all get the same result.
+
+    Every file of a candidate is read and hashed (the processes share the work) before it is opened. A folder that does
+    not exist has no checkpoint. `alone`: not collective, this process does all the work.
+    """
+    folder, team = Path(folder), Team(process_group, alone=alone)
+    rejected: list[Rejected] = []
+    for name in team.first(lambda: [path.name for _, path in _candidates(folder)]):
+        path = folder / name
+        try:
+            return Found(_verify(path, team, named_step=_step_of(path)), tuple(rejected))
+        except DamagedError as error:
+            rejected.append(Rejected(path, str(error)))
+    return Found(None, tuple(rejected))
+
+
+def newest_step(folder: Path) -> int | None:
+    """Return the step of the newest checkpoint that is complete by manifest and sizes; None if there is none."""
+    return next((step for step, path in _candidates(folder) if _looks_whole(path)), None)
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None, *, alone: bool = False
+) -> Checkpoint:
+    """Return the checkpoint in a folder, verified as in `find_latest`. Collective, unless `alone`.
+
+    Raises:
+        InputError: the folder is not a checkpoint, or damaged; the sentence names the file and the damage.
+    """
+    try:
+        return _verify(Path(path), Team(process_group, alone=alone), named_step=None)
+    except DamagedError as error:
+        raise InputError(f"the checkpoint {str(path)!r} cannot be used: {error}") from error
+
+
+def _verify(path: Path, team: Team, named_step: int | None) -> Checkpoint:
+    """Return the checkpoint. Raises DamagedError on every process if the folder does not agree with its manifest."""
+
+    def check_cheaply() -> dict[str, Any]:
+        manifest = read_manifest(path)
+        if named_step not in (None, manifest.step):
+            raise DamagedError(f"{MANIFEST} says step {manifest.step}")
+        for name in (INDEX, RUN):
+            if name not in manifest.files:
+                raise DamagedError(f"{MANIFEST} does not name {name}")
+        check_sizes(path, manifest)
+        return {"manifest": manifest.to_bytes().decode("ascii")}
+
+    def check_share() -> dict[str, Any]:
+        for name in _share(manifest.files, team):
+            check_hash(path, name, manifest.files[name])
+        return {}
+
+    def check_contents() -> dict[str, Any]:
+        check_marks(path, manifest)
+        read_index(path, manifest)
+        metadata, settings = read_run(path, manifest)
+        return {"metadata": metadata, "settings": settings}
+
+    manifest = Manifest.from_bytes(_sound(team, check_cheaply, alone=True)["manifest"].encode("ascii"))
+    _sound(team, check_share)
+    return Checkpoint(path, manifest.step, manifest, **_sound(team, check_contents, alone=True))
+
+
+def _sound(team: Team, work: Callable[[], dict[str, Any]], *, alone: bool = False) -> dict[str, Any]:
+    """Return the JSON result of the first process; `alone`: only it does the work. All raise a DamagedError of one."""
+
+    def outcome() -> dict[str, Any]:
+        if alone and team.rank > 0:
+            return {}
+        try:
+            return work()
+        except DamagedError as error:
+            return {"damage": str(error)}
+        except OSError as error:
+            return {"damage": f"it cannot be read: {describe_os_error(error)}"}
+
+    outcomes = team.everywhere(outcome)
+    for found in outcomes:
+        if "damage" in found:
+            raise DamagedError(found["damage"])
+    return outcomes[0]
+
+
+def _share(files: Mapping[str, FileEntry], team: Team) -> list[str]:
+    """Return the files that this process hashes: largest first, each to the process with the fewest bytes so far."""
+    load, mine = [0] * team.size, []
+    for name in sorted(files, key=lambda name: (-files[name].bytes, name)):
+        rank = load.index(min(load))
+        load[rank] += files[name].bytes
+        if rank == team.rank:
+            mine.append(name)
+    return mine
+
+
+def _candidates(folder: Path) -> list[tuple[int, Path]]:
+    """Return step and path of all folders named like checkpoints, newest first, and before any that it replaced."""
+    try:
+        paths = [path for path in folder.iterdir() if _FOLDER_NAME.fullmatch(path.name) and path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(((_step_of(path), path) for path in paths), key=lambda item: (-item[0], len(item[1].name)))
+
+
+def _step_of(path: Path) -> int:
+    match = _FOLDER_NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def delete_old(folder: Path, step: int, keep: int | None) -> None:
+    """Keep the newest `keep` checkpoints up to `step` that are complete by manifest and sizes; delete older ones.
+
+    Damaged checkpoints do not count towards `keep`.
+    """
+    kept = 0
+    for older, path in _candidates(folder):
+        if older > step:
+            continue
+        if not path.name.endswith(".replaced") and (keep is None or kept < keep):
+            kept += _looks_whole(path)
+            continue
+        discard(path)
+
+
+def discard(path: Path) -> None:
+    """Delete a folder; warn if this fails.
+
+    The folder is renamed first: half deleted, it must not look like a checkpoint, and a run that has just lost its lock
+    must not publish it.
+    """
+    try:
+        path.rename(doomed := path.with_name(f"{path.name.partition('.')[0]}.{secrets.token_hex(16)}.tmp"))
+        shutil.rmtree(doomed)
+    except OSError as error:
+        _log.warning("%s cannot be deleted: %s", path, describe_os_error(error))
+
+
+def _looks_whole(path: Path) -> bool:
+    try:
+        check_sizes(path, read_manifest(path))
+    except DamagedError:
+        return False
+    return True

@@ -1,0 +1,43 @@
+"""Checks that a checkpoint's weights belong to the given model; equal shapes do not prove it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from evenpipe.checkpoints.folder import RUN, Checkpoint
+from evenpipe.errors import InputError
+from evenpipe.model import Description
+from evenpipe.model.config_changes import config_changes
+
+
+def check_same_model(checkpoint: Checkpoint, description: Description) -> list[str]:
+    """Refuse a checkpoint of a model that computes another function of the same weights. Call it before `load`.
+
+    Args:
+        checkpoint: `model_config` in its metadata is the transformers config of its training, from `to_dict`. Without
+            it nothing is compared.
+        description: the model to load into, such as `Pipeline.description`.
+
+    Returns:
+        A sentence for each different field that does not change the model's function, such as a dropout.
+
+    Raises:
+        InputError: names the first field that changes it.
+    """
+    before = checkpoint.metadata.get("model_config")
+    if before is None or description.config is None:
+        return []
+    where = f"the checkpoint {str(checkpoint.path)!r}"
+    if not isinstance(before, Mapping):
+        raise InputError(f"model_config in {RUN} of {where} is {type(before).__name__}, but must be a table")
+    try:
+        changes = config_changes(before, description.config)
+    except InputError as error:
+        raise InputError(f"{where} was trained with {error}") from error
+    for change in changes:
+        if change.changes_function:
+            raise InputError(
+                f"the model's {change} in {where}, so its weights would compute another function; expected the model"
+                " that was trained, or another folder for a new run"
+            )
+    return [f"the model's {change}" for change in changes]

@@ -1,0 +1,283 @@
+"""Storage below torch's distributed checkpoint: an index that cannot run code, plain errors, and files that name their
+save.
+
+torch coordinates a save by sending pickles. Here each process writes its own part and describes it in JSON, from which
+the first process makes torch's index; nothing else is sent.
+
+The index `.metadata` is a pickle, which torch reads with `pickle.load`. A manifest only proves that a folder has not
+changed, and anyone may have written it. So the index is read with an unpickler that accepts only ten names of torch and
+its dtypes, and is then compared with the manifest. torch reads tensors with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from evenpipe.checkpoints.manifest import MANIFEST, DamagedError, Manifest, TensorEntry
+from evenpipe.communication.messages import dtype_name, dtype_of
+from evenpipe.errors import InputError
+
+INDEX = ".metadata"
+RUN = "run.json"
+"""Everything except tensors."""
+
+_MARK_BYTES = 64
+"""Length of the first line of a file of tensors, which names the save. torch reads from offsets after it."""
+
+_CLASSES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),  # looks a layout up by its name
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+}
+
+
+class Writer(FileSystemWriter):
+    """Writes this process's tensors to one file, `__<rank>_0.distcp`, and on the first process the index.
+
+    The folder must exist and be new: no file is ever overwritten. A failure of the disk is raised as its OSError.
+    """
+
+    def __init__(self, folder: Path, save_id: str) -> None:
+        super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=False)
+        self.save_id = save_id
+        self.fs = _MarkedFiles(save_id)
+
+    def write_part(self, state: Mapping[str, torch.Tensor], rank: int) -> list[dict[str, Any]]:
+        """Write the tensors of this process; return a description of their places, as JSON, for `write_index`."""
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(dict(state))
+        plan = planner.create_local_plan()
+        plan = self.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]  # names the file by the index in the list
+        with _disk_errors(self.path):
+            results = {result.index: result for result in self.write_data(planner.finish_plan(plan), planner).wait()}
+        return [_piece_to_json(item, results[item.index]) for item in plan.items]
+
+    def write_index(self, parts: Sequence[list[dict[str, Any]]]) -> Metadata:
+        """Write the index from the descriptions of all processes by rank. Of several copies, the first is read.
+
+        Raises ValueError if pieces overlap, or do not make up whole tensors.
+        """
+        places: dict[MetadataIndex, WriteResult] = {}
+        plans = []
+        for part in parts:
+            pieces = [_piece_from_json(piece) for piece in part]
+            for item, result in pieces:
+                places.setdefault(item.index, result)
+            plans.append(
+                SavePlan(
+                    [item for item, _ in pieces], planner_data={item.index.fqn: (item.index.fqn,) for item, _ in pieces}
+                )
+            )
+        plans, index = DefaultSavePlanner(dedup_save_to_lowest_rank=True).create_global_plan(plans)
+        with _disk_errors(self.path):
+            self.finish(
+                index, [[replace(places[item.index], index=item.index) for item in plan.items] for plan in plans]
+            )
+        return index
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(save_id=self.save_id)  # torch would add the path, as a class that differs between Pythons
+
+
+class _MarkedFiles(FileSystem):
+    """Writes the id of the save at the start of every file of tensors."""
+
+    def __init__(self, save_id: str) -> None:
+        self._mark = _mark(save_id)
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as stream:
+            if mode == "wb" and Path(path).suffix == ".distcp":
+                stream.write(self._mark)  # type: ignore[attr-defined]  # IOBase, says torch
+            yield stream
+
+
+def check_marks(folder: Path, manifest: Manifest) -> None:
+    """Compare the id in every file of tensors with that of the manifest, if it names one.
+
+    Raises:
+        DamagedError: a file comes from another save, or does not name one.
+        OSError: a file cannot be read.
+    """
+    if manifest.id is None:
+        return
+    for name in manifest.files.keys() - {INDEX, RUN}:
+        with (folder / name).open("rb") as file:
+            if file.read(_MARK_BYTES) != _mark(manifest.id):
+                raise _of_another_save(name)
+
+
+def run_json(metadata: Mapping[str, Any], settings: Mapping[str, Any], save_id: str) -> bytes:
+    """Return the text of run.json. Raises InputError for metadata that is not JSON."""
+    try:
+        content = {"id": save_id, "metadata": dict(metadata), "settings": settings}
+        return (json.dumps(content, indent=1) + "\n").encode("ascii")
+    except (TypeError, ValueError) as error:
+        raise InputError(f"metadata of a checkpoint: {error}; expected JSON values") from error
+
+
+def read_run(folder: Path, manifest: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the metadata and the settings in run.json; older checkpoints have no settings.
+
+    Raises:
+        DamagedError: the file comes from another save, or is not JSON.
+        OSError: the file cannot be read.
+    """
+    try:
+        content = json.loads((folder / RUN).read_bytes())
+        metadata = content if manifest.id is None else content["metadata"]
+        settings = {} if manifest.id is None else content.get("settings", {})
+        if not (isinstance(metadata, dict) and isinstance(settings, dict)):
+            raise TypeError("metadata is not an object")
+    except (ValueError, TypeError, KeyError) as error:
+        raise DamagedError(f"{RUN} does not contain the metadata of a checkpoint") from error
+    if manifest.id is not None and content.get("id") != manifest.id:
+        raise _of_another_save(RUN)
+    return metadata, settings
+
+
+class Reader(FileSystemReader):
+    """Reads from a verified folder with the index of `read_index`."""
+
+    def __init__(self, folder: Path, index: Metadata) -> None:
+        super().__init__(folder)
+        self._index = index
+
+    def read_metadata(self) -> Metadata:
+        # Without further arguments: torch would otherwise try an index for this rank too, unpickling it.
+        return self._index
+
+
+def read_index(folder: Path, manifest: Manifest) -> Metadata:
+    """Return the index of a folder, compared with its manifest. Runs no code from the file.
+
+    Raises:
+        DamagedError: the index names other things than tensors, or does not agree with the manifest.
+        OSError: the index cannot be read.
+    """
+    content = (folder / INDEX).read_bytes()
+    try:
+        index: Metadata = _IndexUnpickler(io.BytesIO(content)).load()
+        _check_index(index, manifest)
+    except DamagedError:
+        raise
+    except Exception as error:  # an altered pickle may raise anything
+        raise DamagedError(f"{INDEX} is not an index of tensors ({type(error).__name__}: {error})") from error
+    return index
+
+
+def tensor_entries(index: Metadata) -> dict[str, TensorEntry]:
+    """Return the shape and dtype of every tensor of an index, for the manifest."""
+    return {
+        key: TensorEntry(tuple(entry.size), dtype_name(entry.properties.dtype))
+        for key, entry in index.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _of_another_save(name: str) -> DamagedError:
+    return DamagedError(f"{name} does not carry the id of the save that {MANIFEST} names")
+
+
+def _mark(save_id: str) -> bytes:
+    return f"evenpipe save {save_id}".ljust(_MARK_BYTES - 1).encode("ascii") + b"\n"
+
+
+def _piece_to_json(item: WriteItem, result: WriteResult) -> dict[str, Any]:
+    """Describe a tensor or its local rows, with file and offset."""
+    data, place = item.tensor_data, result.storage_data
+    assert data is not None, item.index
+    return {
+        "key": item.index.fqn,
+        "type": item.type.name,
+        "offsets": list(data.chunk.offsets),
+        "sizes": list(data.chunk.sizes),
+        "shape": list(data.size),
+        "dtype": dtype_name(data.properties.dtype),
+        "file": place.relative_path,
+        "start": place.offset,
+        "bytes": place.length,
+    }
+
+
+def _piece_from_json(piece: dict[str, Any]) -> tuple[WriteItem, WriteResult]:
+    offsets, sizes = torch.Size(piece["offsets"]), torch.Size(piece["sizes"])
+    data = TensorWriteData(
+        ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype_of(piece["dtype"])), torch.Size(piece["shape"])
+    )
+    item = WriteItem(MetadataIndex(piece["key"], offsets), WriteItemType[piece["type"]], tensor_data=data)
+    return item, WriteResult(item.index, piece["bytes"], _StorageInfo(piece["file"], piece["start"], piece["bytes"]))
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise DamagedError(f"{INDEX} asks for {module}.{name}, which no index of tensors needs; it was not opened")
+
+
+def _check_index(index: Any, manifest: Manifest) -> None:
+    """Check all that reading relies on: only tensors, whole ones, in files of the manifest."""
+    if not all(isinstance(entry, TensorStorageMetadata) for entry in index.state_dict_metadata.values()):
+        raise DamagedError(f"{INDEX} contains an entry that is not a tensor")
+    if manifest.id is not None and index.storage_meta.save_id != manifest.id:
+        raise _of_another_save(INDEX)
+    if tensor_entries(index) != manifest.tensors:
+        raise DamagedError(f"{INDEX} and the manifest do not name the same tensors")
+    for key, entry in index.state_dict_metadata.items():
+        for chunk in entry.chunks:
+            bounds = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+            if not all(0 <= offset <= offset + size <= whole for offset, size, whole in bounds):
+                raise DamagedError(f"{INDEX} gives {key!r} a piece that lies outside of it")
+            if MetadataIndex(key, chunk.offsets) not in index.storage_data:
+                raise DamagedError(f"{INDEX} does not say where a piece of {key!r} is")
+        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+            raise DamagedError(f"{INDEX} does not give the whole of {key!r}")
+    for place in index.storage_data.values():
+        if place.relative_path not in manifest.files or place.transform_descriptors:
+            raise DamagedError(f"{INDEX} points to {place.relative_path!r}, which is not a file of the manifest")
+
+
+@contextmanager
+def _disk_errors(folder: Any) -> Iterator[None]:
+    """Raise the OSError that torch's zip writer hides under a message about file positions."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        raise OSError(cause.errno, cause.strerror, cause.filename or str(folder)) from error

@@ -1,0 +1,109 @@
+"""This process's clock, and its offset to the clocks of others.
+
+Processes of one machine usually share a clock, those of two machines do not, and we cannot know in advance. The first
+process and another one exchange a number: the first notes when it sent its question and when the answer arrived, the
+other answers with its own time. The other clock was read between these two times, so its offset is known to half a
+round trip; the shortest of many counts (as in the Network Time Protocol, RFC 5905, section 8, whose filter takes the
+sample of the smallest delay too). Measured before and after a step, the offset also shows how far the clocks drift
+meanwhile.
+
+An offset within its uncertainty counts as 0: the two share a clock, so the order of their events is exact, while the
+error of an offset would make quick messages arrive before they left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from evenpipe.communication.communicator import Communicator
+
+now: Callable[[], float] = time.perf_counter
+"""Seconds on this process's clock; only differences mean anything."""
+
+ROUNDS = 12
+"""Questions per process: they take some milliseconds on one machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One comparison of a process's clock with that of the first.
+
+    at: this process's time of the comparison. offset: how far it is ahead of the first one's. uncertainty: half of the
+    round trip. All in seconds.
+    """
+
+    at: float
+    offset: float
+    uncertainty: float
+
+
+def read_clocks(communicator: Communicator | None, torch_device: torch.device) -> Reading:
+    """Return the offset of this process's clock. Collective over the communicator, one process after the other.
+
+    communicator: of all processes, the first member's clock is the reference; None for a single process.
+    """
+    if communicator is None or len(communicator.members) == 1:
+        return Reading(now(), 0.0, 0.0)
+    first = communicator.members[0]
+    found = torch.zeros(len(communicator.members), 3, dtype=torch.float64, device=torch_device)
+    if communicator.rank == first:
+        found[0, 0] = now()
+        for position, member in enumerate(communicator.members[1:], start=1):
+            found[position] = torch.tensor(_ask(communicator, member, torch_device), dtype=torch.float64)
+    else:
+        _answer(communicator, first, torch_device)
+    communicator.broadcast(found, first, "readings of clocks").wait("the step")
+    at, offset, uncertainty = found[communicator.position].tolist()
+    return Reading(at, offset, uncertainty)
+
+
+def _ask(communicator: Communicator, member: int, torch_device: torch.device) -> tuple[float, float, float]:
+    """On the first process: return (clock of `member`, its offset, uncertainty), from the shortest round trip."""
+    number = torch.zeros(1, dtype=torch.float64, device=torch_device)
+    best = (0.0, 0.0, float("inf"))
+    for _ in range(ROUNDS):
+        asked = now()
+        communicator.send(number, member, "a question for the time").wait("the clocks")
+        communicator.receive(number, member, "the time").wait("the clocks")
+        theirs = number.item()
+        answered = now()
+        best = min(best, (theirs, theirs - (asked + answered) / 2, (answered - asked) / 2), key=lambda entry: entry[2])
+    theirs, offset, uncertainty = best
+    return theirs, 0.0 if abs(offset) <= uncertainty else offset, uncertainty
+
+
+def _answer(communicator: Communicator, first: int, torch_device: torch.device) -> None:
+    number = torch.zeros(1, dtype=torch.float64, device=torch_device)
+    for _ in range(ROUNDS):
+        communicator.receive(number, first, "a question for the time").wait("the clocks")
+        number.item()  # on a GPU the stream waits, not the host
+        number.fill_(now())
+        communicator.send(number, first, "the time").wait("the clocks")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Converts times of this process's clock to the first one's, by readings before and after a step."""
+
+    before: Reading
+    after: Reading
+
+    @property
+    def drift(self) -> float:
+        """Change of this clock's offset from before to after the step."""
+        return self.after.offset - self.before.offset
+
+    @property
+    def uncertainty(self) -> float:
+        """Uncertainty of converted times."""
+        return max(self.before.uncertainty, self.after.uncertainty)
+
+    def __call__(self, time: float) -> float:
+        """Convert a time of this clock to the first one's."""
+        length = self.after.at - self.before.at
+        share = (time - self.before.at) / length if length > 0 else 0.0
+        return time - self.before.offset - share * self.drift

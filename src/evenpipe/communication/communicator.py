@@ -1,0 +1,323 @@
+"""The interface between the walker of a program and torch.distributed: communicators, and handles of pending
+operations.
+
+Every operation is asynchronous and returns a `Handle`. The handle owns the library's Work objects *and* the tensors
+until `wait()`: gloo loses a message whose Work is dropped, and both libraries read and write the tensors until the
+wait. From the call to the wait
+
+- sent tensors must not be written to (they may not have been sent yet: a changed tensor arrives changed);
+- received tensors must not be read.
+
+Operations of one communicator are matched only by their order (no tags: NCCL ignores them). The caller guarantees that
+order, and equal shapes and dtypes on all members; the libraries check neither. Tensors must be contiguous.
+
+Operations use gloo for tensors on the CPU, and NCCL for tensors on a GPU of one process. If the default process group
+has no NCCL, because several processes share a GPU, tensors on a GPU are staged through pinned host memory and sent by
+gloo. Neither GPU path has been run yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from evenpipe.communication.arrivals import Arrivals
+from evenpipe.communication.staging import Staging
+from evenpipe.errors import RunError
+from evenpipe.processes.watch import Watch
+
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Names since torch 2.13, which warns about the older ones."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes and messages that this process has sent and received. Only real messages count."""
+
+    messages: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+class Handle:
+    """One pending operation. Keep it until `wait()` has returned."""
+
+    __slots__ = ("_communicator", "_finish", "_peers", "_tensors", "_works", "what")
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        what: str,
+        peers: tuple[int, ...],
+        works: Sequence[dist.Work | None],
+        *,
+        tensors: Sequence[Tensor] = (),
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self.what = what
+        self._communicator = communicator
+        self._peers = peers
+        self._works = works
+        self._tensors = tensors
+        self._finish = finish
+
+    def wait(self, needed_by: str = "") -> None:
+        """Wait for the operation and release its tensors; a second call does nothing.
+
+        With NCCL only the current stream waits, not the host.
+
+        needed_by: text of the waiting pass, for error messages.
+
+        Raises:
+            RunError: the operation failed, or another process did. Names the first cause, the awaited transfer and
+            peer.
+        """
+        if not self._works:
+            return
+        communicator = self._communicator
+        watch = communicator.watch
+        if watch is not None:
+            watch.awaiting(self.what, needed_by, communicator.name, self._peers, communicator.timeout_seconds)
+        try:
+            for work in self._works:
+                if work is not None:  # a library may have nothing to do
+                    work.wait()
+        except RuntimeError as error:
+            raise communicator.failed(error, self.what, needed_by, self._peers) from error
+        if watch is not None:
+            if communicator.arrivals is None:
+                watch.arrived()
+            else:
+                watch.arrives_when(communicator.arrivals.mark(), communicator.timeout_seconds)
+        if self._finish is not None:
+            self._finish()
+        self._works, self._tensors, self._finish = (), (), None
+
+
+class Communicator:
+    """One process group and the operations on it, made by `Communicators`. Members, peers, roots: global ranks."""
+
+    def __init__(
+        self,
+        name: str,
+        members: tuple[int, ...],
+        rank: int,
+        group: dist.ProcessGroup | None,
+        *,
+        timeout_seconds: float,
+        staging: Staging | None,
+        watch: Watch | None,
+        arrivals: Arrivals | None = None,
+    ) -> None:
+        """
+        Args:
+            arrivals: of the GPU that waits instead of the host; None if waits block the host.
+        """
+        self.name = name
+        self.timeout_seconds = timeout_seconds
+        self.members = members
+        self.rank = rank
+        self.position = members.index(rank)
+        self._by_rank = members == tuple(sorted(members))
+        self.others = tuple(member for member in members if member != rank)
+        self.group = group
+        self.watch = watch
+        self.arrivals = arrivals
+        self.traffic = Traffic()
+        self._staging = staging
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, peer: int, what: str) -> Handle:
+        """Send `tensor` to `peer`, which receives the same shape and dtype. It may be written to after the wait."""
+        assert peer in self.others, f"{what}: process {peer} is not another member of {self.name} {self.members}"
+        return self._start(what, (peer,), lambda host: [dist.isend(host, peer, self.group)], reads=tensor)
+
+    def receive(self, buffer: Tensor, peer: int, what: str) -> Handle:
+        """Fill `buffer` with data from `peer`. `buffer` may be read after the wait."""
+        assert peer in self.others, f"{what}: process {peer} is not another member of {self.name} {self.members}"
+        return self._start(what, (peer,), lambda host: [dist.irecv(host, peer, self.group)], writes=buffer)
+
+    # -- collectives: every member calls them in the same order ------------------------------------
+
+    def broadcast(self, tensor: Tensor, root: int, what: str) -> Handle:
+        """Send root's `tensor` to all other members, into their `tensor`."""
+        given = {"reads": tensor} if root == self.rank else {"writes": tensor}
+        return self._collective(what, root, lambda host: dist.broadcast(host, root, self.group, async_op=True), **given)
+
+    def reduce(self, tensor: Tensor, root: int, what: str) -> Handle:
+        """Add the members' `tensor`s into root's.
+
+        `tensor` belongs to the communicator from now on: root finds the sum in it after the wait, on all others its
+        content is destroyed. Pass a scratch tensor. The sum is computed in the tensor's dtype (use fp32), and for three
+        or more members in an order that the library chooses: the same every time, but not that of the members.
+        """
+        given = {"both": tensor} if root == self.rank else {"reads": tensor}
+        return self._collective(
+            what, root, lambda host: dist.reduce(host, root, group=self.group, async_op=True), **given
+        )
+
+    def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Handle:
+        """Put the `tensor` [...] of member i into row i of `output` [members, ...], on every member.
+
+        `tensor` may be this member's row of `output`.
+        """
+        shape = (len(self.members), *tensor.shape)
+        assert output.shape == shape, f"{what}: output is {tuple(output.shape)}, expected {shape}"
+        if self.group is None:
+            output[0].copy_(tensor)
+
+        def start(host: Tensor, host_output: Tensor) -> Any:
+            # torch numbers the members of a group by rank, whatever their order here.
+            if self._by_rank:
+                return ALL_GATHER(host_output.flatten(), host.flatten(), group=self.group, async_op=True)
+            rows = [host_output[self.members.index(member)] for member in sorted(self.members)]
+            return dist.all_gather(rows, host, group=self.group, async_op=True)
+
+        return self._collective(what, None, start, reads=tensor, writes=output, own_bytes=tensor.nbytes)
+
+    def all_reduce(self, tensor: Tensor, what: str) -> Handle:
+        """Add the members' `tensor`s, in their dtype; every member finds the same sum in its own after the wait."""
+        return self._collective(
+            what, None, lambda host: dist.all_reduce(host, group=self.group, async_op=True), both=tensor
+        )
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, what: str) -> Handle:
+        """Add the members' `tensor`s [members, ...] in their dtype; row i of the sum goes into member i's `output`.
+
+        `tensor` is scratch: its content is destroyed. Members must be listed in the order of their ranks.
+        """
+        assert self._by_rank, f"{what}: the members of {self.name}, {self.members}, are not in the order of their ranks"
+        assert tensor.shape == (len(self.members), *output.shape), f"{what}: output is {tuple(output.shape)}"
+        return self._collective(
+            what,
+            None,
+            lambda host, host_output: REDUCE_SCATTER(
+                host_output.flatten(), host.flatten(), group=self.group, async_op=True
+            ),
+            reads=tensor,
+            writes=output,
+        )
+
+    # -- rows: as many for each member as all know beforehand --------------------------------------
+
+    def gather_rows(self, rows: Tensor, counts: Sequence[int], root: int, what: str) -> Handle:
+        """Bring every member's rows to root, concatenated in the order of the members.
+
+        rows: [counts[position], ...] on a member; [sum(counts), ...] on root, with root's own rows in place already
+            (`rows[own_rows(counts)]`) and the others' to be filled in.
+        counts: rows of each member, in the order of `members`; the same list on all. A member without rows sends no
+        message.
+        """
+        return self._rows(rows, counts, root, what, to_root=True)
+
+    def scatter_rows(self, rows: Tensor, counts: Sequence[int], root: int, what: str) -> Handle:
+        """Bring from root to every member its rows: the inverse of gather_rows, with the same shapes.
+
+        rows: [sum(counts), ...] on root, in the order of the members; its own stay in place.
+            [counts[position], ...] on the others, to be filled.
+        """
+        return self._rows(rows, counts, root, what, to_root=False)
+
+    def own_rows(self, counts: Sequence[int]) -> slice:
+        """Return the slice of root's tensor with this member's rows."""
+        return self._parts(counts)[self.position]
+
+    def _parts(self, counts: Sequence[int]) -> list[slice]:
+        assert len(counts) == len(self.members), (
+            f"{len(counts)} counts for the {len(self.members)} members of {self.name}"
+        )
+        return [slice(stop - count, stop) for count, stop in zip(counts, accumulate(counts), strict=True)]
+
+    def _rows(self, rows: Tensor, counts: Sequence[int], root: int, what: str, to_root: bool) -> Handle:
+        at_root = root == self.rank
+        expected = sum(counts) if at_root else counts[self.position]
+        assert len(rows) == expected, (
+            f"{what}: {len(rows)} rows, expected {expected} (counts {list(counts)}, root {root})"
+        )
+        if at_root:
+            parts = self._parts(counts)
+            messages = [
+                (member, part)
+                for member, part in zip(self.members, parts, strict=True)
+                if member != root and part.start < part.stop
+            ]
+        else:
+            messages = [(root, slice(None))] if expected else []
+        if not messages:
+            return Handle(self, what, (), ())
+        sends = to_root != at_root
+        operation = dist.isend if sends else dist.irecv
+        own_bytes = rows[self.own_rows(counts)].nbytes if at_root else 0
+
+        def start(host: Tensor) -> Any:
+            # One batch on every side, so that NCCL runs root's messages as one operation.
+            return dist.batch_isend_irecv(
+                [dist.P2POp(operation, host[part], member, self.group) for member, part in messages]
+            )
+
+        # If root receives, its own rows are in the same tensor: a staged copy back must not lose them, hence "both".
+        given = {"reads": rows} if sends else {"both": rows} if at_root else {"writes": rows}
+        peers = tuple(member for member, _ in messages)
+        return self._start(what, peers, start, **given, messages=len(messages), own_bytes=own_bytes)
+
+    # -- how an operation is started ---------------------------------------------------------------
+
+    def _collective(self, what: str, root: int | None, start: Callable[..., dist.Work | None], **given: Any) -> Handle:
+        assert root is None or root in self.members, (
+            f"{what}: root {root} is not a member of {self.name} {self.members}"
+        )
+        if self.group is None:
+            return Handle(self, what, (), ())
+        peers = self.others if root in (None, self.rank) else (root, *(other for other in self.others if other != root))
+        return self._start(what, peers, lambda *hosts: [start(*hosts)], **given)
+
+    def _start(
+        self,
+        what: str,
+        peers: tuple[int, ...],
+        start: Callable[..., list[dist.Work | None]],
+        *,
+        reads: Tensor | None = None,
+        writes: Tensor | None = None,
+        both: Tensor | None = None,
+        messages: int = 1,
+        own_bytes: int = 0,
+    ) -> Handle:
+        """Call `start` with the tensors read, written, or both, in this order, or with their copies in host memory.
+
+        own_bytes: this member's own part of the received (or else sent) bytes, which is not transferred.
+        """
+        tensors = [tensor for tensor in (reads, writes, both) if tensor is not None]
+        for tensor in tensors:
+            assert tensor.is_contiguous(), f"{what}: the tensor {tuple(tensor.shape)} is not contiguous"
+        finish = None
+        if self._staging is not None:
+            tensors, finish = self._staging.to_host(reads, writes, both)
+        try:
+            works = start(*tensors)
+        except RuntimeError as error:
+            raise self.failed(error, what, "", peers) from error
+        self.traffic.messages += messages
+        received = writes if writes is not None else both
+        if received is not None:
+            self.traffic.received_bytes += received.nbytes - own_bytes
+        if reads is not None:
+            self.traffic.sent_bytes += reads.nbytes - (own_bytes if received is None else 0)
+        return Handle(self, what, peers, works, tensors=tensors, finish=finish)
+
+    def failed(self, error: RuntimeError, what: str, needed_by: str, peers: tuple[int, ...]) -> RunError:
+        """Return the error to raise when an operation failed; the watch finds the cause."""
+        if self.watch is not None:
+            self.watch.awaiting(what, needed_by, self.name, peers)
+            return self.watch.explain(error)
+        before = f" for {needed_by}" if needed_by else ""
+        return RunError(
+            f"process {self.rank}, awaiting {what}{before} from process {', '.join(map(str, peers))}: {error}"
+        )

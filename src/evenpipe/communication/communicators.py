@@ -1,0 +1,164 @@
+"""All communicators of a process: made together, opened once before the first step, destroyed together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from evenpipe.communication.arrivals import arrivals_on
+from evenpipe.communication.communicator import Communicator, Traffic
+from evenpipe.communication.nccl import NcclOptions, quieten
+from evenpipe.communication.staging import Staging
+from evenpipe.processes.watch import Watch
+from evenpipe.processes.worker import bound_device
+
+logger = logging.getLogger(__name__)
+
+NCCL_LATER_SECONDS = 60.0
+"""Time that NCCL waits beyond the limit of a wait before it ends the process itself."""
+
+
+class Communicators:
+    """All communicators of this process, by name.
+
+    Creating it is collective over all processes. In a program of one device (or outside torch.distributed) every
+    communicator has one member, and operations return at once.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[tuple[str, Sequence[int]]],
+        *,
+        timeout_seconds: float,
+        torch_device: torch.device | str = "cpu",
+        watch: Watch | None = None,
+        nccl: NcclOptions | None = None,
+    ) -> None:
+        """Make one process group per entry, in the order given.
+
+            groups: (name, global ranks of the members). Every process passes the same list in the same order, including
+                groups that it does not belong to: creating a group involves all processes. With several pipelines a
+                name occurs once per pipeline.
+            timeout_seconds: limit of every operation. The watch finds a dead or hung process much earlier; this limit
+                is for live processes that wait for each other.
+        torch_device: device of the tensors.
+        watch: is told what this process waits for, and finds the cause when a wait fails.
+        nccl: options of every NCCL group; default: those of `NcclOptions`.
+        """
+        self.torch_device = torch.device(torch_device)
+        if self.torch_device == torch.device("cuda"):  # without an index: the current GPU of this process
+            self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        on_gpu = self.torch_device.type == "cuda"
+        by_nccl = on_gpu and dist.is_initialized() and "nccl" in dist.get_backend_config()
+        nccl = nccl or NcclOptions()
+        staging = None
+        if on_gpu and not by_nccl and dist.is_initialized():
+            staging = Staging(self.torch_device)
+            if rank == 0:
+                logger.warning(
+                    "processes share a GPU: communication goes through host memory, which is slow and meant for tests"
+                )
+        self._by_name: dict[str, Communicator] = {}
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        others = tuple(other for other in range(world) if other != rank)  # creating a group involves all of them
+        arrivals = None
+        if by_nccl:
+            quieten()
+            arrivals = arrivals_on(self.torch_device) if watch else None
+            with watch.during("the making of communicators", "default", others) if watch else nullcontext():
+                _wait_for_all()
+        for name, members in groups:
+            group = None
+            if len(members) > 1:
+                # A group does not inherit the timeout of the default one. Eager initialisation (device_id) gives NCCL
+                # one communicator per group from the start, and none per pair at the first message. NCCL's own action
+                # after the limit names no process: the watch comes first.
+                timeout = timedelta(seconds=timeout_seconds + (NCCL_LATER_SECONDS if by_nccl else 0.0))
+                with watch.during(f"communicator {name}", "default", others) if watch else nullcontext():
+                    group = dist.new_group(
+                        list(members),
+                        timeout=timeout,
+                        backend="nccl" if by_nccl else "gloo",
+                        pg_options=nccl.of_group(timeout) if by_nccl else None,
+                        group_desc=name,
+                        device_id=self.torch_device if by_nccl else None,
+                    )
+            if watch is not None and not by_nccl and group is not None and rank in members:
+                watch.check_members(group, name, members)
+            if rank in members:
+                assert name not in self._by_name, f"process {rank} belongs to two groups named {name}"
+                self._by_name[name] = Communicator(
+                    name,
+                    tuple(members),
+                    rank,
+                    group,
+                    timeout_seconds=timeout_seconds,
+                    staging=staging,
+                    watch=watch,
+                    arrivals=arrivals,
+                )
+
+    def __getitem__(self, name: str) -> Communicator:
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[Communicator]:
+        """Iterate over the communicators in the order of their creation."""
+        return iter(self._by_name.values())
+
+    def warm_up(self) -> None:
+        """Open every connection once, one communicator after the other, all processes in the same order.
+
+        NCCL connects two processes at their first message and needs both there; in the middle of a step that can block
+        forever. Each communicator carries one broadcast, reduce and all-gather, and rows from its first member to all
+        others and back.
+        """
+        for communicator in self:
+            if communicator.group is None:
+                continue
+            members, root = communicator.members, communicator.members[0]
+            tensor = torch.zeros(1, device=self.torch_device)
+            rows = torch.zeros(len(members) if communicator.rank == root else 1, device=self.torch_device)
+            counts = [1] * len(members)
+            before = replace(communicator.traffic)
+            for handle in (
+                communicator.scatter_rows(rows, counts, root, "first rows"),
+                communicator.gather_rows(rows, counts, root, "first rows back"),
+                communicator.broadcast(tensor, root, "first broadcast"),
+                communicator.reduce(tensor, root, "first reduce"),
+                communicator.all_gather(tensor.new_empty(len(members), 1), tensor, "first all-gather"),
+            ):
+                handle.wait("warm-up")
+            if self.torch_device.type == "cuda":
+                torch.cuda.synchronize(self.torch_device)  # one communicator after the other
+            communicator.traffic = before
+
+    def traffic(self) -> dict[str, Traffic]:
+        """Return the traffic of this process since the start, without warm-up, by communicator."""
+        return {communicator.name: communicator.traffic for communicator in self}
+
+    def close(self) -> None:
+        """Destroy the groups. Every member calls it, when no operation is pending."""
+        for communicator in self:
+            if communicator.group is not None:
+                dist.destroy_process_group(communicator.group)
+        self._by_name.clear()
+
+
+def _wait_for_all() -> None:
+    """Return when all processes have arrived; until then one may load a model and another not.
+
+    If the default group is bound to GPUs, each new group splits its communicator, for which NCCL needs all processes,
+    and torch keeps the interpreter's lock while a non-member waits (`perform_nocolor_split`), so its watch could not
+    send heartbeats. During this wait it can. Afterwards no process waits longer than the creation of a group takes.
+    """
+    if "cpu:gloo" in dist.get_backend_config():
+        dist.all_reduce(torch.zeros(1, device="cpu"))
+    elif bound_device() is not None:
+        dist.barrier()

@@ -1,0 +1,1 @@
+"""What is kept in the memory of the host: activations, their pools and copies, and states of the optimizer."""

@@ -1,0 +1,304 @@
+"""AdamW whose moments, or a share of them, are on the host and visit the device bucket by bucket.
+
+    host    | bucket 0 | bucket 1 | bucket 2 | ...         exp_avg and exp_avg_sq
+                 v  ^       v  ^
+    device     update      (in transit)                    parameters and gradients
+
+torch updates on the device with any share, so the bits are those of `torch.optim.AdamW`, fused or not. Buckets end at
+multiples of 64 elements of a parameter, where the fused kernels cut as well.
+
+On a GPU, moments are in pinned host memory and copies have two streams: during the update of a bucket the next one
+comes and the previous one leaves, and the host waits once, at the end of the step. On the CPU, moments are in an
+unnamed file that is mapped into memory: the update works on it in place and releases its pages bucket by bucket, so
+that at most one bucket is resident.
+
+The state has the form of torch's, one tensor of the parameter's shape by name, so checkpoints do not depend on the
+share.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from evenpipe.errors import InputError
+from evenpipe.host.pool import PinnedSlab, carve, unnamed_file
+from evenpipe.optimizers.closure import loss_of
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+BUCKET_BYTES = 64 * 2**20
+"""Bytes of one moment. Three buckets of two moments are on a GPU at a time: one comes, one is updated, one leaves."""
+_WIDTH = 64
+"""Elements. Cuts of a parameter at multiples of it do not change the bits of a fused update."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A range of a parameter's elements."""
+
+    parameter: nn.Parameter
+    first: int
+    last: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.view(-1)[self.first : self.last]
+
+
+class HostAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` with a share of its moments on the host.
+
+    Args:
+        share: share of all elements, 0 to 1, whose moments are on the host: whole parameters, the largest first, as
+            many as fit.
+        directory: on the CPU, directory of the file; None: the system's directory for temporary files.
+        bucket_bytes: bytes of one moment per bucket.
+        options: as for `torch.optim.AdamW`, except amsgrad, capturable and differentiable.
+
+    Raises:
+        InputError: a share outside 0 to 1, an option that is not supported, or a directory without enough space.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        share: float = 1.0,
+        directory: str | Path | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        **options: Any,
+    ) -> None:
+        if isinstance(share, bool) or not 0 <= share <= 1:
+            raise InputError(f"share: {share!r}, expected a number from 0 to 1")
+        for name in ("amsgrad", "capturable", "differentiable"):
+            if options.get(name):
+                raise InputError(f"{name}: True, expected False with moments on the host")
+        super().__init__(params, **options)
+        self._bucket_bytes = bucket_bytes
+        self._hosted = _largest(
+            (parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad),
+            share,
+        )
+        self._host = _Host(self._hosted, None if directory is None else Path(directory))
+        self._streams: tuple[Any, Any] | None = None
+
+    @property
+    def hosted(self) -> frozenset[nn.Parameter]:
+        """The parameters whose moments are on the host."""
+        return frozenset(self._hosted)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the parameters, as `torch.optim.AdamW` does."""
+        loss = loss_of(closure)
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in trained:
+                self._state_of(parameter, group)
+            self._update(group, [_Piece(one, 0, one.numel()) for one in trained if one not in self._hosted], {})
+            pieces = [piece for one in trained if one in self._hosted for piece in self._pieces(one)]
+            self._stream(group, pieces)
+            for parameter in trained:
+                if parameter in self._hosted:
+                    self.state[parameter]["step"].add_(1)
+        if self._streams is not None:
+            self._streams[1].synchronize()  # afterwards a checkpoint, for example, may read the host memory
+        return loss
+
+    # --- state -------------------------------------------------------------------------------------------------
+
+    def moment_on_host(self, parameter: nn.Parameter, name: str) -> Tensor | None:
+        """Return the host memory of a moment; None if it is on the device. A caller that fills it before the first step
+        must also put it into the state, which does not have it yet."""
+        return self._host.tensor(parameter, name) if parameter in self._hosted and name in MOMENTS else None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load as torch does, but without copying moments of the host to the device."""
+        given = [number for group in state_dict["param_groups"] for number in group["params"]]
+        held = [parameter for group in self.param_groups for parameter in group["params"]]
+        others, moments = dict(state_dict["state"]), []
+        for number, parameter in zip(given, held, strict=False):  # torch reports different lengths
+            if parameter in self._hosted and number in others:
+                state = dict(others[number])
+                found = {name: state.pop(name) for name in MOMENTS if name in state}
+                others[number] = state
+                moments.append((parameter, found))
+        super().load_state_dict({**state_dict, "state": others})
+        for parameter, found in moments:
+            for name, moment in found.items():
+                self.state[parameter][name] = self._host.tensor(parameter, name).copy_(moment)
+
+    def _state_of(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        """Make sure that a parameter has its state, on the host if it belongs there."""
+        state = self.state[parameter]
+        if not state:
+            on_device = group["fused"]
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+            for name in MOMENTS:
+                if parameter not in self._hosted:
+                    state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        if parameter not in self._hosted:
+            return
+        for name in MOMENTS:
+            there = self._host.tensor(parameter, name)
+            given = state.get(name)
+            if given is not there:  # in the first step, or after loading a checkpoint
+                there.zero_() if given is None else there.copy_(given)
+                state[name] = there
+
+    def _pieces(self, parameter: nn.Parameter) -> Iterator[_Piece]:
+        elements = max(_WIDTH, self._bucket_bytes // parameter.element_size() // _WIDTH * _WIDTH)
+        for first in range(0, parameter.numel(), elements):
+            yield _Piece(parameter, first, min(first + elements, parameter.numel()))
+
+    # --- the update --------------------------------------------------------------------------------------------
+
+    def _update(self, group: dict[str, Any], pieces: list[_Piece], moments: dict[tuple[_Piece, str], Tensor]) -> None:
+        """Update pieces with torch. Without given `moments`, use those of the state and increase its step count."""
+        if not pieces:
+            return
+        states = [self.state[piece.parameter] for piece in pieces]
+        first, second = (
+            [moments.get((piece, name), state[name]) for piece, state in zip(pieces, states, strict=True)]
+            for name in MOMENTS
+        )
+        whole = not moments
+        parameters: list[Tensor] = [piece.parameter if whole else piece.of(piece.parameter) for piece in pieces]
+        gradients = []
+        for piece in pieces:
+            assert piece.parameter.grad is not None
+            gradients.append(piece.parameter.grad if whole else piece.of(piece.parameter.grad.contiguous()))
+        adamw(
+            parameters,
+            gradients,
+            first,
+            second,
+            [],
+            [state["step"] if whole else state["step"].clone() for state in states],
+            foreach=group["foreach"],
+            fused=group["fused"],
+            grad_scale=None,
+            found_inf=None,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+
+    def _stream(self, group: dict[str, Any], pieces: list[_Piece]) -> None:
+        """Update pieces whose moments are on the host."""
+        if pieces and pieces[0].parameter.device.type != "cpu":
+            self._stream_to_gpu(group, pieces)
+            return
+        for piece in pieces:
+            there = {(piece, name): piece.of(self.state[piece.parameter][name]) for name in MOMENTS}
+            self._update(group, [piece], there)
+            self._host.let_go()
+
+    def _stream_to_gpu(self, group: dict[str, Any], pieces: list[_Piece]) -> None:
+        """Update piece by piece: the next one comes during the update of the current one. The computing stream
+        allocates and frees the memory, after the copies that read it."""
+        device = pieces[0].parameter.device
+        if self._streams is None:
+            self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        inward, outward = self._streams
+        computing = torch.cuda.current_stream(device)
+        gone: list[tuple[Any, list[Tensor]]] = []
+        coming: dict[tuple[_Piece, str], Tensor] = {}
+
+        def fetch(piece: _Piece) -> Any:
+            while len(gone) > 1:  # the previous bucket may leave while this one comes; wait for the one before it
+                computing.wait_event(gone[0][0])
+                del gone[0]  # frees its memory
+            for name in MOMENTS:
+                coming[piece, name] = torch.empty(piece.last - piece.first, dtype=piece.parameter.dtype, device=device)
+            inward.wait_stream(computing)  # wait until its memory is free
+            with torch.cuda.stream(inward):
+                for name in MOMENTS:
+                    source = piece.of(self.state[piece.parameter][name])
+                    coming[piece, name].copy_(source, non_blocking=True)
+                return inward.record_event()
+
+        arrived = fetch(pieces[0])
+        for number, piece in enumerate(pieces):
+            following = fetch(pieces[number + 1]) if number + 1 < len(pieces) else None
+            computing.wait_event(arrived)
+            moments = {(piece, name): coming.pop((piece, name)) for name in MOMENTS}
+            self._update(group, [piece], moments)
+            outward.wait_stream(computing)
+            with torch.cuda.stream(outward):
+                for name in MOMENTS:
+                    piece.of(self.state[piece.parameter][name]).copy_(moments[piece, name], non_blocking=True)
+                gone.append((outward.record_event(), list(moments.values())))
+            arrived = following
+        for event, _ in gone:
+            computing.wait_event(event)
+
+
+def _largest(parameters: Iterable[nn.Parameter], share: float) -> dict[nn.Parameter, None]:
+    """Return the largest non-empty parameters that together do not exceed a share of all elements."""
+    ordered = sorted(parameters, key=lambda parameter: -parameter.numel())
+    left = share * sum(parameter.numel() for parameter in ordered) * (1 + 1e-12)
+    chosen: dict[nn.Parameter, None] = {}
+    for parameter in ordered:
+        if 0 < parameter.numel() <= left:
+            chosen[parameter] = None
+            left -= parameter.numel()
+    return chosen
+
+
+class _Host:
+    """The moments of parameters in host memory."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], directory: Path | None) -> None:
+        self._tensors: dict[tuple[nn.Parameter, str], Tensor] = {}
+        self._map: mmap.mmap | None = None
+        parameters = list(parameters)
+        mapped = [parameter for parameter in parameters if parameter.device.type == "cpu"]
+        self._pin([parameter for parameter in parameters if parameter.device.type != "cpu"])
+        if mapped:
+            self._make_file(mapped, directory)
+
+    def tensor(self, parameter: nn.Parameter, name: str) -> Tensor:
+        """Return a moment, of the parameter's shape."""
+        return self._tensors[parameter, name]
+
+    def let_go(self) -> None:
+        """Release the pages of the file from memory, until they are used again."""
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def _pin(self, parameters: list[nn.Parameter]) -> None:
+        """Allocate few pinned slabs for all moments: the size of each moment would be rounded up to a power of two."""
+        keys = [(parameter, name) for parameter in parameters for name in MOMENTS]
+        sizes, slots = carve([parameter.nbytes for parameter, _ in keys])
+        slabs = [PinnedSlab(size) for size in sizes]
+        for key, slot in zip(keys, slots, strict=True):
+            parameter, _ = key
+            flat = slabs[slot.slab].view(slot, parameter.nbytes).view(parameter.dtype)
+            self._tensors[key] = flat.view(parameter.shape)
+
+    def _make_file(self, parameters: list[nn.Parameter], directory: Path | None) -> None:
+        """Create the file. Raises InputError if the directory does not exist or has no room for it."""
+        sizes = [
+            -(-parameter.numel() * parameter.element_size() // mmap.PAGESIZE) * mmap.PAGESIZE
+            for parameter in parameters
+        ]
+        size = len(MOMENTS) * sum(sizes)
+        with unnamed_file(size, directory, "directory") as file:
+            self._map = mmap.mmap(file.fileno(), size)
+        offset = 0
+        for parameter, bytes_ in zip(parameters, sizes, strict=True):
+            for name in MOMENTS:
+                flat = torch.frombuffer(self._map, dtype=parameter.dtype, count=parameter.numel(), offset=offset)
+                self._tensors[parameter, name] = flat.view(parameter.shape)
+                offset += bytes_

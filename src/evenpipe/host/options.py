@@ -1,0 +1,102 @@
+"""Options for moving activations to the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from evenpipe.errors import InputError
+from evenpipe.given import shown
+from evenpipe.host.copies import FileCopies, StreamCopies
+from evenpipe.host.offload import Activations
+from evenpipe.host.pool import PAGE, FileSlab, HostPool, PinnedSlab, power_of_two
+from evenpipe.schedule.costs import ASSUMED_COPY, Cost
+from evenpipe.schedule.planning import check_offload
+
+LAYER_CHOICES = ("offload", "keep")
+
+MOST_BYTES = 2**63
+"""8 EiB, the most bytes that a system can count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadOptions:
+    """Which activations go to the host, and the memory that they use there.
+
+    Raises InputError for a value that is not accepted; the sentence names it.
+    """
+
+    activations: str | float = "scheduled"
+    """"scheduled": the activations that the order moves, as in "po-h" and "po-f". "none": no activations. "free": all
+    that lower the peak of a device without costing time. "all": enough to reach the lowest possible peak. A number:
+    enough to stay below that many bytes, with the sizes of `Pipeline`'s costs."""
+    copy_time: float | Sequence[float] = ASSUMED_COPY
+    """Time of one copy, to the host or back, of the activations of a stage and microbatch, relative to its forward and
+    backward together; one number, or one per stage. Arranges copies if `Pipeline`'s costs do not give their time.
+    `evenpipe plan --offload` computes it."""
+    layers: str | Sequence[str] = "offload"
+    """"offload" moves the activations that a layer keeps for its backward, "keep" leaves them on the device; one choice
+    for all layers of the model, or one per layer. With checkpointing a layer keeps less: with "full" only its input is
+    moved."""
+    host_memory: int | None = None
+    """Most bytes of host memory per device; None: as many as needed. A GPU allocates them in powers of two, each at
+    least as large as its content."""
+    when_full: str = "error"
+    """If host memory is full: "error", or "keep" the rest on the device."""
+    directory: str | Path | None = None
+    """On the CPU: the directory of the file for activations, which has no name and disappears with the process. None:
+    the system's directory for temporary files."""
+    streams: int = 1
+    """1: copies to the host and back take turns. 2: each direction has its own stream."""
+
+    def __post_init__(self) -> None:
+        check_offload(self.activations)
+        for time in self.copy_times if isinstance(self.copy_times, tuple) else (self.copy_times,):
+            if isinstance(time, bool) or not isinstance(time, (int, float)) or not 0 <= time < math.inf:
+                raise InputError(f"offload.copy_time: {self.copy_time!r}, expected numbers of at least 0")
+        if self.when_full not in ("error", "keep"):
+            raise InputError(f"offload.when_full: {self.when_full!r}, expected 'error' or 'keep'")
+        if self.streams not in (1, 2) or isinstance(self.streams, bool):
+            raise InputError(f"offload.streams: {self.streams!r}, expected 1 or 2")
+        size = self.host_memory
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not PAGE <= size < MOST_BYTES):
+            raise InputError(
+                f"offload.host_memory: {shown(size)}, expected whole bytes, at least {PAGE} and less than 8 EiB"
+            )
+
+    @property
+    def copy_times(self) -> Cost:
+        """Return `copy_time` for costs."""
+        given = self.copy_time
+        return tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else given
+
+    def of_layers(self, layers: int) -> tuple[str, ...]:
+        """Return one choice for each layer of the model. Raises InputError for an unknown choice, or a wrong number of
+        them."""
+        given = self.layers
+        choices = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,) * layers
+        for choice in choices:
+            if choice not in LAYER_CHOICES:
+                accepted = " or ".join(repr(one) for one in LAYER_CHOICES)
+                raise InputError(f"offload.layers: {choice!r}, expected {accepted}, or one of these per layer")
+        if len(choices) != layers:
+            raise InputError(f"offload.layers: {len(choices)} choices, expected one for each of the {layers} layers")
+        return choices
+
+    def engine(self, torch_device: torch.device) -> Activations:
+        """Return the engine that moves activations of a device. Raises InputError for a directory on a GPU."""
+        keeps = self.when_full == "keep"
+        if torch_device.type == "cuda":
+            if self.directory is not None:
+                raise InputError(
+                    f"offload.directory: {str(self.directory)!r}, expected None on a GPU, which copies to pinned memory"
+                )
+            pool = HostPool(PinnedSlab, self.host_memory, power_of_two)
+            return Activations(pool, StreamCopies(pool, torch_device, self.streams), torch_device, keep_when_full=keeps)
+        directory = None if self.directory is None else Path(self.directory)
+        pool = HostPool(lambda size: FileSlab(size, directory), self.host_memory)
+        return Activations(pool, FileCopies(pool, self.streams), torch_device, keep_when_full=keeps)

@@ -1,0 +1,322 @@
+"""Activation checkpointing of single layers: a layer's activations are recomputed when its backward needs them.
+
+    "none"        everything that autograd saves stays from F to B (or I)
+    "full"        only the layer's input stays; its forward is repeated in B (or I), never in W
+    "selective"   the results of products and of attention stay too; only the operations between them are repeated
+
+"full" is our own implementation, "selective" is `torch.utils.checkpoint` with its standard policy, or if activations go
+to the host, with a policy that passes kept tensors to them. Both replace the tensors that autograd saves within one
+graph ("non-reentrant"): gradients are summed in the order of the plain backward, and hooks of parameters run once. A
+microbatch with R in its order has all activations before its backward, so layers keep all of them there: see `Switch`.
+
+"full" does not use torch's implementation because of host time. For a small Llama layer on the CPU (F and B together
+take 645 us of processor time without checkpointing; `benchmarks/layer_host_time.py`) torch's adds 1070 us and this one
+670, of which the second forward takes 275. An autograd function with a backward inside its backward adds 460, but it
+sums the gradients of a parameter that several layers share in another order, runs its hooks several times, and cannot
+stop early. This one does, like torch's: the second forward stops after the last tensor that the backward needs, so the
+last product of the layer (a quarter of a Llama layer's work) is not repeated.
+
+The input is saved through autograd, so that changes in place are detected, and hooks on saved tensors around the layer
+see it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.utils import redirect_to_mode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from evenpipe.errors import InputError
+from evenpipe.layers.random_state import RandomState
+
+CHOICES = ("none", "full", "selective")
+
+Forward = Callable[..., Any]
+Pack = Callable[[Tensor], Any]
+Unpack = Callable[[Any], Tensor]
+
+
+@dataclass(slots=True)
+class Switch:
+    """Shared by all layers of a device."""
+
+    off: bool = False
+    """While True, checkpointed layers keep everything, like plain ones: the current microbatch has R."""
+    hooks: tuple[Pack, Unpack] | None = None
+    """If set, "selective" stores the result of the first hook for a tensor, and computes with the result of the second:
+    torch keeps products where hooks on saved tensors do not see them."""
+
+
+def checkpointing_of_layers(given: str | Sequence[str], layers: int) -> tuple[str, ...]:
+    """Return one choice for each layer of the model.
+
+    Raises:
+        InputError: an unknown choice, or not one per layer.
+    """
+    accepted = ", ".join(f'"{choice}"' for choice in CHOICES)
+    choices = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,) * layers
+    for choice in choices:
+        if choice not in CHOICES:
+            raise InputError(f"checkpointing: {choice!r}, expected one of {accepted}, or one of these per layer")
+    if len(choices) != layers:
+        raise InputError(f"checkpointing: {len(choices)} choices, expected one for each of the model's {layers} layers")
+    return choices
+
+
+def checkpoint_layer(layer: nn.Module, choice: str, switch: Switch, torch_device: torch.device) -> None:
+    """Wrap a layer's forward with the choice; hooks of the layer stay outside and run once.
+
+    The layer's own checkpointing in transformers is switched off.
+    """
+    if choice == "none":
+        return
+    if hasattr(layer, "gradient_checkpointing"):
+        layer.gradient_checkpointing = False  # type: ignore[assignment]
+    layer.forward = checkpointed(layer.forward, choice, switch, torch_device)
+
+
+def checkpointed(forward: Forward, choice: str, switch: Switch, torch_device: torch.device) -> Forward:
+    """Return `forward` with the same arguments and results, checkpointed if a graph is made and the switch is not
+    off."""
+    if choice == "full":
+        run = functools.partial(_fully, torch_device=torch_device)
+    else:
+        run = functools.partial(_selectively, switch=switch)
+
+    @functools.wraps(forward)
+    def with_checkpointing(*args: Any, **kwargs: Any) -> Any:
+        if switch.off or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return run(forward, args, kwargs)
+
+    return with_checkpointing
+
+
+# --- selective ---------------------------------------------------------------------------------------------------
+
+_aten = torch.ops.aten
+PRODUCTS = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten._grouped_mm.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_fused_attention_overrideable.default,
+    _aten._scaled_dot_product_attention_math.default,
+    torch._higher_order_ops.flex_attention,
+]
+"""Kept by "selective": these cost far more time than the bytes of their results are worth."""
+
+
+def _selectively(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], switch: Switch) -> Any:
+    if switch.hooks is None:
+        return run_checkpointed(forward, "selective", args, kwargs)
+    contexts = functools.partial(_handing_over, *switch.hooks)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A kept tensor."""
+
+    packed: Any
+    version: int
+
+
+def _handing_over(pack: Pack, unpack: Unpack) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Return the contexts for a layer's first run and for its recomputation."""
+    kept: deque[tuple[Any, Any]] = deque()
+    return _Keeping(kept, pack), _Taking(kept, unpack)
+
+
+class _Keeping(TorchDispatchMode):
+    """Keeps results of products, in the order of computation."""
+
+    def __init__(self, kept: deque[tuple[Any, Any]], pack: Pack) -> None:
+        super().__init__()
+        self._kept, self._pack = kept, pack
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in PRODUCTS:
+            self._kept.append((func, tree_map_only(Tensor, self._keep, result)))
+        return result
+
+    def _keep(self, tensor: Tensor) -> _Product:
+        # Below autograd a view has its own version counter, unless this key is present.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            return _Product(self._pack(tensor), tensor._version)
+
+
+class _Taking(TorchDispatchMode):
+    """Returns kept results instead of recomputing them."""
+
+    def __init__(self, kept: deque[tuple[Any, Any]], unpack: Unpack) -> None:
+        super().__init__()
+        self._kept, self._unpack = kept, unpack
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in PRODUCTS:
+            return func(*args, **(kwargs or {}))
+        known, result = self._kept.popleft() if self._kept else (None, None)
+        if known is not func:
+            raise RuntimeError(
+                f"a checkpointed layer computed {known or 'nothing more'}, but {func} in its recomputation: its forward"
+                " depends on more than its arguments"
+            )
+        return tree_map_only(_Product, self._take, result)
+
+    def _take(self, product: _Product) -> Tensor:
+        tensor = self._unpack(product.packed)
+        if isinstance(product.packed, Tensor) and tensor._version != product.version:
+            raise RuntimeError(
+                f"a product {list(tensor.shape)} {tensor.dtype} kept by a checkpointed layer was changed in place"
+                f" (version {product.version}, now {tensor._version})"
+            )
+        return tensor
+
+
+for _mode in (_Keeping, _Taking):
+    redirect_to_mode(torch._higher_order_ops.flex_attention, _mode)
+
+
+def run_checkpointed(forward: Forward, choice: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch's own checkpointing, "full" or "selective", which torch.compile supports."""
+    if choice == "full":
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    contexts = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+# --- full --------------------------------------------------------------------------------------------------------
+
+
+def _fully(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], torch_device: torch.device) -> Any:
+    call = _Call(forward, args, kwargs, torch_device)
+    with saved_tensors_hooks(call.forget, call.recall):
+        return forward(*args, **kwargs)
+
+
+class _Saved:
+    """Replaces one tensor that autograd wanted to save; owned only by the graph."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
+
+
+def only_saves() -> bool:
+    """Return whether a layer's forward is being repeated and the next saved tensor is the last one needed: other
+    results are ignored then."""
+    return _running_again is not None and _running_again.wants_one_more
+
+
+class _AllComputed(BaseException):
+    """Ends a repeated forward as soon as it has computed everything that the backward needs."""
+
+
+class _Call:
+    """One call of a layer: how to repeat it, and which tensors the graph will need."""
+
+    def __init__(
+        self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], torch_device: torch.device
+    ) -> None:
+        self._forward: Forward | None = forward
+        self._random_state: RandomState | None = RandomState.of(torch_device)
+        self._saved: list[ReferenceType[_Saved]] = []
+        self._found = 0
+        # Inputs with a gradient (the hidden states) are saved by a node of the graph, other arguments are kept as they
+        # are.
+        self._arguments: dict[Any, Any] = dict(enumerate(args)) | kwargs
+        self._differentiable = [
+            key for key, value in self._arguments.items() if isinstance(value, Tensor) and value.requires_grad
+        ]
+        inputs = [self._arguments.pop(key) for key in self._differentiable]
+        self._inputs: Any = _Inputs.apply(*inputs).grad_fn if inputs else None
+
+    def forget(self, tensor: Tensor) -> _Saved:
+        """Return a placeholder for a tensor of the first run."""
+        saved = _Saved()
+        self._saved.append(ref(saved))
+        return saved
+
+    def recall(self, saved: _Saved) -> Tensor:
+        """Return that tensor from the second run, which the backward's first request starts."""
+        if self._forward is not None:
+            self._run_again()
+        assert saved.tensor is not None
+        return saved.tensor
+
+    def _run_again(self) -> None:
+        forward, random_state = self._forward, self._random_state
+        assert forward is not None and random_state is not None
+        arguments = self._arguments
+        if self._inputs is not None:
+            for key, value in zip(self._differentiable, self._inputs.saved_tensors, strict=True):
+                arguments[key] = value.detach().requires_grad_()
+        args = [arguments[key] for key in sorted(key for key in arguments if isinstance(key, int))]
+        kwargs = {key: value for key, value in arguments.items() if isinstance(key, str)}
+        self._forward = self._random_state = self._inputs = None
+        self._arguments = arguments = {}
+        global _running_again  # noqa: PLW0603  (backwards run one after the other)
+        with random_state.restored(), torch.enable_grad(), saved_tensors_hooks(self._found_again, _never):
+            _running_again = self
+            try:
+                forward(*args, **kwargs)
+            except _AllComputed:
+                pass
+            finally:
+                _running_again = None
+        if self._found != len(self._saved):
+            raise RuntimeError(
+                f"a checkpointed layer saved {len(self._saved)} tensors for its backward, but {self._found} in its"
+                " recomputation: its forward depends on more than its arguments"
+            )
+
+    @property
+    def wants_one_more(self) -> bool:
+        return self._found == len(self._saved) - 1
+
+    def _found_again(self, tensor: Tensor) -> None:
+        saved = self._saved[self._found]()
+        if saved is not None:
+            saved.tensor = tensor.detach()  # its graph would keep all of the second run alive
+        self._found += 1
+        if self._found == len(self._saved):
+            raise _AllComputed
+
+
+def _never(packed: None) -> Tensor:
+    raise AssertionError("the graph of a repeated forward has no backward")
+
+
+_running_again: _Call | None = None
+
+
+class _Inputs(torch.autograd.Function):
+    """Only saves tensors; never gets a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return inputs[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError("nothing depends on the output")

@@ -1,0 +1,281 @@
+"""Layers compiled by torch.compile, whose backward can still be split.
+
+A compiled region cannot put tensors into a queue: its backward is a separate graph, which would reuse the memory of a
+queued tensor. So the inputs of W leave the region as gradients. Each split linear layer gets two more inputs, *taps*,
+with the shapes of its input and of its output's gradient; they take no memory and are never read. The region's backward
+returns the input and the output's gradient as "the gradients of the taps", and the node outside of the region that
+makes the taps queues them. This needs no graph break and no copy, and the same tensors stay between I and W as without
+compilation.
+
+    hidden ---> _Taps ---> taps, detached weights, hidden ---> [ compiled layer ] ---> output
+    queue  <--- _Taps <--- x and g of every linear layer  <--- [ its backward   ] <--- gradient
+
+Weights go in detached: a compiled region gives every parameter that it sees a gradient, even if empty, and hooks of the
+parameter would run in I.
+
+The decoder layers are compiled one by one; layers of one structure share the compiled code. Not compiled are the rest
+of the model's own forward (masks, rotary tables, modules before and after the layers), the vocabulary layers and the
+loss, W, and the first forward with a split backward, which shows how a layer uses its linear layers. A linear layer
+that is used several times, or not on all tokens, has its weight gradient in I. Checkpointing of a compiled layer is
+torch's own, inside of the region: there it costs no host time, and the compiler drops what the backward does not need.
+If torch.compile finds no single graph (experts that loop over their tokens), a layer without checkpointing is compiled
+in pieces, and a checkpointed one is not compiled, which is logged.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evenpipe.layers.checkpointing import Switch, checkpointed, run_checkpointed
+from evenpipe.layers.weight_gradients import (
+    Linear,
+    SplitConv1D,
+    SplitLinear,
+    Taps,
+    WeightGradients,
+    is_trained,
+    linear_entry,
+)
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[..., Any]
+
+
+def compile_layer(
+    layer: nn.Module,
+    queue: WeightGradients,
+    checkpointing: str,
+    switch: Switch,
+    torch_device: torch.device,
+    *,
+    backend: str = "inductor",
+) -> None:
+    """Compile a layer's forward, and its backward with it, on the first call; hooks of the layer stay outside.
+
+    Args:
+        queue: as for `split_layers`.
+        checkpointing: "none", "full" or "selective".
+        switch: while it is off, the layer keeps everything for its backward.
+        backend: of torch.compile.
+    """
+    if hasattr(layer, "gradient_checkpointing"):
+        layer.gradient_checkpointing = False  # type: ignore[assignment]
+    own = vars(layer).get("forward")
+    forward: Forward = type(layer).forward if own is None else lambda layer, *args, **kwargs: own(*args, **kwargs)
+    plain = functools.partial(forward, layer)
+    eager = plain if checkpointing == "none" else checkpointed(plain, checkpointing, switch, torch_device)
+    compiled = _CompiledLayer(layer, forward, eager, queue, checkpointing=checkpointing, switch=switch, backend=backend)
+    layer.forward = functools.update_wrapper(compiled, layer.forward)
+
+
+class _CompiledLayer:
+    """Replaces a layer's forward."""
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        forward: Forward,
+        eager: Forward,
+        queue: WeightGradients,
+        *,
+        checkpointing: str,
+        switch: Switch,
+        backend: str,
+    ) -> None:
+        self._layer, self._forward, self._queue = layer, forward, queue
+        self._eager = eager
+        """The uncompiled layer."""
+        self._checkpointing, self._switch, self._backend = checkpointing, switch, backend
+        self._once: list[Linear] | None = None
+        """Linear layers used once, on all tokens; known after a microbatch with a split backward."""
+        self._trained: list[bool] = []
+        self._linears: list[Linear] = []
+        """Linear layers with taps, as long as these weights are trainable."""
+        self._gave_up = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._gave_up:
+            return self._eager(*args, **kwargs)
+        try:
+            return self._call(args, kwargs)
+        except _unsupported() as error:
+            # A graph in pieces cannot be checkpointed: the second run may be split into different pieces.
+            self._gave_up = True
+            _report(type(self._layer).__name__, str(error).strip().splitlines()[0])
+            return self._eager(*args, **kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        choice = self._checkpointing if torch.is_grad_enabled() and not self._switch.off else "none"
+        plain, tapped = _compiled(self._backend, choice)
+        hidden = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+        if hidden is None or not self._queue.takes(hidden):
+            return plain(self._forward, self._layer, choice, args, kwargs)
+        if self._once is None:
+            return self._find_linears(hidden, args, kwargs)
+        trained = [is_trained(one) for one in self._once]
+        if trained != self._trained:
+            self._trained, self._linears = trained, self._choose_linears(self._once)
+        if not self._linears:
+            return plain(self._forward, self._layer, choice, args, kwargs)
+        taps = _Taps.apply(hidden, self._linears)
+        given: list[Taps] = []
+        for index, linear in enumerate(self._linears):
+            bias = None if linear.bias is None else linear.bias.detach()
+            given.append((linear.weight.detach(), bias, taps[2 * index], taps[2 * index + 1]))
+        try:
+            return tapped(self._forward, self._layer, choice, args, kwargs, linears=self._linears, given=given)
+        except BaseException:
+            _clear_taps(self._linears)
+            raise
+
+    def _find_linears(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the layer uncompiled for the first time, to find the linear layers that can have taps."""
+        tokens = hidden.numel() // hidden.shape[-1]
+        uses: Counter[nn.Module] = Counter()
+        partial: set[nn.Module] = set()
+
+        def count(linear: nn.Module, arguments: tuple[Any, ...]) -> None:
+            uses[linear] += 1
+            if arguments[0].numel() // arguments[0].shape[-1] != tokens:
+                partial.add(linear)
+
+        linears = [one for one in self._layer.modules() if isinstance(one, Linear)]
+        hooks = [linear.register_forward_pre_hook(count) for linear in linears]
+        try:
+            result = self._eager(*args, **kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._once = [one for one in linears if uses[one] == 1 and one not in partial]
+        return result
+
+    def _choose_linears(self, once: list[Linear]) -> list[Linear]:
+        """Return those that are trainable, if no layer without taps uses their parameters."""
+        tapped = {one for one in once if is_trained(one)}
+        others = {
+            parameter
+            for one in self._layer.modules()
+            if isinstance(one, Linear) and one not in tapped
+            for parameter in one.parameters(recurse=False)
+        }
+        return [one for one in once if one in tapped and others.isdisjoint(one.parameters(recurse=False))]
+
+
+@functools.cache  # once
+def _report(kind: str, reason: str) -> None:
+    logger.warning("layers not compiled, because they are checkpointed and not a single graph: %s (%s)", kind, reason)
+
+
+@functools.cache
+def _compiled(backend: str, choice: str) -> tuple[Forward, Forward]:
+    """Return `_run` and `_run_tapped`, for layers of one choice. Checkpointed ones must be a single graph.
+
+    Each has its own code object: torch.compile limits how often it compiles one, and when it gives up, it does so for
+    all functions with that code object, including those that must be a single graph.
+    """
+    return tuple(
+        torch.compile(_copy(run, f"{run.__name__}_{choice}"), backend=backend, fullgraph=choice != "none")
+        for run in (_run, _run_tapped)
+    )  # type: ignore[return-value]
+
+
+def _copy(function: Any, name: str) -> Any:
+    code = function.__code__.replace(co_name=name)
+    return FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+
+
+def _unsupported() -> tuple[type[BaseException], ...]:
+    """Return the exceptions that torch.compile raises if it does not find a required single graph, or too many."""
+    from torch._dynamo import exc
+
+    return exc.Unsupported, exc.UserError, exc.UncapturedHigherOrderOpError, exc.FailOnRecompileLimitHit
+
+
+def _run(forward: Forward, layer: nn.Module, choice: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compiled: a layer whose parameters have their gradients in the backward."""
+    if choice == "none":
+        return forward(layer, *args, **kwargs)
+    run = run_checkpointed if torch.compiler.is_compiling() else _run_uncompiled
+    return run(functools.partial(forward, layer), choice, args, kwargs)
+
+
+@torch.compiler.disable
+def _run_uncompiled(forward: Forward, choice: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Used when torch.compile has given up on a whole frame: otherwise it would compile pieces of it, but not when the
+    backward repeats them."""
+    return run_checkpointed(forward, choice, args, kwargs)
+
+
+def _run_tapped(
+    forward: Forward,
+    layer: nn.Module,
+    choice: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    linears: list[Linear],
+    given: list[Taps],
+) -> Any:
+    """Compiled: a layer whose linear layers return the inputs of W."""
+
+    def set_taps() -> None:
+        for linear, taps in zip(linears, given, strict=True):
+            linear._tapped = taps
+
+    # The first access puts a guard on `choice`: pieces compiled without checkpointing are not reused with it. Inside of
+    # a checkpointed region nothing may be assigned.
+    if choice == "none" or torch.compiler.is_compiling():
+        set_taps()
+        result = _run(forward, layer, choice, args, kwargs)
+        _clear_taps(linears)
+        return result
+
+    def with_taps(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        set_taps()
+        try:
+            return forward(layer, *args, **kwargs)
+        finally:
+            _clear_taps(linears)
+
+    # Not compiled after all: the backward may repeat this, and then it needs its taps again.
+    return _run(with_taps, layer, choice, args, kwargs)
+
+
+def _clear_taps(linears: list[Linear]) -> None:
+    for linear in linears:
+        linear._tapped = None
+
+
+class _Taps(torch.autograd.Function):
+    """Makes two taps for each linear layer, and queues the tensors returned as their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, linears: list[Linear]) -> tuple[Tensor, ...]:
+        """hidden: only there so that the taps need gradients; its shape gives the number of tokens."""
+        ctx.linears = linears
+        ctx.set_materialize_grads(False)
+        tokens = hidden.numel() // hidden.shape[-1]
+        taps: list[Tensor] = []
+        for linear in linears:
+            weight = linear.weight
+            outside, inside = weight.shape if isinstance(linear, SplitLinear) else reversed(weight.shape)
+            taps += (weight.new_empty(1).expand(tokens, width) for width in (inside, outside))
+        return tuple(taps)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
+        for index in reversed(range(len(ctx.linears))):  # in the order of autograd
+            linear, hidden, gradient = ctx.linears[index], gradients[2 * index], gradients[2 * index + 1]
+            if hidden is not None and gradient is not None:
+                entry = linear_entry(linear, hidden.detach(), gradient.detach(), isinstance(linear, SplitConv1D))
+                linear._weight_gradients.add(entry)
+        return None, None

@@ -1,0 +1,307 @@
+"""The split backward: I leaves (input, output gradient) of every linear layer in a queue, W multiplies them.
+
+A linear layer of a stage becomes an instance of a subclass (its class is changed, so that wrappers and checkpointing
+see an ordinary module). For a microbatch with a split backward, its forward is an autograd function that holds the
+weight outside of autograd: the backward of that function returns the input's gradient and queues the rest. Otherwise
+the layer is torch's own, so fused and split backwards can be mixed in one order.
+
+    I    y.grad -> x.grad, and (x, y.grad) into the queue     norms and other small parameters get their gradient here
+    W    weight.grad += y.grad^T x, bias.grad += sum y.grad
+
+Both tensors are queued detached: the saved input would keep its graph alive, and with it the stage's input. Nothing
+else stays between I and W, and shared tensors (the input of the three projections of an attention) stay once. Gradients
+are bit for bit those of the fused backward: one product per use of a layer, uses within a microbatch summed in the
+order of autograd, then one addition, in the order of the W passes. The split is that of arXiv 2401.10241, section 2.
+
+Reductions of gradients over replicas must wait for the last W (hooks at the end of a backward run in I, before it), and
+a W needs the same parameter objects as I, though not their values: a parameter may be sharded in between if it is whole
+again, as the same object, when gradients are reduced. Layers compiled by torch.compile: `compilation.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from evenpipe.layers.checkpointing import only_saves
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[int, int]
+"""Stage and microbatch."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """The inputs of W for one use of one layer."""
+
+    parameters: tuple[nn.Parameter, ...]
+    """The parameters of `gradients`, in this order."""
+    gradients: Callable[[], tuple[Tensor, ...]]
+    """Called once, without grad mode: returns new tensors, which become `.grad` or are added to it. Only the tensors in
+    the callable (detached ones) stay between I and W; it is released with the entry."""
+
+
+class WeightGradients:
+    """The queue between I and W, for all stages of a device."""
+
+    def __init__(self) -> None:
+        self.under_way: Key | None = None
+        """The microbatch whose F, R or I is running, if its backward is split; else None."""
+        self._entries: dict[Key, list[Entry]] = {}
+
+    def __len__(self) -> int:
+        """Number of microbatches between their I and their W."""
+        return len(self._entries)
+
+    def takes(self, hidden: Tensor) -> bool:
+        """Return whether the weight gradient of a layer on `hidden` can wait. Without a graph there is nothing to
+        split, and I would not reach a layer whose input needs no gradient."""
+        return self.under_way is not None and hidden.requires_grad and torch.is_grad_enabled()
+
+    def begin(self, key: Key) -> None:
+        """Start I of that microbatch: it has a W, even if no layer leaves an entry for it."""
+        self.under_way = key
+        self._entries[key] = []
+
+    def add(self, entry: Entry) -> None:
+        """Add an entry. Called by layers from within the backward."""
+        assert self.under_way is not None, "a layer whose backward is split ran outside of I"
+        self._entries[self.under_way].append(entry)
+
+    @torch.no_grad()
+    def compute(self, key: Key) -> None:
+        """W: add the gradients of that microbatch, in the order in which I reached the layers.
+
+        The uses of one parameter within the microbatch are summed before they are added, as in autograd.
+        """
+        entries = self._entries.pop(key)
+        uses = Counter([id(parameter) for entry in entries for parameter in entry.parameters])
+        sums: dict[int, Tensor] = {}
+        entries.reverse()
+        while entries:
+            entry = entries.pop()  # its tensors are released one after the other
+            for parameter, gradient in zip(entry.parameters, entry.gradients(), strict=True):
+                number = id(parameter)
+                summed = sums.pop(number).add_(gradient) if number in sums else gradient
+                uses[number] -= 1
+                if uses[number]:
+                    sums[number] = summed
+                else:
+                    accumulate(parameter, summed)
+
+    def clear(self) -> None:
+        """Forget the remains of a failed step."""
+        self._entries.clear()
+        self.under_way = None
+
+
+def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Add a gradient as autograd would, with the hooks that Python can see. Every gradient of a W passes here.
+
+    `Tensor.register_hook` may replace the gradient, then it becomes `.grad` or is added to it, then those of
+    `register_post_accumulate_grad_hook` run. Hooks on the parameter's node of the graph do not.
+    """
+    replacing: dict[int, Callable[[Tensor], Tensor | None]] | None = parameter._backward_hooks
+    if replacing:
+        for replace in list(replacing.values()):
+            replaced = replace(gradient)
+            gradient = gradient if replaced is None else replaced
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+    hooks: dict[int, Callable[[Tensor], None]] | None = parameter._post_accumulate_grad_hooks
+    if hooks:
+        for hook in list(hooks.values()):
+            hook(parameter)
+
+
+def split_layers(module: nn.Module, queue: WeightGradients) -> list[str]:
+    """Let the linear layers of a module take part in split backwards.
+
+    Only `nn.Linear` and `Conv1D` themselves are split: subclasses and other modules may use their parameters in unknown
+    ways. A layer whose parameters are not its own (computed by a hook, or also used by another kind of module) stays
+    unchanged.
+
+    Returns the names of the other trained matrices (parameters of two or more dimensions): their gradient is computed
+    in I, which is correct, but leaves less for W.
+    """
+    foreign = {
+        parameter
+        for one in module.modules()
+        if not _is_linear(one)
+        for parameter in one._parameters.values()
+        if parameter is not None
+    }
+    split: set[nn.Parameter] = set()
+    for layer in module.modules():
+        if _is_linear(layer):
+            own = {parameter for parameter in layer._parameters.values() if parameter is not None}
+            if own.isdisjoint(foreign):
+                layer.__class__ = _SPLIT_CLASSES[type(layer)]
+                layer._weight_gradients = queue  # type: ignore[assignment]
+                split |= own
+    return [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.dim() > 1 and parameter.requires_grad and parameter not in split
+    ]
+
+
+def report_unsplit(names: Iterable[str]) -> None:
+    """Tell the user in one line which matrices leave nothing for W; layers of one kind are named once."""
+    kinds = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    if kinds:
+        listed = ", ".join(name if count == 1 else f"{name} ({count} times)" for name, count in kinds.items())
+        logger.warning("not part of the split backward, their weight gradients are computed in I: %s", listed)
+
+
+class SplitLinear(nn.Linear):
+    """`nn.Linear` whose weight gradient can wait. Made by `split_layers` only."""
+
+    _weight_gradients: WeightGradients
+    _tapped: Taps | None = None
+    """Set by `compilation.py` while it calls the layer of the model that contains this one."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self._tapped is not None:
+            return _TappedLinear.apply(input, False, *self._tapped)
+        if not torch.compiler.is_compiling() and _is_split(self, input):
+            return _Linear.apply(input, self, False)
+        return functional.linear(input, self.weight, self.bias)
+
+
+class SplitConv1D(Conv1D):
+    """transformers' `Conv1D` (GPT-2: a linear layer with the weight transposed) whose weight gradient can wait."""
+
+    _weight_gradients: WeightGradients
+    _tapped: Taps | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._tapped is not None:
+            return _TappedLinear.apply(x, True, *self._tapped)
+        if not torch.compiler.is_compiling() and _is_split(self, x):
+            return _Linear.apply(x, self, True)
+        return super().forward(x)
+
+
+Taps = tuple[Tensor, Tensor | None, Tensor, Tensor]
+"""Weight and bias, detached; the taps for the input and for the gradient of the output."""
+
+Linear = SplitLinear | SplitConv1D
+
+_SPLIT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: SplitLinear, Conv1D: SplitConv1D}
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether a layer can be split: torch's own class, with its usual parameters."""
+    return (
+        type(module) in _SPLIT_CLASSES
+        and module._parameters.keys() == {"weight", "bias"}
+        and isinstance(module._parameters["weight"], nn.Parameter)
+        and "forward" not in vars(module)
+    )
+
+
+def _is_split(layer: Linear, hidden: Tensor) -> bool:
+    """Return whether this use of a layer goes through the queue. If the weight is frozen, the bias's gradient is cheap
+    to compute at once."""
+    return layer._weight_gradients.takes(hidden) and is_trained(layer)
+
+
+def is_trained(layer: Linear) -> bool:
+    weight = layer._parameters["weight"]  # module attributes are slow
+    return weight is not None and weight.requires_grad
+
+
+class _Linear(torch.autograd.Function):
+    """x W^T + b. The parameters stay outside of autograd: their hooks would run in I, before there is a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, layer: Linear, transposed: bool) -> Tensor:
+        parameters = layer._parameters  # module attributes are slow
+        weight, bias = parameters["weight"], parameters["bias"]
+        assert weight is not None
+        ctx.save_for_backward(hidden)
+        ctx.of = layer, transposed, transposed or bias is None or _in_rows(hidden)
+        if only_saves():  # a repeated forward that needs only saved tensors, and this is the last one
+            return hidden.new_empty((*hidden.shape[:-1], weight.shape[1 if transposed else 0]))
+        output = functional.linear(hidden, weight.t() if transposed else weight, bias)
+        # Some models change it in place, which autograd forbids for a view returned by a function.
+        return output.new_empty(0).set_(output) if output._is_view() else output  # type: ignore[call-overload]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (hidden,) = ctx.saved_tensors
+        layer, transposed, in_rows = ctx.of
+        # The gradient has no graph; the input has one, which would stay alive until W.
+        layer._weight_gradients.add(linear_entry(layer, hidden.detach(), gradient, transposed, in_rows))
+        weight = layer._parameters["weight"]
+        return input_gradient(gradient, weight.t() if transposed else weight), None, None
+
+
+def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return [..., out] times [out, in]: one matrix product for any layout, as in torch's own backward."""
+    if gradient.is_contiguous():
+        return gradient.matmul(weight)
+    return (gradient.reshape(-1, weight.shape[0]) @ weight).view(*gradient.shape[:-1], weight.shape[1])
+
+
+class _TappedLinear(torch.autograd.Function):
+    """x W^T + b, whose backward returns x and the gradient of the output [tokens, ...] as the gradients of taps."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, transposed: bool, *given: Tensor) -> Tensor:
+        """given: `Taps`."""
+        weight, bias, _, _ = given
+        ctx.save_for_backward(hidden, weight)
+        ctx.transposed = transposed
+        return functional.linear(hidden, weight.t() if transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        columns, rows = hidden.reshape(-1, hidden.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        return input_gradient(gradient, weight.t() if ctx.transposed else weight), None, None, None, columns, rows
+
+
+def _in_rows(hidden: Tensor) -> bool:
+    """Return whether torch's linear layer treats this input as rows of a matrix. If not, it adds the bias in all
+    dimensions, and sums the bias's gradient over them."""
+    dimensions = hidden.dim()
+    return dimensions <= 2 or (dimensions == 3 and hidden.stride(0) == hidden.stride(1) * hidden.size(1))
+
+
+def linear_entry(layer: Linear, hidden: Tensor, gradient: Tensor, transposed: bool, in_rows: bool = True) -> Entry:
+    """Return the entry for one use of a linear layer.
+
+    Args:
+        hidden: its input [..., in], detached.
+        gradient: of its output [..., out], without a graph.
+        transposed: whether the weight is [in, out], as in `Conv1D`, and not [out, in].
+        in_rows: how the bias's gradient is summed: over rows, or over all dimensions at once. Differs in the last bit.
+    """
+    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    assert weight is not None
+
+    def of_weight() -> Tensor:
+        rows, columns = gradient.reshape(-1, gradient.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
+        return columns.t() @ rows if transposed else rows.t() @ columns
+
+    if bias is None or not bias.requires_grad:
+        return Entry((weight,), lambda: (of_weight(),))
+
+    def of_bias() -> Tensor:
+        return gradient.reshape(-1, len(bias)).sum(0) if in_rows else gradient.sum(tuple(range(gradient.dim() - 1)))
+
+    return Entry((weight, bias), lambda: (of_weight(), of_bias()))

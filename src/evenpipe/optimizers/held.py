@@ -1,0 +1,101 @@
+"""Parameters for optimizers that need whole matrices: the local rows, and the processes with the other rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from evenpipe.communication.communicator import Communicator
+from evenpipe.model import Description
+
+NEEDED_BY = "the optimizer"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldParameter:
+    """Rows of a parameter, or all of it."""
+
+    name: str
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    communicator: Communicator | None
+    """Communicator of all processes with rows of the parameter; None: this process has all rows."""
+
+
+class HoldsParameters(Protocol):
+    """A `Pipeline`, as these optimizers see it."""
+
+    description: Description
+
+    def held_parameters(self) -> Iterator[HeldParameter]:
+        """Iterate over this process's part of each parameter, in the same order on all processes."""
+
+
+def groups_by_decay(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Return two groups for an optimizer: only parameters with two or more dimensions have weight decay."""
+    parameters = list(parameters)
+    return [
+        {"params": [one for one in parameters if one.dim() >= 2]},
+        {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+class Visit:
+    """Gathers a matrix, whose rows are spread over replicas by `torch.chunk`'s rule, on one of them for a while.
+
+    Every process of the communicator makes the same visits in the same order.
+
+    Args:
+        rows: the rows of this process, possibly none.
+        held: the parameter with the shape of the matrix.
+        host: index, among the communicator's members, of the process that gets the whole matrix.
+    """
+
+    def __init__(self, rows: Tensor, held: HeldParameter, host: int) -> None:
+        communicator = held.communicator
+        assert communicator is not None
+        self._communicator, self._root, self._name = communicator, communicator.members[host], held.name
+        count, members = held.shape[0], len(communicator.members)
+        chunk = -(-count // members)
+        self._counts = [max(0, min(chunk, count - member * chunk)) for member in range(members)]
+        self._tensor = rows.contiguous()
+        self.is_here = communicator.rank == self._root
+        """Whether this process is the host."""
+        if self.is_here:
+            self._tensor = rows.new_empty(held.shape)
+            self._tensor[communicator.own_rows(self._counts)] = rows
+        self._handle = communicator.gather_rows(self._tensor, self._counts, self._root, f"rows of {self._name}")
+
+    def arrived(self) -> Tensor:
+        """Wait; return the whole matrix on the host, and the sent rows on the others."""
+        self._handle.wait(NEEDED_BY)
+        return self._tensor
+
+    def go_back(self, tensor: Tensor) -> None:
+        """Scatter a matrix of that shape from the host; on the others, `tensor` receives their rows."""
+        self._tensor = tensor.contiguous()
+        self._handle = self._communicator.scatter_rows(
+            self._tensor, self._counts, self._root, f"update of {self._name}"
+        )
+
+    def rows(self) -> Tensor:
+        """Wait; return this process's rows of the scattered matrix."""
+        self._handle.wait(NEEDED_BY)
+        return self._tensor[self._communicator.own_rows(self._counts)] if self.is_here else self._tensor
+
+
+def sums(tensors: list[Tensor], communicator: Communicator | None, what: str) -> list[Tensor]:
+    """Return each tensor summed over the processes, with one message for all; they must have the same dtype. All
+    processes gather and add in the same order, so they get the same bits. Without a communicator, return `tensors`."""
+    if communicator is None:
+        return tensors
+    own = torch.cat([tensor.flatten() for tensor in tensors])
+    table = own.new_empty(len(communicator.members), *own.shape)
+    communicator.all_gather(table, own, what).wait(NEEDED_BY)
+    parts = table.sum(0).split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -1,0 +1,106 @@
+"""Whole tensors on the first process, streamed one after the other from the processes that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenpipe.communication.communicator import Communicator
+from evenpipe.communication.messages import dtype_name, dtype_of, gather_values
+
+Entry = tuple[int | None, tuple[int, ...], tuple[int, ...], torch.dtype]
+"""First row held (None: all), shape held, whole shape, dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor, or rows of one, as this process holds it."""
+
+    tensor: Tensor
+    start_row: int | None
+    """First row, for a shard of rows; None: the whole tensor."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+
+def stream_whole(
+    held: Mapping[str, Held], communicator: Communicator | None, torch_device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, whole tensor on the CPU) on the first process, nothing on the others; all of them must exhaust it.
+
+    Collective over the pipeline axis: all processes first exchange which parts they hold; then, name after name, each
+    holder sends its rows to the first process, which holds one whole tensor at a time.
+
+    Args:
+        communicator: of the pipeline's processes; None for one device.
+        torch_device: device of the tensors.
+    """
+    own: dict[str, Entry] = {
+        name: (one.start_row, tuple(one.tensor.shape), one.shape, one.tensor.dtype) for name, one in held.items()
+    }
+    tables = [own] if communicator is None else _agree(own, communicator)
+    members = (0,) if communicator is None else communicator.members
+    rank = members[0] if communicator is None else communicator.rank
+    for name in dict.fromkeys(name for table in tables for name in table):
+        holders = {holder: table[name] for holder, table in zip(members, tables, strict=True) if name in table}
+        if rank == members[0]:
+            yield name, _collect(name, holders, held.get(name), communicator, torch_device)
+        elif rank in holders and held[name].tensor.numel():
+            assert communicator is not None
+            tensor = held[name].tensor.detach().contiguous()
+            communicator.send(tensor, members[0], f"part of {name}").wait("the first process")
+
+
+def _agree(own: dict[str, Entry], communicator: Communicator) -> list[dict[str, Entry]]:
+    watch = communicator.watch
+    waiting = nullcontext() if watch is None else watch.during("names of tensors", "control", communicator.others)
+    with waiting:
+        tables = gather_values({name: _to_json(entry) for name, entry in own.items()}, communicator.group)
+    by_rank = sorted(communicator.members)  # torch numbers the members of a group by rank
+    return [
+        {name: _from_json(fields) for name, fields in tables[by_rank.index(member)].items()}
+        for member in communicator.members
+    ]
+
+
+def _to_json(entry: Entry) -> list[Any]:
+    start, shape, whole, dtype = entry
+    return [start, shape, whole, dtype_name(dtype)]
+
+
+def _from_json(fields: list[Any]) -> Entry:
+    start, shape, whole, dtype = fields
+    return start, tuple(shape), tuple(whole), dtype_of(dtype)
+
+
+def _collect(
+    name: str,
+    holders: Mapping[int, Entry],
+    held: Held | None,
+    communicator: Communicator | None,
+    torch_device: torch.device,
+) -> Tensor:
+    """On the first process: assemble the whole tensor from its own part and those of the other holders."""
+    rank = 0 if communicator is None else communicator.rank
+    whole: Tensor | None = None
+    for holder, (start, local_shape, shape, dtype) in holders.items():
+        if holder == rank:
+            assert held is not None
+            part = held.tensor.detach().cpu()
+        else:
+            assert communicator is not None
+            buffer = torch.empty(local_shape, dtype=dtype, device=torch_device)
+            if buffer.numel():
+                communicator.receive(buffer, holder, f"part of {name}").wait("the caller")
+            part = buffer.cpu()
+        if start is None:
+            return part.clone() if holder == rank else part
+        whole = torch.empty(shape, dtype=dtype) if whole is None else whole
+        whole[start : start + local_shape[0]] = part
+    assert whole is not None
+    return whole

@@ -1,0 +1,162 @@
+"""The communicators of a pipeline and of its replicas, and messages outside of programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from evenpipe.communication.communicator import Communicator
+from evenpipe.communication.communicators import Communicators
+from evenpipe.communication.messages import broadcast_value
+from evenpipe.communication.nccl import NcclOptions
+from evenpipe.communication.shared import Shared
+from evenpipe.parallel import Grid
+from evenpipe.processes.watch import Watch
+from evenpipe.recipe.layout import Layout
+
+
+class Groups:
+    """Made on every process of all pipelines, collectively.
+
+    Members of `pipeline` are in the order of devices, those of `everyone` pipeline by pipeline, those of `replicas` in
+    the order of their ranks.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        layout: Layout,
+        *,
+        tied_twice: bool,
+        timeout_seconds: float,
+        torch_device: torch.device,
+        watch: Watch,
+        nccl: NcclOptions | None = None,
+    ) -> None:
+        """
+        Args:
+            tied_twice: whether both the first and the last device hold the matrix of a model with tied weights.
+            nccl: as for `Communicators`.
+        """
+        self._grid = grid
+        self._torch_device = torch_device
+        self._watch = watch
+        self.communicators: Communicators | None = None
+        """All of them, including those of the programs; None for a single process."""
+        self.pipeline: Communicator | None = None
+        """This process's own pipeline; None for one device."""
+        self.replicas: Communicator | None = None
+        """This device in every pipeline; None for one pipeline."""
+        self.everyone: Communicator | None = None
+        """All processes; None for a single one."""
+        self.tied: Communicator | None = None
+        """The first and the last device that hold the same rows, on these two, if a matrix is held twice."""
+        if len(grid.ranks) == 1:
+            return
+        listed: list[tuple[str, Sequence[int]]] = []
+        if grid.devices > 1:
+            placement = layout.program.placement
+            devices = [*sorted(layout.communicators.items()), ("control", tuple(range(grid.devices)))]
+            listed += [
+                (name, [pipeline[device] for device in held]) for name, held in devices for pipeline in grid.pipelines
+            ]
+            # Not within one pipeline: with shards over replicas, those at the same position hold the same rows.
+            if tied_twice:
+                columns = grid.column(placement.first_device), grid.column(placement.last_device)
+                listed += [("tied", pair) for pair in zip(*columns, strict=True)]
+        if grid.replicas > 1:
+            listed += [("replicas", grid.column(device)) for device in range(grid.devices)]
+        if grid.replicas > 1 and (grid.devices > 1 or grid.ranks != grid.column(0)):
+            listed.append(("everyone", grid.ranks))
+        made = self.communicators = Communicators(
+            listed, timeout_seconds=timeout_seconds, torch_device=torch_device, watch=watch, nccl=nccl
+        )
+        by_name = {communicator.name: communicator for communicator in made}
+        self.pipeline, self.replicas = by_name.get("control"), by_name.get("replicas")
+        self.everyone = by_name.get("everyone") or self.pipeline or self.replicas
+        self.tied = by_name.get("tied")
+        made.warm_up()
+
+    def close(self) -> None:
+        """Destroy the communicators. Collective, when no operation is pending."""
+        if self.communicators is not None:
+            self.communicators.close()
+
+    def replica_mesh(self) -> DeviceMesh | None:
+        """Return this device in every pipeline, as an axis for FSDP2; None for one pipeline."""
+        return None if self.replicas is None else self._mesh([self.replicas], self.replicas.members, "dp")
+
+    def row_mesh(self, *, sharded: bool) -> DeviceMesh | None:
+        """Return the mesh of the rows of the vocabulary, for checkpoints: over the pipeline, then over its replicas if
+        they are sharded. None for a single process that holds all."""
+        replicas = self.replicas if sharded else None
+        if self.pipeline is None:
+            return self.replica_mesh() if sharded else None
+        if replicas is None:
+            return self._mesh([self.pipeline], self.pipeline.members, "pp")
+        columns = [self._grid.column(device) for device in range(self._grid.devices)]
+        return self._mesh([self.pipeline, replicas], columns, "pp", "dp")
+
+    def of_rows(self, mesh: DeviceMesh | None) -> Communicator | None:
+        """The communicator of the processes in a mesh of rows, one of the two above; None for a single process."""
+        if mesh is None:
+            return None
+        by_axes = {("dp",): self.replicas, ("pp",): self.pipeline, ("pp", "dp"): self.everyone}
+        return by_axes[mesh.mesh_dim_names]  # type: ignore[index]
+
+    def _mesh(self, communicators: Sequence[Communicator], ranks: Sequence[Any], *names: str) -> DeviceMesh:
+        groups = [communicator.group for communicator in communicators if communicator.group is not None]
+        return DeviceMesh.from_group(groups, self._torch_device.type, mesh=torch.tensor(ranks), mesh_dim_names=names)
+
+    # --- messages ------------------------------------------------------------------------------------------------
+
+    def from_the_first(self, text: str | None, what: str) -> str | None:
+        """Return the value of the very first process, on all of them. Collective over everyone."""
+        if self.everyone is None:
+            return text
+        with self._watch.during(what, self.everyone.name, self.everyone.others):
+            said: str | None = broadcast_value(text, self.everyone.members[0], self.everyone.group)
+        return said
+
+    def numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return the numbers of each process, pipeline by pipeline, on every process. Collective over everyone."""
+        own = torch.tensor(numbers, dtype=torch.float64, device=self._torch_device)
+        if self.everyone is None:
+            return [own.tolist()]
+        table = own.new_empty((len(self.everyone.members), len(numbers)))
+        self.everyone.all_gather(table, own, "figures of all devices").wait("the caller")
+        return table.tolist()
+
+    def sum(self, number: Tensor, *, over_replicas: bool) -> Tensor:
+        """Return the sum of a scalar over the pipeline, or over everyone: the same bits on every process, since all
+        gather and add in the same order."""
+        communicator = self.everyone if over_replicas else self.pipeline
+        if communicator is None:
+            return number
+        table = number.new_empty(len(communicator.members))
+        communicator.all_gather(table, number, "the norm of all gradients").wait("the optimizer")
+        return table.sum()
+
+    # --- results of the output layer ---------------------------------------------------------------------------------
+
+    def share(self, own: Tensor | None, source: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Shared:
+        """Share a tensor of this pipeline's device `source` (an own one) with all of the pipeline."""
+        if self.pipeline is None:
+            assert own is not None
+            return Shared(own, None)
+        tensor = torch.empty(shape, dtype=dtype, device=self._torch_device) if own is None else own.contiguous()
+        return Shared(tensor, self.pipeline.broadcast(tensor, self._grid.pipeline[source], "the loss"))
+
+    def share_sum(self, own: Tensor | None, source: int, dtype: torch.dtype) -> Shared:
+        """Share the sum of a scalar of every pipeline's device `source` with everyone: all gather and add the same
+        values."""
+        assert self.everyone is not None
+        members = self.everyone.members
+        number = torch.zeros((), dtype=dtype, device=self._torch_device) if own is None else own.contiguous()
+        table = number.new_empty(len(members))
+        handle = self.everyone.all_gather(table, number, "the loss of all replicas")
+        return Shared(table, handle, [members.index(pipeline[source]) for pipeline in self._grid.pipelines])

@@ -1,0 +1,152 @@
+"""The parameters on one device: masters for the optimizer, copies in the dtype of the computation.
+
+If both dtypes are equal there is one tensor. Otherwise the modules hold the copy, refreshed at the start of each step,
+and every gradient is added to the master's in the master's dtype as soon as autograd has finished it, so that no sum
+over microbatches is rounded to the narrower one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from evenpipe.communication.communicator import Communicator
+from evenpipe.parallel import ShardedModule
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShard:
+    """A parameter as this process holds it: whole, or some rows of it."""
+
+    parameter: nn.Parameter
+    """The master, with its gradient."""
+    start_row: int | None
+    """First row here, for a shard of rows; None: the whole parameter."""
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    saved_here: bool
+    """False for a copy that another process saves: a tied matrix that two devices hold whole, and everything that
+    another replica also holds. It is loaded here anyway."""
+    mesh: DeviceMesh | None = None
+    """Processes that the rows are spread over, by `torch.chunk`'s rule along its first axis and again along its second;
+    None: all processes that save a checkpoint together, or only this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The processes over which parameters are sharded: those at this position in all pipelines."""
+
+    mesh: DeviceMesh
+    communicator: Communicator
+
+    def shard(
+        self, module: nn.Module, units: Sequence[nn.Module], compute_dtype: torch.dtype, what: str
+    ) -> ShardedModule:
+        return ShardedModule(
+            module, units, mesh=self.mesh, shards=self.communicator, compute_dtype=compute_dtype, what=what
+        )
+
+
+class Matrix:
+    """Rows of a vocabulary matrix (or entries of its bias): the master, and the tensor that products read."""
+
+    def __init__(self, parameter: nn.Parameter, compute_dtype: torch.dtype) -> None:
+        self.parameter = parameter
+        self._copy = None if parameter.dtype == compute_dtype else parameter.detach().to(compute_dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the rows in the dtype of the products, outside autograd."""
+        return self.parameter.detach() if self._copy is None else self._copy
+
+    @property
+    def trainable(self) -> bool:
+        return self.parameter.requires_grad
+
+    def gradient(self) -> Tensor:
+        """Return the buffer that gradients are added to, in the master's dtype, initially zeros."""
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+        return self.parameter.grad
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        if self._copy is not None:
+            self._copy.copy_(self.parameter)
+
+
+class ShardedMatrix(Matrix):
+    """The same with rows spread once more, over replicas: whole only while a step needs them."""
+
+    def __init__(self, rows: nn.Parameter, compute_dtype: torch.dtype, sharding: Sharding, what: str) -> None:
+        self._module = nn.Module()
+        self._module.register_parameter("weight", rows)
+        self.sharded = sharding.shard(self._module, [], compute_dtype, what)
+        ((_, self.parameter, self.start, _),) = self.sharded
+
+    @property
+    def weight(self) -> Tensor:
+        weight = self._module.weight
+        assert isinstance(weight, Tensor)
+        return weight.detach()
+
+    def gradient(self) -> Tensor:
+        return self.sharded.gradient("weight")
+
+    def refresh(self) -> None:
+        """Nothing to do: gathering refreshes them."""
+
+
+class StageParameters:
+    """The parameters of a stage's module, with masters if it computes in another dtype."""
+
+    def __init__(self, module: nn.Module, compute_dtype: torch.dtype) -> None:
+        self._masters: dict[str, nn.Parameter] = {}
+        self._copies: dict[str, nn.Parameter] = {}
+        for name, parameter in list(module.named_parameters()):
+            self._masters[name] = parameter
+            if parameter.dtype != compute_dtype:
+                copy = nn.Parameter(parameter.detach().to(compute_dtype))
+                copy.register_post_accumulate_grad_hook(_AddTo(parameter))
+                _replace(module, name, copy)
+                self._copies[name] = copy
+        self.follow_flags()
+
+    def __iter__(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self._masters.items())
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        if self._copies:
+            names = list(self._copies)
+            torch._foreach_copy_([self._copies[name] for name in names], [self._masters[name] for name in names])
+
+    def follow_flags(self) -> None:
+        """Make copies trainable if their masters are trainable now."""
+        for name, copy in self._copies.items():
+            copy.requires_grad_(self._masters[name].requires_grad)
+
+
+class _AddTo:
+    """Adds a finished gradient of the computing copy to its master."""
+
+    def __init__(self, master: nn.Parameter) -> None:
+        self._master = master
+
+    def __call__(self, copy: Tensor) -> None:
+        gradient = copy.grad
+        assert gradient is not None
+        if self._master.grad is None:
+            self._master.grad = gradient.to(self._master.dtype)
+        else:
+            self._master.grad.add_(gradient)
+        copy.grad = None
+
+
+def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(path), leaf, parameter)

@@ -1,0 +1,432 @@
+"""Start several processes on this machine, run a function in each, and return results or the first cause of failure.
+
+    losses = launch(train, "config.toml", processes=4)
+
+The processes have the same environment as under torchrun, but meet in a folder that only their user may enter
+(`store`), and listen only on loopback. On a machine without GPUs they are forked from a server that has imported torch
+and transformers once (a second launch from the same program reuses it); CUDA does not survive a fork, so with GPUs each
+process starts from scratch.
+
+This replaces torch's elastic launcher, which gives a stopped process 30 s to end after a failure, and waits forever for
+a process that is stopped or killed between its result and its end.
+
+The result or the failure of a process goes through a file in that folder. Only the function, its arguments and its
+results are pickled. Functions defined in a notebook or another program without a file cannot be imported, so they are
+sent by value (cloudpickle). When a process fails, the launcher ends the others (`supervisor`); the watch has then
+already settled which of them was at fault.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.util
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import cloudpickle
+import torch
+
+from evenpipe.errors import InputError, RunError
+from evenpipe.processes.bell import STOPS
+from evenpipe.processes.signs import Board, Cause, cause_of
+from evenpipe.processes.stopping import Wish
+from evenpipe.processes.store import FolderStore
+from evenpipe.processes.supervisor import Beats, Ending, end, supervise
+from evenpipe.processes.temporary import temporary_folder
+from evenpipe.processes.watch import EXIT_CODE, Watch
+from evenpipe.processes.worker import (
+    SILENCE_SECONDS,
+    START_SECONDS,
+    STORE_FOLDER,
+    TIMEOUT_SECONDS,
+    finish_worker,
+    initialise_worker,
+    start_worker,
+)
+
+__all__ = ["initialise_worker", "launch", "prepare_launch"]
+
+PRELOAD = ("torch.distributed", "transformers.modeling_utils", "evenpipe.processes.worker")
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that the launcher handles itself while it runs."""
+
+SHUTDOWN_SECONDS = 5.0
+"""Time from SIGTERM to SIGKILL after Ctrl-C."""
+
+UNGUARDED = 74
+"""Exit code of a process that reached a launch while it imported the program."""
+
+PR_SET_PDEATHSIG = 1
+
+
+def launch(
+    function: Callable[..., Any],
+    *arguments: Any,
+    processes: int,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    silence_seconds: float = SILENCE_SECONDS,
+    start_seconds: float = START_SECONDS,
+    torch_device: str | None = None,
+    preload: Sequence[str] = (),
+    on_stop: Callable[[int], None] | None = None,
+) -> list[Any]:
+    """Run `function(*arguments)` in `processes` new processes of this machine; return their results in rank order.
+
+    In each process the default process group is open (see `initialise_worker`), torch uses one thread unless
+    OMP_NUM_THREADS says otherwise, and Ctrl-C ends it at once.
+
+    function: at the top level of a module, or defined in a notebook, `python -c` or a program from standard input;
+        such a function is sent together with the globals that it uses. Arguments and results are pickled. A script
+        calls launch under `if __name__ == "__main__":`, because the processes import it.
+    timeout_seconds: limit of a wait among live processes.
+    silence_seconds: a process without a sign of life for this long counts as dead.
+    start_seconds: how long processes may take to start.
+    torch_device: "cpu" or "cuda"; default: a GPU if there is one.
+    preload: as in `prepare_launch`, which may have been called before.
+    on_stop: called with the number of a first Ctrl-C or SIGTERM when it has been passed on to processes that can stop
+        on request (`stopping`); it ends nothing then. Without `on_stop`, or if they cannot, the first one ends them.
+
+    Raises:
+        InputError: `function` raised one, or an argument of launch is wrong. Same text.
+        RunError: anything else that ended a process: the first cause, with the traceback of the process as a note.
+        KeyboardInterrupt: Ctrl-C. SystemExit: SIGTERM, SIGHUP or SIGQUIT. All processes have ended by then.
+    """
+    _end_if_unguarded()
+    if "RANK" in os.environ:
+        raise InputError(
+            f"launch: this is already process {os.environ['RANK']} of a launched group (environment variable RANK), "
+            "expected a program that is not; call the function itself"
+        )
+    if processes < 1:
+        raise InputError(f"processes: {processes}, expected at least 1")
+    try:
+        work = _dumps((function, arguments))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise InputError(
+            f"launch: the function and its arguments cannot be pickled ({error}), expected a function at the top level "
+            "of a module and arguments of plain types"
+        ) from error
+    limits = {
+        "timeout_seconds": timeout_seconds,
+        "silence_seconds": silence_seconds,
+        "start_seconds": start_seconds,
+        "torch_device": torch_device,
+    }
+    with temporary_folder("evenpipe-launch-") as folder, _signals_as_exceptions() as signals:
+        Board(folder / "board", processes)
+        prepare_launch(*preload, torch_device=torch_device)
+        store = FolderStore(folder / "store")
+        wish = Wish(store, on_stop)
+        signals.accept = wish.accept
+        method = _start_method(torch_device)
+        context = multiprocessing.get_context(method)
+        parent = _server_pid() if method == "forkserver" else os.getpid()
+        environments = [_environment(rank, processes, folder / "store") for rank in range(processes)]
+        # The type stubs know no common type of contexts that has Process.
+        children = [
+            context.Process(target=_process, args=(work, environment, folder, limits, parent))  # type: ignore[attr-defined]
+            for environment in environments
+        ]
+        try:
+            with _threads_of_new_processes(), _main_as_it_is():
+                for child in children:
+                    child.start()
+            beats = Beats(store, processes)
+            first = supervise(children, beats, silence_seconds=silence_seconds)
+        except _Interrupted as interrupted:
+            if any(child.pid is None for child in children):
+                _kill_server()  # importing, or about to fork a process that we do not know yet
+            if interrupted.number == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + interrupted.number) from None
+        except (OSError, EOFError) as error:
+            raise RunError(f"the processes could not be started: {error!r}") from error
+        finally:
+            with _signals_ignored():
+                end(children, 0.0 if wish.accepted else SHUTDOWN_SECONDS)  # from here on they ignore SIGTERM
+        if first is not None:
+            raise _first_cause(folder, processes, first)
+        return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(processes)]
+
+
+def prepare_launch(*modules: str, torch_device: str | None = None) -> None:
+    """Start a server in the background that imports the modules for a later `launch`.
+
+    Call it early: four imports of torch and transformers take 12 s on two cores; one takes 3 s, in parallel with the
+    caller. With GPUs it does nothing.
+
+    modules: names of more modules to import, besides torch, transformers and evenpipe.
+    """
+    _end_if_unguarded()  # whatever a caller does before it launches is not done there either
+    if _start_method(torch_device) != "forkserver":
+        return
+    multiprocessing.set_forkserver_preload([*PRELOAD, *modules])
+    # The server inherits it: only the launcher should react to Ctrl-C or Slurm's SIGTERM.
+    with _threads_of_new_processes(), _signal_handlers(signal.SIG_IGN, STOPS):
+        _give_the_server_a_folder()
+        multiprocessing.forkserver.ensure_running()
+
+
+# -- what travels -----------------------------------------------------------------------------------------------------
+
+
+def _main_can_be_imported() -> bool:
+    """Return whether there is a file that another process could import as this one's `__main__`."""
+    main = sys.modules["__main__"]
+    return main.__spec__ is not None or Path(getattr(main, "__file__", None) or "").is_file()
+
+
+def _dumps(value: Any) -> bytes:
+    """Pickle by reference, which also fails early if no process could import it; by value if `__main__` is not a
+    file."""
+    return pickle.dumps(value) if _main_can_be_imported() else cloudpickle.dumps(value)
+
+
+def _end_if_unguarded() -> None:
+    """Ends this process where it is one of a launch that imports the program of its launcher, and comes upon another:
+    the launcher then says what is wrong."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(UNGUARDED)
+
+
+# -- the parent -------------------------------------------------------------------------------------------------------
+
+
+def _start_method(torch_device: str | None) -> str:
+    """Return the start method: fork from a server that has imported everything, if that is safe."""
+    gpus = torch_device != "cpu" and torch.cuda.is_available()
+    return "spawn" if sys.platform != "linux" or gpus else "forkserver"
+
+
+def _server_pid() -> int | None:
+    """Return the pid of this program's fork server, if it has one. Python has no public function for it."""
+    pid: int | None = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return pid
+
+
+def _give_the_server_a_folder() -> None:
+    """Put the fork server's socket into one of our folders: multiprocessing's own folder would stay forever if the
+    program is killed, ours only until the next program starts."""
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if config.get("tempdir") is None:
+        folder = temporary_folder("evenpipe-server-")
+        config["tempdir"] = str(folder.__enter__())
+        multiprocessing.util.Finalize(None, folder.__exit__, (None, None, None), exitpriority=-100)
+
+
+def _environment(rank: int, processes: int, store: Path) -> dict[str, str]:
+    """Return the environment of a process: the caller's, and the variables of torchrun except for its store."""
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    return {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(processes)),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        STORE_FOLDER: str(store),
+        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback),  # no other machine needs to reach them
+    }
+
+
+def _kill_server() -> None:
+    if server := _server_pid():
+        os.kill(server, signal.SIGKILL)
+        multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]  # or it would be asked once more
+
+
+@contextlib.contextmanager
+def _threads_of_new_processes() -> Iterator[None]:
+    """torch reads the number of threads when it is imported, which in a fresh process is before our code."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+
+
+class _Interrupted(BaseException):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _signals_as_exceptions() -> Iterator[_Handler]:
+    """Within, the first of SIGNALS that is not accepted raises _Interrupted."""
+    handler = _Handler()
+    with _signal_handlers(handler, SIGNALS):
+        yield handler
+
+
+class _Handler:
+    def __init__(self) -> None:
+        self.accept: Callable[[int], bool] = lambda number: False
+        self._raised = False
+
+    def __call__(self, number: int, _: FrameType | None) -> None:
+        if not self._raised and not self.accept(number):
+            self._raised = True  # another one would interrupt the handling of this one
+            raise _Interrupted(number)
+
+
+def _signals_ignored() -> contextlib.AbstractContextManager[None]:
+    return _signal_handlers(lambda *_: None, SIGNALS)
+
+
+@contextlib.contextmanager
+def _signal_handlers(
+    handler: Callable[[int, FrameType | None], None] | signal.Handlers, signals: Sequence[int]
+) -> Iterator[None]:
+    """Install signal handlers. No effect outside the main thread, where Python has no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _main_as_it_is() -> Iterator[None]:
+    """New processes import the file that `__main__` names: prevent that for "<stdin>", a program from standard
+    input."""
+    main = vars(sys.modules["__main__"])
+    if _main_can_be_imported() or "__file__" not in main:
+        yield
+        return
+    file = main.pop("__file__")
+    try:
+        yield
+    finally:
+        main["__file__"] = file
+
+
+def _first_cause(folder: Path, processes: int, first: Ending) -> InputError | RunError:
+    """Return the error to raise, from the records of the processes and from how the first of them ended."""
+    board = Board(folder / "board", processes)
+    records = [json.loads(path.read_text()) for path in sorted(folder.glob("failure-*.json"))]
+    records.sort(key=lambda record: record["rank"] != record["origin"])  # the culprit's own message first
+    if not records and first.exit_code == UNGUARDED:
+        return InputError(
+            f"launch: {sys.modules['__main__'].__file__!r} calls it wherever it is imported, and the processes import "
+            'it; expected the call under `if __name__ == "__main__":`'
+        )
+    culprit = records[0]["origin"] if records else first.rank
+    if records and (records[0]["kind"] != "dead" or first.exit_code == EXIT_CODE):
+        text = records[0]["text"]
+        if records[0]["kind"] == "input":
+            return InputError(text)
+    elif first.cause is not None:
+        text = first.cause.text
+    elif first.exit_code < 0:
+        name = signal.Signals(-first.exit_code).name
+        text = f"process {first.rank} (pid {first.pid}) was killed by signal {-first.exit_code} ({name})"
+    else:
+        text = f"process {first.rank} (pid {first.pid}) ended with exit code {first.exit_code}"
+    for other in range(processes):
+        if other != culprit and (waiting := board.read(other)):
+            text += f"; process {other} was awaiting {waiting}"
+            break
+    error = RunError(text)
+    if records and records[0]["rank"] == culprit:
+        error.add_note(f"in process {culprit}:\n{records[0]['traceback']}")
+    return error
+
+
+# -- a process --------------------------------------------------------------------------------------------------------
+
+
+def _process(work: bytes, environment: dict[str, str], folder: Path, limits: dict[str, Any], parent: int) -> None:
+    """The whole life of one process. Returns if all is well, otherwise leaves by os._exit."""
+    os.environ.clear()  # a fork server has the environment of the time when it was started
+    os.environ.update(environment)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    _end_with(parent)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
+    rank = int(os.environ["RANK"])
+    watch: Watch | None = None
+    known: Cause | None = None
+
+    def note(watch: Watch) -> None:
+        nonlocal known
+        assert watch.cause is not None
+        known = watch.cause
+        _record(folder, rank, known)
+
+    try:
+        board = Board(folder / "board", int(os.environ["WORLD_SIZE"]))
+        watch = start_worker(**limits, on_cause=note, board=board).watch
+        function, arguments = pickle.loads(work)
+        result = _dumps(function(*arguments))
+        (folder / f"result-{rank}").write_bytes(result)
+        finish_worker()
+    except BaseException as error:
+        if watch is not None:
+            watch.report_exception(error)
+        _record(folder, rank, known or cause_of(error, rank), error)
+        _flush()
+        os._exit(error.exit_code if isinstance(error, InputError) else EXIT_CODE)
+    _flush()
+    atexit.register(os._exit, 0)  # the interpreter's normal exit takes 1.5 s with torch loaded
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the caller, or the fork server, is killed.
+
+    parent: pid of the process that started this one. The kernel ends this process with it, even when it is stopped. A
+    fork server lives as long as any of its processes, so this also waits for the end of the caller.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended already
+            os._exit(EXIT_CODE)
+    threading.Thread(target=_end_with_the_caller, name="evenpipe-parent", daemon=True).start()
+
+
+def _end_with_the_caller() -> None:
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    caller.join()
+    os._exit(EXIT_CODE)
+
+
+def _record(folder: Path, rank: int, cause: Cause, error: BaseException | None = None) -> None:
+    """Write down how this process failed, for the parent. A second record, with the exception, replaces the first."""
+    record = {
+        "rank": rank,
+        "origin": cause.origin,
+        "kind": cause.kind,
+        "text": cause.text,
+        "traceback": "" if error is None else "".join(traceback.format_exception(error)),
+    }
+    part = folder / f"failure-{rank}-{threading.get_ident()}.part"
+    with contextlib.suppress(OSError):  # disk full: the launcher still sees the exit code
+        part.write_text(json.dumps(record))
+        part.rename(folder / f"failure-{rank}.json")
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()

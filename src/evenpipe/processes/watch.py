@@ -1,0 +1,501 @@
+"""The watch: notices that a process died, hangs or failed, and ends all others with one message that names the cause.
+
+Nothing in a process can interrupt a gloo wait, and gloo's error when a peer dies names no process; after a timeout it
+may even blame the wrong one. So each process has a thread that, every quarter of a second,
+
+1. writes a beat to the store: a counter, and what the main thread waits for;
+2. checks the next process in the ring: if it has died (same machine), or its beat is unchanged for `silence_seconds`,
+   it writes the cause;
+3. looks for a cause written by any process. There is only one, the first. A process that sees it ends with exit code 3.
+
+A ring suffices, because in any set of dead processes one follows a live one; so the cost does not grow with their
+number. Beats are compared by change of value against the reader's own clock, and only time during which the reader
+itself ran counts: machines' clocks differ, and a whole job may be suspended and continued.
+
+The watch itself must not wait forever. A store that does not answer for `silence_seconds`, because its machine was cut
+off, is a cause; so is a wait that exceeds its own limit, whatever the library does.
+
+Under torchrun there are three more cases. Its agent sends SIGTERM to all as soon as it has seen one fail, often before
+the others know which: so the watch handles that signal, looks for the cause, prints it, and ends. If there is no cause,
+and the program can stop on request (`stopping`), the signal was such a request. If a process ends without an error
+while others need it (also by `sys.exit`), they name it. And if the agent itself has died, each process ends itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from evenpipe.errors import RunError
+from evenpipe.given import plain_lines
+from evenpipe.processes.bell import STOPS, Bell
+from evenpipe.processes.peers import Peers
+from evenpipe.processes.proof import strangers
+from evenpipe.processes.signs import (
+    LAUNCHER,
+    Beat,
+    Board,
+    Cause,
+    Waiting,
+    cause_of,
+    is_stopped,
+    machine,
+    processes,
+    siblings,
+    started,
+)
+from evenpipe.processes.store import Store, StoreError, StoreSilentError
+
+BEAT_SECONDS = 0.25
+GRACE_SECONDS = 1.0
+"""How long the main thread has to notice a cause."""
+OWN_WAY_SECONDS = 2.0
+"""How long it then has to end in its own way. With `LATE_SECONDS` a process has ended four seconds after the limit of
+its wait, whatever hangs."""
+
+FAREWELL_SECONDS = 1.5
+"""How long after SIGTERM a process looks for the cause before it treats that signal as the cause, or as a request. A
+second signal within that time is the same one: torchrun's agent passes on to its processes what a terminal sent to
+all."""
+
+EXIT_CODE = 3
+
+LATE_SECONDS = 1.0
+"""How much longer than its limit a wait on the host may last before the watch ends it: normally the wait itself
+raises."""
+
+TOO_LONG = re.compile("[Tt]imed out|wait timeout|Application timeout")
+"""gloo's message when a wait took too long, and the store's."""
+
+BROKEN = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Application timeout caused")
+"""gloo's messages when a peer has died or a wait took too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceWait:
+    waiting: Waiting
+    is_done: Callable[[], bool]
+    limit_seconds: float
+
+
+class Watch:
+    """One per process. The main thread calls `awaiting` and `arrived` around every wait, `explain` when it fails."""
+
+    def __init__(
+        self,
+        store: Store | None,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        silence_seconds: float = 30.0,
+        timeout_seconds: float = float("inf"),
+        on_cause: Callable[[Watch], None] | None = None,
+        board: Board | None = None,
+        launcher: int | None = None,
+    ) -> None:
+        """A watch that does nothing until `start()`. Make it before processes meet: it opens a new connection to the
+        store, which takes seconds if a name server does not answer, and holds the interpreter's lock meanwhile.
+
+        store: reached by all processes, of this run's own; None for a single process.
+        silence_seconds: a process without a beat for this long counts as dead, and so does a store without an answer.
+            Must exceed the longest operation that keeps Python's interpreter lock.
+        timeout_seconds: default limit of one announced wait.
+        on_cause: called once, on any thread, as soon as `cause` is known. Default: the message goes to stderr if the
+            main thread is stuck and the watch has to end the process.
+        board: shows the launcher what this process waits for.
+        launcher: pid of the launcher, if the run should end with it.
+        """
+        self.rank, self.world_size, self.silence_seconds = rank, world_size, silence_seconds
+        self.cause: Cause | None = None
+        self.timeout_seconds = timeout_seconds
+        self._store = store
+        self._store_of_thread = None if store is None else store.another()
+        self._peers: Peers | None = None
+        self._waiting: Waiting | None = None
+        self._limit_seconds = timeout_seconds
+        self._on_device: deque[_DeviceWait] = deque()
+        self._launcher = launcher
+        self._beat_seconds = BEAT_SECONDS * max(1.0, world_size / 256)  # all beats go to one store
+        self._on_cause = on_cause
+        self._board = board
+        self._beat = Beat(0, machine(), os.getpid(), started(os.getpid()) or "")
+        self._silent: StoreSilentError | None = None
+        """Set while the store does not answer the watch's thread."""
+        self._cause_known = threading.Event()
+        self._learning = threading.Lock()
+        self._main_knows = False
+        self.asked_to_stop = 0
+        """The signal that asked this process to stop, since `hear_stops`."""
+        self._say: Callable[[int, bool], None] | None = None
+        self._stop = threading.Event()
+        self._bell: Bell | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, *, hear_sigterm: bool = False) -> None:
+        """Start to beat. All processes start at about the same time.
+
+        hear_sigterm: on SIGTERM, look for the cause and end with it, unless the program handles that signal itself.
+        """
+        if self._store is None or self.world_size == 1:
+            return
+        assert self._store_of_thread is not None
+        store = self._store_of_thread
+        # All processes of all machines access the store at this moment.
+        with self._store.patient(self.silence_seconds), store.patient(self.silence_seconds):
+            self._store.write(f"beat/{self.rank}", self._beat.dump())
+            self._peers = Peers(self._store, self._beat, self.rank, self.world_size)
+            peers = Peers(store, self._beat, self.rank, self.world_size)
+        self._bell = Bell()
+        if hear_sigterm:
+            self._bell.hear(signal.SIGTERM)
+        self._thread = threading.Thread(target=self._run, args=(store, peers), name="evenpipe-watch", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """End the watch of a process that has done its work: from now on its silence is no alarm."""
+        # A forked child has no thread, and does not own its sockets.
+        if self._thread is None or os.getpid() != self._beat.pid:
+            return
+        self._stop.set()
+        assert self._bell is not None
+        self._bell.ring()
+        self._thread.join(None if self._silent is None else BEAT_SECONDS)
+        if self._thread.is_alive():  # it waits for an answer of the store, and so would this thread
+            return
+        self._bell.close()
+        self._thread = None
+        if self.cause is None:
+            assert self._store is not None
+            with contextlib.suppress(StoreError):  # the store may have ended with the process that held it
+                beat = replace(self._beat, count=self._beat.count + 1, done=True)
+                self._store.write(f"beat/{self.rank}", beat.dump())
+
+    def hear_stops(self, say: Callable[[int, bool], None] | None) -> bool:
+        """From now on the first of the signals STOPS is a request, shown in `asked_to_stop`, and a second one ends the
+        process at once. Returns False if the watch does nothing.
+
+        say: called with the signal, and whether it ends the process; on the watch's thread. None: no more requests.
+        """
+        self._say = say
+        if self._bell is None:
+            return False
+        if say is not None:
+            self._bell.hear(*STOPS)
+        return True
+
+    # -- called by the main thread -----------------------------------------------------------------
+
+    def awaiting(
+        self,
+        what: str,
+        needed_by: str,
+        communicator: str,
+        peers: tuple[int, ...],
+        limit_seconds: float | None = None,
+    ) -> None:
+        """Announce what the main thread is about to wait for.
+
+        limit_seconds: how long that may take; default: `timeout_seconds`.
+
+        Raises:
+            RunError: the run is known to have failed already.
+        """
+        self._limit_seconds = self.timeout_seconds if limit_seconds is None else limit_seconds
+        self._waiting = Waiting(what, needed_by, communicator, peers)
+        if self._board is not None:
+            self._board.show(self.rank, self._waiting)
+        if self._cause_known.is_set():
+            raise self._error()
+
+    def arrived(self) -> None:
+        """End the announced wait."""
+        self._waiting = None
+        if self._board is not None:
+            self._board.clear(self.rank)
+
+    def arrives_when(self, is_done: Callable[[], bool], limit_seconds: float) -> None:
+        """The main thread goes on and a GPU waits, at most this long; no library raises there. That wait is over when
+        `is_done()` is True, which the watch's thread calls: it must neither raise, nor wait, nor call CUDA.
+
+        If the GPU has failed, it stays False. The main thread notices that failure at its next call of CUDA, much
+        earlier than the limit, and reports it as the cause.
+        """
+        if self._waiting is not None and self._thread is not None:
+            self._on_device.append(_DeviceWait(self._waiting, is_done, limit_seconds))
+        self._waiting = None  # the board keeps showing it until the watch knows better
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """Return what the main thread waits for, or else the GPU: its first pending transfer."""
+        waiting = self._waiting
+        with contextlib.suppress(IndexError):  # the other thread may remove the last one
+            waiting = waiting or self._on_device[0].waiting
+        return waiting
+
+    @contextlib.contextmanager
+    def during(self, what: str, communicator: str, peers: tuple[int, ...]) -> Iterator[None]:
+        """Wrap a blocking call of torch.distributed: announce it, and raise the result of `explain` if it fails."""
+        self.awaiting(what, "", communicator, peers)
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.explain(error) from error
+        self.arrived()
+
+    def check_members(self, group: dist.ProcessGroup, name: str, members: Sequence[int]) -> None:
+        """Make sure that the connections of a new gloo group lead to processes of this run. Collective over it.
+
+        members: global ranks.
+
+        Raises:
+            RunError: a stranger has connected in the place of a process.
+        """
+        secret = None if self._store is None else self._store.secret()
+        if secret is None:
+            return
+        with self.during(f"proofs of {name}", name, tuple(member for member in members if member != self.rank)):
+            found = strangers(group, self.rank, members, secret)
+        if found:
+            raise RunError(
+                f"communicator {name}: a program that is not part of this run has connected to process {self.rank} "
+                f"(pid {self._beat.pid}) in the place of {processes(found)}; check who else uses this machine"
+            )
+
+    def explain(self, error: Exception) -> RunError:
+        """Return the error to raise when a wait failed with `error`: find the cause, or settle what it is.
+
+        A broken connection alone does not tell who is at fault, because the peer may be a victim too. So this waits for
+        a cause, up to the time after which a silent process is found, and only then blames the peer itself.
+        """
+        self._main_knows = True
+        waiting = self.waiting
+        if self._thread is None:
+            return RunError(f"process {self.rank}, awaiting {waiting}: {error}")
+        assert self._peers is not None
+        if TOO_LONG.search(str(error)) and not self._cause_known.is_set():
+            self._settle_stuck(self._peers, waiting, self._store)
+        ranks = () if waiting is None else waiting.peers
+        deadline = time.monotonic() + self.silence_seconds + 1
+        while not self._cause_known.wait(0.05):
+            now = time.monotonic()
+            try:
+                found = self._peers.first_death(ranks)
+                # One of several may have completed its part.
+                if found is None and (len(ranks) == 1 or now > deadline):
+                    found = self._peers.departure(ranks)
+            except StoreSilentError as silent:
+                found = self._lost(silent) if now > deadline else None
+            except StoreError as lost:
+                found = self._lost(lost)
+            if found is not None:
+                self._settle(found, self._store)
+            elif now > deadline:
+                origin = ranks[0] if ranks else self.rank
+                text = f"{processes(ranks)} broke the connection" if ranks else f"process {origin} lost a connection"
+                self._settle(Cause("dead", origin, f"{text} ({error})"), self._store)
+        return self._error()
+
+    def report_exception(self, error: BaseException) -> None:
+        """Tell all others why this process fails, unless there is a cause already: then `error` is a consequence, and
+        the cause is printed with it. For the outermost handler."""
+        self._main_knows = True
+        if self._thread is None or os.getpid() != self._beat.pid:
+            return
+        if not self._cause_known.is_set():
+            if isinstance(error, RuntimeError) and any(sign in str(error) for sign in BROKEN):
+                self.explain(error)  # from an unannounced operation: this process may be a victim
+            else:
+                self._settle(cause_of(error, self.rank), self._store)
+        assert self.cause is not None
+        if self._on_cause is None and self.cause.origin != self.rank and self.cause.text not in str(error):
+            print(plain_lines(f"evenpipe: {self._error()}"), file=sys.stderr, flush=True)
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self, store: Store, peers: Peers) -> None:
+        neighbour, last_value, silent_seconds, lost_seconds = self._after(self.rank), "", 0.0, 0.0
+        longest: tuple[Waiting, float] | None = None
+        waited_seconds = 0.0
+        last_time, farewell, number = time.monotonic(), float("inf"), 0
+        assert self._bell is not None
+        while not self._cause_known.is_set():
+            rung = self._bell.wait(self._beat_seconds if farewell == float("inf") else 0.05)
+            signalled = next((number for number in STOPS if number in rung), 0)
+            if self._stop.is_set() and not self._cause_known.is_set():
+                return
+            now = time.monotonic()
+            elapsed = min(now - last_time, 2 * self._beat_seconds)  # a longer gap: this process was stopped itself
+            last_time = now
+            if signalled and self.asked_to_stop and self._say is not None:
+                self._say(signalled, True)
+                self._kill_siblings()
+                os._exit(128 + signalled)
+            if signalled and farewell == float("inf"):
+                number, farewell = signalled, now + FAREWELL_SECONDS
+            before, longest = longest, self._limited_wait()
+            same = longest is not None and before is not None and longest[0] is before[0]
+            waited_seconds = waited_seconds + elapsed if same else 0.0
+            try:
+                if longest is not None and waited_seconds > longest[1]:
+                    self._settle_stuck(peers, longest[0], store)
+                    break
+                self._beat = replace(self._beat, count=self._beat.count + 1, waiting=self.waiting)
+                store.write(f"beat/{self.rank}", self._beat.dump())
+                self._silent = None
+                if (text := store.read("cause")) is not None:
+                    self._learn(Cause.load(text, self.world_size))
+                    break
+                if farewell != float("inf"):
+                    found = peers.first_death(peers.here())
+                    if found is None and now > farewell:
+                        found = peers.departure(peers.here())
+                        if found is None and self._say is not None:
+                            self.asked_to_stop, farewell = number, float("inf")
+                            self._say(number, False)
+                        elif found is None:
+                            found = self._ended_by(number)
+                    if found is not None:
+                        self._settle(found, store)
+                    continue
+                if self._is_orphan():
+                    self._settle(_launcher_died(), store)
+                if neighbour == self.rank:
+                    continue
+                value, beat = peers.beat(neighbour)
+                silent_seconds = 0.0 if value != last_value else silent_seconds + elapsed
+                last_value, lost_seconds = value, 0.0
+                if beat is not None and beat.done:
+                    neighbour, last_value, silent_seconds = self._after(neighbour), "", 0.0
+                elif death := peers.death_of(neighbour):
+                    self._settle(death, store)
+                elif silent_seconds > self.silence_seconds:
+                    self._settle(peers.silence_of(neighbour, self.silence_seconds), store)
+                    self._kill_siblings(neighbour)
+            except StoreError as error:
+                # The store ended with its host, or its host cannot be reached. A process that computes may well
+                # complete; one that waits will not, and one whose launcher has died should not.
+                if isinstance(error, StoreSilentError):
+                    self._silent = error
+                    elapsed, last_time = elapsed + error.seconds, time.monotonic()
+                    waited_seconds += error.seconds
+                lost_seconds = lost_seconds + elapsed if self.waiting is not None else 0.0
+                if self._is_orphan() or farewell != float("inf") or lost_seconds > self.silence_seconds:
+                    self._learn(self._lost(error))
+        self._kill_siblings()
+        self._end()
+
+    def _kill_siblings(self, which: int | None = None) -> None:
+        """Under torchrun: kill the process `which` of this machine, or else all stopped ones, which ignore other
+        signals and would delay torchrun's end by half a minute. Elsewhere `supervisor` does this."""
+        if self._launcher is None or self._is_orphan():
+            return
+        for rank, pid in siblings().items():
+            if rank == which or (which is None and is_stopped(pid)):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _limited_wait(self) -> tuple[Waiting, float] | None:
+        """Return what the main thread waits for, or else the GPU, and the limit in seconds."""
+        if (waiting := self._waiting) is not None:
+            return waiting, self._limit_seconds + LATE_SECONDS
+        on_device = self._first_on_device()
+        return None if on_device is None else (on_device.waiting, on_device.limit_seconds)
+
+    def _first_on_device(self) -> _DeviceWait | None:
+        """Return the first pending transfer of the GPU."""
+        while self._on_device:
+            first = self._on_device[0]
+            if not first.is_done():
+                return first
+            self._on_device.popleft()
+            if self._board is not None and self._waiting is None and not self._on_device:
+                self._board.clear(self.rank)
+        return None
+
+    def _after(self, rank: int) -> int:
+        return (rank + 1) % self.world_size
+
+    def _end(self) -> None:
+        """End the process from this thread if the main thread does not."""
+        if self._stop.wait(GRACE_SECONDS) or (self._main_knows and self._stop.wait(OWN_WAY_SECONDS)):
+            return
+        if self._on_cause is None:
+            print(plain_lines(f"evenpipe: {self._error()}"), file=sys.stderr, flush=True)
+        os._exit(EXIT_CODE)
+
+    # -- causes ------------------------------------------------------------------------------------
+
+    def _settle(self, cause: Cause, store: Store | None) -> None:
+        """Write the cause, unless another was written before: then that one counts.
+
+        store: the client of this thread.
+        """
+        assert store is not None
+        try:
+            self._learn(Cause.load(store.settle("cause", cause.dump(self.rank)), self.world_size))
+        except StoreError:
+            self._learn(cause)
+
+    def _settle_stuck(self, peers: Peers, waiting: Waiting | None, store: Store | None) -> None:
+        """A wait lasted too long. If the store does not answer either, nothing more can be found out."""
+        try:
+            if self._silent is not None:
+                raise self._silent
+            self._settle(peers.stuck(waiting), store)
+        except StoreError as error:
+            peer = waiting.peers[0] if waiting is not None and waiting.peers else self.rank
+            self._learn(Cause("stuck", peer, f"process {self.rank} timed out awaiting {waiting}, and {error}"))
+
+    def _learn(self, cause: Cause) -> None:
+        with self._learning:
+            if self._cause_known.is_set():
+                return
+            self.cause = cause
+            if self._on_cause is not None:
+                self._on_cause(self)
+            self._cause_known.set()
+        if self._bell is not None:
+            self._bell.ring()
+
+    def _error(self) -> RunError:
+        assert self.cause is not None
+        self._main_knows = self._main_knows or threading.current_thread() is threading.main_thread()
+        if self.cause.origin == self.rank or self.waiting is None:
+            return RunError(str(self.cause))
+        return RunError(f"{self.cause}; process {self.rank} was awaiting {self.waiting}")
+
+    def _ended_by(self, number: int) -> Cause:
+        """Return the cause for a signal without any other cause."""
+        name = signal.Signals(number).name
+        return Cause(
+            "dead", self.rank, f"process {self.rank} (pid {self._beat.pid}) was ended by signal {number} ({name})"
+        )
+
+    def _is_orphan(self) -> bool:
+        return self._launcher is not None and os.getppid() != self._launcher
+
+    def _lost(self, error: StoreError) -> Cause:
+        """Return the cause if the store is gone, or has not answered for too long."""
+        if self._is_orphan():
+            return _launcher_died()
+        if isinstance(error, StoreSilentError):
+            text = f"the launcher cannot be reached: {error.address} has not answered for {self.silence_seconds:g} s"
+            return Cause("silent", LAUNCHER, f"{text} (its machine is down, or the network to it)")
+        lines = str(error).strip().splitlines()
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        text = f"and with it the store of the run ({lines[0] if lines else error!r})"
+        return Cause("dead", LAUNCHER if agent else 0, f"{'the launcher' if agent else 'process 0'} has died, {text}")
+
+
+def _launcher_died() -> Cause:
+    return Cause("dead", LAUNCHER, "the launcher of this process has died: killed, out of memory or crashed")

@@ -1,0 +1,360 @@
+"""The start of one process: find the others, start the watch, open the default process group.
+
+This is the same under torchrun and under `launch`. Outside of both, a process is alone, with no group and a watch that
+does nothing.
+
+Processes of `launch` meet in a folder that only their user may enter, and connect to each other on loopback, which no
+other machine reaches. Those of torchrun meet in its store, on a port that is open to everyone who reaches its machine.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, distributed_c10d
+from torch.distributed.rendezvous import rendezvous
+
+from evenpipe.errors import InputError, RunError
+from evenpipe.processes.peers import Peers
+from evenpipe.processes.signs import Beat, Board, machine, processes, started, words
+from evenpipe.processes.store import FolderStore, NetworkStore, Store, StoreError, StoreSilentError
+from evenpipe.processes.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_SECONDS = 1800.0
+"""Default limit of a wait among live processes. Long, because one may save a checkpoint while the others wait; dead and
+hung processes are found much earlier, by the watch."""
+
+SILENCE_SECONDS = 30.0
+"""Default time without a sign of life after which a process counts as dead."""
+
+START_SECONDS = 600.0
+"""How long processes may take to start: the slowest import of torch on a cold network file system, and the first use of
+a GPU."""
+
+POLL_SECONDS = 0.25
+
+STORE_FOLDER = "EVENPIPE_STORE_FOLDER"
+"""In the environment of processes that `launch` starts: the folder in which they meet."""
+
+LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+"""Variables in which torchrun, srun and mpirun give the number of a process on its machine. The first that is set
+counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """This process among all."""
+
+    rank: int
+    world_size: int
+    torch_device: torch.device
+    """Device of this process's tensors."""
+    timeout_seconds: float
+    """Limit for every process group."""
+    watch: Watch
+    store: Store | None
+    """Store for texts between processes of this run; None for a process that is alone."""
+
+    def mark(self, name: str) -> None:
+        """Leave a mark for `wait_for_mark` of the others. Raises StoreError if the store is gone."""
+        if self.store is not None:
+            with self.store.patient(self.watch.silence_seconds):
+                self.store.write(name, "")
+
+    def wait_for_mark(self, name: str, what: str, needed_by: str) -> None:
+        """Return when the first process has left the mark, however long its work takes.
+
+        what, needed_by: description of this wait, for error messages.
+
+        Raises:
+            RunError: the run has failed.
+            StoreError: the store is gone.
+        """
+        found = self.store is None
+        while not found:
+            self.watch.awaiting(what, needed_by, "store", (0,))
+            time.sleep(POLL_SECONDS)
+            with contextlib.suppress(StoreSilentError):  # the watch knows how long it may be silent
+                found = self.store is None or self.store.has([name])
+        self.watch.arrived()
+
+
+_this: Worker | None = None
+
+
+def initialise_worker(
+    *,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    silence_seconds: float = SILENCE_SECONDS,
+    start_seconds: float = START_SECONDS,
+    torch_device: torch.device | str | None = None,
+) -> Worker:
+    """Make this process ready to communicate, once; a second call returns the same worker.
+
+    Under torchrun (environment variable RANK) it joins the others and opens the default process group, unless it is
+    open already: gloo on CPUs, NCCL and gloo if every process has its own GPU, only gloo if processes share one. From
+    then on an uncaught exception ends all processes, with its text.
+
+    timeout_seconds: limit of a wait among live processes.
+    silence_seconds: a process without a sign of life for this long counts as dead.
+    start_seconds: how long processes may take to start.
+    torch_device: default: a GPU if there is one, else the CPU. The GPU is the one that the default process group is
+        bound to; else by this process's number on its machine, if torchrun, srun or mpirun gives one; else the current
+        one. It becomes the current one.
+
+    Raises:
+        InputError: torch_device is not a device of this machine, or not the one that the default group is bound to.
+        RunError: some processes did not start; names them.
+    """
+    if _this is not None:
+        return _this
+    worker = start_worker(
+        timeout_seconds=timeout_seconds,
+        silence_seconds=silence_seconds,
+        start_seconds=start_seconds,
+        torch_device=torch_device,
+    )
+    if worker.world_size > 1:
+        atexit.register(worker.watch.finish)
+        before = sys.excepthook
+
+        def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            worker.watch.report_exception(error)
+            before(kind, error, trace)
+
+        sys.excepthook = report
+    return worker
+
+
+def current_watch() -> Watch | None:
+    """Return the watch of this process, if there are others to watch."""
+    return None if _this is None or _this.world_size == 1 else _this.watch
+
+
+def finish_worker() -> None:
+    """End this process's part in good order: from now on its silence is no alarm.
+
+    For a process that is about to leave by os._exit; otherwise Python does the same at its end. No effect if
+    initialise_worker has not been called.
+    """
+    if _this is None:
+        return
+    _this.watch.finish()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def start_worker(
+    *,
+    timeout_seconds: float,
+    silence_seconds: float,
+    start_seconds: float,
+    torch_device: torch.device | str | None,
+    on_cause: Callable[[Watch], None] | None = None,
+    board: Board | None = None,
+) -> Worker:
+    """As initialise_worker, for a caller that reports exceptions and ends the watch itself."""
+    global _this  # noqa: PLW0603  (one process is one worker)
+    timeout = timedelta(seconds=timeout_seconds)
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        _this = Worker(0, 1, _own_device(torch_device)[0], timeout_seconds, Watch(None), None)
+        return _this
+    store, groups, rank, world_size = _meeting_place(start_seconds)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler is blocked during a gloo wait
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    watch = Watch(
+        store,
+        rank,
+        world_size,
+        silence_seconds=silence_seconds,
+        timeout_seconds=timeout_seconds,
+        on_cause=on_cause,
+        board=board,
+        launcher=os.getppid() if under_torchrun else None,
+    )
+    device, identity = torch.device("cpu"), ""
+    fault: Exception | None = None
+    try:
+        # Before the others expect beats: the first use of a GPU takes seconds and keeps the interpreter's lock.
+        device, identity = _own_device(torch_device)
+    except Exception as error:
+        fault = error  # for the others too, once they are here
+    with store.patient(silence_seconds):
+        meet(store, rank, world_size, start_seconds)
+    watch.start(hear_sigterm=under_torchrun)
+    try:
+        if fault is not None:
+            raise fault
+        if not dist.is_initialized():
+            others = tuple(other for other in range(world_size) if other != rank)
+            with watch.during("the first connections", "default", others):
+                nccl = device.type == "cuda" and _each_its_own(identity, groups, rank, world_size)
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if nccl else "gloo",
+                    store=groups,
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=timeout,
+                    device_id=device if nccl else None,
+                )
+            watch.check_members(distributed_c10d._get_default_group(), "default", range(world_size))
+    except BaseException as error:
+        watch.report_exception(error)
+        raise
+    _this = Worker(rank, world_size, device, timeout_seconds, watch, store)
+    return _this
+
+
+def _meeting_place(start_seconds: float) -> tuple[Store, Any, int, int]:
+    """Return where this process meets the others: the store for messages, torch's store for groups, its rank and their
+    number."""
+    if folder := os.environ.get(STORE_FOLDER):
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return FolderStore(Path(folder)), FileStore(str(Path(folder) / "groups"), world_size), rank, world_size
+    if dist.is_initialized():
+        store, rank, world_size = distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    else:
+        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=start_seconds)))
+    store = PrefixStore(f"evenpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return NetworkStore(store), PrefixStore("groups", store), rank, world_size
+
+
+def meet(store: Store, rank: int, world_size: int, limit_seconds: float) -> None:
+    """Wait until all processes are here, before any wait that would not name a missing one.
+
+    Raises:
+        RunError: the limit passed, or SIGTERM arrived, as from torchrun when one has failed; names the missing ones. Or
+            a process that was here already has died on this machine.
+    """
+    own = Beat(0, machine(), os.getpid(), started(os.getpid()) or "")
+    deadline, pause = time.monotonic() + limit_seconds, 0.005
+    try:
+        store.write(f"here/{rank}", own.dump())
+        peers = Peers(store, own, rank, world_size, key="here")
+        with _sigterm_noticed() as terminated:
+            while not store.has(f"here/{other}" for other in range(world_size)):
+                fault = None
+                if (death := peers.first_death(peers.here())) is not None:
+                    fault = f"{death.text}, before all processes had started"
+                elif terminated or time.monotonic() > deadline:
+                    missing = [other for other in range(world_size) if not store.has([f"here/{other}"])]
+                    if missing:
+                        in_time = f"did not start within {limit_seconds:g} s"
+                        what = "had not started when SIGTERM came" if terminated else in_time
+                        fault = f"{processes(missing)} of {world_size} {what}"
+                if fault is not None or store.has(["no start"]):  # the first finding counts: others follow from it
+                    raise RunError(words(store.settle("no start", fault or "")))
+                time.sleep(pause)
+                pause = min(2 * pause, 0.5)
+    except StoreError as error:
+        raise RunError(f"process {rank} lost the store of the run before all processes had started: {error}") from error
+    if terminated:
+        os.kill(os.getpid(), signal.SIGTERM)  # came too late for this; the watch handles it
+
+
+@contextlib.contextmanager
+def _sigterm_noticed() -> Iterator[list[int]]:
+    """SIGTERM appends to the list, unless the program handles that signal itself."""
+    numbers: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield numbers
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    if before is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: numbers.append(number))
+    try:
+        yield numbers
+    finally:
+        if before is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, before)
+
+
+def device_of_pipeline(worker: Worker, wanted: torch.device | None) -> torch.device:
+    """Return where one of this process's pipelines computes. Default: the process's own device.
+
+    Raises:
+        InputError: on another GPU. Groups are bound to the process's first GPU, and kernels and streams use the current
+            one, so there cannot be two.
+    """
+    own = worker.torch_device
+    alike = wanted is not None and wanted.type == own.type
+    if wanted is None or (alike and (own.type == "cpu" or wanted.index in (None, own.index))):
+        return own
+    if alike or bound_device() is not None:
+        raise InputError(
+            f"torch_device: {str(wanted)!r}, but this process computes on {own} since its first call of "
+            f"initialise_worker or Pipeline, expected {str(own)!r}; choose another one in that call"
+        )
+    return _own_device(wanted)[0]
+
+
+def _own_device(wanted: torch.device | str | None) -> tuple[torch.device, str]:
+    """Return the device of this process, made current and ready for use, and an id that distinguishes it from all
+    others in the world."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        device = torch.device(wanted if wanted is not None else "cuda" if count else "cpu")
+    except RuntimeError:
+        raise InputError(f"torch_device: {wanted!r} is not a device of torch, expected 'cpu' or 'cuda'") from None
+    bound = bound_device()
+    if bound is not None and device not in (bound, torch.device(bound.type)):
+        raise InputError(
+            f"torch_device: {str(wanted)!r}, but the default process group is bound to {bound} (device_id of "
+            f"init_process_group), expected {str(bound)!r}"
+        )
+    if device.type != "cuda":
+        return device, ""
+    if device.index is None and count:
+        device = bound or torch.device("cuda", _index_of_gpu(count))
+    if device.index is None or device.index >= count:
+        raise InputError(f"torch_device: {wanted!r}, but this process sees {count} GPUs")
+    torch.cuda.set_device(device)
+    torch.cuda.synchronize(device)  # the driver opens the device now, not at the first operation
+    return device, str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _index_of_gpu(count: int) -> int:
+    """Return the index among the `count` GPUs that this process sees, which may be only its own."""
+    for name in LOCAL_RANKS:
+        if number := os.environ.get(name):
+            return int(number) % count
+    return torch.cuda.current_device()
+
+
+def _each_its_own(identity: str, store: Any, rank: int, world_size: int) -> bool:
+    """Return whether no two processes share a GPU, which NCCL refuses. By UUID: each may see only its own, as number 0.
+
+    store: torch's, where a request waits for its answer.
+    """
+    store.set(f"gpu/{rank}", identity)
+    if rank == 0:
+        identities = [store.get(f"gpu/{other}") for other in range(world_size)]
+        store.set("gpus differ", str(len(set(identities)) == world_size))
+    return bool(store.get("gpus differ") == b"True")
+
+
+def bound_device() -> torch.device | None:
+    """Return the GPU of the default process group, from `init_process_group(device_id=...)`. All groups then use it:
+    torch refuses another device."""
+    if not dist.is_initialized():
+        return None
+    device: torch.device | None = distributed_c10d._get_default_group().bound_device_id
+    return device

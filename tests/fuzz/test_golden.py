@@ -1,0 +1,59 @@
+"""Fifty random pipelines whose programs, losses, gradients and weights must keep every bit while the code changes.
+
+    python tests/fuzz/test_golden.py    writes golden.json anew: only when results are meant to change, and the commit
+                                        says why
+
+`golden.json` has for each case its number under `SEED`, its text, and the hashes of `fuzz_play.outcome_of`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).with_name("golden.json")
+SEED, CASES = 22, 50
+
+if __name__ == "__main__":
+    sys.path[:0] = [
+        str(Path(__file__).resolve().parent.parent / folder) for folder in ("fuzz", "model", "multiprocess")
+    ]
+
+from fuzz_case import draw  # noqa: E402
+from fuzz_run import run  # noqa: E402
+
+
+def golden() -> list[dict[str, Any]]:
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+def test_cases_are_still_drawn_alike() -> None:
+    assert [str(draw(SEED, one["number"])) for one in golden()] == [one["case"] for one in golden()]
+
+
+@pytest.mark.slow
+def test_every_bit_is_as_before(own_fork_server) -> None:
+    wanted = {one["number"]: one for one in golden()}
+    verdicts = list(run(SEED, list(wanted)))
+    assert not [(str(one.case), one.refusal, one.complaints) for one in verdicts if one.word != "right"]
+    for what in ("programs", "seen"):
+        other = [one.case.number for one in verdicts if one.hashes[what] != wanted[one.case.number][what]]
+        assert not other, f"{what} of the cases {other} have other bits than in {FILE.name}"
+
+
+def write() -> None:
+    """Take the first cases that run and compile no layer (compiled code is of the processor's own making)."""
+    numbers = [number for number in range(3 * CASES) if not draw(SEED, number).compile_layers]
+    verdicts = {one.case.number: one for one in run(SEED, numbers) if one.word == "right"}
+    chosen = [verdicts[number] for number in sorted(verdicts)[:CASES]]
+    entries = [{"number": one.case.number, "case": str(one.case), **one.hashes} for one in chosen]
+    FILE.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    print(f"{len(entries)} cases written to {FILE.name}")
+
+
+if __name__ == "__main__":
+    write()
