@@ -136,28 +136,30 @@ def _interruptible(work: Callable[[], object]) -> None:
     """Do `work`, which stays outside Python for a long time, in another thread, so that this one can handle signals.
     The process can end without waiting for that thread."""
     failed: list[BaseException] = []
+    done = threading.Event()
 
     def do() -> None:
         try:
             work()
         except BaseException as error:
             failed.append(error)
+        finally:
+            done.set()
 
-    thread = threading.Thread(target=do, name="evenpipe-tokenizer", daemon=True)
-    thread.start()
     try:
-        thread.join()
+        threading.Thread(target=do, name="evenpipe-tokenizer", daemon=True).start()
+        done.wait()
     except BaseException as error:
-        atexit.register(_end_beside, thread, error.code if isinstance(error, SystemExit) else 128 + signal.SIGINT)
+        atexit.register(_end_beside, done, error.code if isinstance(error, SystemExit) else 128 + signal.SIGINT)
         raise
     if failed:
         raise failed[0]
 
 
-def _end_beside(thread: threading.Thread, exit_code: Any) -> None:
+def _end_beside(done: threading.Event, exit_code: Any) -> None:
     """At the end of the process, if the thread still works: end now. An interpreter that is shutting down unwinds a
     thread that comes back to it, which the foreign code of this one answers with SIGABRT."""
-    if thread.is_alive():
+    if not done.is_set():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code if isinstance(exit_code, int) else 1)
