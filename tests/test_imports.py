@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "costs": {"schedule", "vocabulary", "model"},
     "recipe": {"schedule", "interop", "vocabulary", "model"},
     "optimizers": {"communication", "model"},
-    "parallel": {"communication", "processes", "recipe"},
+    "parallel": {"communication", "processes"},
     "host": {"schedule", "communication", "optimizers"},
     "checkpoints": {"processes", "communication", "model", "optimizers", "host"},
     "runtime": {

@@ -58,7 +58,9 @@ def stream_whole(
 
 def _agree(own: dict[str, Entry], communicator: Communicator) -> list[dict[str, Entry]]:
     watch = communicator.watch
-    waiting = nullcontext() if watch is None else watch.during("names of tensors", "control", communicator.others)
+    waiting = (
+        nullcontext() if watch is None else watch.during("names of tensors", communicator.name, communicator.others)
+    )
     with waiting:
         tables = gather_values({name: _to_json(entry) for name, entry in own.items()}, communicator.group)
     by_rank = sorted(communicator.members)  # torch numbers the members of a group by rank

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,24 +14,24 @@ from evenpipe.communication.communicators import Communicators
 from evenpipe.communication.messages import broadcast_value
 from evenpipe.communication.nccl import NcclOptions
 from evenpipe.communication.shared import Shared
-from evenpipe.parallel import Grid
+from evenpipe.parallel.grid import Grid
 from evenpipe.processes.watch import Watch
-from evenpipe.recipe.layout import Layout
 
 
 class Groups:
-    """Made on every process of all pipelines, collectively.
+    """Made on every process, collectively: the lines and groups of the grid that communicate, by the names of their
+    axes, "pp" and "dp", and "everyone".
 
-    Members of `pipeline` are in the order of devices, those of `everyone` pipeline by pipeline, those of `replicas` in
-    the order of their ranks.
+    Members of a line "pp" are in the order of devices, those of everyone in that of the grid, those of a line "dp" in
+    the order of their ranks, as FSDP2 numbers them.
     """
 
     def __init__(
         self,
         grid: Grid,
-        layout: Layout,
+        program: Mapping[str, Sequence[int]],
         *,
-        tied_twice: bool,
+        tied: tuple[int, int] | None,
         timeout_seconds: float,
         torch_device: torch.device,
         watch: Watch,
@@ -39,7 +39,8 @@ class Groups:
     ) -> None:
         """
         Args:
-            tied_twice: whether both the first and the last device hold the matrix of a model with tied weights.
+            program: devices by communicator of the program.
+            tied: the two devices that both hold the matrix of a model with tied weights, if two do.
             nccl: as for `Communicators`.
         """
         self._grid = grid
@@ -57,29 +58,35 @@ class Groups:
         """The first and the last device that hold the same rows, on these two, if a matrix is held twice."""
         if len(grid.ranks) == 1:
             return
+        lines = {axis: grid.groups(axis) for axis in ("pp", "dp") if grid.size(axis) > 1}
         listed: list[tuple[str, Sequence[int]]] = []
-        if grid.devices > 1:
-            placement = layout.program.placement
-            devices = [*sorted(layout.communicators.items()), ("control", tuple(range(grid.devices)))]
-            listed += [
-                (name, [pipeline[device] for device in held]) for name, held in devices for pipeline in grid.pipelines
-            ]
+        if "pp" in lines:
+            for name, devices in sorted(program.items()):
+                listed += [(name, [line[device] for device in devices]) for line in lines["pp"]]
+            listed += [("pp", line) for line in lines["pp"]]
+        if "dp" in lines:
+            lines["dp"] = [tuple(sorted(line)) for line in lines["dp"]]
+        if tied is not None:
             # Not within one pipeline: with shards over replicas, those at the same position hold the same rows.
-            if tied_twice:
-                columns = grid.column(placement.first_device), grid.column(placement.last_device)
-                listed += [("tied", pair) for pair in zip(*columns, strict=True)]
-        if grid.replicas > 1:
-            listed += [("replicas", grid.column(device)) for device in range(grid.devices)]
-        if grid.replicas > 1 and (grid.devices > 1 or grid.ranks != grid.column(0)):
+            columns = (sorted(grid.line("dp", pp=device)) for device in tied)
+            listed += [("tied", pair) for pair in zip(*columns, strict=True)]
+        listed += [("dp", line) for line in lines.get("dp", ())]
+        if grid.ranks not in (line for found in lines.values() for line in found):
             listed.append(("everyone", grid.ranks))
         made = self.communicators = Communicators(
             listed, timeout_seconds=timeout_seconds, torch_device=torch_device, watch=watch, nccl=nccl
         )
         by_name = {communicator.name: communicator for communicator in made}
-        self.pipeline, self.replicas = by_name.get("control"), by_name.get("replicas")
+        self.pipeline, self.replicas = by_name.get("pp"), by_name.get("dp")
         self.everyone = by_name.get("everyone") or self.pipeline or self.replicas
         self.tied = by_name.get("tied")
         made.warm_up()
+
+    def over(self, *axes: str) -> Communicator | None:
+        """The communicator of the processes that differ from this one only along these axes; None if there are none."""
+        found = {"pp": self.pipeline, "dp": self.replicas}
+        longer = [axis for axis in axes if self._grid.size(axis) > 1]
+        return self.everyone if len(longer) > 1 else found[longer[0]] if longer else None
 
     def close(self) -> None:
         """Destroy the communicators. Collective, when no operation is pending."""
@@ -98,7 +105,7 @@ class Groups:
             return self.replica_mesh() if sharded else None
         if replicas is None:
             return self._mesh([self.pipeline], self.pipeline.members, "pp")
-        columns = [self._grid.column(device) for device in range(self._grid.devices)]
+        columns = [sorted(line) for line in self._grid.groups("dp")]
         return self._mesh([self.pipeline, replicas], columns, "pp", "dp")
 
     def of_rows(self, mesh: DeviceMesh | None) -> Communicator | None:
@@ -149,7 +156,7 @@ class Groups:
             assert own is not None
             return Shared(own, None)
         tensor = torch.empty(shape, dtype=dtype, device=self._torch_device) if own is None else own.contiguous()
-        return Shared(tensor, self.pipeline.broadcast(tensor, self._grid.pipeline[source], "the loss"))
+        return Shared(tensor, self.pipeline.broadcast(tensor, self._grid.at(pp=source), "the loss"))
 
     def share_sum(self, own: Tensor | None, source: int, dtype: torch.dtype) -> Shared:
         """Share the sum of a scalar of every pipeline's device `source` with everyone: all gather and add the same
@@ -159,4 +166,4 @@ class Groups:
         number = torch.zeros((), dtype=dtype, device=self._torch_device) if own is None else own.contiguous()
         table = number.new_empty(len(members))
         handle = self.everyone.all_gather(table, number, "the loss of all replicas")
-        return Shared(table, handle, [members.index(pipeline[source]) for pipeline in self._grid.pipelines])
+        return Shared(table, handle, [members.index(rank) for rank in self._grid.line("dp", pp=source)])

@@ -41,7 +41,7 @@ from evenpipe.model import (
 )
 from evenpipe.model.structure import first_line
 from evenpipe.optimizers.held import HeldParameter
-from evenpipe.parallel import clip_gradients, process_grid, total_norm
+from evenpipe.parallel import check_built, clip_gradients, process_grid, total_norm
 from evenpipe.parallel.gathering import Held, stream_whole
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.parameters import ParameterShard, Sharding
@@ -178,9 +178,10 @@ class Pipeline:
         worker = initialise_worker(torch_device=wanted)  # the first call decides
         self._watch = worker.watch
         self._closed = False
-        self._grid = process_grid(mesh, replicas)
-        self.device, self.devices = self._grid.device, self._grid.devices
-        self.replica, self.replicas = self._grid.replica, self._grid.replicas
+        self._grid = grid = process_grid(mesh, replicas)
+        check_built(grid)
+        self.device, self.devices = grid.coordinate("pp"), grid.size("pp")
+        self.replica, self.replicas = grid.coordinate("dp"), grid.size("dp")
         self._sharded = is_sharded(data_parallel) and self.replicas > 1
         self.torch_device = device_of_pipeline(worker, wanted)
         offload = offload or OffloadOptions()
@@ -230,8 +231,8 @@ class Pipeline:
             check_shardable(self.description)
         self._groups = Groups(
             self._grid,
-            self.layout,
-            tied_twice=self._tied_twice,
+            self.layout.communicators,
+            tied=self._tied_twice,
             timeout_seconds=timeout_seconds,
             torch_device=self.torch_device,
             watch=self._watch,
@@ -316,7 +317,7 @@ class Pipeline:
             self._held.embedding,
             self._held.output,
             communicators=groups.communicators,
-            ranks=self._grid.pipeline,
+            ranks=self._grid.line("pp"),
             vocabulary_passes=self.layout.sharded,
             hidden_size=self.description.hidden_size,
             hidden_dtype=self._compute_dtype,
@@ -331,8 +332,9 @@ class Pipeline:
     def _broadcast(self, tensor: Tensor) -> None:
         """Give all replicas the first one's weights of a live model: each may have drawn its own."""
         assert self._groups.replicas is not None
-        root = self._grid.pipelines[0][self.device]
-        self._groups.replicas.broadcast(tensor, root, "weights of the first replica").wait("the first step")
+        self._groups.replicas.broadcast(tensor, self._grid.at(dp=0), "weights of the first replica").wait(
+            "the first step"
+        )
 
     def _let_go_of_the_model(self) -> None:
         """Release a live model, which has been copied; keep only its generation config."""
@@ -342,10 +344,11 @@ class Pipeline:
             self.description = replace(self.description, model=None)
 
     @property
-    def _tied_twice(self) -> bool:
-        """Whether two devices each have a copy of the one matrix of tied weights."""
+    def _tied_twice(self) -> tuple[int, int] | None:
+        """The two devices that each have a copy of the one matrix of tied weights, if two have."""
         placement = self.layout.program.placement
-        return self.description.tied and not self.layout.sharded and placement.first_device != placement.last_device
+        ends = placement.first_device, placement.last_device
+        return ends if self.description.tied and not self.layout.sharded and len({*ends}) > 1 else None
 
     def _check_architecture(self) -> None:
         """Check the architecture on the first process; raise its error on all."""
