@@ -69,10 +69,10 @@ def trained(shared: bool) -> None:
         compute_dtype=torch.float64,
         what="the stack",
     )
-    masters = {name: (master, start) for name, master, start, _ in sharded}
+    masters = {name: (held.tensor, held.placement.ranges(0)[0].start) for name, held in sharded}
     named = dict(whole.named_parameters())
     assert masters.keys() == named.keys()
-    assert {name: tuple(shape) for name, _, _, shape in sharded} == {n: tuple(p.shape) for n, p in named.items()}
+    assert {name: held.placement.shape for name, held in sharded} == {n: tuple(p.shape) for n, p in named.items()}
     held = [[master for master, _ in masters.values()], list(named.values())]
     optimizers = [torch.optim.AdamW(parameters, lr=1e-2) for parameters in held]
 
@@ -120,7 +120,8 @@ def in_two_passes() -> None:
     sharded = ShardedModule(
         holder, [linear], mesh=mesh, shards=communicators["replicas"], compute_dtype=torch.bfloat16, what="a layer"
     )
-    ((_, master, start, _),) = sharded
+    ((_, held),) = sharded
+    master, start = held.tensor, held.placement.ranges(0)[0].start
     sharded.gather()
     sharded.ready()
     weight = linear.weight

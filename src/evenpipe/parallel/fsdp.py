@@ -17,6 +17,7 @@ process's rows of each parameter, split over the replicas as by `torch.chunk`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -29,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHand
 from torch.distributed.tensor import DTensor
 
 from evenpipe.parallel.gradients import Pending
+from evenpipe.parallel.placement import Cut, Held, Placement
 
 BUCKET_ELEMENTS = 1 << 24
 """Approximate number of elements that are reduced together: bounds the memory of the buffers, which is twice that of
@@ -50,12 +52,9 @@ class _Sharded:
     """One parameter."""
 
     name: str
-    shape: torch.Size
-    """Shape of the whole parameter."""
     master: nn.Parameter
     """This process's rows."""
-    start: int
-    """First of these rows."""
+    placement: Placement
     chunk: int
     """Rows of every replica except the last ones."""
     shard: nn.Parameter
@@ -134,13 +133,14 @@ class ShardedModule:
         self._holders = [self._hold(unit, inside, mesh) for unit, inside in _units(module, units)]
         self._reductions: list[_Reduction] = []
         self._parameters: list[_Sharded] = []
+        cut = Cut(mesh.mesh_dim_names or (), mesh.get_local_rank(), self._replicas)
         for name, sharded in module.named_parameters():
             assert isinstance(sharded, DTensor)
             local = cast(DTensor, sharded.detach()).to_local()
             master = nn.Parameter(local, requires_grad=sharded.requires_grad)
+            placement = Placement(tuple(shapes[name]), (cut,))
             chunk = -(-shapes[name][0] // self._replicas)
-            start = min(chunk * mesh.get_local_rank(), shapes[name][0])
-            self._parameters.append(_Sharded(name, shapes[name], master, start, chunk, sharded))
+            self._parameters.append(_Sharded(name, master, placement, chunk, sharded))
         self._module = module
 
     def _hold(self, module: nn.Module, elsewhere: Sequence[nn.Module], mesh: DeviceMesh) -> _Holder:
@@ -157,9 +157,9 @@ class ShardedModule:
         holder.set_custom_all_gather(gather)  # type: ignore[arg-type]  # its base class has no public name
         return _Holder(holder, gather)
 
-    def __iter__(self) -> Iterator[tuple[str, nn.Parameter, int, torch.Size]]:
-        """Yield (name, this process's rows, the first of them, shape of the whole)."""
-        return ((one.name, one.master, one.start, one.shape) for one in self._parameters)
+    def __iter__(self) -> Iterator[tuple[str, Held[nn.Parameter]]]:
+        """Yield (name, this process's rows)."""
+        return ((one.name, Held(one.master, one.placement)) for one in self._parameters)
 
     def follow_flags(self) -> None:
         """Make parameters trainable if their masters are trainable now. Between steps, on all replicas."""
@@ -192,7 +192,7 @@ class ShardedModule:
         (parameter,) = (one for one in self._parameters if one.name == name)
         if parameter.gradient is None:
             parameter.gradient = torch.zeros(
-                parameter.shape, dtype=parameter.master.dtype, device=parameter.master.device
+                parameter.placement.shape, dtype=parameter.master.dtype, device=parameter.master.device
             )
         return parameter.gradient
 
@@ -206,7 +206,7 @@ class ShardedModule:
             if not parameter.master.requires_grad:
                 continue
             bucket.append(parameter)
-            elements += parameter.shape.numel()
+            elements += math.prod(parameter.placement.shape)
             if elements >= BUCKET_ELEMENTS:
                 self._reductions.append(self._reduce(bucket))
                 bucket, elements = [], 0
@@ -227,7 +227,7 @@ class ShardedModule:
 
     def _reduce(self, parameters: list[_Sharded]) -> _Reduction:
         first = parameters[0].master
-        sizes = [one.chunk * one.shape[1:].numel() for one in parameters]
+        sizes = [one.chunk * math.prod(one.placement.shape[1:]) for one in parameters]
         rows = torch.zeros(
             (self._replicas, sum(sizes) + len(parameters)), dtype=first.dtype, device=first.device
         )  # zeros: the padding of the last replicas' rows
@@ -260,7 +260,7 @@ class ShardedModule:
             for index, parameter in enumerate(reduction.parameters):
                 master = parameter.master
                 summed = reduction.output[start : start + master.numel()].view(master.shape)
-                start += parameter.chunk * parameter.shape[1:].numel()
+                start += parameter.chunk * math.prod(parameter.placement.shape[1:])
                 if parameter in reduction.missing and not counts[index]:
                     continue
                 if master.grad is None:

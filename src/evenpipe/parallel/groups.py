@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,9 +83,8 @@ class Groups:
 
     def over(self, *axes: str) -> Communicator | None:
         """The communicator of the processes that differ from this one only along these axes; None if there are none."""
-        found = {"pp": self.pipeline, "dp": self.replicas}
-        longer = [axis for axis in axes if self._grid.size(axis) > 1]
-        return self.everyone if len(longer) > 1 else found[longer[0]] if longer else None
+        lines = {(): None, ("pp",): self.pipeline, ("dp",): self.replicas}
+        return lines.get(axes, self.everyone)
 
     def close(self) -> None:
         """Destroy the communicators. Collective, when no operation is pending."""
@@ -95,29 +93,10 @@ class Groups:
 
     def replica_mesh(self) -> DeviceMesh | None:
         """Return this device in every pipeline, as an axis for FSDP2; None for one pipeline."""
-        return None if self.replicas is None else self._mesh([self.replicas], self.replicas.members, "dp")
-
-    def row_mesh(self, *, sharded: bool) -> DeviceMesh | None:
-        """Return the mesh of the rows of the vocabulary, for checkpoints: over the pipeline, then over its replicas if
-        they are sharded. None for a single process that holds all."""
-        replicas = self.replicas if sharded else None
-        if self.pipeline is None:
-            return self.replica_mesh() if sharded else None
-        if replicas is None:
-            return self._mesh([self.pipeline], self.pipeline.members, "pp")
-        columns = [sorted(line) for line in self._grid.groups("dp")]
-        return self._mesh([self.pipeline, replicas], columns, "pp", "dp")
-
-    def of_rows(self, mesh: DeviceMesh | None) -> Communicator | None:
-        """The communicator of the processes in a mesh of rows, one of the two above; None for a single process."""
-        if mesh is None:
+        if self.replicas is None:
             return None
-        by_axes = {("dp",): self.replicas, ("pp",): self.pipeline, ("pp", "dp"): self.everyone}
-        return by_axes[mesh.mesh_dim_names]  # type: ignore[index]
-
-    def _mesh(self, communicators: Sequence[Communicator], ranks: Sequence[Any], *names: str) -> DeviceMesh:
-        groups = [communicator.group for communicator in communicators if communicator.group is not None]
-        return DeviceMesh.from_group(groups, self._torch_device.type, mesh=torch.tensor(ranks), mesh_dim_names=names)
+        assert self.replicas.group is not None
+        return DeviceMesh.from_group(self.replicas.group, self._torch_device.type, mesh_dim_names=("dp",))
 
     # --- messages ------------------------------------------------------------------------------------------------
 
@@ -138,10 +117,10 @@ class Groups:
         self.everyone.all_gather(table, own, "figures of all devices").wait("the caller")
         return table.tolist()
 
-    def sum(self, number: Tensor, *, over_replicas: bool) -> Tensor:
-        """Return the sum of a scalar over the pipeline, or over everyone: the same bits on every process, since all
-        gather and add in the same order."""
-        communicator = self.everyone if over_replicas else self.pipeline
+    def sum(self, number: Tensor, *axes: str) -> Tensor:
+        """Return the sum of a scalar over these axes: the same bits on every process, since all gather and add in the
+        same order."""
+        communicator = self.over(*axes)
         if communicator is None:
             return number
         table = number.new_empty(len(communicator.members))

@@ -15,25 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from evenpipe.communication.communicator import Communicator
-from evenpipe.parallel import ShardedModule
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterShard:
-    """A parameter as this process holds it: whole, or some rows of it."""
-
-    parameter: nn.Parameter
-    """The master, with its gradient."""
-    start_row: int | None
-    """First row here, for a shard of rows; None: the whole parameter."""
-    shape: tuple[int, ...]
-    """Shape of the whole parameter."""
-    saved_here: bool
-    """False for a copy that another process saves: a tied matrix that two devices hold whole, and everything that
-    another replica also holds. It is loaded here anyway."""
-    mesh: DeviceMesh | None = None
-    """Processes that the rows are spread over, by `torch.chunk`'s rule along its first axis and again along its second;
-    None: all processes that save a checkpoint together, or only this one."""
+from evenpipe.parallel.fsdp import ShardedModule
+from evenpipe.parallel.placement import Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +36,9 @@ class Sharding:
 
 class Matrix:
     """Rows of a vocabulary matrix (or entries of its bias): the master, and the tensor that products read."""
+
+    cuts: tuple[Cut, ...] = ()
+    """Of these rows, over replicas."""
 
     def __init__(self, parameter: nn.Parameter, compute_dtype: torch.dtype) -> None:
         self.parameter = parameter
@@ -86,7 +72,8 @@ class ShardedMatrix(Matrix):
         self._module = nn.Module()
         self._module.register_parameter("weight", rows)
         self.sharded = sharding.shard(self._module, [], compute_dtype, what)
-        ((_, self.parameter, self.start, _),) = self.sharded
+        ((_, held),) = self.sharded
+        self.parameter, self.cuts = held.tensor, held.placement.cuts
 
     @property
     def weight(self) -> Tensor:

@@ -42,9 +42,10 @@ from evenpipe.model import (
 from evenpipe.model.structure import first_line
 from evenpipe.optimizers.held import HeldParameter
 from evenpipe.parallel import check_built, clip_gradients, process_grid, total_norm
-from evenpipe.parallel.gathering import Held, stream_whole
+from evenpipe.parallel.gathering import stream_whole
 from evenpipe.parallel.groups import Groups
-from evenpipe.parallel.parameters import ParameterShard, Sharding
+from evenpipe.parallel.parameters import Sharding
+from evenpipe.parallel.placement import Held
 from evenpipe.processes.worker import device_of_pipeline, initialise_worker
 from evenpipe.recipe.given_schedule import read_schedule
 from evenpipe.recipe.layout import Layout, ModelCosts, build_layout, flop_costs, without_vocabulary
@@ -61,7 +62,7 @@ from evenpipe.runtime.arguments import (
     refuse_use_of_a_part,
 )
 from evenpipe.runtime.batch import Batch, Inputs, cut, distribute
-from evenpipe.runtime.device import build
+from evenpipe.runtime.device import LayerOptions, build
 from evenpipe.runtime.replicas import Replicas
 from evenpipe.runtime.result import StepResult, html_table
 from evenpipe.runtime.router_loss import RouterLosses
@@ -279,18 +280,14 @@ class Pipeline:
         self._held = build(
             self.description,
             self.layout,
-            self.device,
-            options=options,
+            self._grid,
+            loss=options,
+            layers=LayerOptions(self._checkpointing, self._compile_layers, self._activations, self._kept_layers),
             parameter_dtype=parameter_dtype,
             compute_dtype=self._compute_dtype,
             torch_device=self.torch_device,
             seed=seed,
-            checkpointing=self._checkpointing,
-            compile_layers=self._compile_layers,
-            activations=self._activations,
-            kept_layers=self._kept_layers,
             sharding=sharding,
-            row_mesh=groups.row_mesh(sharded=self._sharded),
             broadcast=None if replicas is None or self.description.model is None else self._broadcast,
         )
         router_loss = self.description.router_loss
@@ -368,6 +365,11 @@ class Pipeline:
         fault = self._groups.from_the_first(fault, "the self-check")
         if fault is not None:
             raise InputError(fault)
+
+    @property
+    def _spread_over(self) -> tuple[str, ...]:
+        """The axes over which the parameters of a whole model are spread."""
+        return ("pp", "dp") if self._sharded else ("pp",)
 
     @property
     def _is_very_first(self) -> bool:
@@ -596,7 +598,7 @@ class Pipeline:
         if self.devices > 1 or self._sharded:
             refuse_use_of_a_part(lambda: next((one.name for one in self.held_parameters() if one.communicator), None))
         for name, shard in self._held.shards.items():
-            yield name, shard.parameter
+            yield name, shard.tensor
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters of this process, for an optimizer.
@@ -609,27 +611,19 @@ class Pipeline:
         """
         return (parameter for _, parameter in self.named_parameters())
 
-    def parameter_shards(self) -> dict[str, ParameterShard]:
-        """Return this process's shard of each parameter by Hugging Face name, with `saved_here`: whether it saves it.
+    def parameter_shards(self) -> dict[str, Held[nn.Parameter]]:
+        """Return this process's part of each parameter by Hugging Face name.
 
-        Saved buffers (such as the bias that corrects a router's scores) are included as frozen parameters. The first
-        replica saves rows of which several have a copy.
+        Saved buffers (such as the bias that corrects a router's scores) are included as frozen parameters.
         """
-        shards = self._held.shards | self._held.buffers
-        if self.replica == 0:
-            return shards
-        spread = self._sharded
-        return {
-            name: replace(shard, saved_here=shard.saved_here and spread and shard.start_row is not None)
-            for name, shard in shards.items()
-        }
+        return self._held.shards | self._held.buffers
 
     def held_parameters(self) -> Iterator[HeldParameter]:
         """Iterate, for optimizers that need whole matrices, over this process's part of each parameter, with its
         communicator to the processes with the other rows. The order is the same on all of them."""
         for name, shard in self._held.shards.items():
-            spread_over = None if shard.start_row is None else self._groups.of_rows(shard.mesh)
-            yield HeldParameter(name, shard.parameter, tuple(shard.shape), spread_over)
+            axes = [axis for cut in shard.placement.cuts for axis in cut.axes]
+            yield HeldParameter(name, shard.tensor, shard.placement, self._groups.over(*axes))
 
     def count_bytes(self) -> ByteCounter:
         """Return a context that counts the bytes of all tensors of this process, for every pass of the steps inside.
@@ -655,16 +649,12 @@ class Pipeline:
         """
         check_positive("max_norm", max_norm)
         held = [
-            (shard.parameter.grad, shard.saved_here)
+            (shard.tensor.grad, shard.placement)
             for shard in self._held.shards.values()
-            if shard.parameter.grad is not None
+            if shard.tensor.grad is not None
         ]
-        counted = [gradient for gradient, counts in held if counts]
-
-        def total(square: Tensor) -> Tensor:
-            return self._groups.sum(square, over_replicas=self._sharded)
-
-        norm = total_norm(counted, self.torch_device, total)
+        counted = [gradient for gradient, placement in held if placement.is_first_copy(*self._spread_over)]
+        norm = total_norm(counted, self.torch_device, lambda square: self._groups.sum(square, *self._spread_over))
         if max_norm != float("inf"):
             clip_gradients([gradient for gradient, _ in held], norm, max_norm)
         return float(norm)
@@ -728,25 +718,24 @@ class Pipeline:
 
     def stream_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over (name, whole gradient on the CPU) on the first process; every process must exhaust it."""
-        return self._stream({name: shard.parameter.grad for name, shard in self._held.shards.items()})
+        return self._stream({name: shard.tensor.grad for name, shard in self._held.shards.items()})
 
     def stream_state(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over (name, whole parameter or saved buffer on the CPU) on the first process; every process must
         exhaust it."""
-        return self._stream({name: shard.parameter for name, shard in self.parameter_shards().items()})
+        return self._stream({name: shard.tensor for name, shard in self.parameter_shards().items()})
 
     def _stream(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
         """Stream whole tensors: sharded rows from all replicas, everything else only from the first replica."""
-        shards = self.parameter_shards()
-        held = {
-            name: Held(tensor, shards[name].start_row, shards[name].shape)
-            for name, tensor in tensors.items()
-            if tensor is not None and shards[name].saved_here
-        }
-        communicator = self._groups.everyone if self._sharded else self._groups.pipeline
         if self.replica > 0 and not self._sharded:
             return iter(())
-        return stream_whole(held, communicator, self.torch_device)
+        placements = {name: shard.placement for name, shard in self.parameter_shards().items()}
+        held = {
+            name: Held(tensor, placements[name])
+            for name, tensor in tensors.items()
+            if tensor is not None and placements[name].is_first_copy()
+        }
+        return stream_whole(held, self._groups.over(*self._spread_over), self.torch_device)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Return all whole gradients by Hugging Face name on the first process; empty on the others. Collective."""
