@@ -41,12 +41,13 @@ import torch
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.processes.bell import STOPS
+from evenpipe.processes.owner import EXIT_CODE, Owner
 from evenpipe.processes.signs import Board, Cause, cause_of
 from evenpipe.processes.stopping import Wish
 from evenpipe.processes.store import FolderStore
 from evenpipe.processes.supervisor import Beats, Ending, end, supervise
 from evenpipe.processes.temporary import temporary_folder
-from evenpipe.processes.watch import EXIT_CODE, Watch
+from evenpipe.processes.watch import Watch
 from evenpipe.processes.worker import (
     SILENCE_SECONDS,
     START_SECONDS,
@@ -368,15 +369,14 @@ def _process(work: bytes, environment: dict[str, str], folder: Path, limits: dic
     watch: Watch | None = None
     known: Cause | None = None
 
-    def note(watch: Watch) -> None:
+    def note(cause: Cause) -> None:
         nonlocal known
-        assert watch.cause is not None
-        known = watch.cause
+        known = cause
         _record(folder, rank, known)
 
     try:
         board = Board(folder / "board", int(os.environ["WORLD_SIZE"]))
-        watch = start_worker(**limits, on_cause=note, board=board).watch
+        watch = start_worker(**limits, owner=Owner(note), board=board).watch
         function, arguments = pickle.loads(work)
         result = _dumps(function(*arguments))
         (folder / f"result-{rank}").write_bytes(result)

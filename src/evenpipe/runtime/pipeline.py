@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from evenpipe.parallel.gathering import stream_whole
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.parameters import Sharding
 from evenpipe.parallel.placement import Held
-from evenpipe.processes.worker import device_of_pipeline, initialise_worker
+from evenpipe.processes.worker import borrow_worker, device_of_pipeline, give_back
 from evenpipe.recipe.given_schedule import read_schedule
 from evenpipe.recipe.layout import Layout, ModelCosts, build_layout, flop_costs, without_vocabulary
 from evenpipe.runtime.accounting import ByteCounter
@@ -80,8 +80,9 @@ logger = logging.getLogger(__name__)
 class Pipeline:
     """A causal language model spread over the processes of a pipeline, one per device.
 
-    Make it on every process, inside torchrun or `evenpipe.launch`. A single process without a process group makes a
-    pipeline of one device.
+    Make it on every process, inside torchrun or `evenpipe.launch`, or in processes of your own with a process group. A
+    single process without one makes a pipeline of one device. In processes that evenpipe did not start, a pipeline
+    leaves signals, hooks and the allocator as they are and ends no process, unless `initialise_worker` was called.
 
     Args:
         model: hub name or local folder (its weights are loaded), a transformers config (fresh weights, the same for
@@ -122,10 +123,9 @@ class Pipeline:
             channels. No effect on gloo.
         offload: which activations go to the host, and the memory that they use there; default: those that the order
             moves.
-        torch_device: device on which this process computes. The first pipeline of a process, or `initialise_worker`
-            before it, decides the default for later ones: its own GPU if there is one, else the CPU. Later pipelines
-            must not use another GPU. On the CPU the process keeps freed memory for later use, but returns it at once
-            if activations go to the host (glibc only; not if the environment configures its allocator).
+        torch_device: device on which this process computes. The first open pipeline of a process, or
+            `initialise_worker` before it, decides the default for later ones: its own GPU if there is one, else the
+            CPU. Later pipelines must not use another GPU.
         self_check: before anything else, compare a cut and a whole shrunken copy of the model on the first process.
         trust_remote_code: run Python code that comes with a hub model.
         timeout_seconds: maximum seconds of every single wait.
@@ -176,70 +176,75 @@ class Pipeline:
             self_check=self_check,
         )
         wanted = None if torch_device is None else device_of_torch(torch_device)
-        worker = initialise_worker(torch_device=wanted)  # the first call decides
+        worker = borrow_worker(torch_device=wanted)  # the first call decides
         self._watch = worker.watch
-        self._closed = False
-        self._grid = grid = process_grid(mesh, replicas)
-        check_built(grid)
-        self.device, self.devices = grid.coordinate("pp"), grid.size("pp")
-        self.replica, self.replicas = grid.coordinate("dp"), grid.size("dp")
-        self._sharded = is_sharded(data_parallel) and self.replicas > 1
-        self.torch_device = device_of_pipeline(worker, wanted)
-        offload = offload or OffloadOptions()
-        if microbatches is not None:
-            check_positive("microbatches", microbatches, whole=True)
-        if sequence_length is not None:
-            check_positive("sequence_length", sequence_length, whole=True)
-        check_positive("timeout_seconds", timeout_seconds)
-        given = read_schedule(schedule, self.devices, microbatches, schedule_options)
-        self.microbatches = given.microbatches
-        self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
-        description = model if isinstance(model, Description) else describe(model, trust_remote_code=trust_remote_code)
-        self.description = as_stored(description, say=logger.warning if self._is_very_first else None)
-        if self.devices > 1:
-            check_compute_dtype(self.description, self._compute_dtype)
-        options = loss_of_model(loss or LossOptions(), self.description)
-        self._entropy = options.entropy
-        self._checkpointing = checkpointing_of_layers(checkpointing, self.description.layers)
-        self._compile_layers = compile_layers
-        self._model_costs = ModelCosts.of(self.description, sequence_length)
-        self.layout: Layout = build_layout(
-            devices=self.devices,
-            microbatches=self.microbatches,
-            schedule=given.schedule,
-            schedule_options=given.options,
-            communicators=communicators,
-            vocabulary=vocabulary,
-            model=self._model_costs,
-            rows=self.description.vocabulary_size,
-            layers_per_stage=layers_per_stage,
-            costs=costs,
-            offload=offload.activations,
-            copy_time=offload.copy_times,
-        )
-        self._evaluations: dict[int, Program] = {}
-        kept = offload.of_layers(self.description.layers)
-        self._kept_layers = frozenset(layer for layer, choice in enumerate(kept) if choice == "keep")
-        self._activations = None
-        if any(item is not None and item.kind is Kind.O for item in self.layout.program.rows[self.device]):
-            self._activations = offload.engine(self.torch_device)
-        if self.torch_device.type == "cpu":
-            if self._activations is None:
-                keep_freed_memory()
-            else:
-                return_freed_memory()
-        if self._sharded:
-            check_shardable(self.description)
-        self._groups = Groups(
-            self._grid,
-            self.layout.communicators,
-            tied=self._tied_twice,
-            timeout_seconds=timeout_seconds,
-            torch_device=self.torch_device,
-            watch=self._watch,
-            nccl=nccl,
-        )
+        self._closed, self._closing = False, ExitStack()
+        self._closing.callback(give_back, worker)
         try:
+            self._grid = grid = process_grid(mesh, replicas)
+            check_built(grid)
+            self.device, self.devices = grid.coordinate("pp"), grid.size("pp")
+            self.replica, self.replicas = grid.coordinate("dp"), grid.size("dp")
+            self._sharded = is_sharded(data_parallel) and self.replicas > 1
+            self.torch_device = device_of_pipeline(worker, wanted)
+            offload = offload or OffloadOptions()
+            if microbatches is not None:
+                check_positive("microbatches", microbatches, whole=True)
+            if sequence_length is not None:
+                check_positive("sequence_length", sequence_length, whole=True)
+            check_positive("timeout_seconds", timeout_seconds)
+            given = read_schedule(schedule, self.devices, microbatches, schedule_options)
+            self.microbatches = given.microbatches
+            self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
+            description = (
+                model if isinstance(model, Description) else describe(model, trust_remote_code=trust_remote_code)
+            )
+            self.description = as_stored(description, say=logger.warning if self._is_very_first else None)
+            if self.devices > 1:
+                check_compute_dtype(self.description, self._compute_dtype)
+            options = loss_of_model(loss or LossOptions(), self.description)
+            self._entropy = options.entropy
+            self._checkpointing = checkpointing_of_layers(checkpointing, self.description.layers)
+            self._compile_layers = compile_layers
+            self._model_costs = ModelCosts.of(self.description, sequence_length)
+            self.layout: Layout = build_layout(
+                devices=self.devices,
+                microbatches=self.microbatches,
+                schedule=given.schedule,
+                schedule_options=given.options,
+                communicators=communicators,
+                vocabulary=vocabulary,
+                model=self._model_costs,
+                rows=self.description.vocabulary_size,
+                layers_per_stage=layers_per_stage,
+                costs=costs,
+                offload=offload.activations,
+                copy_time=offload.copy_times,
+            )
+            self._evaluations: dict[int, Program] = {}
+            kept = offload.of_layers(self.description.layers)
+            self._kept_layers = frozenset(layer for layer, choice in enumerate(kept) if choice == "keep")
+            self._activations = None
+            if any(item is not None and item.kind is Kind.O for item in self.layout.program.rows[self.device]):
+                self._activations = offload.engine(self.torch_device)
+                self._closing.callback(self._activations.copies.close)
+            if self.torch_device.type == "cpu" and worker.owned:
+                if self._activations is None:
+                    keep_freed_memory()
+                else:
+                    return_freed_memory()
+            if self._sharded:
+                check_shardable(self.description)
+            self._groups = Groups(
+                self._grid,
+                self.layout.communicators,
+                tied=self._tied_twice,
+                timeout_seconds=timeout_seconds,
+                torch_device=self.torch_device,
+                watch=self._watch,
+                nccl=nccl,
+            )
+            self._closing.callback(self._groups.close)
             if self_check and self.description.config is not None:
                 self._check_architecture()
             self._build(options, parameter_dtype, seed)
@@ -710,9 +715,7 @@ class Pipeline:
     def close(self) -> None:
         """Destroy the communicators. No step may be running; the pipeline cannot step afterwards. Collective."""
         self._closed = True
-        if self._activations is not None:
-            self._activations.copies.close()
-        self._groups.close()
+        self._closing.close()
 
     # --- whole tensors ---------------------------------------------------------------------------------------
 
