@@ -31,14 +31,14 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch.distributed as dist
 
 from evenpipe.errors import RunError
 from evenpipe.given import plain_lines
+from evenpipe.processes.awaited import Awaited
 from evenpipe.processes.bell import STOPS, Bell
 from evenpipe.processes.owner import Owner
 from evenpipe.processes.peers import Peers
@@ -68,22 +68,11 @@ FAREWELL_SECONDS = 1.5
 second signal within that time is the same one: torchrun's agent passes on to its processes what a terminal sent to
 all."""
 
-LATE_SECONDS = 1.0
-"""How much longer than its limit a wait on the host may last before the watch ends it: normally the wait itself
-raises."""
-
 TOO_LONG = re.compile("[Tt]imed out|wait timeout|Application timeout")
 """gloo's message when a wait took too long, and the store's."""
 
 BROKEN = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Application timeout caused")
 """gloo's messages when a peer has died or a wait took too long."""
-
-
-@dataclass(frozen=True, slots=True)
-class _DeviceWait:
-    waiting: Waiting
-    is_done: Callable[[], bool]
-    limit_seconds: float
 
 
 class Watch:
@@ -116,12 +105,9 @@ class Watch:
         self._store = store
         self._store_of_thread = None if store is None else store.another()
         self._peers: Peers | None = None
-        self._waiting: Waiting | None = None
-        self._limit_seconds = timeout_seconds
-        self._on_device: deque[_DeviceWait] = deque()
+        self._awaited = Awaited(rank, board)
         self._owner = owner
         self._beat_seconds = BEAT_SECONDS * max(1.0, world_size / 256)  # all beats go to one store
-        self._board = board
         self._beat = Beat(0, machine(), os.getpid(), started(os.getpid()) or "")
         self._silent: StoreSilentError | None = None
         """Set while the store does not answer the watch's thread."""
@@ -208,18 +194,14 @@ class Watch:
         Raises:
             RunError: the run is known to have failed already.
         """
-        self._limit_seconds = self.timeout_seconds if limit_seconds is None else limit_seconds
-        self._waiting = Waiting(what, needed_by, communicator, peers)
-        if self._board is not None:
-            self._board.show(self.rank, self._waiting)
+        limit_seconds = self.timeout_seconds if limit_seconds is None else limit_seconds
+        self._awaited.begin(Waiting(what, needed_by, communicator, peers), limit_seconds)
         if self._cause_known.is_set():
             raise self._error()
 
     def arrived(self) -> None:
         """End the announced wait."""
-        self._waiting = None
-        if self._board is not None:
-            self._board.clear(self.rank)
+        self._awaited.end()
 
     def arrives_when(self, is_done: Callable[[], bool], limit_seconds: float) -> None:
         """The main thread goes on and a GPU waits, at most this long; no library raises there. That wait is over when
@@ -228,17 +210,12 @@ class Watch:
         If the GPU has failed, it stays False. The main thread notices that failure at its next call of CUDA, much
         earlier than the limit, and reports it as the cause.
         """
-        if self._waiting is not None and self._thread is not None:
-            self._on_device.append(_DeviceWait(self._waiting, is_done, limit_seconds))
-        self._waiting = None  # the board keeps showing it until the watch knows better
+        self._awaited.pass_on(None if self._thread is None else is_done, limit_seconds)
 
     @property
     def waiting(self) -> Waiting | None:
         """Return what the main thread waits for, or else the GPU: its first pending transfer."""
-        waiting = self._waiting
-        with contextlib.suppress(IndexError):  # the other thread may remove the last one
-            waiting = waiting or self._on_device[0].waiting
-        return waiting
+        return self._awaited.first
 
     @contextlib.contextmanager
     def during(self, what: str, communicator: str, peers: tuple[int, ...]) -> Iterator[None]:
@@ -342,7 +319,7 @@ class Watch:
                 os._exit(128 + signalled)
             if signalled and farewell == float("inf"):
                 number, farewell = signalled, now + FAREWELL_SECONDS
-            before, longest = longest, self._limited_wait()
+            before, longest = longest, self._awaited.limited()
             same = longest is not None and before is not None and longest[0] is before[0]
             waited_seconds = waited_seconds + elapsed if same else 0.0
             try:
@@ -395,24 +372,6 @@ class Watch:
         if self._owner is not None:
             self._owner.kill_siblings()
             self._end(self._owner)
-
-    def _limited_wait(self) -> tuple[Waiting, float] | None:
-        """Return what the main thread waits for, or else the GPU, and the limit in seconds."""
-        if (waiting := self._waiting) is not None:
-            return waiting, self._limit_seconds + LATE_SECONDS
-        on_device = self._first_on_device()
-        return None if on_device is None else (on_device.waiting, on_device.limit_seconds)
-
-    def _first_on_device(self) -> _DeviceWait | None:
-        """Return the first pending transfer of the GPU."""
-        while self._on_device:
-            first = self._on_device[0]
-            if not first.is_done():
-                return first
-            self._on_device.popleft()
-            if self._board is not None and self._waiting is None and not self._on_device:
-                self._board.clear(self.rank)
-        return None
 
     def _after(self, rank: int) -> int:
         return (rank + 1) % self.world_size

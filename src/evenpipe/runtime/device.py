@@ -31,8 +31,6 @@ class HeldModel:
     """By number."""
     parameters: dict[int, StageParameters] = field(default_factory=dict)
     """Parameters of each stage."""
-    matrices: list[Matrix] = field(default_factory=list)
-    """Its rows of the vocabulary matrices; tied ones once."""
     shards: dict[str, Held[nn.Parameter]] = field(default_factory=dict)
     """All parameters (masters, with their gradients), by Hugging Face name."""
     buffers: dict[str, Held[nn.Parameter]] = field(default_factory=dict)
@@ -45,8 +43,6 @@ class HeldModel:
     """The queue of all stages' linear layers."""
     checkpointing: Switch = field(default_factory=Switch)
     """Switch of all checkpointed layers."""
-    unsplit: list[str] = field(default_factory=list)
-    """Names of the matrices whose gradient is computed in I, because no linear layer holds them."""
     tied_copy: Matrix | None = None
     """The matrix of a model with tied weights that another device also holds whole."""
     embedding_matrix: Matrix | None = None
@@ -54,6 +50,11 @@ class HeldModel:
     """The output layer's rows and their bias; if tied weights are held once, the embedding's matrix."""
     sharded: dict[int, ShardedModule] = field(default_factory=dict)
     """Each stage's parameters, if they are sharded over replicas; then `parameters` is empty."""
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """Its rows of the vocabulary matrices; tied ones once."""
+        return list(dict.fromkeys(one for one in (self.embedding_matrix, *self.head_matrices) if one is not None))
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Return all tensors held between steps, by purpose."""
@@ -115,12 +116,13 @@ def build(
     parts = _Parts(
         description, layout, grid, parameter_dtype, compute_dtype, torch_device, seed, sharding, broadcast, held
     )
+    unsplit: list[str] = []
     for stage in layout.program.placement.stages_of(device):
         module = parts.stage(stage)
         layers_name = description.structure.layers_name
-        _prepare(module, layout.layers[stage], layers_name, layers, held=held, torch_device=torch_device)
+        unsplit += _prepare(module, layout.layers[stage], layers_name, layers, held=held, torch_device=torch_device)
     if any(part.kind is Kind.I for item in layout.program.order.rows[device] if item for part in parts_of(item)):
-        report_unsplit(held.unsplit)
+        report_unsplit(unsplit)
 
     embedding_shard, head_shard = layout.embedding_shards[device], layout.head_shards[device]
     embedding = parts.matrix(description.embedding_name, embedding_shard)
@@ -215,7 +217,6 @@ class _Parts:
             found = ShardedMatrix(parameter, self.compute_dtype, self.sharding, name)
         shape = (description.vocabulary_size, *filled.shape[1:])
         self.held.shards[name] = self._held(found.parameter, shape, (*cuts, *found.cuts), is_copy=is_copy)
-        self.held.matrices.append(found)
         return found
 
     def _held(
@@ -236,13 +237,16 @@ def _prepare(
     *,
     held: HeldModel,
     torch_device: torch.device,
-) -> None:
-    """Give a stage's layers their split backward, checkpointing and compilation; layers: the first one, and that after
-    the last."""
+) -> list[str]:
+    """Give a stage's layers their split backward, checkpointing and compilation. Return the names of the matrices whose
+    gradient is computed in I, because no linear layer holds them.
+
+    layers: the first one, and that after the last.
+    """
     if options.activations is not None:
         held.checkpointing.hooks = options.activations.pack, options.activations.unpack
     experts = split_experts(module, held.weight_gradients)
-    held.unsplit += [name for name in split_layers(module, held.weight_gradients) if name not in experts]
+    unsplit = [name for name in split_layers(module, held.weight_gradients) if name not in experts]
     for index in range(*layers):
         layer = module.get_submodule(f"{layers_name}.{index}")
         choice = options.checkpointing[index]
@@ -252,6 +256,7 @@ def _prepare(
             checkpoint_layer(layer, choice, held.checkpointing, torch_device)
         if options.activations is not None and index in options.kept:
             keep_on_device(layer, options.activations)
+    return unsplit
 
 
 def _is_trained(description: Description, name: str) -> bool:
