@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 from evenpipe.checkpoints.checkpoint import find_latest, load, open_checkpoint, prepare_folder, save
 from evenpipe.checkpoints.manifest import MANIFEST, read_manifest
 from evenpipe.errors import InputError, RunError
-from evenpipe.parallel.placement import Cut, Held, Placement
+from evenpipe.parallel.tensor_placement import Cut, Held, TensorPlacement
 
 HIDDEN = 8
 EMBEDDING, HEAD, BIAS, NORM = "model.embed_tokens.weight", "lm_head.weight", "lm_head.bias", "model.norm.weight"
@@ -51,7 +51,7 @@ class Run:
         for name, shape in shapes(vocabulary, tied).items():
             value = whole(name, shape, seed).to(dtype)
             if shape[0] == vocabulary and spread:
-                placement = Placement(shape, (Cut(("pp",), rank, size),))
+                placement = TensorPlacement(shape, (Cut(("pp",), rank, size),))
                 (box,) = placement.boxes()
                 self.shards[name] = Held(nn.Parameter(value[box.whole].clone()), placement)
                 continue
@@ -59,7 +59,7 @@ class Run:
             layer_holder = [int(name.split(".")[2]) * size // 4] if "layers" in name else []
             if rank in holders.get(name, layer_holder):
                 second = name == EMBEDDING and rank == last != 0
-                placement = Placement(shape, copied_along=frozenset({"pp"} if second else ()))
+                placement = TensorPlacement(shape, copied_along=frozenset({"pp"} if second else ()))
                 self.shards[name] = Held(nn.Parameter(value), placement)
         self.optimizer = torch.optim.AdamW([shard.tensor for shard in self.shards.values()], lr=0.01)
 

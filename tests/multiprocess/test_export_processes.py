@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from evenpipe.checkpoints.checkpoint import save
 from evenpipe.errors import RunError
-from evenpipe.parallel.placement import Cut, Held, Placement
+from evenpipe.parallel.tensor_placement import Cut, Held, TensorPlacement
 from evenpipe.train.export import export_checkpoint
 
 IDS = torch.arange(24).reshape(2, 12) * 5 % 9
@@ -46,12 +46,14 @@ def save_as_a_pipeline(folder: Path, tied: bool, spread: bool) -> None:
                 shards[name] = Held.whole(parameter)
         elif spread:
             rows = nn.Parameter(parameter.detach()[3 * rank : 3 * rank + 3].clone())
-            shards[name] = Held(rows, Placement(shape, (Cut(("pp",), rank, last + 1),)))
+            shards[name] = Held(rows, TensorPlacement(shape, (Cut(("pp",), rank, last + 1),)))
         elif rank in (0, last):
             is_embedding = "embed" in name
             if tied or rank == (0 if is_embedding else last):
                 is_copy = tied and rank == last
-                shards[name] = Held(parameter, Placement(shape, copied_along=frozenset({"pp"} if is_copy else ())))
+                shards[name] = Held(
+                    parameter, TensorPlacement(shape, copied_along=frozenset({"pp"} if is_copy else ()))
+                )
     optimizer = torch.optim.AdamW([shard.tensor for shard in shards.values()])
     save(folder, 1, shards, optimizer, {"model_config": model.config.to_dict(), "tied": tied})
     if rank == 0:  # one process of several, as at the end of a run: the others know nothing of it

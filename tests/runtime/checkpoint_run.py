@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.checkpoints.checkpoint import save
-from evenpipe.parallel.placement import Cut, Held, Placement
+from evenpipe.parallel.tensor_placement import Cut, Held, TensorPlacement
 
 METADATA = {"data": {"epoch": 1, "position": 3}, "scheduler": {"rate": 0.1 + 0.2}, "config": "[model]\n"}
 
@@ -30,7 +30,7 @@ class Run:
         self.shards = {
             name: Held(
                 nn.Parameter(torch.randn(shape, generator=generator).to(dtype)),
-                Placement(shape, (Cut(("pp",), 0, 1),) if "embed" in name else ()),
+                TensorPlacement(shape, (Cut(("pp",), 0, 1),) if "embed" in name else ()),
             )
             for name, shape in shapes.items()
         }

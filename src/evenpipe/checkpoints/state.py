@@ -18,7 +18,7 @@ from evenpipe.communication.messages import dtype_name
 from evenpipe.errors import InputError
 from evenpipe.host.optimizer import HostAdamW
 from evenpipe.optimizers.adafactor import Adafactor
-from evenpipe.parallel.placement import Held, Placement
+from evenpipe.parallel.tensor_placement import Held, TensorPlacement
 
 PARAMETERS = "parameters."
 OPTIMIZER = "optimizer."
@@ -127,7 +127,7 @@ def plan_load(manifest: Manifest, shards: Parameters, optimizer: torch.optim.Opt
                 _check_equal(what, "dtype", state_entry.dtype, dtype_name(existing[key].dtype))
             same_on_all = _is_same_on_all(parameter, key, optimizer)
             cut_alike = None if same_on_all else shard.placement.of_state(state_entry.shape, whole=True)
-            placement = cut_alike or Placement(state_entry.shape)
+            placement = cut_alike or TensorPlacement(state_entry.shape)
             dtype, shape = getattr(torch, state_entry.dtype), placement.local_shape
             place = _place_on_host(optimizer, parameter, key)
             if place is None:

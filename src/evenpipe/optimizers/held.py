@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from evenpipe.communication.communicator import Communicator
 from evenpipe.model import Description
-from evenpipe.parallel.placement import Placement, chunk
+from evenpipe.parallel.tensor_placement import TensorPlacement, chunk
 
 NEEDED_BY = "the optimizer"
 
@@ -22,7 +22,7 @@ class HeldParameter:
 
     name: str
     parameter: nn.Parameter
-    placement: Placement
+    placement: TensorPlacement
     communicator: Communicator | None
     """Communicator of all processes with rows of the parameter; None: this process has all rows."""
 

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHand
 from torch.distributed.tensor import DTensor
 
 from evenpipe.parallel.gradients import Pending
-from evenpipe.parallel.placement import Cut, Held, Placement
+from evenpipe.parallel.tensor_placement import Cut, Held, TensorPlacement
 
 BUCKET_ELEMENTS = 1 << 24
 """Approximate number of elements that are reduced together: bounds the memory of the buffers, which is twice that of
@@ -54,7 +54,7 @@ class _Sharded:
     name: str
     master: nn.Parameter
     """This process's rows."""
-    placement: Placement
+    placement: TensorPlacement
     chunk: int
     """Rows of every replica except the last ones."""
     shard: nn.Parameter
@@ -138,7 +138,7 @@ class ShardedModule:
             assert isinstance(sharded, DTensor)
             local = cast(DTensor, sharded.detach()).to_local()
             master = nn.Parameter(local, requires_grad=sharded.requires_grad)
-            placement = Placement(tuple(shapes[name]), (cut,))
+            placement = TensorPlacement(tuple(shapes[name]), (cut,))
             chunk = -(-shapes[name][0] // self._replicas)
             self._parameters.append(_Sharded(name, master, placement, chunk, sharded))
         self._module = module

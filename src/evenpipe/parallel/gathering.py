@@ -12,9 +12,9 @@ from torch import Tensor
 
 from evenpipe.communication.communicator import Communicator
 from evenpipe.communication.messages import dtype_name, dtype_of, gather_values
-from evenpipe.parallel.placement import Cut, Held, Placement
+from evenpipe.parallel.tensor_placement import Cut, Held, TensorPlacement
 
-Entry = tuple[Placement, torch.dtype]
+Entry = tuple[TensorPlacement, torch.dtype]
 
 
 def stream_whole(
@@ -68,7 +68,7 @@ def _from_json(fields: list[Any]) -> Entry:
     found = (
         Cut(tuple(axes), part, parts, dimension, tuple(segments)) for axes, part, parts, dimension, segments in cuts
     )
-    return Placement(tuple(shape), tuple(found)), dtype_of(dtype)
+    return TensorPlacement(tuple(shape), tuple(found)), dtype_of(dtype)
 
 
 def _collect(

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from evenpipe.communication.communicator import Communicator
 from evenpipe.parallel.fsdp import ShardedModule
-from evenpipe.parallel.placement import Cut
+from evenpipe.parallel.tensor_placement import Cut
 
 
 @dataclass(frozen=True, slots=True)

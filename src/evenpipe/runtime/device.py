@@ -16,7 +16,7 @@ from evenpipe.layers.weight_gradients import WeightGradients, report_unsplit, sp
 from evenpipe.model import Description, build_stage, fill_parameters, fill_rows, persistent_buffers
 from evenpipe.parallel import Grid, ShardedModule
 from evenpipe.parallel.parameters import Matrix, ShardedMatrix, Sharding, StageParameters
-from evenpipe.parallel.placement import Cut, Held, Placement
+from evenpipe.parallel.tensor_placement import Cut, Held, TensorPlacement
 from evenpipe.recipe.layout import Layout
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.schedule import Kind, parts_of
@@ -204,7 +204,7 @@ class _Parts:
         if not shard.rows and not layout.sharded:
             return None
         cuts = (Cut(("pp",), self.grid.coordinate("pp"), devices),) if layout.sharded and devices > 1 else ()
-        (rows,) = Placement((description.vocabulary_size,), cuts).ranges(0)
+        (rows,) = TensorPlacement((description.vocabulary_size,), cuts).ranges(0)
         assert (rows.start, rows.stop) == (shard.start, shard.stop), f"{name}: {rows} on this device, not {shard}"
         filled = fill_rows(description, name, rows.start, rows.stop, self.seed)
         filled = filled.to(self.torch_device, self.parameter_dtype)
@@ -226,7 +226,7 @@ class _Parts:
         copied = {"pp"} if is_copy else set()
         if self.grid.coordinate("dp") and all("dp" not in cut.axes for cut in cuts):
             copied.add("dp")
-        return Held(parameter, Placement(shape, cuts, frozenset(copied)))
+        return Held(parameter, TensorPlacement(shape, cuts, frozenset(copied)))
 
 
 def _prepare(

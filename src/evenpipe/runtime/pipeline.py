@@ -45,7 +45,7 @@ from evenpipe.parallel import check_built, clip_gradients, process_grid, total_n
 from evenpipe.parallel.gathering import stream_whole
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.parameters import Sharding
-from evenpipe.parallel.placement import Held
+from evenpipe.parallel.tensor_placement import Held
 from evenpipe.processes.worker import borrow_worker, device_of_pipeline, give_back
 from evenpipe.recipe.given_schedule import read_schedule
 from evenpipe.recipe.layout import Layout, ModelCosts, build_layout, flop_costs, without_vocabulary

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenpipe.parallel.placement import Box, Cut, Placement, chunk
+from evenpipe.parallel.tensor_placement import Box, Cut, TensorPlacement, chunk
 
 SIZES = {"pp": 3, "dp": 2, "tp": 2, "ep": 2, "edp": 3}
 PHI_3_ROWS = (8, 2, 2)
@@ -47,7 +47,7 @@ def everywhere() -> list[dict[str, int]]:
     return [dict(zip(SIZES, place, strict=True)) for place in itertools.product(*map(range, SIZES.values()))]
 
 
-def part_of(whole: Tensor, placement: Placement) -> Tensor:
+def part_of(whole: Tensor, placement: TensorPlacement) -> Tensor:
     part = torch.full(placement.local_shape, -1, dtype=whole.dtype)
     for box in placement.boxes():
         part[box.local] = whole[box.whole]
@@ -61,7 +61,7 @@ def test_the_parts_make_up_the_whole_once(name: str) -> None:
     again, times = torch.full_like(whole, -1), torch.zeros_like(whole)
     cutting = {axis for one in cuts(dict.fromkeys(SIZES, 0)) for axis in one.axes}
     for at in everywhere():
-        placement = Placement(shape, cuts(at))
+        placement = TensorPlacement(shape, cuts(at))
         part = part_of(whole, placement)
         assert not (part == -1).any()
         if any(place for axis, place in at.items() if axis not in cutting):
@@ -81,7 +81,7 @@ def test_cuts_are_those_of_torch_chunk(name: str) -> None:
         for one in cuts(at):
             segments = expected.split(one.segments or (expected.shape[one.dimension],), one.dimension)
             expected = torch.cat([chunked(each, one) for each in segments], one.dimension)
-        assert torch.equal(part_of(whole, Placement(shape, cuts(at))), expected)
+        assert torch.equal(part_of(whole, TensorPlacement(shape, cuts(at))), expected)
 
 
 def chunked(whole: Tensor, one: Cut) -> Tensor:
@@ -100,7 +100,7 @@ def test_chunks_are_those_of_torch(length: int, parts: int) -> None:
 
 def test_an_interleaved_part_is_several_boxes() -> None:
     at = dict.fromkeys(SIZES, 0) | {"tp": 1}
-    packed = Placement((12, 3), (cut(at, "tp", segments=PHI_3_ROWS),))
+    packed = TensorPlacement((12, 3), (cut(at, "tp", segments=PHI_3_ROWS),))
     assert packed.local_shape == (6, 3)
     assert packed.ranges(0) == [range(4, 8), range(9, 10), range(11, 12)]
     assert list(packed.boxes()) == [
@@ -108,21 +108,21 @@ def test_an_interleaved_part_is_several_boxes() -> None:
         Box((slice(9, 10), slice(0, 3)), (slice(4, 5), slice(0, 3))),
         Box((slice(11, 12), slice(0, 3)), (slice(5, 6), slice(0, 3))),
     ]
-    sharded = Placement((12, 3), (*packed.cuts, cut(at | {"dp": 1}, "dp")))
+    sharded = TensorPlacement((12, 3), (*packed.cuts, cut(at | {"dp": 1}, "dp")))
     assert sharded.ranges(0) == [range(7, 8), range(9, 10), range(11, 12)]
     with pytest.raises(AssertionError, match="of 13 entries"):
-        Placement((13, 3), packed.cuts).ranges(0)
+        TensorPlacement((13, 3), packed.cuts).ranges(0)
 
 
 def test_an_empty_part_stands_where_it_would_begin() -> None:
-    (box,) = Placement((9, 2), (Cut(("pp",), 3, 4),)).boxes()
+    (box,) = TensorPlacement((9, 2), (Cut(("pp",), 3, 4),)).boxes()
     assert (box.offsets, box.sizes) == ([9, 0], [0, 2])
-    (box,) = Placement((9, 2), (Cut(("pp",), 1, 3), Cut(("dp",), 3, 4))).boxes()
+    (box,) = TensorPlacement((9, 2), (Cut(("pp",), 1, 3), Cut(("dp",), 3, 4))).boxes()
     assert (box.offsets, box.sizes) == ([6, 0], [0, 2])
 
 
 def test_state_is_cut_like_its_parameter_where_it_fits() -> None:
-    rows = Placement((9, 4), (Cut(("pp",), 2, 4),), frozenset({"dp"}))
+    rows = TensorPlacement((9, 4), (Cut(("pp",), 2, 4),), frozenset({"dp"}))
     assert rows.local_shape == (3, 4)
     assert rows.of_state((3, 4)) == rows == rows.of_state((9, 4), whole=True)
     means = rows.of_state((3, 1))
@@ -130,15 +130,15 @@ def test_state_is_cut_like_its_parameter_where_it_fits() -> None:
     assert rows.of_state((9, 1), whole=True) == means
     for shape in ((), (3,), (9, 4), (1, 4), (3, 4, 1)):
         assert rows.of_state(shape) is None
-    columns = Placement((9, 4), (Cut(("tp",), 1, 2, dimension=1),))
-    assert columns.of_state((1, 2)) == Placement((1, 4), columns.cuts) and columns.of_state((9, 1)) is None
+    columns = TensorPlacement((9, 4), (Cut(("tp",), 1, 2, dimension=1),))
+    assert columns.of_state((1, 2)) == TensorPlacement((1, 4), columns.cuts) and columns.of_state((9, 1)) is None
 
 
 def test_of_all_copies_one_counts() -> None:
     placements = {
-        "replicated": Placement((4,), copied_along=frozenset({"dp"})),
-        "tied": Placement((4,), copied_along=frozenset({"pp"})),
-        "first": Placement((4,), (Cut(("pp",), 1, 2),)),
+        "replicated": TensorPlacement((4,), copied_along=frozenset({"dp"})),
+        "tied": TensorPlacement((4,), copied_along=frozenset({"pp"})),
+        "first": TensorPlacement((4,), (Cut(("pp",), 1, 2),)),
     }
     counts = {name: [one.is_first_copy(), one.is_first_copy("pp")] for name, one in placements.items()}
     assert counts == {"replicated": [False, True], "tied": [False, False], "first": [True, True]}

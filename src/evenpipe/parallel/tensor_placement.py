@@ -69,7 +69,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class TensorPlacement:
     """The part of a tensor that a process holds."""
 
     shape: tuple[int, ...]
@@ -122,7 +122,7 @@ class Placement:
         for places in itertools.product(*by_dimension):
             yield Box(tuple(whole for whole, _ in places), tuple(local for _, local in places))
 
-    def of_state(self, shape: Sequence[int], *, whole: bool = False) -> Placement | None:
+    def of_state(self, shape: Sequence[int], *, whole: bool = False) -> TensorPlacement | None:
         """Return the placement of another tensor of the parameter, such as a moment, that is cut as it is. None if the
         tensor does not fit: it has other dimensions, or other lengths of those that are cut.
 
@@ -141,12 +141,12 @@ class Held(Generic[AnyTensor]):
     """A tensor as this process holds it."""
 
     tensor: AnyTensor
-    placement: Placement
+    placement: TensorPlacement
 
     @classmethod
     def whole(cls, tensor: AnyTensor) -> Held[AnyTensor]:
         """Return a tensor that this process holds whole, and no process before it."""
-        return cls(tensor, Placement(tuple(tensor.shape)))
+        return cls(tensor, TensorPlacement(tuple(tensor.shape)))
 
 
 def _entries(held: Sequence[range], first: int, last: int) -> Iterator[range]:
