@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,22 +29,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle, fully_shard
 from torch.distributed.tensor import DTensor
 
-from evenpipe.parallel.gradients import Pending
+from evenpipe.communication.communicator import Communicator, Handle
 from evenpipe.parallel.tensor_placement import Cut, Held, TensorPlacement
 
 BUCKET_ELEMENTS = 1 << 24
 """Approximate number of elements that are reduced together: bounds the memory of the buffers, which is twice that of
 one bucket."""
-
-
-class Shards(Protocol):
-    """The communicator of the processes that hold shards of the same parameters: this device in every pipeline."""
-
-    def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
-        """Put member i's tensor into row i of the output, on every member; the tensor may be the member's own row."""
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
-        """Add the members' tensors [members, ...] and put row i of the sum into member i's output."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +75,7 @@ class _Sharded:
 class _Reduction:
     """A reduce-scatter in progress."""
 
-    handle: Pending
+    handle: Handle
     output: Tensor
     """[elements of this process's rows, padded; then for each parameter how many replicas have a gradient]."""
     parameters: Sequence[_Sharded]
@@ -108,8 +98,7 @@ class ShardedModule:
         module: with its whole parameters, the same on all replicas.
         units: children (at any depth) that are gathered one by one, to bound the memory of the gathering; parameters
             outside of them are gathered together.
-        mesh: one axis, the replicas, in the order of their ranks.
-        shards: over the same processes: every process gives and receives shards.
+        shards: over the replicas, in the order of their ranks: every process gives and receives shards.
         compute_dtype: of the whole parameters.
         what: for messages.
     """
@@ -118,22 +107,24 @@ class ShardedModule:
         self,
         module: nn.Module,
         units: Sequence[nn.Module],
+        shards: Communicator,
         *,
-        mesh: DeviceMesh,
-        shards: Shards,
         compute_dtype: torch.dtype,
         what: str,
     ) -> None:
         self._shards = shards
         self._what = what
-        self._replicas = mesh.size()
+        self._replicas = len(shards.members)
         self._compute_dtype = compute_dtype
         names = {parameter: name for name, parameter in module.named_parameters()}
         shapes = {name: parameter.shape for parameter, name in names.items()}
+        assert shards.group is not None
+        device_type = next((parameter.device.type for parameter in module.parameters()), "cpu")
+        mesh = DeviceMesh.from_group(shards.group, device_type, mesh_dim_names=("dp",))
         self._holders = [self._hold(unit, inside, mesh) for unit, inside in _units(module, units)]
         self._reductions: list[_Reduction] = []
         self._parameters: list[_Sharded] = []
-        cut = Cut(mesh.mesh_dim_names or (), mesh.get_local_rank(), self._replicas)
+        cut = Cut(("dp",), shards.position, self._replicas)
         for name, sharded in module.named_parameters():
             assert isinstance(sharded, DTensor)
             local = cast(DTensor, sharded.detach()).to_local()
@@ -273,10 +264,10 @@ class ShardedModule:
 class _AllGather:
     """FSDP2's all-gather, through our communicator: its waits are watched, and processes may share a GPU."""
 
-    def __init__(self, shards: Shards, what: str) -> None:
+    def __init__(self, shards: Communicator, what: str) -> None:
         self._shards = shards
         self._what = what
-        self._pending: Pending | None = None
+        self._pending: Handle | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)

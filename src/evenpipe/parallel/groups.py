@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from evenpipe.communication.communicator import Communicator
 from evenpipe.communication.communicators import Communicators
@@ -90,13 +89,6 @@ class Groups:
         """Destroy the communicators. Collective, when no operation is pending."""
         if self.communicators is not None:
             self.communicators.close()
-
-    def replica_mesh(self) -> DeviceMesh | None:
-        """Return this device in every pipeline, as an axis for FSDP2; None for one pipeline."""
-        if self.replicas is None:
-            return None
-        assert self.replicas.group is not None
-        return DeviceMesh.from_group(self.replicas.group, self._torch_device.type, mesh_dim_names=("dp",))
 
     # --- messages ------------------------------------------------------------------------------------------------
 

@@ -7,31 +7,14 @@ over microbatches is rounded to the narrower one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from evenpipe.communication.communicator import Communicator
 from evenpipe.parallel.fsdp import ShardedModule
 from evenpipe.parallel.tensor_placement import Cut
-
-
-@dataclass(frozen=True, slots=True)
-class Sharding:
-    """The processes over which parameters are sharded: those at this position in all pipelines."""
-
-    mesh: DeviceMesh
-    communicator: Communicator
-
-    def shard(
-        self, module: nn.Module, units: Sequence[nn.Module], compute_dtype: torch.dtype, what: str
-    ) -> ShardedModule:
-        return ShardedModule(
-            module, units, mesh=self.mesh, shards=self.communicator, compute_dtype=compute_dtype, what=what
-        )
 
 
 class Matrix:
@@ -68,10 +51,10 @@ class Matrix:
 class ShardedMatrix(Matrix):
     """The same with rows spread once more, over replicas: whole only while a step needs them."""
 
-    def __init__(self, rows: nn.Parameter, compute_dtype: torch.dtype, sharding: Sharding, what: str) -> None:
+    def __init__(self, rows: nn.Parameter, compute_dtype: torch.dtype, shards: Communicator, what: str) -> None:
         self._module = nn.Module()
         self._module.register_parameter("weight", rows)
-        self.sharded = sharding.shard(self._module, [], compute_dtype, what)
+        self.sharded = ShardedModule(self._module, [], shards, compute_dtype=compute_dtype, what=what)
         ((_, held),) = self.sharded
         self.parameter, self.cuts = held.tensor, held.placement.cuts
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from evenpipe.communication.communicator import Communicator
 from evenpipe.host.offload import Activations, keep_on_device
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.layers.compilation import compile_layer
@@ -15,7 +16,7 @@ from evenpipe.layers.experts import split_experts
 from evenpipe.layers.weight_gradients import WeightGradients, report_unsplit, split_layers
 from evenpipe.model import Description, build_stage, fill_parameters, fill_rows, persistent_buffers
 from evenpipe.parallel import Grid, ShardedModule
-from evenpipe.parallel.parameters import Matrix, ShardedMatrix, Sharding, StageParameters
+from evenpipe.parallel.parameters import Matrix, ShardedMatrix, StageParameters
 from evenpipe.parallel.tensor_placement import Cut, Held, TensorPlacement
 from evenpipe.recipe.layout import Layout
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
@@ -91,76 +92,52 @@ class LayerOptions:
     """Layers whose activations stay on the device anyway."""
 
 
-def build(
-    description: Description,
-    layout: Layout,
-    grid: Grid,
-    *,
-    loss: LossOptions,
-    layers: LayerOptions,
-    parameter_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    torch_device: torch.device,
-    seed: int,
-    sharding: Sharding | None = None,
-    broadcast: Callable[[torch.Tensor], None] | None = None,
-) -> HeldModel:
-    """Build this process's part, and fill it from the source of the description.
-
-    Args:
-        sharding: over replicas. A stage is built whole, then sharded, before the next one is built.
-        broadcast: overwrites a tensor by that of the first replica; None: all replicas have the same weights anyway.
-    """
-    device = grid.coordinate("pp")
-    held = HeldModel()
-    parts = _Parts(
-        description, layout, grid, parameter_dtype, compute_dtype, torch_device, seed, sharding, broadcast, held
-    )
-    unsplit: list[str] = []
-    for stage in layout.program.placement.stages_of(device):
-        module = parts.stage(stage)
-        layers_name = description.structure.layers_name
-        unsplit += _prepare(module, layout.layers[stage], layers_name, layers, held=held, torch_device=torch_device)
-    if any(part.kind is Kind.I for item in layout.program.order.rows[device] if item for part in parts_of(item)):
-        report_unsplit(unsplit)
-
-    embedding_shard, head_shard = layout.embedding_shards[device], layout.head_shards[device]
-    embedding = parts.matrix(description.embedding_name, embedding_shard)
-    if not description.tied:
-        head = parts.matrix(description.head_name, head_shard)
-    elif embedding_shard == head_shard:
-        head = embedding
-    else:  # two devices hold the same matrix
-        head = parts.matrix(description.embedding_name, head_shard, is_copy=True) if head_shard.rows else None
-        held.tied_copy = embedding or head
-    bias = parts.matrix(description.head_bias_name, head_shard) if description.head_bias_name else None
-    held.embedding_matrix = embedding
-    held.head_matrices = tuple(one for one in (head, bias) if one is not None)
-    if head is not None:
-        held.output = OutputShard(head, bias, head_shard, loss, one_barrier=layout.program.barriers == 1)
-    if layout.sharded:
-        held.embedding = EmbeddingShard(embedding, layout.embedding_shards, device, description.padding_index)
-    elif embedding is not None:
-        held.embedding = EmbeddingShard(embedding, (embedding_shard,), 0, description.padding_index)
-    return held
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """Makes stages and rows of the vocabulary with their weights, and enters them into the held model."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Builder:
+    """Builds this process's part of a model, and fills it from the source of the description."""
 
     description: Description
     layout: Layout
     grid: Grid
+    loss: LossOptions
+    layers: LayerOptions
     parameter_dtype: torch.dtype
     compute_dtype: torch.dtype
     torch_device: torch.device
     seed: int
-    sharding: Sharding | None
-    broadcast: Callable[[torch.Tensor], None] | None
-    held: HeldModel
+    shards: Communicator | None = None
+    """Over replicas that share parameters: a stage is built whole, then sharded, before the next one is built."""
+    broadcast: Callable[[torch.Tensor], None] | None = None
+    """Overwrites a tensor by that of the first replica; None: all replicas have the same weights anyway."""
+    held: HeldModel = field(init=False, default_factory=HeldModel)
 
-    def stage(self, stage: int) -> nn.Module:
+    def build(self) -> HeldModel:
+        description, layout, device, held = self.description, self.layout, self.grid.coordinate("pp"), self.held
+        unsplit = [name for stage in layout.program.placement.stages_of(device) for name in self._add_stage(stage)]
+        if any(part.kind is Kind.I for item in layout.program.order.rows[device] if item for part in parts_of(item)):
+            report_unsplit(unsplit)
+        embedding_shard, head_shard = layout.embedding_shards[device], layout.head_shards[device]
+        embedding = self._matrix(description.embedding_name, embedding_shard)
+        if not description.tied:
+            head = self._matrix(description.head_name, head_shard)
+        elif embedding_shard == head_shard:
+            head = embedding
+        else:  # two devices hold the same matrix
+            head = self._matrix(description.embedding_name, head_shard, is_copy=True) if head_shard.rows else None
+            held.tied_copy = embedding or head
+        bias = self._matrix(description.head_bias_name, head_shard) if description.head_bias_name else None
+        held.embedding_matrix = embedding
+        held.head_matrices = tuple(one for one in (head, bias) if one is not None)
+        if head is not None:
+            held.output = OutputShard(head, bias, head_shard, self.loss, one_barrier=layout.program.barriers == 1)
+        if layout.sharded:
+            held.embedding = EmbeddingShard(embedding, layout.embedding_shards, device, description.padding_index)
+        elif embedding is not None:
+            held.embedding = EmbeddingShard(embedding, (embedding_shard,), 0, description.padding_index)
+        return held
+
+    def _add_stage(self, stage: int) -> list[str]:
+        """Return the names of the matrices whose gradient is computed in I, because no linear layer holds them."""
         held, description, placement = self.held, self.description, self.layout.program.placement
         first, last = self.layout.layers[stage]
         module = build_stage(
@@ -179,23 +156,41 @@ class _Parts:
             for tensor in (*module.parameters(), *(buffer for _, buffer in persistent_buffers(module))):
                 self.broadcast(tensor.detach())
         layers_name = description.structure.layers_name
-        if self.sharding is None:
+        layers = {index: module.get_submodule(f"{layers_name}.{index}") for index in range(first, last)}
+        if self.shards is None:
             held.parameters[stage] = StageParameters(module, self.compute_dtype)
             for name, parameter in held.parameters[stage]:
                 held.shards[name] = self._held(parameter, tuple(parameter.shape))
         else:
-            layers = [module.get_submodule(f"{layers_name}.{index}") for index in range(first, last)]
-            sharded = self.sharding.shard(module, layers, self.compute_dtype, f"stage {stage}")
-            held.sharded[stage] = sharded
-            held.shards |= dict(sharded)
+            held.sharded[stage] = ShardedModule(
+                module, list(layers.values()), self.shards, compute_dtype=self.compute_dtype, what=f"stage {stage}"
+            )
+            held.shards |= dict(held.sharded[stage])
         for name, buffer in persistent_buffers(module):
             shared = nn.Parameter(buffer, requires_grad=False)
             # All stages have those outside of layers.
             is_copy = not name.startswith(f"{layers_name}.") and stage != placement.stages - 1
             held.buffers[name] = self._held(shared, tuple(buffer.shape), is_copy=is_copy)
-        return module
+        return self._prepare(module, layers)
 
-    def matrix(self, name: str, shard: Shard, *, is_copy: bool = False) -> Matrix | None:
+    def _prepare(self, module: nn.Module, layers: Mapping[int, nn.Module]) -> list[str]:
+        """Give layers, by number, their split backward, checkpointing and compilation; return as `_add_stage`."""
+        held, options = self.held, self.layers
+        if options.activations is not None:
+            held.checkpointing.hooks = options.activations.pack, options.activations.unpack
+        experts = split_experts(module, held.weight_gradients)
+        unsplit = [name for name in split_layers(module, held.weight_gradients) if name not in experts]
+        for index, layer in layers.items():
+            choice = options.checkpointing[index]
+            if options.compiled:
+                compile_layer(layer, held.weight_gradients, choice, held.checkpointing, self.torch_device)
+            else:
+                checkpoint_layer(layer, choice, held.checkpointing, self.torch_device)
+            if options.activations is not None and index in options.kept:
+                keep_on_device(layer, options.activations)
+        return unsplit
+
+    def _matrix(self, name: str, shard: Shard, *, is_copy: bool = False) -> Matrix | None:
         """Return the rows of a vocabulary matrix on this device; None if the whole matrix is on another one.
 
         is_copy: whether a device before this one holds the same rows.
@@ -211,10 +206,10 @@ class _Parts:
         if self.broadcast is not None:
             self.broadcast(filled)
         parameter = nn.Parameter(filled, requires_grad=_is_trained(description, name))
-        if self.sharding is None:
+        if self.shards is None:
             found = Matrix(parameter, self.compute_dtype)
         else:
-            found = ShardedMatrix(parameter, self.compute_dtype, self.sharding, name)
+            found = ShardedMatrix(parameter, self.compute_dtype, self.shards, name)
         shape = (description.vocabulary_size, *filled.shape[1:])
         self.held.shards[name] = self._held(found.parameter, shape, (*cuts, *found.cuts), is_copy=is_copy)
         return found
@@ -227,36 +222,6 @@ class _Parts:
         if self.grid.coordinate("dp") and all("dp" not in cut.axes for cut in cuts):
             copied.add("dp")
         return Held(parameter, TensorPlacement(shape, cuts, frozenset(copied)))
-
-
-def _prepare(
-    module: nn.Module,
-    layers: tuple[int, int],
-    layers_name: str,
-    options: LayerOptions,
-    *,
-    held: HeldModel,
-    torch_device: torch.device,
-) -> list[str]:
-    """Give a stage's layers their split backward, checkpointing and compilation. Return the names of the matrices whose
-    gradient is computed in I, because no linear layer holds them.
-
-    layers: the first one, and that after the last.
-    """
-    if options.activations is not None:
-        held.checkpointing.hooks = options.activations.pack, options.activations.unpack
-    experts = split_experts(module, held.weight_gradients)
-    unsplit = [name for name in split_layers(module, held.weight_gradients) if name not in experts]
-    for index in range(*layers):
-        layer = module.get_submodule(f"{layers_name}.{index}")
-        choice = options.checkpointing[index]
-        if options.compiled:
-            compile_layer(layer, held.weight_gradients, choice, held.checkpointing, torch_device)
-        else:
-            checkpoint_layer(layer, choice, held.checkpointing, torch_device)
-        if options.activations is not None and index in options.kept:
-            keep_on_device(layer, options.activations)
-    return unsplit
 
 
 def _is_trained(description: Description, name: str) -> bool:

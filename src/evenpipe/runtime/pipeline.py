@@ -44,7 +44,6 @@ from evenpipe.optimizers.held import HeldParameter
 from evenpipe.parallel import check_built, clip_gradients, process_grid, total_norm
 from evenpipe.parallel.gathering import stream_whole
 from evenpipe.parallel.groups import Groups
-from evenpipe.parallel.parameters import Sharding
 from evenpipe.parallel.tensor_placement import Held
 from evenpipe.processes.worker import borrow_worker, device_of_pipeline, give_back
 from evenpipe.recipe.given_schedule import read_schedule
@@ -62,7 +61,7 @@ from evenpipe.runtime.arguments import (
     refuse_use_of_a_part,
 )
 from evenpipe.runtime.batch import Batch, Inputs, cut, distribute
-from evenpipe.runtime.device import LayerOptions, build
+from evenpipe.runtime.device import Builder, LayerOptions
 from evenpipe.runtime.replicas import Replicas
 from evenpipe.runtime.result import StepResult, html_table
 from evenpipe.runtime.router_loss import RouterLosses
@@ -277,24 +276,19 @@ class Pipeline:
 
     def _build(self, options: LossOptions, parameter_dtype: torch.dtype, seed: int) -> None:
         groups, replicas = self._groups, self._groups.replicas
-        sharding = None
-        if self._sharded:
-            mesh = groups.replica_mesh()
-            assert mesh is not None and replicas is not None
-            sharding = Sharding(mesh, replicas)
-        self._held = build(
-            self.description,
-            self.layout,
-            self._grid,
+        self._held = Builder(
+            description=self.description,
+            layout=self.layout,
+            grid=self._grid,
             loss=options,
             layers=LayerOptions(self._checkpointing, self._compile_layers, self._activations, self._kept_layers),
             parameter_dtype=parameter_dtype,
             compute_dtype=self._compute_dtype,
             torch_device=self.torch_device,
             seed=seed,
-            sharding=sharding,
+            shards=replicas if self._sharded else None,
             broadcast=None if replicas is None or self.description.model is None else self._broadcast,
-        )
+        ).build()
         router_loss = self.description.router_loss
         self._router_losses = (
             None
