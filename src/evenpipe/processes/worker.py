@@ -135,10 +135,14 @@ def initialise_worker(
         one. It becomes the current one.
 
     Raises:
-        InputError: torch_device is not a device of this machine, or not the one that the default group is bound to.
+        InputError: torch_device is not a device of this machine, or not the one that the default group is bound to; or
+            this process has a pipeline already.
         RunError: some processes did not start; names them.
     """
     if _this is not None:
+        if not _this.owned and _this.world_size > 1:
+            raise InputError("initialise_worker: this process has an open pipeline, expected the call before the first")
+        _this.owned = True
         return _this
     worker = start_worker(
         timeout_seconds=timeout_seconds,
