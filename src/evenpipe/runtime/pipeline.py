@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,11 @@ from evenpipe.model import (
 )
 from evenpipe.model.structure import first_line
 from evenpipe.optimizers.held import HeldParameter
-from evenpipe.parallel import clip_gradients, process_grid, total_norm
-from evenpipe.parallel.gathering import Held, stream_whole
+from evenpipe.parallel import check_built, clip_gradients, process_grid, total_norm
+from evenpipe.parallel.gathering import stream_whole
 from evenpipe.parallel.groups import Groups
-from evenpipe.parallel.parameters import ParameterShard, Sharding
-from evenpipe.processes.worker import device_of_pipeline, initialise_worker
+from evenpipe.parallel.tensor_placement import Held
+from evenpipe.processes.worker import borrow_worker, device_of_pipeline, give_back
 from evenpipe.recipe.given_schedule import read_schedule
 from evenpipe.recipe.layout import Layout, ModelCosts, build_layout, flop_costs, without_vocabulary
 from evenpipe.runtime.accounting import ByteCounter
@@ -61,7 +61,7 @@ from evenpipe.runtime.arguments import (
     refuse_use_of_a_part,
 )
 from evenpipe.runtime.batch import Batch, Inputs, cut, distribute
-from evenpipe.runtime.device import build
+from evenpipe.runtime.device import Builder, LayerOptions
 from evenpipe.runtime.replicas import Replicas
 from evenpipe.runtime.result import StepResult, html_table
 from evenpipe.runtime.router_loss import RouterLosses
@@ -79,8 +79,9 @@ logger = logging.getLogger(__name__)
 class Pipeline:
     """A causal language model spread over the processes of a pipeline, one per device.
 
-    Make it on every process, inside torchrun or `evenpipe.launch`. A single process without a process group makes a
-    pipeline of one device.
+    Make it on every process, inside torchrun or `evenpipe.launch`, or in processes of your own with a process group. A
+    single process without one makes a pipeline of one device. In processes that evenpipe did not start, a pipeline
+    leaves signals, hooks and the allocator as they are and ends no process, unless `initialise_worker` was called.
 
     Args:
         model: hub name or local folder (its weights are loaded), a transformers config (fresh weights, the same for
@@ -121,10 +122,9 @@ class Pipeline:
             channels. No effect on gloo.
         offload: which activations go to the host, and the memory that they use there; default: those that the order
             moves.
-        torch_device: device on which this process computes. The first pipeline of a process, or `initialise_worker`
-            before it, decides the default for later ones: its own GPU if there is one, else the CPU. Later pipelines
-            must not use another GPU. On the CPU the process keeps freed memory for later use, but returns it at once
-            if activations go to the host (glibc only; not if the environment configures its allocator).
+        torch_device: device on which this process computes. The first open pipeline of a process, or
+            `initialise_worker` before it, decides the default for later ones: its own GPU if there is one, else the
+            CPU. Later pipelines must not use another GPU.
         self_check: before anything else, compare a cut and a whole shrunken copy of the model on the first process.
         trust_remote_code: run Python code that comes with a hub model.
         timeout_seconds: maximum seconds of every single wait.
@@ -175,69 +175,75 @@ class Pipeline:
             self_check=self_check,
         )
         wanted = None if torch_device is None else device_of_torch(torch_device)
-        worker = initialise_worker(torch_device=wanted)  # the first call decides
+        worker = borrow_worker(torch_device=wanted)  # the first call decides
         self._watch = worker.watch
-        self._closed = False
-        self._grid = process_grid(mesh, replicas)
-        self.device, self.devices = self._grid.device, self._grid.devices
-        self.replica, self.replicas = self._grid.replica, self._grid.replicas
-        self._sharded = is_sharded(data_parallel) and self.replicas > 1
-        self.torch_device = device_of_pipeline(worker, wanted)
-        offload = offload or OffloadOptions()
-        if microbatches is not None:
-            check_positive("microbatches", microbatches, whole=True)
-        if sequence_length is not None:
-            check_positive("sequence_length", sequence_length, whole=True)
-        check_positive("timeout_seconds", timeout_seconds)
-        given = read_schedule(schedule, self.devices, microbatches, schedule_options)
-        self.microbatches = given.microbatches
-        self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
-        description = model if isinstance(model, Description) else describe(model, trust_remote_code=trust_remote_code)
-        self.description = as_stored(description, say=logger.warning if self._is_very_first else None)
-        if self.devices > 1:
-            check_compute_dtype(self.description, self._compute_dtype)
-        options = loss_of_model(loss or LossOptions(), self.description)
-        self._entropy = options.entropy
-        self._checkpointing = checkpointing_of_layers(checkpointing, self.description.layers)
-        self._compile_layers = compile_layers
-        self._model_costs = ModelCosts.of(self.description, sequence_length)
-        self.layout: Layout = build_layout(
-            devices=self.devices,
-            microbatches=self.microbatches,
-            schedule=given.schedule,
-            schedule_options=given.options,
-            communicators=communicators,
-            vocabulary=vocabulary,
-            model=self._model_costs,
-            rows=self.description.vocabulary_size,
-            layers_per_stage=layers_per_stage,
-            costs=costs,
-            offload=offload.activations,
-            copy_time=offload.copy_times,
-        )
-        self._evaluations: dict[int, Program] = {}
-        kept = offload.of_layers(self.description.layers)
-        self._kept_layers = frozenset(layer for layer, choice in enumerate(kept) if choice == "keep")
-        self._activations = None
-        if any(item is not None and item.kind is Kind.O for item in self.layout.program.rows[self.device]):
-            self._activations = offload.engine(self.torch_device)
-        if self.torch_device.type == "cpu":
-            if self._activations is None:
-                keep_freed_memory()
-            else:
-                return_freed_memory()
-        if self._sharded:
-            check_shardable(self.description)
-        self._groups = Groups(
-            self._grid,
-            self.layout,
-            tied_twice=self._tied_twice,
-            timeout_seconds=timeout_seconds,
-            torch_device=self.torch_device,
-            watch=self._watch,
-            nccl=nccl,
-        )
+        self._closed, self._closing = False, ExitStack()
+        self._closing.callback(give_back, worker)
         try:
+            self._grid = grid = process_grid(mesh, replicas)
+            check_built(grid)
+            self.device, self.devices = grid.coordinate("pp"), grid.size("pp")
+            self.replica, self.replicas = grid.coordinate("dp"), grid.size("dp")
+            self._sharded = is_sharded(data_parallel) and self.replicas > 1
+            self.torch_device = device_of_pipeline(worker, wanted)
+            offload = offload or OffloadOptions()
+            if microbatches is not None:
+                check_positive("microbatches", microbatches, whole=True)
+            if sequence_length is not None:
+                check_positive("sequence_length", sequence_length, whole=True)
+            check_positive("timeout_seconds", timeout_seconds)
+            given = read_schedule(schedule, self.devices, microbatches, schedule_options)
+            self.microbatches = given.microbatches
+            self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
+            description = (
+                model if isinstance(model, Description) else describe(model, trust_remote_code=trust_remote_code)
+            )
+            self.description = as_stored(description, say=logger.warning if self._is_very_first else None)
+            if self.devices > 1:
+                check_compute_dtype(self.description, self._compute_dtype)
+            options = loss_of_model(loss or LossOptions(), self.description)
+            self._entropy = options.entropy
+            self._checkpointing = checkpointing_of_layers(checkpointing, self.description.layers)
+            self._compile_layers = compile_layers
+            self._model_costs = ModelCosts.of(self.description, sequence_length)
+            self.layout: Layout = build_layout(
+                devices=self.devices,
+                microbatches=self.microbatches,
+                schedule=given.schedule,
+                schedule_options=given.options,
+                communicators=communicators,
+                vocabulary=vocabulary,
+                model=self._model_costs,
+                rows=self.description.vocabulary_size,
+                layers_per_stage=layers_per_stage,
+                costs=costs,
+                offload=offload.activations,
+                copy_time=offload.copy_times,
+            )
+            self._evaluations: dict[int, Program] = {}
+            kept = offload.of_layers(self.description.layers)
+            self._kept_layers = frozenset(layer for layer, choice in enumerate(kept) if choice == "keep")
+            self._activations = None
+            if any(item is not None and item.kind is Kind.O for item in self.layout.program.rows[self.device]):
+                self._activations = offload.engine(self.torch_device)
+                self._closing.callback(self._activations.copies.close)
+            if self.torch_device.type == "cpu" and worker.owned:
+                if self._activations is None:
+                    keep_freed_memory()
+                else:
+                    return_freed_memory()
+            if self._sharded:
+                check_shardable(self.description)
+            self._groups = Groups(
+                self._grid,
+                self.layout.communicators,
+                tied=self._tied_twice,
+                timeout_seconds=timeout_seconds,
+                torch_device=self.torch_device,
+                watch=self._watch,
+                nccl=nccl,
+            )
+            self._closing.callback(self._groups.close)
             if self_check and self.description.config is not None:
                 self._check_architecture()
             self._build(options, parameter_dtype, seed)
@@ -270,28 +276,19 @@ class Pipeline:
 
     def _build(self, options: LossOptions, parameter_dtype: torch.dtype, seed: int) -> None:
         groups, replicas = self._groups, self._groups.replicas
-        sharding = None
-        if self._sharded:
-            mesh = groups.replica_mesh()
-            assert mesh is not None and replicas is not None
-            sharding = Sharding(mesh, replicas)
-        self._held = build(
-            self.description,
-            self.layout,
-            self.device,
-            options=options,
+        self._held = Builder(
+            description=self.description,
+            layout=self.layout,
+            grid=self._grid,
+            loss=options,
+            layers=LayerOptions(self._checkpointing, self._compile_layers, self._activations, self._kept_layers),
             parameter_dtype=parameter_dtype,
             compute_dtype=self._compute_dtype,
             torch_device=self.torch_device,
             seed=seed,
-            checkpointing=self._checkpointing,
-            compile_layers=self._compile_layers,
-            activations=self._activations,
-            kept_layers=self._kept_layers,
-            sharding=sharding,
-            row_mesh=groups.row_mesh(sharded=self._sharded),
+            shards=replicas if self._sharded else None,
             broadcast=None if replicas is None or self.description.model is None else self._broadcast,
-        )
+        ).build()
         router_loss = self.description.router_loss
         self._router_losses = (
             None
@@ -316,7 +313,7 @@ class Pipeline:
             self._held.embedding,
             self._held.output,
             communicators=groups.communicators,
-            ranks=self._grid.pipeline,
+            ranks=self._grid.line("pp"),
             vocabulary_passes=self.layout.sharded,
             hidden_size=self.description.hidden_size,
             hidden_dtype=self._compute_dtype,
@@ -331,8 +328,9 @@ class Pipeline:
     def _broadcast(self, tensor: Tensor) -> None:
         """Give all replicas the first one's weights of a live model: each may have drawn its own."""
         assert self._groups.replicas is not None
-        root = self._grid.pipelines[0][self.device]
-        self._groups.replicas.broadcast(tensor, root, "weights of the first replica").wait("the first step")
+        self._groups.replicas.broadcast(tensor, self._grid.at(dp=0), "weights of the first replica").wait(
+            "the first step"
+        )
 
     def _let_go_of_the_model(self) -> None:
         """Release a live model, which has been copied; keep only its generation config."""
@@ -342,10 +340,11 @@ class Pipeline:
             self.description = replace(self.description, model=None)
 
     @property
-    def _tied_twice(self) -> bool:
-        """Whether two devices each have a copy of the one matrix of tied weights."""
+    def _tied_twice(self) -> tuple[int, int] | None:
+        """The two devices that each have a copy of the one matrix of tied weights, if two have."""
         placement = self.layout.program.placement
-        return self.description.tied and not self.layout.sharded and placement.first_device != placement.last_device
+        ends = placement.first_device, placement.last_device
+        return ends if self.description.tied and not self.layout.sharded and len({*ends}) > 1 else None
 
     def _check_architecture(self) -> None:
         """Check the architecture on the first process; raise its error on all."""
@@ -365,6 +364,11 @@ class Pipeline:
         fault = self._groups.from_the_first(fault, "the self-check")
         if fault is not None:
             raise InputError(fault)
+
+    @property
+    def _spread_over(self) -> tuple[str, ...]:
+        """The axes over which the parameters of a whole model are spread."""
+        return ("pp", "dp") if self._sharded else ("pp",)
 
     @property
     def _is_very_first(self) -> bool:
@@ -593,7 +597,7 @@ class Pipeline:
         if self.devices > 1 or self._sharded:
             refuse_use_of_a_part(lambda: next((one.name for one in self.held_parameters() if one.communicator), None))
         for name, shard in self._held.shards.items():
-            yield name, shard.parameter
+            yield name, shard.tensor
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters of this process, for an optimizer.
@@ -606,27 +610,19 @@ class Pipeline:
         """
         return (parameter for _, parameter in self.named_parameters())
 
-    def parameter_shards(self) -> dict[str, ParameterShard]:
-        """Return this process's shard of each parameter by Hugging Face name, with `saved_here`: whether it saves it.
+    def parameter_shards(self) -> dict[str, Held[nn.Parameter]]:
+        """Return this process's part of each parameter by Hugging Face name.
 
-        Saved buffers (such as the bias that corrects a router's scores) are included as frozen parameters. The first
-        replica saves rows of which several have a copy.
+        Saved buffers (such as the bias that corrects a router's scores) are included as frozen parameters.
         """
-        shards = self._held.shards | self._held.buffers
-        if self.replica == 0:
-            return shards
-        spread = self._sharded
-        return {
-            name: replace(shard, saved_here=shard.saved_here and spread and shard.start_row is not None)
-            for name, shard in shards.items()
-        }
+        return self._held.shards | self._held.buffers
 
     def held_parameters(self) -> Iterator[HeldParameter]:
         """Iterate, for optimizers that need whole matrices, over this process's part of each parameter, with its
         communicator to the processes with the other rows. The order is the same on all of them."""
         for name, shard in self._held.shards.items():
-            spread_over = None if shard.start_row is None else self._groups.of_rows(shard.mesh)
-            yield HeldParameter(name, shard.parameter, tuple(shard.shape), spread_over)
+            axes = [axis for cut in shard.placement.cuts for axis in cut.axes]
+            yield HeldParameter(name, shard.tensor, shard.placement, self._groups.over(*axes))
 
     def count_bytes(self) -> ByteCounter:
         """Return a context that counts the bytes of all tensors of this process, for every pass of the steps inside.
@@ -652,16 +648,12 @@ class Pipeline:
         """
         check_positive("max_norm", max_norm)
         held = [
-            (shard.parameter.grad, shard.saved_here)
+            (shard.tensor.grad, shard.placement)
             for shard in self._held.shards.values()
-            if shard.parameter.grad is not None
+            if shard.tensor.grad is not None
         ]
-        counted = [gradient for gradient, counts in held if counts]
-
-        def total(square: Tensor) -> Tensor:
-            return self._groups.sum(square, over_replicas=self._sharded)
-
-        norm = total_norm(counted, self.torch_device, total)
+        counted = [gradient for gradient, placement in held if placement.is_first_copy(*self._spread_over)]
+        norm = total_norm(counted, self.torch_device, lambda square: self._groups.sum(square, *self._spread_over))
         if max_norm != float("inf"):
             clip_gradients([gradient for gradient, _ in held], norm, max_norm)
         return float(norm)
@@ -717,33 +709,30 @@ class Pipeline:
     def close(self) -> None:
         """Destroy the communicators. No step may be running; the pipeline cannot step afterwards. Collective."""
         self._closed = True
-        if self._activations is not None:
-            self._activations.copies.close()
-        self._groups.close()
+        self._closing.close()
 
     # --- whole tensors ---------------------------------------------------------------------------------------
 
     def stream_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over (name, whole gradient on the CPU) on the first process; every process must exhaust it."""
-        return self._stream({name: shard.parameter.grad for name, shard in self._held.shards.items()})
+        return self._stream({name: shard.tensor.grad for name, shard in self._held.shards.items()})
 
     def stream_state(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over (name, whole parameter or saved buffer on the CPU) on the first process; every process must
         exhaust it."""
-        return self._stream({name: shard.parameter for name, shard in self.parameter_shards().items()})
+        return self._stream({name: shard.tensor for name, shard in self.parameter_shards().items()})
 
     def _stream(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
         """Stream whole tensors: sharded rows from all replicas, everything else only from the first replica."""
-        shards = self.parameter_shards()
-        held = {
-            name: Held(tensor, shards[name].start_row, shards[name].shape)
-            for name, tensor in tensors.items()
-            if tensor is not None and shards[name].saved_here
-        }
-        communicator = self._groups.everyone if self._sharded else self._groups.pipeline
         if self.replica > 0 and not self._sharded:
             return iter(())
-        return stream_whole(held, communicator, self.torch_device)
+        placements = {name: shard.placement for name, shard in self.parameter_shards().items()}
+        held = {
+            name: Held(tensor, placements[name])
+            for name, tensor in tensors.items()
+            if tensor is not None and placements[name].is_first_copy()
+        }
+        return stream_whole(held, self._groups.over(*self._spread_over), self.torch_device)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Return all whole gradients by Hugging Face name on the first process; empty on the others. Collective."""
