@@ -218,7 +218,7 @@ def configured(**given: Any) -> Config:
 
 def test_a_configuration_says_them(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[NcclOptions] = []
-    monkeypatch.setattr(build, "Pipeline", lambda model, *, nccl, **_: built.append(nccl))
+    monkeypatch.setattr(build, "Pipeline", lambda model, *, recipe, **_: built.append(recipe.nccl))
     monkeypatch.setattr(build, "pipeline_model", lambda *_: MODEL)
     for given in ({}, {"nccl_high_priority": False, "nccl_channels": 64}, {"nccl_channels": "none"}):
         build.build_pipeline(configured(**given), 32, 0, torch.device("cpu"))

@@ -21,8 +21,8 @@ from evenpipe.model import build_stage, describe
 from evenpipe.optimizers.held import HeldParameter
 from evenpipe.parallel.tensor_placement import TensorPlacement
 from evenpipe.runtime.accounting import ByteCounter
-from evenpipe.train.config import OptimizerConfig
 from evenpipe.train.optimization import make_optimizer
+from evenpipe.train.run_sections import OptimizerConfig
 
 LLAMA_8B = LlamaConfig(
     vocab_size=128256,

@@ -31,8 +31,8 @@ from torch.nn import functional
 import evenpipe
 from evenpipe import Pipeline
 from evenpipe.model import describe
-from evenpipe.train.config import OptimizerConfig
 from evenpipe.train.optimization import make_optimizer
+from evenpipe.train.run_sections import OptimizerConfig
 
 FP64 = torch.float64
 VOCABULARY, TOKENS, STEPS, SEQUENCES, MAX_NORM = 97, 6, 3, 24, 0.5

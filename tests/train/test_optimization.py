@@ -15,8 +15,8 @@ from evenpipe.errors import InputError
 from evenpipe.host.optimizer import HostAdamW
 from evenpipe.optimizers.held import HeldParameter
 from evenpipe.parallel.tensor_placement import TensorPlacement
-from evenpipe.train.config import OptimizerConfig
 from evenpipe.train.optimization import check_optimizer, make_optimizer, rate_shares
+from evenpipe.train.run_sections import OptimizerConfig
 
 MATRIX, NORM, FROZEN = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2), False)
 

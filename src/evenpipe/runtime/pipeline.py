@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,11 @@ from transformers import PreTrainedModel
 from evenpipe.checkpoints import Checkpoint, load, open_checkpoint, save
 from evenpipe.checkpoints.resumed_model import check_same_model
 from evenpipe.communication.clock import Conversion, read_clocks
-from evenpipe.communication.nccl import NcclOptions
 from evenpipe.communication.shared import Shared
 from evenpipe.errors import InputError, RunError
+from evenpipe.host.engine import activations_engine
 from evenpipe.host.memory import keep_freed_memory, return_freed_memory
-from evenpipe.host.options import OffloadOptions
-from evenpipe.layers.checkpointing import checkpointing_of_layers
+from evenpipe.layers.checkpointing import check_choices
 from evenpipe.layers.experts import split_once
 from evenpipe.model import (
     Description,
@@ -46,18 +45,19 @@ from evenpipe.parallel.gathering import stream_whole
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.tensor_placement import Held
 from evenpipe.processes.worker import borrow_worker, device_of_pipeline, give_back
-from evenpipe.recipe.given_schedule import read_schedule
-from evenpipe.recipe.layout import Layout, ModelCosts, build_layout, flop_costs, without_vocabulary
+from evenpipe.recipe.layout import Layout, ModelCosts, flop_costs, without_vocabulary
+from evenpipe.recipe.recipe import Recipe, refuse_unknown
 from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.arguments import (
+    PipelineOptions,
     check_kinds,
     check_no_autocast,
     check_positive,
     check_shardable,
     device_of_torch,
     dtype_of_compute,
-    is_sharded,
     loss_of_model,
+    recipe_of,
     refuse_use_of_a_part,
 )
 from evenpipe.runtime.batch import Batch, Inputs, cut, distribute
@@ -68,7 +68,7 @@ from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.trace import gather_trace
 from evenpipe.runtime.trained import Trained
 from evenpipe.runtime.walker import Walker
-from evenpipe.schedule import Costs, Kind, Order, Program, Schedule, Timeline, parts_of, time_order, vocabulary_mode
+from evenpipe.schedule import Kind, Order, Program, Timeline, parts_of, time_order, vocabulary_mode
 from evenpipe.schedule.trace import Trace
 from evenpipe.schedule.words import count
 from evenpipe.vocabulary import LossOptions
@@ -83,117 +83,101 @@ class Pipeline:
     single process without one makes a pipeline of one device. In processes that evenpipe did not start, a pipeline
     leaves signals, hooks and the allocator as they are and ends no process, unless `initialise_worker` was called.
 
+    Besides these arguments, `Pipeline` takes those of a `Recipe`, which says how the model is spread and in which order
+    the devices compute:
+
+        pipeline = Pipeline("Qwen/Qwen3-8B", schedule="zbv", microbatches=32)
+        pipeline = Pipeline("Qwen/Qwen3-8B", recipe=Recipe.of(pp=8, schedule="zbv", microbatches=32))
+
     Args:
         model: hub name or local folder (its weights are loaded), a transformers config (fresh weights, the same for
             every layout), or a live transformers model (its weights are copied).
-        schedule: a name such as "1f1b" or "zbv"; an `Order`; a `Program`, which is executed without changes if its
-            barriers fit the vocabulary mode, and else only gives its passes; the path of a CSV file with an order or
-            program, in the format of evenpipe or torch; a function of devices and microbatches that returns an `Order`;
-            or a schedule of `torch.distributed.pipelining`, an instance or a class, whose order is used.
-        schedule_options: options of a named schedule, if it has them: `stages_per_device`, `group_size`,
-            `memory_limit`; for a class of torch, `stages_per_device`.
-        vocabulary: "balanced" (= "vocab-2", one barrier), "vocab-1", "interlaced", "redistribute" or "first-last".
-        microbatches: number of equal parts of every batch; default: 4 per device, or the number in the given order.
+        recipe: a whole recipe, in place of its single options; its `dp` and `pp` must be those of the processes.
         mesh: a DeviceMesh with an axis "pp", and an axis "dp" for several pipelines side by side; default: all
             processes, with neighbours in one pipeline.
-        replicas: number of pipelines side by side, each with the whole model and its own data; default: the "dp" size
-            of the mesh, else one.
-        data_parallel: "replicate": every replica keeps all parameters of its devices. "shard": replicas share the rows
-            of parameters, gradients and optimizer state, and gather parameters during a step (FSDP2).
         loss: label smoothing, z-loss and other options of the loss. Logit scale and soft-cap come from the model,
             except for plain modules.
         parameter_dtype: dtype of parameters, gradients and therefore optimizer state: fp32 or fp64.
         compute_dtype: dtype of activations and products; default: bf16 on a GPU, else `parameter_dtype`.
         seed: seed of fresh weights.
-        layers_per_stage: layers of each stage, first to last; default: an even split, or by cost for "redistribute".
-        checkpointing: the tensors that a layer keeps for its backward: "none" keeps all; "full" keeps only the input
-            and repeats the forward; "selective" also keeps the results of products and of attention; or one choice per
-            layer. If the order has R for a microbatch, R repeats the forward before the backward.
-        compile_layers: run every layer through torch.compile, with any schedule. Embedding, output layer, loss and
-            other code outside the layers are not compiled; the first step takes longer.
-        costs: measured pass times for arranging the schedule; default: FLOPs.
-        sequence_length: tokens per sequence for these FLOPs, because attention's share depends on it; steps may have
-            other lengths. Default: 2048, or the maximum of the model.
-        communicators: "per-pair": one for each ordered pair of devices that send to each other and one for each kind of
-            collective. "per-kind": one for all forward hops, one for all backward hops, one for each kind of
-            collective. "one": a single one. Each takes memory (with NCCL about 0.5 GB), and transfers on the same
-            communicator wait for each other.
-        nccl: priority and channels of communication on GPUs; default: high priority, and NCCL chooses the number of
-            channels. No effect on gloo.
-        offload: which activations go to the host, and the memory that they use there; default: those that the order
-            moves.
         torch_device: device on which this process computes. The first open pipeline of a process, or
             `initialise_worker` before it, decides the default for later ones: its own GPU if there is one, else the
             CPU. Later pipelines must not use another GPU.
         self_check: before anything else, compare a cut and a whole shrunken copy of the model on the first process.
         trust_remote_code: run Python code that comes with a hub model.
         timeout_seconds: maximum seconds of every single wait.
+        schedule: a name such as "1f1b" or "zbv"; an `Order`; a `Program`, which is executed without changes if its
+            barriers fit the vocabulary mode, and else only gives its passes; the path of a CSV file with an order or
+            program, in the format of evenpipe or torch; a function of devices and microbatches that returns an `Order`;
+            or a schedule of `torch.distributed.pipelining`, an instance or a class, whose order is used.
+            Default: "1f1b".
+        schedule_options: options of a named schedule, if it has them: `stages_per_device`, `group_size`,
+            `memory_limit`; for a class of torch, `stages_per_device`.
+        vocabulary: "balanced" (= "vocab-2", one barrier; the default), "vocab-1", "interlaced", "redistribute" or
+            "first-last".
+        microbatches: number of equal parts of every batch; default: 4 per device, or the number in the given order.
+        slices: parts of every sequence; only 1 can run.
+        replicas: number of pipelines side by side, each with the whole model and its own data; default: the "dp" size
+            of the mesh, else one.
+        cp, tp, ep: sizes of the axes for parts of sequences, of matrices, and of experts; only 1 can run.
+        data_parallel: "replicate" (the default): every replica keeps all parameters of its devices. "shard": replicas
+            share the rows of parameters, gradients and optimizer state, and gather parameters during a step (FSDP2).
+        layers_per_stage: layers of each stage, first to last; default: an even split, or by cost for "redistribute".
+        checkpointing: the tensors that a layer keeps for its backward: "none" (the default) keeps all; "full" keeps
+            only the input and repeats the forward; "selective" also keeps the results of products and of attention; or
+            one choice per layer. If the order has R for a microbatch, R repeats the forward before the backward.
+        compile_layers: run every layer through torch.compile, with any schedule. Embedding, output layer, loss and
+            other code outside the layers are not compiled; the first step takes longer.
+        costs: measured pass times for arranging the schedule; default: FLOPs.
+        sequence_length: tokens per sequence for these FLOPs, because attention's share depends on it; steps may have
+            other lengths. Default: 2048, or the maximum of the model.
+        communicators: "per-pair" (the default): one for each ordered pair of devices that send to each other and one
+            for each kind of collective. "per-kind": one for all forward hops, one for all backward hops, one for each
+            kind of collective. "one": a single one. Each takes memory (with NCCL about 0.5 GB), and transfers on the
+            same communicator wait for each other.
+        nccl: priority and channels of communication on GPUs; default: high priority, and NCCL chooses the number of
+            channels. No effect on gloo.
+        offload: which activations go to the host, and the memory that they use there; default: those that the order
+            moves.
 
     Raises:
         InputError: a value that is not accepted; the sentence names it.
+        TypeError: an unknown argument; the sentence names the nearest one.
     """
 
     def __init__(
         self,
         model: str | Path | Any,
         *,
-        schedule: Path | Schedule | Any = "1f1b",
-        schedule_options: Mapping[str, Any] | None = None,
-        vocabulary: str = "balanced",
-        microbatches: int | None = None,
+        recipe: Recipe | None = None,
         mesh: DeviceMesh | None = None,
-        replicas: int | None = None,
-        data_parallel: str = "replicate",
         loss: LossOptions | None = None,
         parameter_dtype: torch.dtype = torch.float32,
         compute_dtype: torch.dtype | None = None,
         seed: int = 0,
-        layers_per_stage: Sequence[int] | None = None,
-        checkpointing: str | Sequence[str] = "none",
-        compile_layers: bool = False,
-        costs: Costs | None = None,
-        sequence_length: int | None = None,
-        communicators: str = "per-pair",
-        nccl: NcclOptions | None = None,
-        offload: OffloadOptions | None = None,
         torch_device: torch.device | str | None = None,
         self_check: bool = True,
         trust_remote_code: bool = False,
         timeout_seconds: float = 600.0,
+        **how: Unpack[PipelineOptions],
     ) -> None:
-        check_kinds(
-            vocabulary=vocabulary,
-            schedule_options=schedule_options,
-            mesh=mesh,
-            loss=loss,
-            costs=costs,
-            layers_per_stage=layers_per_stage,
-            seed=seed,
-            compile_layers=compile_layers,
-            nccl=nccl,
-            offload=offload,
-            self_check=self_check,
-        )
+        refuse_unknown(how, (*(Pipeline.__init__.__kwdefaults__ or ()), *PipelineOptions.__annotations__))
+        check_kinds(mesh=mesh, loss=loss, seed=seed, self_check=self_check, recipe=recipe)
+        check_positive("timeout_seconds", timeout_seconds)
         wanted = None if torch_device is None else device_of_torch(torch_device)
         worker = borrow_worker(torch_device=wanted)  # the first call decides
         self._watch = worker.watch
         self._closed, self._closing = False, ExitStack()
         self._closing.callback(give_back, worker)
         try:
-            self._grid = grid = process_grid(mesh, replicas)
+            self._grid = grid = process_grid(mesh, how.get("replicas") if recipe is None else recipe.parallelism.dp)
             check_built(grid)
             self.device, self.devices = grid.coordinate("pp"), grid.size("pp")
             self.replica, self.replicas = grid.coordinate("dp"), grid.size("dp")
-            self._sharded = is_sharded(data_parallel) and self.replicas > 1
             self.torch_device = device_of_pipeline(worker, wanted)
-            offload = offload or OffloadOptions()
-            if microbatches is not None:
-                check_positive("microbatches", microbatches, whole=True)
-            if sequence_length is not None:
-                check_positive("sequence_length", sequence_length, whole=True)
-            check_positive("timeout_seconds", timeout_seconds)
-            given = read_schedule(schedule, self.devices, microbatches, schedule_options)
-            self.microbatches = given.microbatches
+            self.recipe = recipe_of(recipe, how, dp=self.replicas, pp=self.devices)
+            self.microbatches = self.recipe.microbatches
+            self._sharded = self.recipe.parallelism.data_parallel == "shard" and self.replicas > 1
             self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
             description = (
                 model if isinstance(model, Description) else describe(model, trust_remote_code=trust_remote_code)
@@ -203,29 +187,16 @@ class Pipeline:
                 check_compute_dtype(self.description, self._compute_dtype)
             options = loss_of_model(loss or LossOptions(), self.description)
             self._entropy = options.entropy
-            self._checkpointing = checkpointing_of_layers(checkpointing, self.description.layers)
-            self._compile_layers = compile_layers
-            self._model_costs = ModelCosts.of(self.description, sequence_length)
-            self.layout: Layout = build_layout(
-                devices=self.devices,
-                microbatches=self.microbatches,
-                schedule=given.schedule,
-                schedule_options=given.options,
-                communicators=communicators,
-                vocabulary=vocabulary,
-                model=self._model_costs,
-                rows=self.description.vocabulary_size,
-                layers_per_stage=layers_per_stage,
-                costs=costs,
-                offload=offload.activations,
-                copy_time=offload.copy_times,
-            )
+            layers, offload = self.description.layers, self.recipe.offload
+            self._checkpointing = self.recipe.checkpointing_of(layers)
+            check_choices(self._checkpointing)
+            self._model_costs = ModelCosts.of(self.description, self.recipe.batch.sequence_length)
+            self.layout = Layout.of(self.recipe, self._model_costs, self.description.vocabulary_size)
             self._evaluations: dict[int, Program] = {}
-            kept = offload.of_layers(self.description.layers)
-            self._kept_layers = frozenset(layer for layer, choice in enumerate(kept) if choice == "keep")
+            self._kept_layers = offload.kept_layers(layers)
             self._activations = None
             if any(item is not None and item.kind is Kind.O for item in self.layout.program.rows[self.device]):
-                self._activations = offload.engine(self.torch_device)
+                self._activations = activations_engine(offload, self.torch_device)
                 self._closing.callback(self._activations.copies.close)
             if self.torch_device.type == "cpu" and worker.owned:
                 if self._activations is None:
@@ -241,7 +212,7 @@ class Pipeline:
                 timeout_seconds=timeout_seconds,
                 torch_device=self.torch_device,
                 watch=self._watch,
-                nccl=nccl,
+                nccl=self.recipe.nccl,
             )
             self._closing.callback(self._groups.close)
             if self_check and self.description.config is not None:
@@ -281,7 +252,7 @@ class Pipeline:
             layout=self.layout,
             grid=self._grid,
             loss=options,
-            layers=LayerOptions(self._checkpointing, self._compile_layers, self._activations, self._kept_layers),
+            layers=LayerOptions(self._checkpointing, self.recipe.compile_layers, self._activations, self._kept_layers),
             parameter_dtype=parameter_dtype,
             compute_dtype=self._compute_dtype,
             torch_device=self.torch_device,
@@ -695,15 +666,14 @@ class Pipeline:
         layout = self.layout
         if vocabulary is not None and vocabulary_mode(vocabulary) != layout.mode:
             cut_anew = "redistribute" in (layout.mode, vocabulary) and len(layout.layers) <= self.description.layers
-            layout = build_layout(
-                layers_per_stage=None if cut_anew else [last - first for first, last in layout.layers],
-                devices=self.devices,
-                microbatches=self.microbatches,
+            other = Recipe(
+                parallelism=self.recipe.parallelism,
+                batch=self.recipe.batch,
                 schedule=without_vocabulary(layout.program.order),
                 vocabulary=vocabulary,
-                model=self._model_costs,
-                rows=self.description.vocabulary_size,
+                layers_per_stage=None if cut_anew else layout.layers_per_stage,
             )
+            layout = Layout.of(other, self._model_costs, self.description.vocabulary_size)
         return time_order(layout.program.order, flop_costs(self._model_costs, layout))
 
     def close(self) -> None:
