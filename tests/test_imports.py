@@ -27,10 +27,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "communication": {"processes"},
     "costs": {"schedule", "vocabulary", "model"},
     "recipe": {"schedule", "interop", "vocabulary", "model", "communication"},
-    "optimizers": {"communication", "model"},
-    "parallel": {"communication", "processes", "recipe"},
+    "optimizers": {"communication", "model", "parallel"},
+    "parallel": {"communication", "processes"},
     "host": {"schedule", "communication", "recipe", "optimizers"},
-    "checkpoints": {"processes", "communication", "model", "optimizers", "host"},
+    "checkpoints": {"processes", "communication", "model", "optimizers", "parallel", "host"},
     "runtime": {
         *{"schedule", "vocabulary", "model", "layers", "processes", "communication", "recipe", "optimizers"},
         *{"parallel", "host", "checkpoints"},
@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"memory", "simulate", "costs", "schedule", "model", "recipe"},
     "train": {
         *{"schedule", "simulate", "draw", "vocabulary", "model", "processes", "communication", "costs", "recipe"},
-        *{"optimizers", "host", "checkpoints", "runtime", "memory", "plan"},
+        *{"optimizers", "parallel", "host", "checkpoints", "runtime", "memory", "plan"},
     },
 }
 ANYTHING = set(MAY_IMPORT) | {"cli"}

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -29,10 +29,9 @@ from evenpipe.model import (
     describe,
     describe_modules,
 )
-from evenpipe.parallel import process_grid
+from evenpipe.parallel import check_built, process_grid
 from evenpipe.parallel.groups import Groups
-from evenpipe.parallel.parameters import Sharding
-from evenpipe.processes.worker import device_of_pipeline, initialise_worker
+from evenpipe.processes.worker import borrow_worker, device_of_pipeline, give_back
 from evenpipe.recipe.layout import Layout, ModelCosts, flop_costs, without_vocabulary
 from evenpipe.recipe.recipe import Recipe, refuse_unknown
 from evenpipe.runtime.accounting import ByteCounter
@@ -49,7 +48,7 @@ from evenpipe.runtime.arguments import (
     recipe_of,
 )
 from evenpipe.runtime.batch import Inputs, cut, distribute
-from evenpipe.runtime.device import build
+from evenpipe.runtime.device import Builder, LayerOptions
 from evenpipe.runtime.replicas import Replicas
 from evenpipe.runtime.result import StepResult, html_table
 from evenpipe.runtime.results import Results
@@ -70,8 +69,9 @@ logger = logging.getLogger(__name__)
 class Pipeline(SpreadModel):
     """A causal language model spread over the processes of a pipeline, one per device.
 
-    Make it on every process, inside torchrun or `evenpipe.launch`. A single process without a process group makes a
-    pipeline of one device.
+    Make it on every process, inside torchrun or `evenpipe.launch`, or in processes of your own with a process group. A
+    single process without one makes a pipeline of one device. In processes that evenpipe did not start, a pipeline
+    leaves signals, hooks and the allocator as they are and ends no process, unless `initialise_worker` was called.
 
     How the model is spread, and in which order the devices compute, is a `Recipe`, which explains each of its options:
     pass them one by one, or the whole recipe.
@@ -90,10 +90,9 @@ class Pipeline(SpreadModel):
         parameter_dtype: dtype of parameters, gradients and therefore optimizer state: fp32 or fp64.
         compute_dtype: dtype of activations and products; default: bf16 on a GPU, else `parameter_dtype`.
         seed: seed of fresh weights.
-        torch_device: device on which this process computes. The first pipeline of a process, or `initialise_worker`
-            before it, decides the default for later ones: its own GPU if there is one, else the CPU. Later pipelines
-            must not use another GPU. On the CPU the process keeps freed memory for later use, but returns it at once
-            if activations go to the host (glibc only; not if the environment configures its allocator).
+        torch_device: device on which this process computes. The first open pipeline of a process, or
+            `initialise_worker` before it, decides the default for later ones: its own GPU if there is one, else the
+            CPU. Later pipelines must not use another GPU.
         self_check: before anything else, compare a cut and a whole shrunken copy of the model on the first process.
         trust_remote_code: run Python code that comes with a hub model.
         timeout_seconds: maximum seconds of every single wait.
@@ -140,49 +139,54 @@ class Pipeline(SpreadModel):
         check_kinds(mesh=mesh, loss=loss, seed=seed, self_check=self_check, recipe=recipe)
         check_positive("timeout_seconds", timeout_seconds)
         wanted = None if torch_device is None else device_of_torch(torch_device)
-        worker = initialise_worker(torch_device=wanted)  # the first call decides
+        worker = borrow_worker(torch_device=wanted)  # the first call decides
         self._watch = worker.watch
-        self._closed = False
-        self._grid = process_grid(mesh, how.get("replicas") if recipe is None else recipe.parallelism.dp)
-        self.device, self.devices = self._grid.device, self._grid.devices
-        self.replica, self.replicas = self._grid.replica, self._grid.replicas
-        self.torch_device = device_of_pipeline(worker, wanted)
-        self.recipe = recipe_of(recipe, how, dp=self.replicas, pp=self.devices)
-        self.microbatches = self.recipe.microbatches
-        self._sharded = self.recipe.parallelism.data_parallel == "shard" and self.replicas > 1
-        self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
-        description = model if isinstance(model, Description) else describe(model, trust_remote_code=trust_remote_code)
-        self.description = as_stored(description, say=logger.warning if self._is_very_first else None)
-        if self.devices > 1:
-            check_compute_dtype(self.description, self._compute_dtype)
-        options = loss_of_model(loss or LossOptions(), self.description)
-        layers, offload = self.description.layers, self.recipe.offload
-        self._checkpointing = self.recipe.checkpointing_of(layers)
-        check_choices(self._checkpointing)
-        self._model_costs = ModelCosts.of(self.description, self.recipe.batch.sequence_length)
-        self.layout = Layout.of(self.recipe, self._model_costs, self.description.vocabulary_size)
-        self._evaluations: dict[int, Program] = {}
-        self._kept_layers = offload.kept_layers(layers)
-        self._activations = None
-        if any(item is not None and item.kind is Kind.O for item in self.layout.program.rows[self.device]):
-            self._activations = activations_engine(offload, self.torch_device)
-        if self.torch_device.type == "cpu":
-            if self._activations is None:
-                keep_freed_memory()
-            else:
-                return_freed_memory()
-        if self._sharded:
-            check_shardable(self.description)
-        self._groups = Groups(
-            self._grid,
-            self.layout,
-            tied_twice=self._tied_twice,
-            timeout_seconds=timeout_seconds,
-            torch_device=self.torch_device,
-            watch=self._watch,
-            nccl=self.recipe.nccl,
-        )
+        self._closed, self._closing = False, ExitStack()
+        self._closing.callback(give_back, worker)
         try:
+            self._grid = grid = process_grid(mesh, how.get("replicas") if recipe is None else recipe.parallelism.dp)
+            check_built(grid)
+            self.device, self.devices = grid.coordinate("pp"), grid.size("pp")
+            self.replica, self.replicas = grid.coordinate("dp"), grid.size("dp")
+            self.torch_device = device_of_pipeline(worker, wanted)
+            self.recipe = recipe_of(recipe, how, dp=self.replicas, pp=self.devices)
+            self.microbatches = self.recipe.microbatches
+            self._sharded = self.recipe.parallelism.data_parallel == "shard" and self.replicas > 1
+            self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
+            if not isinstance(model, Description):
+                model = describe(model, trust_remote_code=trust_remote_code)
+            self.description = as_stored(model, say=logger.warning if self._is_very_first else None)
+            if self.devices > 1:
+                check_compute_dtype(self.description, self._compute_dtype)
+            options = loss_of_model(loss or LossOptions(), self.description)
+            layers, offload = self.description.layers, self.recipe.offload
+            self._checkpointing = self.recipe.checkpointing_of(layers)
+            check_choices(self._checkpointing)
+            self._model_costs = ModelCosts.of(self.description, self.recipe.batch.sequence_length)
+            self.layout = Layout.of(self.recipe, self._model_costs, self.description.vocabulary_size)
+            self._evaluations: dict[int, Program] = {}
+            self._kept_layers = offload.kept_layers(layers)
+            self._activations = None
+            if any(item is not None and item.kind is Kind.O for item in self.layout.program.rows[self.device]):
+                self._activations = activations_engine(offload, self.torch_device)
+                self._closing.callback(self._activations.copies.close)
+            if self.torch_device.type == "cpu" and worker.owned:
+                if self._activations is None:
+                    keep_freed_memory()
+                else:
+                    return_freed_memory()
+            if self._sharded:
+                check_shardable(self.description)
+            self._groups = Groups(
+                self._grid,
+                self.layout.communicators,
+                tied=self._tied_twice,
+                timeout_seconds=timeout_seconds,
+                torch_device=self.torch_device,
+                watch=self._watch,
+                nccl=self.recipe.nccl,
+            )
+            self._closing.callback(self._groups.close)
             if self_check and self.description.config is not None:
                 self._check_architecture()
             self._build(options, parameter_dtype, seed)
@@ -215,28 +219,19 @@ class Pipeline(SpreadModel):
 
     def _build(self, options: LossOptions, parameter_dtype: torch.dtype, seed: int) -> None:
         groups, replicas = self._groups, self._groups.replicas
-        sharding = None
-        if self._sharded:
-            mesh = groups.replica_mesh()
-            assert mesh is not None and replicas is not None
-            sharding = Sharding(mesh, replicas)
-        self._held = build(
-            self.description,
-            self.layout,
-            self.device,
-            options=options,
+        self._held = Builder(
+            description=self.description,
+            layout=self.layout,
+            grid=self._grid,
+            loss=options,
+            layers=LayerOptions(self._checkpointing, self.recipe.compile_layers, self._activations, self._kept_layers),
             parameter_dtype=parameter_dtype,
             compute_dtype=self._compute_dtype,
             torch_device=self.torch_device,
             seed=seed,
-            checkpointing=self._checkpointing,
-            compile_layers=self.recipe.compile_layers,
-            activations=self._activations,
-            kept_layers=self._kept_layers,
-            sharding=sharding,
-            row_mesh=groups.row_mesh(sharded=self._sharded),
+            shards=replicas if self._sharded else None,
             broadcast=None if replicas is None or self.description.model is None else self._broadcast,
-        )
+        ).build()
         router_loss = self.description.router_loss
         self._router_losses = (
             None
@@ -270,7 +265,7 @@ class Pipeline(SpreadModel):
             self._held.embedding,
             self._held.output,
             communicators=groups.communicators,
-            ranks=self._grid.pipeline,
+            ranks=self._grid.line("pp"),
             vocabulary_passes=self.layout.sharded,
             hidden_size=self.description.hidden_size,
             hidden_dtype=self._compute_dtype,
@@ -285,8 +280,9 @@ class Pipeline(SpreadModel):
     def _broadcast(self, tensor: Tensor) -> None:
         """Give all replicas the first one's weights of a live model: each may have drawn its own."""
         assert self._groups.replicas is not None
-        root = self._grid.pipelines[0][self.device]
-        self._groups.replicas.broadcast(tensor, root, "weights of the first replica").wait("the first step")
+        self._groups.replicas.broadcast(tensor, self._grid.at(dp=0), "weights of the first replica").wait(
+            "the first step"
+        )
 
     def _let_go_of_the_model(self) -> None:
         """Release a live model, which has been copied; keep only its generation config."""
@@ -296,10 +292,11 @@ class Pipeline(SpreadModel):
             self.description = replace(self.description, model=None)
 
     @property
-    def _tied_twice(self) -> bool:
-        """Whether two devices each have a copy of the one matrix of tied weights."""
+    def _tied_twice(self) -> tuple[int, int] | None:
+        """The two devices that each have a copy of the one matrix of tied weights, if two have."""
         placement = self.layout.program.placement
-        return self.description.tied and not self.layout.sharded and placement.first_device != placement.last_device
+        ends = placement.first_device, placement.last_device
+        return ends if self.description.tied and not self.layout.sharded and len({*ends}) > 1 else None
 
     def _check_architecture(self) -> None:
         """Check the architecture on the first process; raise its error on all."""
@@ -497,6 +494,4 @@ class Pipeline(SpreadModel):
     def close(self) -> None:
         """Destroy the communicators. No step may be running; the pipeline cannot step afterwards. Collective."""
         self._closed = True
-        if self._activations is not None:
-            self._activations.copies.close()
-        self._groups.close()
+        self._closing.close()

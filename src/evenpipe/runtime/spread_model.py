@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ from evenpipe.model import (
 )
 from evenpipe.optimizers.held import HeldParameter
 from evenpipe.parallel import clip_gradients, total_norm
-from evenpipe.parallel.gathering import Held, stream_whole
+from evenpipe.parallel.gathering import stream_whole
 from evenpipe.parallel.groups import Groups
-from evenpipe.parallel.parameters import ParameterShard
+from evenpipe.parallel.tensor_placement import Held
 from evenpipe.runtime.arguments import (
     check_kinds,
     check_positive,
@@ -56,6 +55,11 @@ class SpreadModel:
         """Whether this is the first process of the first pipeline."""
         return self.device == 0 and self.replica == 0
 
+    @property
+    def _spread_over(self) -> tuple[str, ...]:
+        """The axes over which the parameters of a whole model are spread."""
+        return ("pp", "dp") if self._sharded else ("pp",)
+
     # --- parameters ------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -63,7 +67,7 @@ class SpreadModel:
         if self.devices > 1 or self._sharded:
             refuse_use_of_a_part(lambda: next((one.name for one in self.held_parameters() if one.communicator), None))
         for name, shard in self._held.shards.items():
-            yield name, shard.parameter
+            yield name, shard.tensor
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters of this process, for an optimizer.
@@ -76,27 +80,19 @@ class SpreadModel:
         """
         return (parameter for _, parameter in self.named_parameters())
 
-    def parameter_shards(self) -> dict[str, ParameterShard]:
-        """Return this process's shard of each parameter by Hugging Face name, with `saved_here`: whether it saves it.
+    def parameter_shards(self) -> dict[str, Held[nn.Parameter]]:
+        """Return this process's part of each parameter by Hugging Face name.
 
-        Saved buffers (such as the bias that corrects a router's scores) are included as frozen parameters. The first
-        replica saves rows of which several have a copy.
+        Saved buffers (such as the bias that corrects a router's scores) are included as frozen parameters.
         """
-        shards = self._held.shards | self._held.buffers
-        if self.replica == 0:
-            return shards
-        spread = self._sharded
-        return {
-            name: replace(shard, saved_here=shard.saved_here and spread and shard.start_row is not None)
-            for name, shard in shards.items()
-        }
+        return self._held.shards | self._held.buffers
 
     def held_parameters(self) -> Iterator[HeldParameter]:
         """Iterate, for optimizers that need whole matrices, over this process's part of each parameter, with its
         communicator to the processes with the other rows. The order is the same on all of them."""
         for name, shard in self._held.shards.items():
-            spread_over = None if shard.start_row is None else self._groups.of_rows(shard.mesh)
-            yield HeldParameter(name, shard.parameter, tuple(shard.shape), spread_over)
+            axes = [axis for cut in shard.placement.cuts for axis in cut.axes]
+            yield HeldParameter(name, shard.tensor, shard.placement, self._groups.over(*axes))
 
     def zero_grad(self) -> None:
         """Set all gradients to None."""
@@ -110,16 +106,12 @@ class SpreadModel:
         """
         check_positive("max_norm", max_norm)
         held = [
-            (shard.parameter.grad, shard.saved_here)
+            (shard.tensor.grad, shard.placement)
             for shard in self._held.shards.values()
-            if shard.parameter.grad is not None
+            if shard.tensor.grad is not None
         ]
-        counted = [gradient for gradient, counts in held if counts]
-
-        def total(square: Tensor) -> Tensor:
-            return self._groups.sum(square, over_replicas=self._sharded)
-
-        norm = total_norm(counted, self.torch_device, total)
+        counted = [gradient for gradient, placement in held if placement.is_first_copy(*self._spread_over)]
+        norm = total_norm(counted, self.torch_device, lambda square: self._groups.sum(square, *self._spread_over))
         if max_norm != float("inf"):
             clip_gradients([gradient for gradient, _ in held], norm, max_norm)
         return float(norm)
@@ -138,25 +130,24 @@ class SpreadModel:
 
     def stream_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over (name, whole gradient on the CPU) on the first process; every process must exhaust it."""
-        return self._stream({name: shard.parameter.grad for name, shard in self._held.shards.items()})
+        return self._stream({name: shard.tensor.grad for name, shard in self._held.shards.items()})
 
     def stream_state(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over (name, whole parameter or saved buffer on the CPU) on the first process; every process must
         exhaust it."""
-        return self._stream({name: shard.parameter for name, shard in self.parameter_shards().items()})
+        return self._stream({name: shard.tensor for name, shard in self.parameter_shards().items()})
 
     def _stream(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
         """Stream whole tensors: sharded rows from all replicas, everything else only from the first replica."""
-        shards = self.parameter_shards()
-        held = {
-            name: Held(tensor, shards[name].start_row, shards[name].shape)
-            for name, tensor in tensors.items()
-            if tensor is not None and shards[name].saved_here
-        }
-        communicator = self._groups.everyone if self._sharded else self._groups.pipeline
         if self.replica > 0 and not self._sharded:
             return iter(())
-        return stream_whole(held, communicator, self.torch_device)
+        placements = {name: shard.placement for name, shard in self.parameter_shards().items()}
+        held = {
+            name: Held(tensor, placements[name])
+            for name, tensor in tensors.items()
+            if tensor is not None and placements[name].is_first_copy()
+        }
+        return stream_whole(held, self._groups.over(*self._spread_over), self.torch_device)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Return all whole gradients by Hugging Face name on the first process; empty on the others. Collective."""
