@@ -25,7 +25,7 @@ are compared, the first and last stage do the vocabulary work of the latter: S +
 with F, I and W of the last stage, E with F and G with W of the first stage."""
 
 LARGEST = 10_000_000
-"""Largest devices x microbatches x stages per device: some thirty million passes, an hour of simulation."""
+"""Largest devices x microbatches x stages per device x slices: some thirty million passes, an hour of simulation."""
 
 
 def schedules_help() -> str:
@@ -73,6 +73,9 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
     add_size(parser, required=False)
     parser.add_argument(
         "--stages-per-device", metavar="V", type=int, help="stages per device, for schedules that leave a choice"
+    )
+    parser.add_argument(
+        "--slices", metavar="N", type=int, help="cut every sequence into so many slices of equal time (default: 1)"
     )
     parser.add_argument(
         "--group-size", metavar="G", type=int, help="microbatches that a device takes in turn (some schedules)"
@@ -143,17 +146,18 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         costs=None if arguments.costs is None else read_costs(arguments.costs),
         options=given,
         offload=offload(arguments),
+        slices=arguments.slices,
     )
 
 
 def refuse_too_large(arguments: argparse.Namespace) -> None:
     """Raise InputError for a size that would take hours, such as a mistyped number."""
     size = 1
-    for name in ("devices", "microbatches", "stages_per_device"):
-        size *= max(1, getattr(arguments, name) or 1)
+    for name in ("devices", "microbatches", "stages_per_device", "slices"):
+        size *= max(1, getattr(arguments, name, None) or 1)
     if size > LARGEST:
         raise InputError(
-            f"devices x microbatches x stages per device is {size}, too many to simulate; accepted: {LARGEST}"
+            f"devices x microbatches x stages per device x slices is {size}, too many to simulate; accepted: {LARGEST}"
         )
 
 

@@ -105,6 +105,8 @@ class _Writer:
         for field in ("stage", "microbatch"):
             if getattr(event.item, field) is not None:
                 args[field] = getattr(event.item, field)
+        if event.item.slice:
+            args["slice"] = event.item.slice
         if event.cause is not None:
             args["waited for"] = event.cause.resource
             if event.cause.item is not None:

@@ -69,13 +69,14 @@ def plan_cases(
     costs: Costs | None = None,
     options: Mapping[str, Any] | None = None,
     offload: str | float = "scheduled",
+    slices: int | None = None,
 ) -> list[Case]:
     """Return every schedule of `names` (names, or CSV files, whose names end in .csv) in every mode of `vocabularies`.
 
     devices, microbatches: by default those of the first file. vocabularies: if empty, named schedules get no vocabulary
     passes, and files are unchanged. costs: equal ones by default; with `offload`, one forward of a stage stores 1 byte.
     options: of the generators; with several schedules each takes those that it has. offload: as for `plan_order`;
-    programs stay unchanged.
+    programs stay unchanged. slices: as for `plan_order`; `costs` are those of one slice.
 
     Raises InputError for wrong names, sizes, options and files, with every fault of an unsound file.
     """
@@ -103,6 +104,8 @@ def plan_cases(
             own_costs = costs
             if base is not None:
                 _refuse_other_size(name, base, devices, microbatches)
+                if slices is not None and name in files and base.slices != slices:
+                    raise InputError(f"schedule '{name}' has sequences of {count(base.slices, 'slice')}, not {slices}")
                 stages = base.placement.stages if stages is None else stages
                 own_costs = costs_for_stages(costs, stages, base.placement.stages, f"schedule '{name}'")
             own_modes: list[str | None] = [*modes] or [None if name in files else "first-last"]
@@ -118,7 +121,8 @@ def plan_cases(
                     schedule = _program_in_mode(name, file, mode, used)
                 else:
                     source = name if file is None else file
-                    schedule = plan_order(source, devices, microbatches, mode, used, offload=offload, **taken[name])
+                    more = {**taken[name], "slices": slices, "offload": offload}
+                    schedule = plan_order(source, devices, microbatches, mode, used, **more)
                 simulation = simulate(schedule, used)
                 cases.append(Case(name=name, mode=mode, schedule=schedule, costs=used, simulation=simulation))
     return cases

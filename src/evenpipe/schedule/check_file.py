@@ -47,6 +47,7 @@ class FileReport:
             "transfers": isinstance(self.schedule, Program),
             "devices": self.schedule.devices,
             "microbatches": self.schedule.microbatches,
+            "slices": self.schedule.slices,
             "stage_device": list(self.schedule.placement.stage_device),
             "barriers": self.schedule.barriers,
             "peak_in_flight": list(self.in_flight),
@@ -65,9 +66,10 @@ class FileReport:
             what += ", for evaluation,"
         placement = self.schedule.placement
         devices = " ".join(map(str, placement.stage_device))
+        cut = "" if self.schedule.slices == 1 else f" of {count(self.schedule.slices, 'slice')}"
         lines = [
             f"sound: {what} of {count(placement.devices, 'device')} and "
-            f"{count(self.schedule.microbatches, 'microbatch')}",
+            f"{count(self.schedule.microbatches, 'microbatch')}{cut}",
             f"{'device of stage 0' if placement.stages == 1 else f'devices of stages 0 to {placement.stages - 1}'}: "
             f"{devices}",
             f"most stage activations in flight, per device: {' '.join(map(str, self.in_flight))}",

@@ -1,11 +1,16 @@
 """Which pass needs which: the single source for timing, checker, communication transform and runtime.
 
-What a pass needs depends on its kind, its stage and its device, and is the same for every microbatch. A flow
-(`flows`) between devices becomes a `Route`, on which every microbatch has one transfer; a flow that stays on one
-device, and a need of earlier passes of the same stage, only constrain the order of passes:
+What a pass needs depends on its kind, its stage and its device, and is the same for every unit. A flow (`flows`)
+between devices becomes a `Route`, on which every unit has one transfer; a flow that stays on one device, and a need of
+earlier passes of the same stage, only constrain the order of passes:
 
     F -> B or I -> W        F -> R -> B        F -> O -> D -> L -> R or B
     S -> C -> T, or S -> T with two barriers
+
+Slices of one sequence meet in attention: a slice looks at the keys of those before it, and their gradients are complete
+when those behind it have gone back. So a stage runs F in the order of slices, and B or I in the reverse order:
+
+    F(slice - 1) -> F(slice)        B(slice + 1) -> B(slice)
 """
 
 from __future__ import annotations
@@ -20,12 +25,12 @@ from .passes import HOP_KINDS, ROLE, STAGE_KINDS, VOCABULARY_KINDS, Kind, Pass, 
 from .placement import Placement
 
 What = tuple[Kind, int | None]
-"""Kind and stage of a pass whose device and microbatch are known."""
+"""Kind and stage of a pass whose device and unit are known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """A flow between devices: a transfer without its microbatch. `number` counts the routes of a placement.
+    """A flow between devices: a transfer without its unit. `number` counts the routes of a placement.
 
     The data is ready when every producer has run. Every member issues the transfer before its own consumer, which waits
     for it, except on the device of a sole producer, which has the data already.
@@ -40,7 +45,7 @@ class Route:
     consumers: tuple[Site, ...]
 
     def transfer(self, device: int, microbatch: int, slice_: int = 0) -> Transfer:
-        """Return the transfer of one microbatch as `device` issues it: SEND_F at one end of a hop is RECV_F at the
+        """Return the transfer of one unit as `device` issues it: SEND_F at one end of a hop is RECV_F at the
         other."""
         kind, stage = self.end(device)
         return Transfer(kind, stage, microbatch, slice_, self.members, self.root, self.communicator)
@@ -56,12 +61,15 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What the passes of one kind and stage on one device need and produce, the same for every microbatch."""
+    """What the passes of one kind and stage on one device need and produce, the same for every unit."""
 
     after: tuple[What, ...] = ()
     """Passes of the same device that must have run."""
     if_present: tuple[What, ...] = ()
     """The same, for passes that the order may lack."""
+    in_sequence: tuple[tuple[Kind, int | None, int], ...] = ()
+    """Passes of the same device that must have run, of the slice so many further on in the same sequence, if there is
+    one."""
     uses: tuple[Route, ...] = ()
     """Routes whose transfer the device must have issued, because this pass consumes the data."""
     waits: tuple[Route, ...] = ()
@@ -121,6 +129,7 @@ class Dependencies:
         rule = self._rules[device, kind, stage] = Rule(
             tuple(dict.fromkeys((*fixed, *self._after.get(site, ())))),
             optional,
+            tuple((of_kind, stage, step) for of_kind, step in _IN_SEQUENCE.get(ROLE[kind], ())),
             uses,
             tuple(route for route in uses if any(made.device != device for made in route.producers)),
             tuple(self._feeds.get(site, ())),
@@ -231,4 +240,5 @@ def _own_stage(kind: Kind, stage: int | None, combines: bool) -> tuple[tuple[Wha
 
 
 _RECEIVING = {TransferKind.SEND_F: TransferKind.RECV_F, TransferKind.SEND_B: TransferKind.RECV_B}
+_IN_SEQUENCE = {Kind.F: ((Kind.F, -1),), Kind.B: ((Kind.B, +1),)}
 _NO_RULE = Rule()

@@ -1,4 +1,4 @@
-"""Flows between passes, the same for every microbatch.
+"""Flows between passes, the same for every unit.
 
     F(s)      -> F(s+1)      hidden states, one hop
     B(s+1)    -> B(s)        their gradient, one hop back
@@ -41,7 +41,7 @@ class Site:
     stage: int | None = None
 
     def at(self, microbatch: int, slice_: int = 0) -> Pass:
-        """Return the pass of this site for one microbatch."""
+        """Return the pass of this site for one unit."""
         return Pass(self.kind, self.stage, microbatch, slice_)
 
 
@@ -115,7 +115,7 @@ def _vocabulary_flows(placement: Placement, barriers: int, forward_only: bool) -
 
 
 def vocabulary_kinds(barriers: int, forward_only: bool) -> frozenset[Kind]:
-    """Return the kinds of vocabulary passes that every device runs once per microbatch."""
+    """Return the kinds of vocabulary passes that every device runs once per unit."""
     if not barriers:
         return frozenset()
     if forward_only:

@@ -82,7 +82,7 @@ class TransferKind(StrEnum):
 STAGE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.O, Kind.D, Kind.L})
 """Kinds that belong to a stage and a microbatch."""
 VOCABULARY_KINDS = frozenset({Kind.E, Kind.G, Kind.S, Kind.C, Kind.T})
-"""Kinds that every device runs once per microbatch, on its shard of the vocabulary."""
+"""Kinds that every device runs once per unit, on its shard of the vocabulary."""
 BACKWARD_KINDS = frozenset(
     {Kind.B, Kind.I, Kind.W, Kind.T, Kind.G, Kind.R, Kind.O, Kind.D, Kind.L, Kind.REDUCE_GRAD, Kind.OVERLAP_F_B}
 )
@@ -166,6 +166,19 @@ Item = Pass | Transfer
 def parts_of(item: Pass) -> tuple[Pass, ...]:
     """Return the passes that `item` runs: itself, or the parts of an OVERLAP_F_B."""
     return item.parts or (item,)
+
+
+def unit_of(item: Item, slices: int) -> int:
+    """Return the number of the unit, a slice of a microbatch, that a pass or transfer is about."""
+    assert item.microbatch is not None
+    return item.microbatch * slices + item.slice
+
+
+def unit_text(item: Item) -> str:
+    """Return the unit of a pass or transfer as it is written, such as 0 or 0.1; an empty text without a microbatch."""
+    if item.microbatch is None:
+        return ""
+    return f"{item.microbatch}.{item.slice}" if item.slice else str(item.microbatch)
 
 
 def parse_item(text: str) -> Item:

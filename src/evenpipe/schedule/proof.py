@@ -33,7 +33,7 @@ def passes_in_place(schedule: Order | Program, places: Sequence[Places]) -> bool
 
 def program_is_sound(program: Program, dependencies: Dependencies) -> bool:
     """Return whether `program` is proven to be sound."""
-    places = [Places.of(row, program.microbatches) for row in program.rows]
+    places = [Places.of(row, program.units, slices=program.slices) for row in program.rows]
     if not passes_in_place(program, places):
         return False
     routes: list[list[Route]] = [[] for _ in places]
@@ -52,8 +52,8 @@ def program_is_sound(program: Program, dependencies: Dependencies) -> bool:
                 made = [here.at[route.end(device)] for route in needs.feeds]
                 if not all(_before(late, numbers) for late in issued) or not all(_before(numbers, n) for n in made):
                     return False
-        lines.append(_line(len(row), here, routes[device], device, program.microbatches))
-    members = [len(route.members) for route in dependencies.routes for _ in range(program.microbatches)]
+        lines.append(_line(len(row), here, routes[device], device, program.units))
+    members = [len(route.members) for route in dependencies.routes for _ in range(program.units)]
     return meets(lines, members)
 
 
@@ -123,10 +123,10 @@ def _before(earlier: Numbers, later: Numbers) -> bool:
     return not any(map(gt, earlier, later))
 
 
-def _line(length: int, places: Places, routes: Sequence[Route], device: int, microbatches: int) -> list[int]:
-    """Return the transfers of a row in order, each as route number * microbatches + microbatch."""
+def _line(length: int, places: Places, routes: Sequence[Route], device: int, units: int) -> list[int]:
+    """Return the transfers of a row in order, each as route number * units + unit."""
     line = [ABSENT] * length
     for route in routes:
-        for transfer, number in enumerate(places.at[route.end(device)], route.number * microbatches):
+        for transfer, number in enumerate(places.at[route.end(device)], route.number * units):
             line[number] = transfer
     return [transfer for transfer in line if transfer != ABSENT]

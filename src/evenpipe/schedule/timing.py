@@ -82,13 +82,13 @@ def run(order: Order, graph: Graph, takes: Sequence[float], *, absent_is_done: b
         device = waking.pop()
         clock, head = free[device], heads[device]
         for number in range(head, graph.stop[device]):
-            here, microbatch = site[number], offset[number]
+            here, unit = site[number], offset[number]
             begin, awaited = clock, -1
             for transfer in waits[here]:
-                if missing[transfer + microbatch] > 0:
-                    awaited = transfer + microbatch
+                if missing[transfer + unit] > 0:
+                    awaited = transfer + unit
                     break
-                arrival = end[transfer + microbatch]
+                arrival = end[transfer + unit]
                 begin = arrival if arrival > begin else begin
             if awaited >= 0:
                 standing.setdefault(awaited, []).append(device)
@@ -98,7 +98,7 @@ def run(order: Order, graph: Graph, takes: Sequence[float], *, absent_is_done: b
             happened.append(number)
             head += 1
             for transfer in feeds[here]:
-                fed = transfer + microbatch
+                fed = transfer + unit
                 start[fed] = clock if clock > start[fed] else start[fed]
                 missing[fed] -= 1
                 if missing[fed] == 0:

@@ -60,6 +60,7 @@ def trace_to_dict(trace: Trace) -> dict[str, Any]:
         "about": dict(trace.about),
         "placement": list(program.placement.stage_device),
         "microbatches": program.microbatches,
+        **({} if program.slices == 1 else {"slices": program.slices}),
         "barriers": program.barriers,
         "forward_only": program.forward_only,
         "costs": None if trace.costs is None else trace.costs.to_dict(),
@@ -138,6 +139,7 @@ def trace_from_dict(values: Any) -> Trace:
         microbatches=_field(values, "microbatches", int),
         barriers=_field(values, "barriers", int),
         forward_only=_field(values, "forward_only", bool),
+        slices=_field(values, "slices", int) if "slices" in values else 1,
     )
     costs = values.get("costs")
     devices = tuple(_device(row, program, number) for number, row in enumerate(rows))

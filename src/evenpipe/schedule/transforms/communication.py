@@ -39,7 +39,7 @@ def add_communication(order: Order, costs: Costs | None = None, sharing: str = P
     """
     lowering = Lowering(order, costs, sharing)
     rows = tuple(lowering.row(device) for device in range(order.devices))
-    return Program(order.placement, order.microbatches, rows, order.barriers, order.forward_only, sharing)
+    return Program(order.placement, order.microbatches, rows, order.barriers, order.forward_only, sharing, order.slices)
 
 
 class Lowering:
@@ -84,10 +84,14 @@ class Lowering:
         shared = self._collectives.get(numbers.start)
         if shared is None:
             kind, stage = route.end(device)
-            _, first, slice_ = self._graph.carried(numbers.start)
+            graph = self._graph
+            if len(numbers) == 1:
+                units = iter([graph.carried(numbers.start)[1:]])
+            else:
+                units = (divmod(unit, graph.slices) for unit in range(graph.units))
             shared = [
                 Transfer(kind, stage, microbatch, slice_, route.members, route.root, route.communicator)
-                for microbatch in range(first, first + len(numbers))
+                for microbatch, slice_ in units
             ]
             if route.kind not in HOP_KINDS:
                 self._collectives[numbers.start] = shared
@@ -100,7 +104,7 @@ def _delay_reduces(order: Order, graph: Graph, times: Run, instants: list[float]
     places = graph.places[placement.last_device].at
     quarter = interval_of(order, graph, times) / 4
     for route, numbers in graph.by_route():
-        if route.kind is not TransferKind.DX or len(numbers) != order.microbatches:
+        if route.kind is not TransferKind.DX or len(numbers) != order.units:
             continue
         for kind in (Kind.B, Kind.I):
             for number, backward in zip(numbers, places.get((kind, placement.stages - 1), ()), strict=False):

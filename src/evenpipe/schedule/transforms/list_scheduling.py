@@ -17,7 +17,7 @@ far as it does in its row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import pairwise
 from operator import lt, sub
@@ -26,8 +26,8 @@ from evenpipe.schedule.costs import Costs
 from evenpipe.schedule.dependencies import Dependencies
 from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, ROLE, Kind, parts_of
-from evenpipe.schedule.places import ABSENT, Places
+from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, ROLE, Kind, parts_of, unit_of
+from evenpipe.schedule.places import ABSENT, Places, having
 from evenpipe.schedule.timing import durations, run
 
 from .memory_plan import MemoryPlan
@@ -83,7 +83,7 @@ def list_schedule(
         if reserve and route.kind not in HOP_KINDS:
             takes[numbers.start : numbers.stop] = [takes[numbers.start] + reserve] * len(numbers)
     rows = tuple(tuple(map(graph.items.__getitem__, row)) for row in _run(graph, links, plans, takes))
-    return Order(wishes.placement, wishes.microbatches, rows, wishes.barriers, wishes.forward_only)
+    return replace(wishes, rows=rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +91,15 @@ class _Links:
     """Which pass waits for which, in a graph whose rows may be reordered.
 
     needs: by pass, the number of passes of its own row and transfers that it waits for. followers: by site, and
-    consumers: by route, the numbers of the waiting passes by microbatch. embedding: for each microbatch in the order of
-    the first stage's row, the E passes of all devices. ahead: how many of those may run before the first stage reaches
-    them.
+    consumers: by route, the numbers of the waiting passes by unit. beside: by site and unit, the passes that wait in
+    another slice of the sequence. embedding: for each unit in the order of the first stage's row, the E passes of all
+    devices. ahead: how many of those may run before the first stage reaches them.
     """
 
     needs: bytearray
     followers: list[list[list[int]]]
     consumers: list[list[list[int]]]
+    beside: list[dict[int, int]]
     embedding: list[list[int]]
     ahead: int
 
@@ -106,12 +107,13 @@ class _Links:
     def of(cls, order: Order, graph: Graph) -> _Links | None:
         """Return the links of an order in which every pass appears once and nothing is offloaded or recomputed; None
         for others."""
-        if not graph.microbatches or any(not here.at or here.joint or here.odd for here in graph.places):
+        if not graph.units or any(not here.at or here.joint or here.odd for here in graph.places):
             return None
         dependencies = Dependencies.of(order)
         needs = bytearray(len(graph.items))
         followers: list[list[list[int]]] = [[] for _ in graph.waits]
         consumers: list[list[list[int]]] = [[] for _ in graph.routes]
+        beside: list[dict[int, int]] = [{} for _ in graph.waits]
         for device, here in enumerate(graph.places):
             roles = _roles(here)
             if roles is None:
@@ -128,15 +130,19 @@ class _Links:
                 for number in numbers:
                     if number != ABSENT:
                         needs[number] = len(rule.after) + len(rule.waits)
+                for needed, of_stage, step in rule.in_sequence if order.slices > 1 else ():
+                    for unit in having(step, order.slices, order.units):
+                        needs[numbers[unit]] += 1
+                        beside[graph.site[roles[needed, of_stage][unit + step]]][unit + step] = numbers[unit]
         embedding, ahead = _embedding(order, graph)
         for numbers in embedding[ahead:]:
             for number in numbers:
                 needs[number] += 1
-        return cls(needs, followers, consumers, embedding, ahead)
+        return cls(needs, followers, consumers, beside, embedding, ahead)
 
 
 def _roles(places: Places) -> dict[tuple[Kind, int | None], list[int]] | None:
-    """Return numbers by microbatch of every kind and stage of a row, B and I as one; None if one is missing or
+    """Return numbers by unit of every kind and stage of a row, B and I as one; None if one is missing or
     repeated."""
     roles: dict[tuple[Kind, int | None], list[int]] = {}
     for (kind, stage), numbers in places.at.items():
@@ -168,9 +174,9 @@ def _embedding(order: Order, graph: Graph) -> tuple[list[list[int]], int]:
             waiting += 1
             ahead = max(ahead, waiting)
         elif item.kind is Kind.F and item.stage == 0:
-            assert item.microbatch is not None
             waiting -= 1
-            rows.append([numbers[item.microbatch] for numbers in embedding if numbers])
+            unit = unit_of(item, order.slices)
+            rows.append([numbers[unit] for numbers in embedding if numbers])
     return rows, ahead
 
 
@@ -178,7 +184,7 @@ def _memory_plan(graph: Graph, base: Order, device: int, limit: int | None) -> M
     """Return the plan of one device: its row of `base`."""
     at = graph.places[device].at
     parts = [part for item in base.passes(device) for part in parts_of(item) if part.kind in HOLDS]
-    numbers = [at[part.kind, part.stage][part.microbatch or 0] for part in parts]
+    numbers = [at[part.kind, part.stage][unit_of(part, base.slices)] for part in parts]
     # So the first ready forward also comes first in the plan: no other one needs to be checked.
     forwards = [number for number, part in zip(numbers, parts, strict=True) if part.kind is Kind.F]
     assert all(map(lt, forwards, forwards[1:])), "forwards are in another order"
@@ -187,9 +193,10 @@ def _memory_plan(graph: Graph, base: Order, device: int, limit: int | None) -> M
 
 def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequence[float]) -> list[list[int]]:
     """Return the passes of each device as they ran."""
-    passes, microbatches, devices = len(graph.items), graph.microbatches, len(graph.first) - 1
+    passes, units, devices = len(graph.items), graph.units, len(graph.first) - 1
     site, offset, device_of, feeds = graph.site, graph.offset, graph.device_of, graph.feeds
     needs, followers, consumers, missing = links.needs, links.followers, links.consumers, graph.producers()
+    beside = links.beside
     forwards: list[list[int]] = [[] for _ in range(devices)]  # heaps of ready forwards, per device
     others: list[list[int]] = [[] for _ in range(devices)]  # heaps of other ready passes
     heap_of: list[list[int]] = [[] for _ in graph.waits]  # by site, the heap for its passes
@@ -206,7 +213,7 @@ def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequen
     asked = list(range(devices))  # free devices that may have a new pass to start
     events: list[tuple[float, int]] = []  # ends of passes and arrivals of transfers
     # Events so close together happen at once: sums of the same times in another order differ by less.
-    moment = 1e-9 * sum(takes[:passes]) / (devices * microbatches)
+    moment = 1e-9 * sum(takes[:passes]) / (devices * units)
 
     def met(number: int) -> None:
         """Count one need of this pass as met."""
@@ -218,11 +225,13 @@ def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequen
 
     def complete(number: int) -> None:
         """Process the end of a pass."""
-        here, microbatch = site[number], offset[number]
+        here, unit = site[number], offset[number]
         for waiting in followers[here]:
-            met(waiting[microbatch])
+            met(waiting[unit])
+        if unit in beside[here]:
+            met(beside[here][unit])
         for base in feeds[here]:
-            transfer = base + microbatch
+            transfer = base + unit
             missing[transfer - passes] -= 1
             if missing[transfer - passes] == 0:
                 if takes[transfer] > 0:
@@ -232,9 +241,9 @@ def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequen
 
     def arrive(transfer: int) -> None:
         """Process the arrival of a transfer."""
-        route, microbatch = divmod(transfer - passes, microbatches)
+        route, unit = divmod(transfer - passes, units)
         for waiting in consumers[route]:
-            met(waiting[microbatch])
+            met(waiting[unit])
 
     def choose(device: int) -> list[int]:
         """Return the heap with the next pass of `device`; an empty one if it has to wait."""
