@@ -4,7 +4,8 @@ A row is walked once, as in `runtime/walker.py`; the bytes of each thing come la
 a walk has few distinct moments, and the bytes of all of them are computed at once.
 
     receive buffer   from where the transfer is issued; with F it becomes the stage's input, which lives until B or I
-    output           from F until it has been sent and is known to have arrived, or until a local stage's F takes it
+    output           for each edge, from F until it has been sent and is known to have arrived, or until F of a local
+                     stage takes it
     gradient         likewise from B or I to the B or I of the stage before
     stored           from F, or R, to B or I; an end's F contains the vocabulary layer that is whole there
     moved            the moved part of input and stored, for units with copies: not from D to L
@@ -57,14 +58,11 @@ from evenpipe.memory.things import (
     received,
 )
 from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
-from evenpipe.schedule.passes import unit_of
+from evenpipe.schedule.passes import StageUnit, unit_of
 from evenpipe.schedule.releases import releases
 
 SENDS_IN_FLIGHT = 2
 """As in `runtime/values.py`: a third transfer of one kind to the same device waits for the first."""
-
-Key = tuple[int, int]
-"""Stage and unit."""
 
 
 def walk(program: Program, device: int, *, gradients_exist: bool, buffers_exist: bool) -> Walk:
@@ -83,7 +81,7 @@ def walk(program: Program, device: int, *, gradients_exist: bool, buffers_exist:
 def _most_in_use(program: Program, device: int) -> int:
     """Return the most units between S and T; for a whole output layer, between the last stage's F and its B, or
     W."""
-    last = program.placement.stages - 1
+    last = program.placement.last_stage
     changes: dict[tuple[Kind, int | None], int]
     if program.barriers:
         changes = {(Kind.S, None): 1, (Kind.T, None): -1}
@@ -103,7 +101,7 @@ class _Walker:
     def __init__(self, program: Program, device: int, *, gradients_exist: bool, buffers: int) -> None:
         self._program, self._device = program, device
         placement = program.placement
-        self._last = placement.stages - 1
+        self._first, self._last = placement.first_stage, placement.last_stage
         self._alone = placement.devices == 1
         self._spread = program.barriers > 0
         self._gradients_exist = gradients_exist
@@ -112,8 +110,8 @@ class _Walker:
         self._sent: dict[Transfer, tuple[Thing, ...]] = {}
         self._shares: Counter[int] = Counter()
         """Holders of the one tensor of row gradients of a unit: the sender, and the user of its own part."""
-        self._recomputed: set[Key] = set()
-        self._offloaded: set[Key] = set()
+        self._recomputed: set[StageUnit] = set()
+        self._offloaded: set[StageUnit] = set()
         self._made: set[Thing] = set()
         self._buffers = self._free_buffers = buffers
         self._handlers: dict[Kind, Callable[[Pass], None]] = {
@@ -173,22 +171,20 @@ class _Walker:
     def _forward(self, item: Pass) -> None:
         stage = _stage(item)
         bare = self._key(item) in self._recomputed
-        if stage == 0:
-            if self._spread and self._alone:
-                self._drop(ROWS_INPUT)
-        elif self._comes_from_elsewhere(stage - 1):
-            self._drop(received(stage, "input"))
-        else:
-            self._drop(output_of(stage - 1))
+        placement = self._program.placement
+        if stage == self._first and self._spread and self._alone:
+            self._drop(ROWS_INPUT)
+        for before in placement.predecessors(stage):
+            self._drop(received(stage, "input") if self._is_elsewhere(before) else output_of(before))
         self._hold(input_of(stage))
         self._moment(Thing("bare_forward_peak" if bare else "forward_peak", stage, TRANSIENT))
-        self._hold(output_of(stage))
+        self._hold(*[output_of(stage)] * max(1, len(placement.successors(stage))))
         if self._moves_graph(item):
             self._drop(input_of(stage))
             self._hold(*moved_of(stage))
         elif not bare:
             self._hold(self._stored(item))
-        if stage == 0 and self._spread and not self._alone:
+        if stage == self._first and self._spread and not self._alone:
             self._drop(ROWS_ALL)  # the caller of the forward keeps them until its end
         if stage == self._last and not self._spread:
             self._take_buffer()
@@ -198,7 +194,7 @@ class _Walker:
             self._drop(OWN_STATISTICS, output_of(stage))
             self._hold(COMBINED)
 
-    def _comes_from_elsewhere(self, stage: int) -> bool:
+    def _is_elsewhere(self, stage: int) -> bool:
         return self._program.placement.device_of(stage) != self._device
 
     def _stored(self, item: Pass) -> Thing:
@@ -208,12 +204,10 @@ class _Walker:
     def _backward(self, item: Pass) -> None:
         """Walk B, or I."""
         stage, split = _stage(item), item.kind is Kind.I
-        gradient = gradient_of(stage)
-        if stage < self._last:
-            if self._comes_from_elsewhere(stage + 1):
-                self._drop(received(stage, "output"))
-            else:
-                self._drop(input_gradient_of(stage + 1))
+        gradient, placement = gradient_of(stage), self._program.placement
+        if stage != self._last:
+            for behind in placement.successors(stage):
+                self._drop(received(stage, "output") if self._is_elsewhere(behind) else input_gradient_of(behind))
             self._hold(gradient)
         else:
             if not self._spread:
@@ -226,10 +220,10 @@ class _Walker:
         self._moment(Thing(f"{recomputed}{first}{'input' if split else 'backward'}_peak", stage, TRANSIENT))
         self._hold_gradients(stage, split=split)
         self._drop(*(moved_of(stage) if self._moves_graph(item) else (self._stored(item),)))
-        self._hold(input_gradient_of(stage))
+        self._hold(*[input_gradient_of(stage)] * max(1, len(placement.predecessors(stage))))
         if split:
             self._hold(Thing(f"{recomputed}queued", stage, ACTIVATIONS))
-        if stage == 0:
+        if stage == self._first:
             self._rows_gradient()
         self._drop(gradient)
         if not self._moves_graph(item):
@@ -244,7 +238,7 @@ class _Walker:
             self._hold(ROWS_GRADIENT)
             self._moment()
         if not (self._spread and self._alone):
-            self._drop(input_gradient_of(0))
+            self._drop(input_gradient_of(self._first))
 
     def _makes_gradients(self, stage: int, *, split: bool) -> bool:
         if self._gradients_exist:
@@ -328,7 +322,7 @@ class _Walker:
         self._make(EMBEDDING_GRADIENTS)
         self._moment(EMBEDDING_BACKWARD_PEAK)
         if self._alone:
-            self._drop(input_gradient_of(0))
+            self._drop(input_gradient_of(self._first))
         elif self._device == self._program.placement.first_device:
             self._let_go_of_rows(unit_of(item, self._program.slices))
         else:
@@ -417,7 +411,7 @@ class _Walker:
         if item.kind is TransferKind.ROW_GRADIENTS:
             self._let_go_of_rows(unit_of(item, self._program.slices))
 
-    def _key(self, item: Pass) -> Key:
+    def _key(self, item: Pass) -> StageUnit:
         return _stage(item), unit_of(item, self._program.slices)
 
 

@@ -65,6 +65,7 @@ from evenpipe.runtime.device import build
 from evenpipe.runtime.replicas import Replicas
 from evenpipe.runtime.result import StepResult, html_table
 from evenpipe.runtime.router_loss import RouterLosses
+from evenpipe.runtime.row import refuse_unfit
 from evenpipe.runtime.trace import gather_trace
 from evenpipe.runtime.trained import Trained
 from evenpipe.runtime.walker import Walker
@@ -215,6 +216,7 @@ class Pipeline:
             offload=offload.activations,
             copy_time=offload.copy_times,
         )
+        refuse_unfit(self.layout.program)
         self._evaluations: dict[int, Program] = {}
         kept = offload.of_layers(self.description.layers)
         self._kept_layers = frozenset(layer for layer, choice in enumerate(kept) if choice == "keep")

@@ -49,6 +49,7 @@ class FileReport:
             "microbatches": self.schedule.microbatches,
             "slices": self.schedule.slices,
             "stage_device": list(self.schedule.placement.stage_device),
+            "edges": list(map(list, self.schedule.placement.edges)),
             "barriers": self.schedule.barriers,
             "peak_in_flight": list(self.in_flight),
             "peak_bytes": None if self.peak_bytes is None else list(self.peak_bytes),
@@ -70,7 +71,7 @@ class FileReport:
         lines = [
             f"sound: {what} of {count(placement.devices, 'device')} and "
             f"{count(self.schedule.microbatches, 'microbatch')}{cut}",
-            f"{'device of stage 0' if placement.stages == 1 else f'devices of stages 0 to {placement.stages - 1}'}: "
+            f"{'device of stage 0' if placement.stages == 1 else f'devices of stages 0 to {placement.last_stage}'}: "
             f"{devices}",
             f"most stage activations in flight, per device: {' '.join(map(str, self.in_flight))}",
         ]

@@ -68,7 +68,7 @@ def _wrong(order: Order, device: int, item: Pass, wanted: frozenset[Kind]) -> st
         )
     if item.stage is not None:
         if not 0 <= item.stage < order.placement.stages:
-            return f"{item} names a stage that does not exist; stages are 0 to {order.placement.stages - 1}"
+            return f"{item} names a stage that does not exist; stages are 0 to {order.placement.last_stage}"
         if order.placement.device_of(item.stage) != device:
             return f"{item} belongs to device {order.placement.device_of(item.stage)}"
     if item.microbatch is not None and not 0 <= item.microbatch < order.microbatches:

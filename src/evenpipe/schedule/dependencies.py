@@ -24,6 +24,10 @@ from .flows import PER_PAIR, Flow, Site, flows
 from .passes import HOP_KINDS, ROLE, STAGE_KINDS, VOCABULARY_KINDS, Kind, Pass, Transfer, TransferKind, parts_of
 from .placement import Placement
 
+End = tuple[TransferKind, int | None, int | None]
+"""How one member of a transfer calls it: its kind, its stage, and the stage at the other end of a hop if there are
+several."""
+
 What = tuple[Kind, int | None]
 """Kind and stage of a pass whose device and unit are known."""
 
@@ -43,20 +47,18 @@ class Route:
     communicator: str
     producers: tuple[Site, ...]
     consumers: tuple[Site, ...]
+    ends: tuple[End, End]
+    """At the source of a hop and at its destination; twice the same for a collective."""
 
     def transfer(self, device: int, microbatch: int, slice_: int = 0) -> Transfer:
         """Return the transfer of one unit as `device` issues it: SEND_F at one end of a hop is RECV_F at the
         other."""
-        kind, stage = self.end(device)
-        return Transfer(kind, stage, microbatch, slice_, self.members, self.root, self.communicator)
+        kind, stage, peer = self.end(device)
+        return Transfer(kind, stage, microbatch, slice_, self.members, self.root, self.communicator, peer=peer)
 
-    def end(self, device: int) -> tuple[TransferKind, int | None]:
-        """Return the kind and stage of the transfers that `device` issues."""
-        if self.kind not in HOP_KINDS:
-            return self.kind, None
-        if device == self.members[0]:
-            return self.kind, self.producers[0].stage
-        return _RECEIVING[self.kind], self.consumers[0].stage
+    def end(self, device: int) -> End:
+        """Return how `device` calls its transfers."""
+        return self.ends[device != self.members[0]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ class Dependencies:
         self.placement = placement
         self._combines = barriers != 2 or forward_only
         everything = list(flows(placement, barriers, forward_only))
-        self.routes = tuple(_routes([flow for flow in everything if not flow.local], sharing))
+        self.routes = tuple(_routes([flow for flow in everything if not flow.local], sharing, placement))
         self._after, self._uses, self._feeds = _needs(everything, self.routes)
         self._rules: dict[tuple[int, Kind, int | None], Rule] = {}
         self._route_of = {(*route.end(device), device): route for route in self.routes for device in route.members}
@@ -164,8 +166,8 @@ class Dependencies:
         )
 
     def route_of(self, transfer: Transfer, device: int) -> Route | None:
-        """Return the route of a transfer that `device` issues, by its kind and stage, or None."""
-        return self._route_of.get((transfer.kind, transfer.stage, device))
+        """Return the route of a transfer that `device` issues, by its end there, or None."""
+        return self._route_of.get((transfer.kind, transfer.stage, transfer.peer, device))
 
     def producers(self, transfer: Transfer, device: int) -> tuple[tuple[int, Pass], ...]:
         """Return (device, pass) of each pass that produces a part of the data of `transfer`, issued by `device`."""
@@ -188,11 +190,34 @@ def dependencies_of(
     return Dependencies(placement, barriers, forward_only, sharing)
 
 
-def _routes(between_devices: list[Flow], sharing: str) -> list[Route]:
+def _routes(between_devices: list[Flow], sharing: str, placement: Placement) -> list[Route]:
     return [
-        Route(number, flow.kind, flow.members, flow.root, flow.communicator(sharing), flow.producers, flow.consumers)
+        Route(
+            number,
+            flow.kind,
+            flow.members,
+            flow.root,
+            flow.communicator(sharing),
+            flow.producers,
+            flow.consumers,
+            _ends(flow, placement),
+        )
         for number, flow in enumerate(between_devices)
     ]
+
+
+def _ends(flow: Flow, placement: Placement) -> tuple[End, End]:
+    if flow.kind not in HOP_KINDS:
+        return (flow.kind, None, None), (flow.kind, None, None)
+    source, target = flow.producers[0].stage, flow.consumers[0].stage
+    assert source is not None and target is not None
+    forward = flow.kind is TransferKind.SEND_F
+    beside_source = placement.successors(source) if forward else placement.predecessors(source)
+    beside_target = placement.predecessors(target) if forward else placement.successors(target)
+    return (
+        (flow.kind, source, target if len(beside_source) > 1 else None),
+        (_RECEIVING[flow.kind], target, source if len(beside_target) > 1 else None),
+    )
 
 
 def _needs(

@@ -1,7 +1,7 @@
 """Flows between passes, the same for every unit.
 
-    F(s)      -> F(s+1)      hidden states, one hop
-    B(s+1)    -> B(s)        their gradient, one hop back
+    F(s)      -> F(t)        hidden states, one hop for every edge from stage s to stage t
+    B(t)      -> B(s)        their gradient, one hop back
     E         -> F(first)    ROWS: embedding rows, to the device of the first stage
     B(first)  -> G           ROW_GRADIENTS: back to the shards
     F(last)   -> S           X: broadcast of the last hidden states
@@ -100,10 +100,10 @@ def _vocabulary_flows(placement: Placement, barriers: int, forward_only: bool) -
         return tuple(Site(device, kind) for device in range(placement.devices))
 
     def first(kind: Kind) -> tuple[Site]:
-        return (Site(placement.first_device, kind, 0),)
+        return (Site(placement.first_device, kind, placement.first_stage),)
 
     def last(kind: Kind) -> tuple[Site]:
-        return (Site(placement.last_device, kind, placement.stages - 1),)
+        return (Site(placement.last_device, kind, placement.last_stage),)
 
     combining = Kind.T if barriers == 2 and not forward_only else Kind.C
     yield Flow(TransferKind.ROWS, everywhere(Kind.E), first(Kind.F))

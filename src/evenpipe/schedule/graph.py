@@ -20,7 +20,7 @@ from functools import partial
 
 from .dependencies import Dependencies, Route
 from .order import Order
-from .passes import Kind, Pass, parts_of
+from .passes import Pass, parts_of
 from .places import Places, unmet_in_row
 
 Carried = tuple[Route, int, int]
@@ -143,7 +143,6 @@ class Graph:
         """Assign sites to the regular passes of a device."""
         site, offset = self.site, self.offset
         for (kind, stage), numbers in places.at.items():
-            assert isinstance(kind, Kind)
             rule = dependencies.rule(device, kind, stage)
             here = len(self.waits)
             self.waits.append(tuple(self.transfer(route, 0) for route in rule.waits))

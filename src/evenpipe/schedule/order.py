@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from evenpipe.errors import InputError
 
 from .passes import Pass, Transfer
-from .placement import Placement
+from .placement import Edge, Placement
 from .text import Shape, cell_name, infer, rows_from_csv, rows_to_csv
 from .words import count
 
@@ -71,12 +71,13 @@ class Order:
         text: str,
         *,
         placement: Placement | None = None,
+        edges: Sequence[Edge] = (),
         microbatches: int | None = None,
         barriers: int | None = None,
         forward_only: bool | None = None,
         slices: int | None = None,
     ) -> Order:
-        """Read an order. Missing arguments are inferred from the rows.
+        """Read an order. Missing arguments are inferred from the rows; edges of the stages are a chain by default.
 
         Raises InputError that names row and column of a cell that is not a pass (only programs have transfers).
         """
@@ -88,7 +89,7 @@ class Order:
                     raise InputError(f"{cell_name(number, column)}: '{item}' is a transfer; an order has passes only")
                 passes.append(item)
             rows.append(tuple(passes))
-        found = infer(rows, Shape(placement, microbatches, barriers, forward_only, slices))
+        found = infer(rows, Shape(placement, microbatches, barriers, forward_only, slices, tuple(edges)))
         return cls(found.placement, found.microbatches, tuple(rows), found.barriers, found.forward_only, found.slices)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import ge
 
-from .dependencies import Rule
-from .passes import ROLE, SHARDING_KINDS, Item, Kind, Pass, TransferKind, parts_of
+from .dependencies import End, Rule, What
+from .passes import ROLE, SHARDING_KINDS, Item, Kind, Pass, Transfer, parts_of
 
 ABSENT = -1
 """Entry for a unit without a number."""
@@ -31,12 +31,14 @@ class Places:
     slices: of every sequence.
     at: kind and stage -> number by unit, `ABSENT` for missing ones; parts of a joint pass have its number. Kinds that
         are odd or joint have empty lists.
+    transfers: the same for transfers, by their end here.
     joint: numbers of OVERLAP_F_B.
-    odd: numbers of items that are not in `at`, or have a part that is not, each once.
+    odd: numbers of items that are in neither, or have a part that is not, each once.
     """
 
     slices: int = 1
-    at: dict[tuple[Kind | TransferKind, int | None], Numbers] = field(default_factory=dict)
+    at: dict[What, Numbers] = field(default_factory=dict)
+    transfers: dict[End, Numbers] = field(default_factory=dict)
     joint: list[int] = field(default_factory=list)
     odd: list[int] = field(default_factory=list)
 
@@ -45,21 +47,26 @@ class Places:
         """Return the places of a row whose positions are numbered from `first`; idle slots have numbers and no
         place."""
         places = cls(slices)
-        at, room = places.at, ROOM * len(row) + 1024
+        at, transfers, room = places.at, places.transfers, ROOM * len(row) + 1024
 
-        def open_list(item: Item) -> Numbers:
+        def new_list(item: Item) -> Numbers:
             nonlocal room
             listed = item.kind not in _UNLISTED and units <= room
-            numbers = at[item.kind, item.stage] = [ABSENT] * units if listed else []
+            numbers = [ABSENT] * units if listed else []
             room -= len(numbers)
             return numbers
 
         for number, item in enumerate(row, first):
             if item is None:
                 continue
-            numbers = at.get((item.kind, item.stage))
-            if numbers is None:
-                numbers = open_list(item)
+            if isinstance(item, Transfer):
+                numbers = transfers.get((item.kind, item.stage, item.peer))
+                if numbers is None:
+                    numbers = transfers[item.kind, item.stage, item.peer] = new_list(item)
+            else:
+                numbers = at.get((item.kind, item.stage))
+                if numbers is None:
+                    numbers = at[item.kind, item.stage] = new_list(item)
             if not _put(numbers, item, slices, number):
                 (places.joint if item.kind is Kind.OVERLAP_F_B else places.odd).append(number)
         for number in places.joint:
@@ -71,16 +78,15 @@ class Places:
             for part in item.parts:
                 numbers = at.get((part.kind, part.stage))
                 if numbers is None:
-                    numbers = open_list(part)
+                    numbers = at[part.kind, part.stage] = new_list(part)
                 placed &= _put(numbers, part, slices, number)
             if not placed:
                 places.odd.append(number)
         return places
 
-    def complete(self, kind: Kind | TransferKind, stage: int | None) -> bool:
+    def complete(self, kind: Kind, stage: int | None) -> bool:
         """Whether every unit has its place."""
-        numbers = self.at.get((kind, stage))
-        return numbers is not None and len(numbers) > 0 and ABSENT not in numbers
+        return is_complete(self.at.get((kind, stage)))
 
     def of_role(self, kind: Kind, stage: int | None) -> Numbers | None:
         """Return the numbers of a kind, or of its role: of I if the row has no B. None if the row has both."""
@@ -88,6 +94,11 @@ class Places:
             return self.at.get((kind, stage))
         whole, split = self.at.get((Kind.B, stage)), self.at.get((Kind.I, stage))
         return None if whole and split else whole or split
+
+
+def is_complete(numbers: Numbers | None) -> bool:
+    """Return whether every unit has its place."""
+    return numbers is not None and len(numbers) > 0 and ABSENT not in numbers
 
 
 def _put(numbers: Numbers, item: Item, slices: int, number: int) -> bool:
@@ -112,9 +123,7 @@ def unmet_in_row(
     `first`, as `places` are; `rule` gives that of a kind and stage on this device.
     """
     if not places.odd and all(
-        _met(places, numbers, rule(kind, stage))
-        for (kind, stage), numbers in places.at.items()
-        if numbers and isinstance(kind, Kind)
+        _met(places, numbers, rule(kind, stage)) for (kind, stage), numbers in places.at.items() if numbers
     ):
         return
     where = {

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .dependencies import Dependencies
 from .flows import PER_PAIR
 from .order import Order, size, validate_shape
 from .passes import Item, Pass, Transfer
-from .placement import Placement
+from .placement import Edge, Placement
 from .text import Shape, infer, rows_from_csv, rows_to_csv
 from .words import count
 
@@ -110,18 +111,20 @@ class Program:
         text: str,
         *,
         placement: Placement | None = None,
+        edges: Sequence[Edge] = (),
         microbatches: int | None = None,
         barriers: int | None = None,
         forward_only: bool | None = None,
         slices: int | None = None,
     ) -> Program:
-        """Read a program. Missing arguments are inferred, members and communicators of transfers from the placement.
+        """Read a program. Missing arguments are inferred, members and communicators of transfers from the placement;
+        edges of the stages are a chain by default.
 
         A transfer that no pass of this placement needs keeps empty members, for the checker to name. Raises
         InputError that names row and column of a cell that is neither a pass nor a transfer.
         """
         rows = rows_from_csv(text)
-        found = infer(rows, Shape(placement, microbatches, barriers, forward_only, slices))
+        found = infer(rows, Shape(placement, microbatches, barriers, forward_only, slices, tuple(edges)))
         dependencies = Dependencies(found.placement, found.barriers, found.forward_only)
 
         def addressed(item: Item | None, device: int) -> Item | None:

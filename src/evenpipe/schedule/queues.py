@@ -58,7 +58,7 @@ def _numbered(program: Program, graph: Graph) -> list[list[int]]:
             number = IDLE
             if isinstance(item, Pass):
                 number = next(passes)
-            elif item is not None and (route := routes.get((item.kind, item.stage, device))):
+            elif item is not None and (route := routes.get((item.kind, item.stage, item.peer, device))):
                 transfer = graph.transfer(route, item.microbatch, item.slice)
                 if transfer not in issued:
                     issued.add(transfer)

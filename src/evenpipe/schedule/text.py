@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from evenpipe.errors import InputError
 
 from .passes import BACKWARD_KINDS, VOCABULARY_KINDS, Item, Kind, Pass, parse_item, parts_of
-from .placement import Placement
+from .placement import Edge, Placement
 from .words import count
 
 
@@ -62,6 +62,8 @@ class Shape:
     barriers: int | None = None
     forward_only: bool | None = None
     slices: int | None = None
+    edges: tuple[Edge, ...] = ()
+    """Of an unknown placement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ def infer(rows: Sequence[Sequence[Item | None]], known: Shape) -> Inferred:
     barriers = 2 if Kind.T in kinds and Kind.C not in kinds else int(bool(kinds & VOCABULARY_KINDS))
     slices = _slices(parts) if known.slices is None else known.slices
     return Inferred(
-        _placement(parts, len(rows)) if known.placement is None else known.placement,
+        _placement(parts, len(rows), known.edges) if known.placement is None else known.placement,
         _microbatches(parts, slices) if known.microbatches is None else known.microbatches,
         barriers if known.barriers is None else known.barriers,
         not kinds & BACKWARD_KINDS if known.forward_only is None else known.forward_only,
@@ -101,7 +103,7 @@ def infer(rows: Sequence[Sequence[Item | None]], known: Shape) -> Inferred:
     )
 
 
-def _placement(parts: list[tuple[int, Pass]], devices: int) -> Placement:
+def _placement(parts: list[tuple[int, Pass]], devices: int, edges: tuple[Edge, ...]) -> Placement:
     runs: dict[int, Counter[int]] = {}
     for device, part in parts:
         if part.stage is not None:
@@ -119,7 +121,7 @@ def _placement(parts: list[tuple[int, Pass]], devices: int) -> Placement:
                 f"device {device} runs only stages of other devices, such as stage {stage}, which belongs to device "
                 f"{stage_device[stage]}; every device has stages of its own"
             )
-    return Placement(devices, stage_device)
+    return Placement(devices, stage_device, edges)
 
 
 def _slices(parts: list[tuple[int, Pass]]) -> int:

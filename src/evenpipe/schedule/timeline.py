@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from .passes import Item, Kind, Pass, parts_of
+from .placement import Placement
 from .words import count
 
 
@@ -44,6 +45,7 @@ class Timeline:
     beside: per device, the transfers and copies to and from the host that ran beside its compute, by start.
     memory: per device, memory as a step function, (time, bytes from then on); None if bytes are not known.
     on_device: likewise the stage activations on the device, if some move to the host; else None.
+    placement: of the stages, if known.
     """
 
     events: tuple[tuple[Event, ...], ...]
@@ -51,6 +53,7 @@ class Timeline:
     beside: tuple[tuple[Event, ...], ...] = ()
     memory: tuple[tuple[tuple[float, float], ...], ...] | None = None
     on_device: tuple[tuple[tuple[float, float], ...], ...] | None = None
+    placement: Placement | None = None
 
     def __repr__(self) -> str:
         if not any(self.events):

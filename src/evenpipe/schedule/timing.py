@@ -47,7 +47,7 @@ def time_order(order: Order, costs: Costs) -> Timeline:
     for device in range(order.devices):
         numbers = range(graph.first[device], graph.first[device + 1])
         rows.append(tuple(Event(device, graph.items[n], times.start[n], times.end[n]) for n in numbers))
-    return Timeline(tuple(rows), costs.stage_bytes(order.placement))
+    return Timeline(tuple(rows), costs.stage_bytes(order.placement), placement=order.placement)
 
 
 def durations(order: Order, graph: Graph, costs: Costs) -> list[float]:

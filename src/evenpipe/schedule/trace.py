@@ -228,7 +228,11 @@ class _Drawing:
         devices = range(len(self.trace.devices))
         passes = tuple(tuple(self._passes(device)) for device in devices)
         beside = (chain(self._transfers(device), self._copies(device)) for device in devices)
-        return Timeline(passes, beside=tuple(tuple(sorted(row, key=lambda event: event.start)) for row in beside))
+        return Timeline(
+            passes,
+            beside=tuple(tuple(sorted(row, key=lambda event: event.start)) for row in beside),
+            placement=self.trace.program.placement,
+        )
 
     def _key(self, transfer: Transfer, device: int) -> tuple[int, int]:
         route = self.dependencies.route_of(transfer, device)

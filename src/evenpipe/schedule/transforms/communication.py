@@ -83,16 +83,14 @@ class Lowering:
         """Return the transfers of a route as `device` issues them."""
         shared = self._collectives.get(numbers.start)
         if shared is None:
-            kind, stage = route.end(device)
+            kind, stage, peer = route.end(device)
+            address = route.members, route.root, route.communicator
             graph = self._graph
             if len(numbers) == 1:
                 units = iter([graph.carried(numbers.start)[1:]])
             else:
                 units = (divmod(unit, graph.slices) for unit in range(graph.units))
-            shared = [
-                Transfer(kind, stage, microbatch, slice_, route.members, route.root, route.communicator)
-                for microbatch, slice_ in units
-            ]
+            shared = [Transfer(kind, stage, microbatch, slice_, *address, peer=peer) for microbatch, slice_ in units]
             if route.kind not in HOP_KINDS:
                 self._collectives[numbers.start] = shared
         return shared
@@ -107,7 +105,7 @@ def _delay_reduces(order: Order, graph: Graph, times: Run, instants: list[float]
         if route.kind is not TransferKind.DX or len(numbers) != order.units:
             continue
         for kind in (Kind.B, Kind.I):
-            for number, backward in zip(numbers, places.get((kind, placement.stages - 1), ()), strict=False):
+            for number, backward in zip(numbers, places.get((kind, placement.last_stage), ()), strict=False):
                 if backward != ABSENT:
                     instants[number] = max(instants[number], times.start[backward] - quarter)
 

@@ -52,7 +52,8 @@ def interlace(order: Order, costs: Costs | None = None) -> Order:
     kinds = {item.kind for device in range(order.devices) for item in order.passes(device)}
     if kinds & SHARDING_KINDS:
         raise InputError("vocabulary passes cannot be added between UNSHARD, RESHARD and REDUCE_GRAD")
-    if kinds <= {Kind.F, Kind.B} and order.placement.stages == order.devices and order.slices == 1:
+    one_each = order.placement.is_chain and order.placement.stages == order.devices
+    if kinds <= {Kind.F, Kind.B} and one_each and order.slices == 1:
         return alternating(order.placement, order.microbatches, costs)
     return at_instants(apart_at_the_loss(order), costs)
 
@@ -64,7 +65,7 @@ def at_instants(order: Order, costs: Costs) -> Order:
     interval = interval_of(order, graph, times)
     if interval <= 0:
         raise InputError("costs: F and B of at least one stage must be above 0 to place vocabulary passes")
-    last = order.placement.stages - 1
+    first, last = order.placement.first_stage, order.placement.last_stage
     unit = INTERVAL / interval
     # Sorted by time. Inserted passes come before passes of the base order that start at the same time, except directly
     # after a pass without duration that they follow. They keep their place in the event model.
@@ -76,20 +77,20 @@ def at_instants(order: Order, costs: Costs) -> Order:
         for part in parts_of(item):
             base[device].append((start, 1, place, part))
             about = part.microbatch, part.slice
-            if part.kind is Kind.F and part.stage == 0:
+            if part.kind is Kind.F and part.stage == first:
                 inserted.append((start - INTERVAL, 0, place, Pass(Kind.E, None, *about)))
             if part.kind is Kind.F and part.stage == last:
                 behind = int(start == end)
                 inserted.append((end, behind, place + 0.2, Pass(Kind.S, None, *about)))
                 inserted.append((end, behind, place + 0.3, Pass(Kind.T, None, *about)))
-            if part.kind in {Kind.B, Kind.I} and part.stage == 0:
+            if part.kind in {Kind.B, Kind.I} and part.stage == first:
                 inserted.append((start + INTERVAL, 0, place + 0.4, Pass(Kind.G, None, *about)))
     rows = tuple(tuple(item for *_, item in sorted([*row, *inserted], key=_place)) for row in base)
     return replace(order, rows=rows, barriers=2)
 
 
 def alternating(placement: Placement, microbatches: int, costs: Costs) -> Order:
-    """Return the alternating layout for a placement with one stage per device."""
+    """Return the alternating layout for a chain of stages, one per device."""
     times = costs.stage_times(placement)
     forward, backward = times[Kind.F], times[Kind.B]
     if forward is None or backward is None:
@@ -98,8 +99,8 @@ def alternating(placement: Placement, microbatches: int, costs: Costs) -> Order:
     # Number of periods from the vocabulary passes of a microbatch to its F and its B, from the last stage to the first.
     stages = placement.stages
     f_period, b_period = [-1] * stages, [0] * stages
-    for stage in reversed(range(stages - 1)):
-        after = stage + 1
+    for stage in reversed(range(placement.last_stage)):
+        (after,) = placement.successors(stage)
         if backward_first(after, stages):
             f_period[stage] = f_period[after] - (forward[stage] + forward[after] > period)
             b_period[stage] = b_period[after] + (backward[stage] + backward[after] > period)

@@ -146,7 +146,7 @@ def _roles(places: Places) -> dict[tuple[Kind, int | None], list[int]] | None:
     repeated."""
     roles: dict[tuple[Kind, int | None], list[int]] = {}
     for (kind, stage), numbers in places.at.items():
-        if not isinstance(kind, Kind) or kind in _UNPLANNED:
+        if kind in _UNPLANNED:
             return None
         other = roles.setdefault((ROLE[kind], stage), numbers)
         if other is not numbers:
@@ -173,7 +173,7 @@ def _embedding(order: Order, graph: Graph) -> tuple[list[list[int]], int]:
         if item.kind is Kind.E:
             waiting += 1
             ahead = max(ahead, waiting)
-        elif item.kind is Kind.F and item.stage == 0:
+        elif item.kind is Kind.F and item.stage == order.placement.first_stage:
             waiting -= 1
             unit = unit_of(item, order.slices)
             rows.append([numbers[unit] for numbers in embedding if numbers])

@@ -77,7 +77,7 @@ def _turned(k: int, slices: int) -> int:
 def _delay(order: Order, graph: Graph, times: Run, slices: int) -> float:
     """Return by how much backwards move later: at least 0, in whole intervals."""
     here = graph.places[order.placement.last_device]
-    last = order.placement.stages - 1
+    last = order.placement.last_stage
     forwards, backwards = here.at[Kind.F, last], here.of_role(Kind.B, last)
     assert backwards
     most = max(times.end[forwards[_turned(k, slices)]] - times.start[backward] for k, backward in enumerate(backwards))

@@ -134,7 +134,7 @@ def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> O
 def apart_at_the_loss(order: Order) -> Order:
     """Return `order` with a joint pass split into its parts where it runs F and B of the last stage for one microbatch:
     vocabulary passes come between them."""
-    last = order.placement.stages - 1
+    last = order.placement.last_stage
 
     def splits(item: Pass) -> bool:
         at_end = [part for part in item.parts if part.stage == last and part.kind is not Kind.W]
@@ -202,7 +202,7 @@ class VirtualTimes:
         group_of = {kind: backwards if kind in MOVED else forwards for kind in Kind} | {Kind.W: weights}
         delay_of = {kind: barriers * INTERVAL if kind in MOVED else 0 for kind in Kind}
         companions: list[tuple[int, Pass]] = []
-        ends = (0, order.placement.stages - 1)
+        ends = (order.placement.first_stage, order.placement.last_stage)
         for number in times.happened:
             if number >= len(graph.items):
                 continue
@@ -248,9 +248,9 @@ def _empty_rows(devices: int) -> list[list[int]]:
 def _companions(part: Pass, start: int, end: int, order: Order, barriers: int) -> Iterator[tuple[int, Pass]]:
     """Return time and pass of each vocabulary pass derived from `part`, which runs from `start` to `end`."""
     unit = part.microbatch, part.slice
-    if part.kind is Kind.F and part.stage == 0:
+    if part.kind is Kind.F and part.stage == order.placement.first_stage:
         yield start - INTERVAL, Pass(Kind.E, None, *unit)
-    if part.kind is Kind.F and part.stage == order.placement.stages - 1:
+    if part.kind is Kind.F and part.stage == order.placement.last_stage:
         yield end, Pass(Kind.S, None, *unit)
         if order.forward_only:
             yield end + INTERVAL, Pass(Kind.C, None, *unit)
@@ -258,7 +258,7 @@ def _companions(part: Pass, start: int, end: int, order: Order, barriers: int) -
         yield end + INTERVAL, Pass(Kind.T, None, *unit)
         if barriers == 1:
             yield end + INTERVAL // 2, Pass(Kind.C, None, *unit)
-    if part.kind in {Kind.B, Kind.I} and part.stage == 0:
+    if part.kind in {Kind.B, Kind.I} and part.stage == order.placement.first_stage:
         yield start + INTERVAL, Pass(Kind.G, None, *unit)
 
 
