@@ -58,6 +58,7 @@ from evenpipe.memory.things import (
     received,
 )
 from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
+from evenpipe.schedule.effects import EFFECTS, IN_FLIGHT, Held, changes
 from evenpipe.schedule.passes import StageUnit, unit_of
 from evenpipe.schedule.releases import releases
 
@@ -81,16 +82,12 @@ def walk(program: Program, device: int, *, gradients_exist: bool, buffers_exist:
 def _most_in_use(program: Program, device: int) -> int:
     """Return the most units between S and T; for a whole output layer, between the last stage's F and its B, or
     W."""
-    last = program.placement.last_stage
-    changes: dict[tuple[Kind, int | None], int]
-    if program.barriers:
-        changes = {(Kind.S, None): 1, (Kind.T, None): -1}
-    else:
-        changes = {(Kind.F, last): 1, (Kind.B, last): -1, (Kind.W, last): -1}
+    stage = None if program.barriers else program.placement.last_stage
+    of_kind = changes({Held.PROBABILITIES}) if program.barriers else IN_FLIGHT
     now = most = 0
     for item in program.rows[device]:
         for part in parts_of(item) if isinstance(item, Pass) else ():
-            now += changes.get((part.kind, part.stage), 0)
+            now += of_kind.get(part.kind, 0) if part.stage == stage else 0
             most = max(most, now)
     return most
 
@@ -203,7 +200,7 @@ class _Walker:
 
     def _backward(self, item: Pass) -> None:
         """Walk B, or I."""
-        stage, split = _stage(item), item.kind is Kind.I
+        stage, split = _stage(item), Held.WEIGHT_INPUTS in EFFECTS[item.kind].keeps
         gradient, placement = gradient_of(stage), self._program.placement
         if stage != self._last:
             for behind in placement.successors(stage):

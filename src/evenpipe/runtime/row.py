@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
-from evenpipe.schedule.passes import BACKWARD_KINDS, SHAPES, StageUnit, unit_of
+from evenpipe.schedule.effects import IN_FLIGHT
+from evenpipe.schedule.flows import Site, flows
+from evenpipe.schedule.passes import BACKWARD_KINDS, ROLE, SHAPES, StageUnit, unit_of
 from evenpipe.schedule.placement import Edge
 from evenpipe.schedule.releases import releases
 
@@ -23,6 +26,12 @@ class Step:
     text: str
     arrived: tuple[Transfer, ...]
     """Transfers that this device has sent and that have certainly arrived when a pass has its inputs."""
+    takes: int = 0
+    """Values that a pass takes out."""
+    makes: int = 0
+    """Values that it stores."""
+    adds: int = 0
+    """Stage activations that are in flight more after it than before."""
 
 
 class Row:
@@ -52,13 +61,20 @@ class Row:
         self.offloaded: set[StageUnit] = set()
         """Those with O, D and L."""
         arrived = releases(program, device)
+        everything = list(flows(placement, program.barriers, program.forward_only))
+        takes = Counter(site for flow in everything for site in flow.consumers)
+        makes = Counter(site for flow in everything for site in flow.producers)
         steps: list[Step] = []
         for position, item in enumerate(program.rows[device]):
             if isinstance(item, Transfer):
                 assert _fits(item, program), item
                 steps.append(Step(item, transfers[item.kind], str(item), ()))
             elif item is not None:
-                steps.append(Step(item, passes[item.kind], str(item), arrived.get(position, ())))
+                sites = [Site(device, ROLE[part.kind], part.stage) for part in parts_of(item)]
+                adds = sum(IN_FLIGHT.get(part.kind, 0) for part in parts_of(item)) if self.gradients else 0
+                taken, made = sum(map(takes.__getitem__, sites)), sum(map(makes.__getitem__, sites))
+                sent = arrived.get(position, ())
+                steps.append(Step(item, passes[item.kind], str(item), sent, taken, made, adds))
                 for part in parts_of(item):
                     assert _fits(part, program), item
                     if part.kind is Kind.I:

@@ -40,6 +40,8 @@ class Values:
         self.recording: Recording | None = None
         self.busy = 0.0
         """Processor seconds inside passes since `clear`."""
+        self.taken = self.made = 0
+        """Values that the current pass has taken out, and stored."""
         self._here: dict[Key, tuple[Tensor, ...]] = {}
         self._arriving: dict[Key, tuple[tuple[Tensor, ...], tuple[Handle, ...]]] = {}
         self._sent: dict[Transfer, list[Handle]] = {}
@@ -54,6 +56,7 @@ class Values:
         """A pass starts to collect its inputs."""
         self._pass = text
         self._ready = False
+        self.taken = self.made = 0
 
     def ready(self) -> None:
         """The pass has its inputs and computes from here on. For passes that run as one, the first call counts."""
@@ -76,6 +79,7 @@ class Values:
         """Store a value made on this device, for a pass here or for a transfer."""
         assert key not in self._here and key not in self._arriving, f"{key} exists already"
         self._here[key] = tensors
+        self.made += 1
 
     def give(self, key: Key) -> tuple[Tensor, ...]:
         """Return a value made on this device, for a transfer."""
@@ -83,6 +87,7 @@ class Values:
 
     def take(self, key: Key) -> tuple[Tensor, ...]:
         """Return a value made here or received, for a pass; wait until it is there."""
+        self.taken += 1
         value = self._here.pop(key, None)
         if value is not None:
             return value

@@ -179,6 +179,7 @@ class Walker:
             self._activations.recorded = None if recording is None else recording.copies
         record = StepRecord(start=time.perf_counter())
         before, after = ({}, {}) if self._replicas is None else self._replicas.begin(program)
+        in_flight = 0
         with torch.set_grad_enabled(self._gradients):
             for step in row.steps:
                 item = step.item
@@ -196,6 +197,9 @@ class Walker:
                 values.begin(step.text)
                 step.run(item)
                 values.finish(item)
+                in_flight += step.adds
+                held = len(self._forwarded) + len(self._weight_gradients)
+                assert (values.taken, values.made, held) == (step.takes, step.makes, in_flight), step.text
                 for sent in step.arrived:
                     values.arrived(sent)
                 if after:

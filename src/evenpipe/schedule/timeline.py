@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from .effects import IN_FLIGHT
 from .passes import Item, Kind, Pass, parts_of
 from .placement import Placement
 from .words import count
@@ -186,13 +187,9 @@ def peak_activations(row: Iterable[Pass], weights: tuple[float, ...] | None = No
     trains = False
     for item in row:
         for part in parts_of(item):
-            if part.kind is Kind.F:
-                held += 1.0 if weights is None or part.stage is None else weights[part.stage]
+            change = IN_FLIGHT.get(part.kind)
+            if change is not None:
+                held += change if weights is None or part.stage is None else change * weights[part.stage]
                 peak = held if held > peak else peak
-            elif part.kind in _RELEASING:
-                held -= 1.0 if weights is None or part.stage is None else weights[part.stage]
-                trains = True
+                trains = trains or change < 0
     return peak if trains else 0.0
-
-
-_RELEASING = frozenset({Kind.B, Kind.W})

@@ -24,6 +24,7 @@ from operator import lt, sub
 
 from evenpipe.schedule.costs import Costs
 from evenpipe.schedule.dependencies import Dependencies
+from evenpipe.schedule.effects import IN_FLIGHT
 from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, ROLE, Kind, parts_of, unit_of
@@ -31,9 +32,6 @@ from evenpipe.schedule.places import ABSENT, Places, having
 from evenpipe.schedule.timing import durations, run
 
 from .memory_plan import MemoryPlan
-
-HOLDS = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
-"""Stage activations that a pass adds to its device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +181,12 @@ def _embedding(order: Order, graph: Graph) -> tuple[list[list[int]], int]:
 def _memory_plan(graph: Graph, base: Order, device: int, limit: int | None) -> MemoryPlan:
     """Return the plan of one device: its row of `base`."""
     at = graph.places[device].at
-    parts = [part for item in base.passes(device) for part in parts_of(item) if part.kind in HOLDS]
+    parts = [part for item in base.passes(device) for part in parts_of(item) if part.kind in IN_FLIGHT]
     numbers = [at[part.kind, part.stage][unit_of(part, base.slices)] for part in parts]
     # So the first ready forward also comes first in the plan: no other one needs to be checked.
     forwards = [number for number, part in zip(numbers, parts, strict=True) if part.kind is Kind.F]
     assert all(map(lt, forwards, forwards[1:])), "forwards are in another order"
-    return MemoryPlan(numbers, [HOLDS[part.kind] for part in parts], limit, base.placement.stages)
+    return MemoryPlan(numbers, [IN_FLIGHT[part.kind] for part in parts], limit, base.placement.stages)
 
 
 def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequence[float]) -> list[list[int]]:
@@ -205,7 +203,7 @@ def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequen
         for (kind, stage), numbers in here.at.items():
             at = site[max(numbers)]
             heap_of[at] = (forwards if kind is Kind.F else others)[device]
-            stored[at] = kind in HOLDS
+            stored[at] = kind in IN_FLIGHT
             entrance[at] = kind is Kind.F and stage == 0
     held_back = iter(links.embedding[links.ahead :])
     rows: list[list[int]] = [[] for _ in range(devices)]
