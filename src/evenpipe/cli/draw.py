@@ -99,6 +99,7 @@ def _measured(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], st
         "stages_per_device",
         "slices",
         "group_size",
+        "edges",
         "memory_limit",
     )
     for name in (*others, "vocabulary"):

@@ -12,6 +12,7 @@ from evenpipe.given import plain
 
 if TYPE_CHECKING:
     from evenpipe.plan.cases import Case
+    from evenpipe.schedule.placement import Edge
 
 COSTS = """
 Costs: a TOML or JSON file with times in one unit: F, B (or I and W) per stage; S, C, T, E, G per device; p2p,
@@ -55,6 +56,22 @@ def add_memory_limit(parser: argparse.ArgumentParser, use: str) -> None:
     parser.add_argument("--memory-limit", metavar="K[,K...]", help=use)
 
 
+def add_edges(parser: argparse.ArgumentParser) -> None:
+    """Add `--edges`, for `edges`."""
+    parser.add_argument(
+        "--edges",
+        metavar="S>T,...",
+        help="edges between the stages of a file, as in '0>1,0>2,1>3,2>3' (default: a chain)",
+    )
+
+
+def edges(arguments: argparse.Namespace) -> tuple[Edge, ...]:
+    """Return the value of `--edges`. Raises InputError if it is not valid."""
+    from evenpipe.schedule.placement import edges_of_text
+
+    return () if arguments.edges is None else edges_of_text(arguments.edges)
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add `--json`."""
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -80,6 +97,7 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--group-size", metavar="G", type=int, help="microbatches that a device takes in turn (some schedules)"
     )
+    add_edges(parser)
     add_memory_limit(parser, "most stage activations that a device may hold, for schedules that have this option")
     parser.add_argument(
         "--vocabulary",
@@ -147,6 +165,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         options=given,
         offload=offload(arguments),
         slices=arguments.slices,
+        edges=edges(arguments),
     )
 
 

@@ -17,6 +17,7 @@ from evenpipe.schedule.check import check_order, check_program
 from evenpipe.schedule.costs import EQUAL_COSTS, HOST_COSTS, Costs
 from evenpipe.schedule.files import read_schedule
 from evenpipe.schedule.order import Order
+from evenpipe.schedule.placement import Edge
 from evenpipe.schedule.planning import BARRIERS, MODES, plan_order, vocabulary_mode, with_offload
 from evenpipe.schedule.program import Program
 from evenpipe.schedule.registry import generate, options_of
@@ -70,17 +71,19 @@ def plan_cases(
     options: Mapping[str, Any] | None = None,
     offload: str | float = "scheduled",
     slices: int | None = None,
+    edges: Sequence[Edge] = (),
 ) -> list[Case]:
     """Return every schedule of `names` (names, or CSV files, whose names end in .csv) in every mode of `vocabularies`.
 
     devices, microbatches: by default those of the first file. vocabularies: if empty, named schedules get no vocabulary
     passes, and files are unchanged. costs: equal ones by default; with `offload`, one forward of a stage stores 1 byte.
     options: of the generators; with several schedules each takes those that it has. offload: as for `plan_order`;
-    programs stay unchanged. slices: as for `plan_order`; `costs` are those of one slice.
+    programs stay unchanged. slices: as for `plan_order`; `costs` are those of one slice. edges: of the stages of
+    files; chains by default.
 
     Raises InputError for wrong names, sizes, options and files, with every fault of an unsound file.
     """
-    files = {name: _sound(name) for name in names if name.endswith(".csv")}
+    files = {name: _sound(name, edges) for name in names if name.endswith(".csv")}
     for schedule in files.values():
         devices = schedule.devices if devices is None else devices
         microbatches = schedule.microbatches if microbatches is None else microbatches
@@ -139,8 +142,8 @@ def _errors_of(name: str, *, among: Sequence[str]) -> Iterator[None]:
         raise InputError(f"schedule '{name}': {error}") from None
 
 
-def _sound(path: str) -> Order | Program:
-    schedule = read_schedule(path)
+def _sound(path: str, edges: Sequence[Edge]) -> Order | Program:
+    schedule = read_schedule(path, edges)
     report = check_program(schedule) if isinstance(schedule, Program) else check_order(schedule)
     try:
         report.raise_if_faulty()

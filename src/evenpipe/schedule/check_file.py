@@ -14,6 +14,7 @@ from .faults import Fault
 from .files import read_schedule
 from .order import Order
 from .passes import Pass, parts_of
+from .placement import Edge
 from .program import Program
 from .timeline import peak_activations
 from .words import count
@@ -87,14 +88,16 @@ def check_file(
     costs: Costs | None = None,
     memory_limit: float | Sequence[float] | None = None,
     bytes_limit: float | Sequence[float] | None = None,
+    *,
+    edges: Sequence[Edge] = (),
 ) -> FileReport:
     """Return every fault of the order or program in a CSV file.
 
-    memory_limit: most stage activations per device. bytes_limit: most bytes, with the sizes of `costs`. Raises
-    InputError if the file contains no schedule, if `costs` have lists of the wrong length or lack a kind that a sound
-    schedule has, and for a limit in bytes without costs that have bytes.
+    edges: of the stages; a chain by default. memory_limit: most stage activations per device. bytes_limit: most bytes,
+    with the sizes of `costs`. Raises InputError if the file contains no schedule, if `costs` have lists of the wrong
+    length or lack a kind that a sound schedule has, and for a limit in bytes without costs that have bytes.
     """
-    schedule = read_schedule(path)
+    schedule = read_schedule(path, edges)
     limits = Limits(activations=memory_limit, bytes=bytes_limit, costs=costs)
     if isinstance(schedule, Program):
         order, report = schedule.order, check_program(schedule, limits)

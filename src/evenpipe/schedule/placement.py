@@ -7,6 +7,8 @@ from itertools import pairwise
 
 from evenpipe.errors import InputError
 
+from .words import quoted
+
 Edge = tuple[int, int]
 """A stage, and one that takes its output."""
 
@@ -127,6 +129,17 @@ class Placement:
     def successors(self, stage: int) -> tuple[int, ...]:
         """Return the stages that take the output of `stage`."""
         return self._after[stage]
+
+
+def edges_of_text(text: str) -> tuple[Edge, ...]:
+    """Return the edges that are written as in "0>1,0>2,1>3,2>3". Raises InputError for any other text."""
+    edges = []
+    for word in text.split(","):
+        source, mark, target = word.strip().partition(">")
+        if not mark or not source.isdecimal() or not target.isdecimal():
+            raise InputError(f"edges: {quoted(word)} is not an edge; they are written as in 0>1,0>2,1>3,2>3")
+        edges.append((int(source), int(target)))
+    return tuple(edges)
 
 
 def _chain(stages: int) -> tuple[Edge, ...]:

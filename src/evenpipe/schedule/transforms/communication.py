@@ -84,13 +84,14 @@ class Lowering:
         shared = self._collectives.get(numbers.start)
         if shared is None:
             kind, stage, peer = route.end(device)
-            address = route.members, route.root, route.communicator
-            graph = self._graph
-            if len(numbers) == 1:
-                units = iter([graph.carried(numbers.start)[1:]])
-            else:
-                units = (divmod(unit, graph.slices) for unit in range(graph.units))
-            shared = [Transfer(kind, stage, microbatch, slice_, *address, peer=peer) for microbatch, slice_ in units]
+            members, root, communicator = route.members, route.root, route.communicator
+            _, first, first_slice = self._graph.carried(numbers.start)
+            slices = range(first_slice, first_slice + min(len(numbers), self._graph.slices))
+            shared = [
+                Transfer(kind, stage, microbatch, slice_, members, root, communicator, 0, peer)
+                for microbatch in range(first, first + len(numbers) // len(slices))
+                for slice_ in slices
+            ]
             if route.kind not in HOP_KINDS:
                 self._collectives[numbers.start] = shared
         return shared

@@ -89,9 +89,9 @@ class _Links:
     """Which pass waits for which, in a graph whose rows may be reordered.
 
     needs: by pass, the number of passes of its own row and transfers that it waits for. followers: by site, and
-    consumers: by route, the numbers of the waiting passes by unit. beside: by site and unit, the passes that wait in
-    another slice of the sequence. embedding: for each unit in the order of the first stage's row, the E passes of all
-    devices. ahead: how many of those may run before the first stage reaches them.
+    consumers: by route, the numbers of the waiting passes by unit. beside: by site and unit, the pass that waits in
+    another slice of the sequence; empty if sequences are not cut. embedding: for each unit in the order of the first
+    stage's row, the E passes of all devices. ahead: how many of those may run before the first stage reaches them.
     """
 
     needs: bytearray
@@ -111,7 +111,7 @@ class _Links:
         needs = bytearray(len(graph.items))
         followers: list[list[list[int]]] = [[] for _ in graph.waits]
         consumers: list[list[list[int]]] = [[] for _ in graph.routes]
-        beside: list[dict[int, int]] = [{} for _ in graph.waits]
+        beside: list[dict[int, int]] = [{} for _ in graph.waits if order.slices > 1]
         for device, here in enumerate(graph.places):
             roles = _roles(here)
             if roles is None:
@@ -226,7 +226,7 @@ def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequen
         here, unit = site[number], offset[number]
         for waiting in followers[here]:
             met(waiting[unit])
-        if unit in beside[here]:
+        if beside and unit in beside[here]:
             met(beside[here][unit])
         for base in feeds[here]:
             transfer = base + unit
