@@ -6,12 +6,12 @@ Nothing here imports torch or Megatron.
 
 from __future__ import annotations
 
-from .megatron_layout import Layout, StageLayout, from_megatron
+from .megatron_layout import MegatronLayout, StageLayout, from_megatron
 from .torch_csv import from_torch, to_torch
 from .torch_schedule import from_torch_schedule, is_torch_schedule
 
 __all__ = [
-    "Layout",
+    "MegatronLayout",
     "StageLayout",
     "from_megatron",
     "from_torch",

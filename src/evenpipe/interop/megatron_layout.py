@@ -35,7 +35,7 @@ class StageLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MegatronLayout:
     """A Megatron layout: the parts of each stage."""
 
     stages: tuple[StageLayout, ...]
@@ -73,7 +73,7 @@ class Layout:
         return Placement.looped(devices, len(self.stages) // devices)
 
 
-def from_megatron(text: str) -> Layout:
+def from_megatron(text: str) -> MegatronLayout:
     """Return the layout that `text` spells.
 
     Raises InputError that names the position (from 1) and what is accepted there, and for the rules of Megatron:
@@ -87,7 +87,7 @@ def from_megatron(text: str) -> Layout:
             stages.append([])
         else:
             stages[-1].append(letter)
-    return Layout(
+    return MegatronLayout(
         tuple(StageLayout("E" in stage, stage.count("t"), stage.count("m"), "L" in stage) for stage in stages)
     )
 

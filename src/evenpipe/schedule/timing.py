@@ -21,7 +21,7 @@ from .timeline import Event, Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class EventTimes:
     """When everything in a graph ran.
 
     start, end: by number. A transfer starts when its data is ready.
@@ -65,7 +65,7 @@ def durations(order: Order, graph: Graph, costs: Costs) -> list[float]:
     return takes
 
 
-def run(order: Order, graph: Graph, takes: Sequence[float], *, absent_is_done: bool = False) -> Run:
+def run(order: Order, graph: Graph, takes: Sequence[float], *, absent_is_done: bool = False) -> EventTimes:
     """Time everything in the graph of `order`; `takes` has durations by number. Raises DeadlockError.
 
     With `absent_is_done`, nobody waits for a missing pass.
@@ -112,4 +112,4 @@ def run(order: Order, graph: Graph, takes: Sequence[float], *, absent_is_done: b
     sequence = [0] * graph.size
     for place, number in enumerate(happened):
         sequence[number] = place
-    return Run(start, end, happened, sequence)
+    return EventTimes(start, end, happened, sequence)

@@ -46,7 +46,7 @@ class Panel {
 
   // The text in the box of a pass, and its short form; for each of passes that run as one.
   parts(i) {
-    if (this.texts[i]) return [...this.texts[i].matchAll(/[^(;]*?[A-Z]+(\d+[.\d]*)(?=[;)])/g)];
+    if (this.texts[i]?.startsWith("(")) return [...this.texts[i].matchAll(/[^(;]*?[A-Z]+(\d+[.\d]*)(?=[;)])/g)];
     return [[this.label(i), this.unit(i)]];
   }
 

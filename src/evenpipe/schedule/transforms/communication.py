@@ -26,7 +26,7 @@ from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, Item, Kind, Pass, Transfer, TransferKind
 from evenpipe.schedule.places import ABSENT
 from evenpipe.schedule.program import Program
-from evenpipe.schedule.timing import Run, durations, run
+from evenpipe.schedule.timing import EventTimes, durations, run
 
 from .vocabulary import interval_of
 
@@ -97,7 +97,7 @@ class Lowering:
         return shared
 
 
-def _delay_reduces(order: Order, graph: Graph, times: Run, instants: list[float]) -> None:
+def _delay_reduces(order: Order, graph: Graph, times: EventTimes, instants: list[float]) -> None:
     """Move the instants of DX to a quarter of an interval before the backward of the last stage, not earlier."""
     placement = order.placement
     places = graph.places[placement.last_device].at

@@ -16,7 +16,7 @@ far as it does in its row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -80,8 +80,8 @@ def list_schedule(
     for route, numbers in graph.by_route():
         if reserve and route.kind not in HOP_KINDS:
             takes[numbers.start : numbers.stop] = [takes[numbers.start] + reserve] * len(numbers)
-    rows = tuple(tuple(map(graph.items.__getitem__, row)) for row in _run(graph, links, plans, takes))
-    return replace(wishes, rows=rows)
+    ran = _run(graph, links, plans, takes, first_stage=wishes.placement.first_stage)
+    return replace(wishes, rows=tuple(tuple(map(graph.items.__getitem__, row)) for row in ran))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,40 +189,64 @@ def _memory_plan(graph: Graph, base: Order, device: int, limit: int | None) -> M
     return MemoryPlan(numbers, [IN_FLIGHT[part.kind] for part in parts], limit, base.placement.stages)
 
 
-def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequence[float]) -> list[list[int]]:
-    """Return the passes of each device as they ran."""
-    passes, units, devices = len(graph.items), graph.units, len(graph.first) - 1
+@dataclass(slots=True)
+class _Queues:
+    """What may run next.
+
+    forwards, others: per device, heaps of ready passes. heap_of: by site, the heap for its passes. stored: by site,
+    whether they count in the memory plan. entrance: by site, whether they are the first stage's forwards. free: whether
+    each device is idle. asked: free devices that may have a new pass to start. events: a heap of ends of passes and
+    arrivals of transfers.
+    """
+
+    forwards: list[list[int]]
+    others: list[list[int]]
+    heap_of: list[list[int]]
+    stored: list[bool]
+    entrance: list[bool]
+    free: list[bool]
+    asked: list[int]
+    events: list[tuple[float, int]]
+
+    @classmethod
+    def of(cls, graph: Graph, first_stage: int) -> _Queues:
+        """Return empty queues."""
+        devices, sites = range(len(graph.places)), len(graph.waits)
+        forwards: list[list[int]] = [[] for _ in devices]
+        others: list[list[int]] = [[] for _ in devices]
+        heap_of: list[list[int]] = [[] for _ in range(sites)]
+        stored, entrance = [False] * sites, [False] * sites
+        for device, here in enumerate(graph.places):
+            for (kind, stage), numbers in here.at.items():
+                at = graph.site[max(numbers)]
+                heap_of[at] = (forwards if kind is Kind.F else others)[device]
+                stored[at] = kind in IN_FLIGHT
+                entrance[at] = kind is Kind.F and stage == first_stage
+        return cls(forwards, others, heap_of, stored, entrance, [True] * len(devices), list(devices), [])
+
+
+Met = Callable[[int], None]
+"""Takes a pass."""
+Complete = Callable[[int, float], None]
+"""Takes a pass or transfer, and the time."""
+
+
+def _counting(graph: Graph, links: _Links, queues: _Queues, takes: Sequence[float]) -> tuple[Met, Complete, Met]:
+    """Return functions that count one need of a pass as met, process the end of a pass, and the arrival of a
+    transfer."""
+    passes, units = len(graph.items), graph.units
     site, offset, device_of, feeds = graph.site, graph.offset, graph.device_of, graph.feeds
     needs, followers, consumers, missing = links.needs, links.followers, links.consumers, graph.producers()
-    beside = links.beside
-    forwards: list[list[int]] = [[] for _ in range(devices)]  # heaps of ready forwards, per device
-    others: list[list[int]] = [[] for _ in range(devices)]  # heaps of other ready passes
-    heap_of: list[list[int]] = [[] for _ in graph.waits]  # by site, the heap for its passes
-    stored, entrance = [False] * len(heap_of), [False] * len(heap_of)
-    for device, here in enumerate(graph.places):
-        for (kind, stage), numbers in here.at.items():
-            at = site[max(numbers)]
-            heap_of[at] = (forwards if kind is Kind.F else others)[device]
-            stored[at] = kind in IN_FLIGHT
-            entrance[at] = kind is Kind.F and stage == 0
-    held_back = iter(links.embedding[links.ahead :])
-    rows: list[list[int]] = [[] for _ in range(devices)]
-    free = [True] * devices
-    asked = list(range(devices))  # free devices that may have a new pass to start
-    events: list[tuple[float, int]] = []  # ends of passes and arrivals of transfers
-    # Events so close together happen at once: sums of the same times in another order differ by less.
-    moment = 1e-9 * sum(takes[:passes]) / (devices * units)
+    heap_of, free, asked, events, beside = queues.heap_of, queues.free, queues.asked, queues.events, links.beside
 
     def met(number: int) -> None:
-        """Count one need of this pass as met."""
         needs[number] -= 1
         if needs[number] == 0:
             heappush(heap_of[site[number]], number)
             if free[device_of[number]]:
                 asked.append(device_of[number])
 
-    def complete(number: int) -> None:
-        """Process the end of a pass."""
+    def complete(number: int, now: float) -> None:
         here, unit = site[number], offset[number]
         for waiting in followers[here]:
             met(waiting[unit])
@@ -238,10 +262,26 @@ def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequen
                     arrive(transfer)
 
     def arrive(transfer: int) -> None:
-        """Process the arrival of a transfer."""
         route, unit = divmod(transfer - passes, units)
         for waiting in consumers[route]:
             met(waiting[unit])
+
+    return met, complete, arrive
+
+
+def _run(
+    graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequence[float], *, first_stage: int
+) -> list[list[int]]:
+    """Return the passes of each device as they ran."""
+    passes, site, device_of, devices = len(graph.items), graph.site, graph.device_of, len(plans)
+    queues = _Queues.of(graph, first_stage)
+    forwards, others, stored, entrance = queues.forwards, queues.others, queues.stored, queues.entrance
+    free, asked, events = queues.free, queues.asked, queues.events
+    met, complete, arrive = _counting(graph, links, queues, takes)
+    held_back = iter(links.embedding[links.ahead :])
+    rows: list[list[int]] = [[] for _ in range(devices)]
+    # Events so close together happen at once: sums of the same times in another order differ by less.
+    moment = 1e-9 * sum(takes[:passes]) / (devices * graph.units)
 
     def choose(device: int) -> list[int]:
         """Return the heap with the next pass of `device`; an empty one if it has to wait."""
@@ -261,8 +301,8 @@ def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequen
 
     now = 0.0
     for number in range(passes):
-        if needs[number] == 0:
-            needs[number] = 1
+        if links.needs[number] == 0:
+            links.needs[number] = 1
             met(number)
     while True:
         while asked:
@@ -275,7 +315,7 @@ def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequen
                     while heap and takes[heap[0]] <= 0:
                         number = heappop(heap)
                         start(device, number)
-                        complete(number)
+                        complete(number, now)
                         heap = choose(device)
                     choosing[device] = None
             for device in choosing:
@@ -294,7 +334,7 @@ def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequen
                 device = device_of[number]
                 free[device] = True
                 asked.append(device)
-                complete(number)
+                complete(number, now)
             else:
                 arrive(number)
     assert sum(map(len, rows)) == passes, "list scheduling has completed"

@@ -26,20 +26,18 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from itertools import accumulate, pairwise
-from math import inf
+from itertools import accumulate
 from operator import attrgetter
 
 from evenpipe.errors import InputError
 from evenpipe.schedule.check_limit import limits_per_device
 from evenpipe.schedule.costs import ASSUMED_COPY, EQUAL_COSTS, Costs
-from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, ROLE, VOCABULARY_KINDS, Kind, Pass, parts_of, unit_of
-from evenpipe.schedule.timing import Run, durations, run
+from evenpipe.schedule.passes import OFFLOAD_KINDS, ROLE, VOCABULARY_KINDS, Kind, Pass, parts_of, unit_of
 
 from .bytes_held import BytesHeld
 from .copy_lanes import BACK, OUT, Copy, Lanes, ends_of
+from .late_forwards import late_forwards
 
 Forward = tuple[int | None, int]
 """Stage and unit."""
@@ -156,7 +154,7 @@ class _Plan:
         self.deltas = deltas
         self.limited = limits is not None
         self.limits = (0.0,) * order.devices if limits is None else limits
-        self.starts, self.ends, self.eager_ends = _late_forwards(order, costs)
+        self.starts, self.ends, self.eager_ends = late_forwards(order, costs)
         self.tolerance = 1e-9 * max(end for ends in self.ends for end in ends)
         self.stays = [list(self._stays(device, only)) for device in range(order.devices)]
         self.longest = [max((stay.used - stay.made for stay in stays), default=0) for stays in self.stays]
@@ -418,61 +416,3 @@ ROUNDING = 1e-12
 """Rounding tolerance of sums of bytes."""
 
 _made = attrgetter("made")
-
-
-Times = list[list[float]]
-"""By device and position."""
-
-
-def _late_forwards(order: Order, costs: Costs) -> tuple[Times, Times, Times]:
-    """Return starts and ends of all passes in the event model, with the passes before the first backward of a device as
-    late as possible without delaying others; and the earliest ends."""
-    graph = Graph.of(order)
-    takes = durations(order, graph, costs)
-    times = run(order, graph, takes)
-    start, eager_end = list(times.start), times.end
-    passes = len(graph.items)
-    first_backward = [
-        next((n for n in range(*bounds) if _goes_back(graph.items[n])), bounds[1]) for bounds in pairwise(graph.first)
-    ]
-    joins = _joins(order, graph, times)
-    awaited_from = [inf] * (graph.size - passes)
-    """By transfer, the start of the first pass that waits for it."""
-    for number in reversed(times.happened):
-        if number >= passes:
-            continue
-        device, here, unit = graph.device_of[number], graph.site[number], graph.offset[number]
-        if number < first_backward[device] < graph.first[device + 1]:
-            latest = start[number + 1]
-            for transfer in graph.waits[graph.site[number + 1]]:
-                waited = transfer + graph.offset[number + 1]
-                if times.start[waited] >= eager_end[number]:  # it is issued in between
-                    latest = min(latest, start[number + 1] - takes[waited])
-            for transfer in graph.feeds[here]:
-                fed = transfer + unit
-                latest = min(latest, awaited_from[fed - passes] - takes[fed])
-            joined = bisect_left(joins[device], eager_end[number])
-            if joined < len(joins[device]):
-                latest = min(latest, joins[device][joined])
-            start[number] = max(start[number], latest - takes[number])
-        for transfer in graph.waits[here]:
-            waited = transfer + unit - passes
-            awaited_from[waited] = min(awaited_from[waited], start[number])
-    starts = [start[first:last] for first, last in pairwise(graph.first)]
-    ends = [[start[n] + takes[n] for n in range(first, last)] for first, last in pairwise(graph.first)]
-    return starts, ends, [eager_end[first:last] for first, last in pairwise(graph.first)]
-
-
-def _joins(order: Order, graph: Graph, times: Run) -> Times:
-    """Return, by device, when its collectives begin: they wait for every member, which issues them after its preceding
-    passes."""
-    joins: Times = [[] for _ in range(order.devices)]
-    for route, numbers in graph.by_route():
-        if route.kind not in HOP_KINDS:
-            for device in route.members:
-                joins[device] += [times.start[number] for number in numbers]
-    return [sorted(row) for row in joins]
-
-
-def _goes_back(item: Pass) -> bool:
-    return any(part.kind is Kind.R or ROLE[part.kind] is Kind.B for part in parts_of(item))

@@ -31,7 +31,7 @@ from evenpipe.schedule.costs import EQUAL_COSTS
 from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, Pass
-from evenpipe.schedule.timing import Run, durations, run
+from evenpipe.schedule.timing import EventTimes, durations, run
 
 from .vocabulary import interval_of
 
@@ -74,7 +74,7 @@ def _turned(k: int, slices: int) -> int:
     return k - k % slices + slices - 1 - k % slices
 
 
-def _delay(order: Order, graph: Graph, times: Run, slices: int) -> float:
+def _delay(order: Order, graph: Graph, times: EventTimes, slices: int) -> float:
     """Return by how much backwards move later: at least 0, in whole intervals."""
     here = graph.places[order.placement.last_device]
     last = order.placement.last_stage

@@ -42,7 +42,7 @@ from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS, Kind, Pass, parts_of
 from evenpipe.schedule.timeline import peak_activations
-from evenpipe.schedule.timing import Run, durations, run
+from evenpipe.schedule.timing import EventTimes, durations, run
 
 from .list_scheduling import Timed, list_schedule
 
@@ -262,7 +262,7 @@ def _companions(part: Pass, start: int, end: int, order: Order, barriers: int) -
         yield start + INTERVAL, Pass(Kind.G, None, *unit)
 
 
-def interval_of(order: Order, graph: Graph, times: Run) -> float:
+def interval_of(order: Order, graph: Graph, times: EventTimes) -> float:
     """Return the work of the busiest device per unit, without vocabulary passes."""
     work = [0.0] * order.devices
     for number, (device, item) in enumerate(zip(graph.device_of, graph.items, strict=True)):
