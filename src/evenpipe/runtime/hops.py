@@ -6,37 +6,34 @@ back       the gradient of that; with a router loss the gradient of its probabil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 
-from evenpipe.communication.communicators import Communicators
 from evenpipe.runtime.batch import Batch
 from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.row import Row
+from evenpipe.runtime.transport import Transport
 from evenpipe.runtime.values import Values
 from evenpipe.schedule import Transfer, TransferKind
 from evenpipe.schedule.placement import Edge
 
 
+class Part(NamedTuple):
+    """One tensor of what travels."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Hops:
     """Sends and receives for the walker. Arguments are those of `Walker`."""
 
-    def __init__(
-        self,
-        values: Values,
-        *,
-        communicators: Communicators | None,
-        ranks: Sequence[int],
-        hidden_dtype: torch.dtype,
-        torch_device: torch.device,
-        router_losses: RouterLosses | None,
-    ) -> None:
+    def __init__(self, values: Values, transport: Transport, router_losses: RouterLosses | None) -> None:
         self._values = values
-        self._communicators = communicators
-        self._ranks = ranks
-        self._hidden_dtype = hidden_dtype
-        self._torch_device = torch_device
+        self._transport = transport
         self._router_losses = router_losses
         self.transfers: Mapping[TransferKind, Callable[[Transfer], None]] = {
             TransferKind.SEND_F: lambda item: self._send(item, self._row.after[item.stage]),
@@ -45,30 +42,31 @@ class Hops:
             TransferKind.RECV_B: lambda item: self._receive(item, self._row.after[item.stage][::-1]),
         }
 
-    def begin(self, row: Row, batch: Batch, hidden_size: int) -> None:
+    def begin(self, row: Row, batch: Batch) -> None:
         """Start a step."""
         self._row = row
-        self._shapes = [(*microbatch.token_ids.shape, hidden_size) for microbatch in batch.microbatches]
+        size = self._transport.hidden_size
+        self._shapes = [(*microbatch.token_ids.shape, size) for microbatch in batch.microbatches]
 
-    def sends(self, edge: Edge, unit: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Return shape and dtype of each tensor that travels along an edge, or back, for one unit."""
-        hidden = (self._shapes[unit], self._hidden_dtype)
-        if self._router_losses is None:
-            return (hidden,)
-        return hidden, ((self._router_losses.size(forward=edge[0] < edge[1]),), torch.float32)
+    def sends(self, edge: Edge, unit: int) -> tuple[Part, ...]:
+        """Return what travels along an edge, or back, for one unit."""
+        back = edge[0] > edge[1]
+        parts = [Part("hidden gradient" if back else "hidden", self._shapes[unit], self._transport.hidden_dtype)]
+        if self._router_losses is not None:
+            size = (self._router_losses.size(forward=not back),)
+            parts.append(Part("router gradient" if back else "router totals", size, torch.float32))
+        return tuple(parts)
 
     def _send(self, item: Transfer, edge: Edge) -> None:
-        assert self._communicators is not None
-        communicator, peer = self._communicators[item.communicator], self._ranks[item.members[1]]
+        communicator, peer = self._transport.communicator(item), self._transport.ranks[item.members[1]]
         for tensor in self._values.give((edge, self._row.unit(item))):
             self._values.sent(item, communicator.send(tensor, peer, str(item)))
 
     def _receive(self, item: Transfer, edge: Edge) -> None:
-        assert self._communicators is not None
-        communicator, peer = self._communicators[item.communicator], self._ranks[item.members[0]]
-        unit = self._row.unit(item)
+        communicator, peer = self._transport.communicator(item), self._transport.ranks[item.members[0]]
+        unit, torch_device = self._row.unit(item), self._transport.torch_device
         buffers = tuple(
-            torch.empty(shape, dtype=dtype, device=self._torch_device) for shape, dtype in self.sends(edge, unit)
+            torch.empty(part.shape, dtype=part.dtype, device=torch_device) for part in self.sends(edge, unit)
         )
         handles = [communicator.receive(buffer, peer, str(item)) for buffer in buffers]
         self._values.arriving((edge, unit), buffers, *handles)

@@ -68,6 +68,7 @@ from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.row import refuse_unfit
 from evenpipe.runtime.trace import gather_trace
 from evenpipe.runtime.trained import Trained
+from evenpipe.runtime.transport import Transport
 from evenpipe.runtime.walker import Walker
 from evenpipe.schedule import Costs, Kind, Order, Program, Schedule, Timeline, parts_of, time_order, vocabulary_mode
 from evenpipe.schedule.trace import Trace
@@ -317,12 +318,14 @@ class Pipeline:
             self._held.stages,
             self._held.embedding,
             self._held.output,
-            communicators=groups.communicators,
-            ranks=self._grid.pipeline,
+            transport=Transport(
+                groups.communicators,
+                self._grid.pipeline,
+                self.description.hidden_size,
+                self._compute_dtype,
+                self.torch_device,
+            ),
             vocabulary_passes=self.layout.sharded,
-            hidden_size=self.description.hidden_size,
-            hidden_dtype=self._compute_dtype,
-            torch_device=self.torch_device,
             weight_gradients=self._held.weight_gradients,
             checkpointing=self._held.checkpointing,
             replicas=over_replicas,

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-import torch
-from torch import Tensor
-
-from evenpipe.communication.communicator import Communicator
-from evenpipe.communication.communicators import Communicators
 from evenpipe.runtime.batch import Batch, Microbatch
 from evenpipe.runtime.row import Row
+from evenpipe.runtime.transport import Transport
 from evenpipe.runtime.values import Values
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.schedule import Kind, Pass, Transfer, TransferKind
@@ -24,23 +20,15 @@ class VocabularyPasses:
         values: Values,
         embedding: EmbeddingShard | None,
         output: OutputShard | None,
+        transport: Transport,
         *,
         device: int,
-        communicators: Communicators | None,
-        ranks: Sequence[int],
-        hidden_size: int,
-        hidden_dtype: torch.dtype,
-        torch_device: torch.device,
     ) -> None:
         self._values = values
         self._embedding = embedding
         self._output = output
+        self._transport = transport
         self._device = device
-        self._communicators = communicators
-        self._ranks = ranks
-        self._hidden_size = hidden_size
-        self._hidden_dtype = hidden_dtype
-        self._torch_device = torch_device
         self.passes: Mapping[Kind, Callable[[Pass], None]] = {
             Kind.E: self._embed,
             Kind.G: self._embedding_gradient,
@@ -72,18 +60,6 @@ class VocabularyPasses:
         unit = self._row.unit(item)
         return unit, self._microbatches[unit]
 
-    def _communicator(self, item: Transfer) -> Communicator:
-        assert self._communicators is not None
-        return self._communicators[item.communicator]
-
-    def _root(self, item: Transfer) -> int:
-        """Return the global rank of a transfer's root."""
-        assert item.root is not None
-        return self._ranks[item.root]
-
-    def _buffer(self, rows: int) -> Tensor:
-        return torch.empty((rows, self._hidden_size), dtype=self._hidden_dtype, device=self._torch_device)
-
     # --- embedding -------------------------------------------------------------------------------------------
 
     def _embed(self, item: Pass) -> None:
@@ -98,15 +74,15 @@ class VocabularyPasses:
         unit = self._row.unit(item)
         key = (TransferKind.ROWS, unit)
         counts = self._embedding.counts(unit)
-        communicator = self._communicator(item)
+        communicator = self._transport.communicator(item)
         (rows,) = self._values.give(key)
         if self._device == item.root:
-            own, rows = rows, self._buffer(sum(counts))
+            own, rows = rows, self._transport.rows(sum(counts))
             rows[communicator.own_rows(counts)] = own
-            handle = communicator.gather_rows(rows, counts, self._root(item), str(item))
+            handle = communicator.gather_rows(rows, counts, self._transport.root(item), str(item))
             self._values.arriving(key, (rows,), handle)
         else:
-            self._values.sent(item, communicator.gather_rows(rows, counts, self._root(item), str(item)))
+            self._values.sent(item, communicator.gather_rows(rows, counts, self._transport.root(item), str(item)))
 
     def _exchange_row_gradients(self, item: Transfer) -> None:
         """The first stage's device sends each owner the gradients of its rows."""
@@ -114,14 +90,14 @@ class VocabularyPasses:
         unit = self._row.unit(item)
         key = (TransferKind.ROW_GRADIENTS, unit)
         counts = self._embedding.counts(unit)
-        communicator = self._communicator(item)
+        communicator = self._transport.communicator(item)
         if self._device == item.root:
             (rows,) = self._values.give(key)
             self._values.put(key, rows[communicator.own_rows(counts)])
-            self._values.sent(item, communicator.scatter_rows(rows, counts, self._root(item), str(item)))
+            self._values.sent(item, communicator.scatter_rows(rows, counts, self._transport.root(item), str(item)))
         else:
-            buffer = self._buffer(counts[self._device])
-            handle = communicator.scatter_rows(buffer, counts, self._root(item), str(item))
+            buffer = self._transport.rows(counts[self._device])
+            handle = communicator.scatter_rows(buffer, counts, self._transport.root(item), str(item))
             self._values.arriving(key, (buffer,), handle)
 
     def _embedding_gradient(self, item: Pass) -> None:
@@ -139,8 +115,9 @@ class VocabularyPasses:
         if self._device == item.root:
             (hidden,) = self._values.give(key)
         else:
-            hidden = self._buffer(self._microbatches[unit].tokens)
-        self._values.arriving(key, (hidden,), self._communicator(item).broadcast(hidden, self._root(item), str(item)))
+            hidden = self._transport.rows(self._microbatches[unit].tokens)
+        communicator, root = self._transport.communicator(item), self._transport.root(item)
+        self._values.arriving(key, (hidden,), communicator.broadcast(hidden, root, str(item)))
 
     def _output_forward(self, item: Pass) -> None:
         assert self._output is not None
@@ -154,7 +131,7 @@ class VocabularyPasses:
         key = (TransferKind.STATISTICS, self._row.unit(item))
         (own,) = self._values.give(key)
         table = own.new_empty((len(item.members), *own.shape))
-        self._values.arriving(key, (table,), self._communicator(item).all_gather(table, own, str(item)))
+        self._values.arriving(key, (table,), self._transport.communicator(item).all_gather(table, own, str(item)))
 
     def _open_barrier(self, unit: int, microbatch: Microbatch) -> None:
         """Wait for the statistics of all shards and finish the loss."""
@@ -187,7 +164,7 @@ class VocabularyPasses:
         """Add the parts of all shards on the last stage's device. The part is scratch: reduce may destroy it."""
         key = (TransferKind.DX, self._row.unit(item))
         (part,) = self._values.give(key)
-        handle = self._communicator(item).reduce(part, self._root(item), str(item))
+        handle = self._transport.communicator(item).reduce(part, self._transport.root(item), str(item))
         if self._device == item.root:
             self._values.arriving(key, (part,), handle)
         else:

@@ -9,7 +9,7 @@ arrived.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from evenpipe.communication.communicators import Communicators
 from evenpipe.host.offload import Activations, Entrance, Packed
 from evenpipe.layers.checkpointing import Switch
 from evenpipe.layers.random_state import RandomState
@@ -29,6 +28,7 @@ from evenpipe.runtime.hops import Hops
 from evenpipe.runtime.recording import Recording, StepRecord
 from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.row import Row
+from evenpipe.runtime.transport import Transport
 from evenpipe.runtime.values import Values
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.runtime.vocabulary_passes import VocabularyPasses
@@ -73,9 +73,6 @@ class Walker:
         output: its rows of the output layer; None if it has none.
         vocabulary_passes: True if the programs have E, G, S, T (and C) as separate passes; False if the first stage's F
             and B contain the embedding and the last stage's contain the output layer.
-        communicators: None for one device.
-        ranks: global rank of each device's process.
-        hidden_dtype: of the hidden states between stages.
         weight_gradients: the queue of the stages' layers, for split backwards.
         checkpointing: the switch of the stages' layers: microbatches with R keep all of the graph that R makes.
         replicas: work for other pipelines with the same parameters; None: there are none.
@@ -90,12 +87,8 @@ class Walker:
         embedding: EmbeddingShard | None,
         output: OutputShard | None,
         *,
-        communicators: Communicators | None,
-        ranks: Sequence[int],
+        transport: Transport,
         vocabulary_passes: bool,
-        hidden_size: int,
-        hidden_dtype: torch.dtype,
-        torch_device: torch.device,
         weight_gradients: WeightGradients | None = None,
         checkpointing: Switch | None = None,
         replicas: Replicas | None = None,
@@ -107,15 +100,15 @@ class Walker:
         self._embedding = embedding
         self._output = output
         self._vocabulary_passes = vocabulary_passes
-        self._hidden_size = hidden_size
-        self._hidden_dtype = hidden_dtype
-        self._torch_device = torch_device
+        self._hidden_size = transport.hidden_size
+        self._hidden_dtype = transport.hidden_dtype
+        self._torch_device = transport.torch_device
         self._weight_gradients = WeightGradients() if weight_gradients is None else weight_gradients
         self._checkpointing = Switch() if checkpointing is None else checkpointing
         self._replicas = replicas
         self._router_losses = router_losses
         self._activations = activations
-        self._anchor = torch.empty(0, dtype=hidden_dtype, device=torch_device, requires_grad=True)
+        self._anchor = torch.empty(0, dtype=self._hidden_dtype, device=self._torch_device, requires_grad=True)
         self.record_passes = False
         self.counter: ByteCounter | None = None
 
@@ -124,25 +117,8 @@ class Walker:
         self._shapes: list[tuple[int, int, int]] = []
         self._values = Values()
         self._forwarded: dict[StageUnit, _Forwarded] = {}
-        self._hops = Hops(
-            self._values,
-            communicators=communicators,
-            ranks=ranks,
-            hidden_dtype=hidden_dtype,
-            torch_device=torch_device,
-            router_losses=router_losses,
-        )
-        self._vocabulary = VocabularyPasses(
-            self._values,
-            embedding,
-            output,
-            device=device,
-            communicators=communicators,
-            ranks=ranks,
-            hidden_size=hidden_size,
-            hidden_dtype=hidden_dtype,
-            torch_device=torch_device,
-        )
+        self._hops = Hops(self._values, transport, router_losses)
+        self._vocabulary = VocabularyPasses(self._values, embedding, output, transport, device=device)
         self._pass_handlers: dict[Kind, Callable[[Pass], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -233,7 +209,7 @@ class Walker:
         self._checkpointing.off = False
         if self._activations is not None:
             self._activations.clear()
-        self._hops.begin(row, batch, self._hidden_size)
+        self._hops.begin(row, batch)
         self._vocabulary.begin(row, batch)
         if self._embedding is not None:
             self._embedding.begin(batch)
