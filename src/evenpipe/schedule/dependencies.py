@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
 from .flows import PER_PAIR, Flow, Site, flows
@@ -54,7 +53,7 @@ class Route:
         """Return the transfer of one unit as `device` issues it: SEND_F at one end of a hop is RECV_F at the
         other."""
         kind, stage, peer = self.end(device)
-        return Transfer(kind, stage, microbatch, slice_, self.members, self.root, self.communicator, peer=peer)
+        return Transfer(kind, stage, microbatch, slice_, self.members, self.root, self.communicator, peer)
 
     def end(self, device: int) -> End:
         """Return how `device` calls its transfers."""
@@ -182,12 +181,15 @@ class Dependencies:
         return tuple((site.device, site.at(transfer.microbatch, transfer.slice)) for site in sites)
 
 
-@lru_cache(maxsize=64)
 def dependencies_of(
     placement: Placement, barriers: int = 0, forward_only: bool = False, sharing: str = PER_PAIR
 ) -> Dependencies:
-    """Return dependencies, cached: they never change."""
-    return Dependencies(placement, barriers, forward_only, sharing)
+    """Return dependencies, which the placement keeps: they never change."""
+    key = Dependencies, barriers, forward_only, sharing
+    found: Dependencies | None = placement.derived.get(key)
+    if found is None:
+        found = placement.derived[key] = Dependencies(placement, barriers, forward_only, sharing)
+    return found
 
 
 def _routes(between_devices: list[Flow], sharing: str, placement: Placement) -> list[Route]:

@@ -13,7 +13,7 @@ strict: any other text is refused.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
 
@@ -144,8 +144,8 @@ class Transfer:
     A hop has a `stage` (the producing one at the sending end, the receiving one at the other end) and
     `members = (source, destination)`. A collective has no stage, and its `root` is the source of X and ROW_GRADIENTS,
     the destination of DX and ROWS, and None for STATISTICS. `communicator` names the group that carries it, in which
-    all members issue their transfers in one order. `bytes` is its size if known, and not part of its identity. `peer`
-    is the stage at the other end of a hop if `stage` has several there.
+    all members issue their transfers in one order. `peer` is the stage at the other end of a hop if `stage` has several
+    there.
     """
 
     kind: TransferKind
@@ -155,7 +155,6 @@ class Transfer:
     members: tuple[int, ...] = ()
     root: int | None = None
     communicator: str = ""
-    bytes: int = field(default=0, compare=False)
     peer: int | None = None
 
     def __hash__(self) -> int:

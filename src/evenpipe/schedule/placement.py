@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from evenpipe.errors import InputError
 
@@ -28,6 +29,8 @@ class Placement:
     _stages_of: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _before: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _after: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    derived: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """What others have made from this placement and want to find again, for as long as it lives."""
 
     def __post_init__(self) -> None:
         if self.devices < 1:

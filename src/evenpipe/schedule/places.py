@@ -104,10 +104,10 @@ def is_complete(numbers: Numbers | None) -> bool:
 def _put(numbers: Numbers, item: Item, slices: int, number: int) -> bool:
     """Enter `number` at the place of `item`; return False if it has none, or if another item is there."""
     unit = item.microbatch
-    if item.slice >= slices:
-        return False
     if slices > 1 and unit is not None:
-        unit = unit * slices + item.slice
+        unit = unit * slices + item.slice if item.slice < slices else None
+    elif item.slice:
+        return False
     if unit is None or not -1 < unit < len(numbers) or numbers[unit] != ABSENT:
         return False
     numbers[unit] = number

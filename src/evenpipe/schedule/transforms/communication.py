@@ -88,7 +88,7 @@ class Lowering:
             _, first, first_slice = self._graph.carried(numbers.start)
             slices = range(first_slice, first_slice + min(len(numbers), self._graph.slices))
             shared = [
-                Transfer(kind, stage, microbatch, slice_, members, root, communicator, 0, peer)
+                Transfer(kind, stage, microbatch, slice_, members, root, communicator, peer)
                 for microbatch in range(first, first + len(numbers) // len(slices))
                 for slice_ in slices
             ]
