@@ -8,23 +8,26 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-ALONE := $(patsubst %,tests/multiprocess/test_%.py,watch launch failures) tests/faults tests/gpu
+# Tests that say how long something takes run alone, after all others.
+TESTS := $(sort $(shell find tests -name 'test_*.py'))
+ALONE := $(filter tests/faults/% tests/gpu/%,$(TESTS))
 
-# For make fault-test and make fuzz; MINUTES=60 sets a duration.
+# Of make fault-test and make fuzz; MINUTES=60 sets a duration. SEED=123 repeats a random choice, of make test too.
 RUNS ?= 100
-SEED ?= 0
+SEED ?=
 MINUTES ?=
 
-# Of make families: an eighth of the configurations is PART=1/8; TYPES="llama gemma2" are those of two model types.
+# PART=1/4 is a quarter of make test-all or families; TYPES="llama gemma2" are the families of two model types.
 PART ?= 1/1
 TYPES ?=
+part = $(shell printf '%s\n' $(1) | awk -v part=$(PART) '{ split(part, of, "/") } (NR - of[1]) % of[2] == 0')
 
 .PHONY: help install train test test-all fault-test fuzz families gpu-test lint format bench docs clean
 
 help:
 	@echo "make train       train the quickstart model on 4 local processes and print text that it writes"
-	@echo "make test        run the tests, except the slow ones"
-	@echo "make test-all    run all tests"
+	@echo "make test        run the tests on a part of all combinations, another one every time; SEED=123 repeats one"
+	@echo "make test-all    run every test on every combination; PART=1/4 runs a quarter of the files"
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        build the documentation into site/, without a network"
 	@echo "make bench       compare the vocabulary modes with each other and with torch's own schedule"
@@ -45,18 +48,17 @@ install: $(STAMP)
 train: $(STAMP)
 	$(BIN)/evenpipe train examples/quickstart.toml
 
-# Tests of silent and dying processes run alone.
-test: SELECTED := -m "not slow"
+test: CHOICE := --quick $(if $(SEED),--seed $(SEED))
 test test-all: $(STAMP)
-	$(BIN)/python -m pytest $(SELECTED) -n 2 --dist loadfile $(ALONE:%=--ignore=%)
-	$(BIN)/python -m pytest $(SELECTED) $(ALONE)
+	$(BIN)/python -m pytest $(CHOICE) -n 2 --dist loadfile $(call part,$(filter-out $(ALONE),$(TESTS)))
+	$(if $(call part,$(ALONE)),$(BIN)/python -m pytest $(CHOICE) $(call part,$(ALONE)))
 
 fault-test: $(STAMP)
-	$(BIN)/python tests/faults/run_faults.py --runs $(RUNS) --seed $(SEED)
+	$(BIN)/python tests/faults/run_faults.py --runs $(RUNS) --seed $(or $(SEED),0)
 	$(BIN)/python tests/faults/run_network.py
 
 fuzz: $(STAMP)
-	$(BIN)/python tests/fuzz/run_fuzz.py --seed $(SEED) $(if $(MINUTES),--minutes $(MINUTES),--runs $(RUNS))
+	$(BIN)/python tests/fuzz/run_fuzz.py --seed $(or $(SEED),0) $(if $(MINUTES),--minutes $(MINUTES),--runs $(RUNS))
 
 families: $(STAMP)
 	$(BIN)/python tests/families/run_families.py $(TYPES) --part $(PART) --record

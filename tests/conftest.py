@@ -9,6 +9,8 @@ import os
 import torch
 from hypothesis import settings
 
+pytest_plugins = ["sampling"]
+
 settings.register_profile("evenpipe", deadline=None)
 settings.load_profile("evenpipe")
 

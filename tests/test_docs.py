@@ -17,21 +17,12 @@ sys.path.insert(0, str(ROOT / "tools"))
 from outputs import PAGES, render  # noqa: E402
 
 NAMES = [page.name for page in PAGES]
-SLOW = {
-    "index.md",
-    "long_runs.md",
-    "measurements.md",
-    "memory.md",
-    "offload.md",
-    "optimizers.md",
-    "own_data_and_model.md",
-}
-RUN = [pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name in SLOW)) for page in PAGES]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 OURS = "https://(?:github.com|raw.githubusercontent.com)/evenpipe/evenpipe/(?:blob/)?main/"
 
 
-@pytest.mark.parametrize("page", RUN)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_what_a_page_shows_is_what_its_commands_print(page: Path, tmp_path: Path) -> None:
     pytest.importorskip("ortools")
     text = page.read_text(encoding="utf-8")

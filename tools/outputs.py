@@ -54,7 +54,7 @@ def render(page: str, folder: Path) -> str:
         path = os.pathsep.join((str(ROOT / "src"), str(folder)))
         environment = os.environ | {"PYTHONPATH": path, "COLUMNS": "110", "NO_COLOR": "1"}
         done = subprocess.run(
-            arguments, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
+            arguments, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=1200
         )
         if done.returncode:
             raise RuntimeError(f"{' '.join(arguments)}\n{done.stdout}\n{done.stderr}")

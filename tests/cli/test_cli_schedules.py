@@ -201,6 +201,7 @@ SORTED = {
 
 
 @pytest.mark.parametrize("by", SORTED)
+@pytest.mark.sampled(2)
 def test_rows_are_sorted_the_best_first(by, capsys):
     arguments = ["simulate", "--compare", "1f1b,zbv,v-half", *TABLE, "--costs", str(COPIES), "--sort", by]
     assert [line.split()[0] for line in printed(capsys, *arguments).splitlines()[-3:]] == SORTED[by]

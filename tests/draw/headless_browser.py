@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 600.0
 
 
 def find_browser() -> str | None:

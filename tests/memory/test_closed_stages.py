@@ -19,6 +19,7 @@ CASES = [(torch.float32, 2, 12), (torch.bfloat16, 3, 7), (torch.bfloat16, 1, 12)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize(("first", "last"), [(0, 2), (2, 4)])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
+@pytest.mark.sampled(3)
 def test_stages_at_the_ends(family, first, last, checkpointing):
     """What comes before the layers and after them."""
     case = (torch.bfloat16, 2, 12)
@@ -28,6 +29,7 @@ def test_stages_at_the_ends(family, first, last, checkpointing):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "cohere2", "gemma2"])
+@pytest.mark.sampled(2)
 def test_kept_under_checkpointing(family):
     for checkpointing in ("full", "selective"):
         ours, traced = both(

@@ -216,6 +216,7 @@ def tracer(compute: torch.dtype) -> StageTracer:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.sampled(3)
 def test_every_item_of_a_real_step_holds_what_is_predicted(case: Case) -> None:
     """Within a few hundred bytes: scalars of the loss, and numbers per token that are gone before the next item."""
     compute = torch.bfloat16 if case.bf16 else torch.float32

@@ -77,6 +77,7 @@ def difference(one: StageBytes, other: StageBytes) -> dict[str, tuple[object, ob
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", NAMED)
+@pytest.mark.sampled(8)
 def test_every_family_allocates_what_is_traced(family: str, dtype: str) -> None:
     description = described(family)
     for first, last in ((0, 2), (2, 4)) if dtype == "fp32" else ((1, 3),):
@@ -86,6 +87,7 @@ def test_every_family_allocates_what_is_traced(family: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("choices", ["full", "selective", ("none", "full", "selective")])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.sampled(3)
 def test_checkpointed_layers_allocate_what_is_traced(family: str, choices) -> None:
     description = described(family)
     assert difference(traced(description, 1, 4, choices), counted(description, 1, 4, choices)) == {}
@@ -100,6 +102,7 @@ def test_R_allocates_what_is_traced(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "phi", "bloom", "olmo3", "nanochat", "modernbert-decoder"])
+@pytest.mark.sampled(2)
 def test_other_families(family: str) -> None:
     description = described(family)
     for first, last in ((0, 2), (2, 4)):
@@ -125,6 +128,7 @@ def test_plain_modules() -> None:
 @pytest.mark.parametrize(
     ("family", "dtype"), [*((name, "bf16") for name in EXPERTS), *((name, "fp32") for name in PROMISED_EXPERTS)]
 )
+@pytest.mark.sampled(4)
 def test_mixtures_of_experts(family: str, dtype: str) -> None:
     class_name, settings = EXPERTS[family]
     description = describe(getattr(transformers, class_name)(**settings))
@@ -136,6 +140,7 @@ def test_mixtures_of_experts(family: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("layers", "choices"), [(1, "none"), (3, "none"), (4, "full"), (6, "none")])
+@pytest.mark.sampled(2)
 def test_layers_that_are_alike_are_traced_once(layers: int, choices: str) -> None:
     """At most three run, for any number of layers."""
     description = describe(tiny_config("llama", num_hidden_layers=layers + 2))

@@ -46,6 +46,7 @@ WAYS += [(name, False) for name in EXPERTS] + [("mixtral", True)]
 
 
 @pytest.mark.parametrize(("name", "tied"), WAYS)
+@pytest.mark.sampled(16)
 def test_from_folder_to_stages_to_folder(name, tied, saved, tmp_path) -> None:
     model, given = saved(name, tied, max_shard_size="40KB")
     description = describe(given)

@@ -58,6 +58,7 @@ def assert_equal_to_whole(name: str, tied: bool, cuts, sequence: int = 12, **arg
 
 
 @pytest.mark.parametrize(("name", "tied", "cuts"), CUTS)
+@pytest.mark.sampled(16)
 def test_three_stages_equal_the_whole(name, tied, cuts) -> None:
     assert_equal_to_whole(name, tied, cuts)
 

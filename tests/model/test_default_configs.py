@@ -82,6 +82,7 @@ def check_default(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", QUICK)
+@pytest.mark.sampled(5)
 def test_some_defaults_pass_or_are_refused_with_the_reason(name) -> None:
     check_default(name)
 

@@ -43,6 +43,7 @@ def values_read(stage: Stage, hidden: Tensor, **arguments: Tensor) -> int:
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *EXPERTS, "llama4_text"])
+@pytest.mark.sampled(10)
 def test_no_value_is_read(name: str) -> None:
     """Run also on the device "meta", where every operation that reads a value fails."""
     description = describe(config_of(name))

@@ -41,6 +41,7 @@ FULL_SIZE = {
 
 
 @pytest.mark.parametrize("name", FULL_SIZE)
+@pytest.mark.sampled(5)
 def test_families_of_full_size_pass(name) -> None:
     config = transformers.AutoConfig.for_model(name, **FULL_SIZE[name])
     before = copy.deepcopy(config.to_dict())
@@ -88,6 +89,7 @@ def test_heads_that_do_not_fit_are_refused_as_transformers_would_in_the_first_st
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *(name for name in EXPERTS if name not in FULL_SIZE)])
+@pytest.mark.sampled(8)
 def test_tiny_configs_pass(name) -> None:
     self_check(describe(tiny_config(name, tied=True)))
 

@@ -5,7 +5,7 @@
 A fork server imports torch and transformers once per pytest run (preload.py); every call then forks new processes from
 it in about 0.05 s each: no state is shared between tests, and a killed process costs nothing. Inside, the default
 process group is ready (gloo, its store in the parent, every wait limited by `GROUP_TIMEOUT`), with one thread per
-process.
+process. Work may take as long as it takes on a busy machine; processes that do not work any more are killed.
 
 `function` is found by name in the child, so it stands at the top level of its test module; arguments, results and
 exceptions travel by pickle. What a process prints is kept in a file and shown when something fails.
@@ -23,17 +23,23 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-GROUP_TIMEOUT = datetime.timedelta(seconds=20)
+GROUP_TIMEOUT = datetime.timedelta(seconds=600)
 """Limit of every collective and message; tests that make groups of their own pass it on (groups do not inherit it)."""
 
+SILENCE_SECONDS = 60.0
+"""For so long none of the processes may do without a processor, or they are stuck."""
+
 LINGER_SECONDS = 3.0
-"""How long the other processes may go on once one has failed, so that their own words are collected too."""
+"""The same once one has failed: the others go on until their own words are collected too."""
+
+WORK_SHARE = 0.03
+"""Of that time: a process that only waits wakes up now and then, but takes less."""
 
 
 @dataclass(frozen=True)
@@ -49,30 +55,26 @@ class Outcome:
     printed: str
 
 
-def run_processes(
-    function: Callable[..., Any], processes: int, *arguments: Any, timeout_seconds: float = 60, group: bool = True
-) -> list[Any]:
+def run_processes(function: Callable[..., Any], processes: int, *arguments: Any, group: bool = True) -> list[Any]:
     """The values that `function(*arguments)` returned in each process, by rank.
 
     An exception of a process is raised again here, the earliest one, with the traceback of its process as a note. A
-    process that ends otherwise (killed, or exit code not 0), or that outlives `timeout_seconds`, is an AssertionError
-    with all that the processes printed, their Python stacks included.
+    process that ends otherwise (killed, or exit code not 0) is an AssertionError with all that the processes printed,
+    the Python stacks of those that were stuck included.
     """
-    outcomes = run_outcomes(function, processes, *arguments, timeout_seconds=timeout_seconds, group=group)
+    outcomes = run_outcomes(function, processes, *arguments, group=group)
     raised = [outcome for outcome in outcomes if outcome.exception is not None]
     if raised:
         raise min(raised, key=lambda outcome: outcome.seconds).exception
     if any(outcome.exit_code != 0 for outcome in outcomes):
-        raise AssertionError(describe(outcomes, timeout_seconds))
+        raise AssertionError(describe(outcomes))
     return [outcome.value for outcome in outcomes]
 
 
-def run_outcomes(
-    function: Callable[..., Any], processes: int, *arguments: Any, timeout_seconds: float = 60, group: bool = True
-) -> list[Outcome]:
+def run_outcomes(function: Callable[..., Any], processes: int, *arguments: Any, group: bool = True) -> list[Outcome]:
     """As run_processes, for tests in which processes fail: raises nothing, tells how each of them ended.
 
-    A process still there at `timeout_seconds`, or `LINGER_SECONDS` after another one failed, is killed (exit code -9).
+    Processes that are stuck are killed (exit code -9): `SILENCE_SECONDS`, or `LINGER_SECONDS` once one has failed.
     With `group=False` there is no process group yet, only the environment that torchrun would set (RANK, MASTER_PORT,
     ...).
     """
@@ -86,7 +88,7 @@ def run_outcomes(
             context.Process(
                 target=_child,
                 args=(rank, processes, store.port, Path(folder), function, arguments),
-                kwargs={"timeout_seconds": timeout_seconds, "group": group},
+                kwargs={"group": group},
                 daemon=True,
             )
             for rank in range(processes)
@@ -95,7 +97,7 @@ def run_outcomes(
         try:
             for child in children:
                 child.start()
-            ended = _wait_for(children, started + timeout_seconds)
+            ended = _wait_for(children)
         finally:
             for child in children:
                 if child.pid is not None and child.exitcode is None:
@@ -109,12 +111,22 @@ def run_outcomes(
         ]
 
 
-def describe(outcomes: list[Outcome], timeout_seconds: float | None = None) -> str:
+def until_they_wait(watch: Any, ranks: Iterable[int]) -> None:
+    """Returns once the beats of these processes say that they wait for a message, and that of this process, which
+    `watch` belongs to, that it does not wait."""
+
+    def awaits(rank: int) -> str:
+        beat = watch._peers.beat(rank)[1]
+        return "" if beat is None or beat.waiting is None else beat.waiting.what
+
+    while awaits(watch.rank) or not all("RECV" in awaits(rank) for rank in ranks):
+        time.sleep(0.02)
+
+
+def describe(outcomes: list[Outcome]) -> str:
     """All that is known of processes that ended badly, for the text of an assertion."""
-    limit = (
-        "" if timeout_seconds is None else f" (limit {timeout_seconds:g} s; -9 = killed, at the limit or by the test)"
-    )
-    lines = [f"processes ended with exit codes {[outcome.exit_code for outcome in outcomes]}{limit}"]
+    codes = [outcome.exit_code for outcome in outcomes]
+    lines = [f"processes ended with exit codes {codes} (-9 = killed, since they were stuck or by the test)"]
     for outcome in outcomes:
         lines.append(f"--- process {outcome.rank}: exit code {outcome.exit_code} after {outcome.seconds:.1f} s")
         lines.append(outcome.printed)
@@ -143,7 +155,7 @@ def _start_fork_server() -> None:
     _server_pid = server._forkserver_pid
     child = multiprocessing.get_context("forkserver").Process(target=_assert_preloaded)
     child.start()
-    child.join(120)
+    child.join()
     assert child.exitcode == 0, f"the fork server has not imported {here / 'preload.py'}; import it to see why"
 
 
@@ -151,18 +163,41 @@ def _assert_preloaded() -> None:
     sys.exit(0 if "preload" in sys.modules and "torch.distributed" in sys.modules else 1)
 
 
-def _wait_for(children: list[Any], deadline: float) -> dict[int, float]:
-    """Waits until all have ended, the deadline has passed, or one has failed and the others had time to say so."""
+def _wait_for(children: list[Any]) -> dict[int, float]:
+    """Waits until all have ended, or those that are left do not work any more: their stacks are printed unless one has
+    failed. Nothing is to be expected of those that a signal has stopped."""
     ended: dict[int, float] = {}
-    while len(ended) < len(children) and time.monotonic() < deadline:
-        waiting = [child.sentinel for rank, child in enumerate(children) if rank not in ended]
-        multiprocessing.connection.wait(waiting, deadline - time.monotonic())
-        for rank, child in enumerate(children):
-            if rank not in ended and child.exitcode is not None:
-                ended[rank] = time.monotonic()
-                if child.exitcode != 0:
-                    deadline = min(deadline, time.monotonic() + LINGER_SECONDS)
+    used: dict[int, float] = {}
+    limit, worked, since = SILENCE_SECONDS, 0.0, time.monotonic()
+    while len(ended) < len(children) and time.monotonic() < since + limit:
+        left = [rank for rank in range(len(children)) if rank not in ended]
+        multiprocessing.connection.wait([children[rank].sentinel for rank in left], 0.25)
+        stopped = []
+        for rank in left:
+            used[rank], is_stopped = _work_of(children[rank].pid, used.get(rank, 0.0))
+            stopped.append(is_stopped)
+            if children[rank].exitcode is not None:
+                ended[rank] = since = time.monotonic()
+                limit = LINGER_SECONDS if children[rank].exitcode else limit
+        if limit == LINGER_SECONDS and all(stopped):
+            break
+        if sum(used.values()) > worked + WORK_SHARE * limit:
+            worked, since = sum(used.values()), time.monotonic()
+    if limit == SILENCE_SECONDS and len(ended) < len(children):
+        for child in children:
+            if child.exitcode is None:
+                os.kill(child.pid, signal.SIGUSR2)
+        time.sleep(1.0)
     return ended
+
+
+def _work_of(pid: int, before: float) -> tuple[float, bool]:
+    """Seconds of a processor that it and what it waited for have used, and whether it has been stopped."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has just ended
+        return before, False
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK"), fields[0] == "T"
 
 
 def _outcome(rank: int, child: Any, folder: Path, seconds: float) -> Outcome:
@@ -177,7 +212,7 @@ def _outcome(rank: int, child: Any, folder: Path, seconds: float) -> Outcome:
     return Outcome(rank, child.pid, child.exitcode, value, exception, seconds, text)
 
 
-def _child(rank, processes, port, folder, function, arguments, *, timeout_seconds, group) -> None:  # noqa: PLR0917
+def _child(rank, processes, port, folder, function, arguments, *, group) -> None:  # noqa: PLR0917
     """The whole life of one process."""
     printed = os.open(folder / f"printed-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(printed, 1)
@@ -185,7 +220,7 @@ def _child(rank, processes, port, folder, function, arguments, *, timeout_second
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(file=2)
-    faulthandler.dump_traceback_later(max(timeout_seconds - 2, timeout_seconds / 2), file=2)
+    faulthandler.register(signal.SIGUSR2, file=2)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.update(
         {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from harness import until_they_wait
 
 from evenpipe.communication.communicators import Communicators
 from evenpipe.errors import InputError, RunError
@@ -37,7 +38,7 @@ def fail(folder: str, how: str) -> None:
     worker = initialise_worker()
     rank = worker.rank
     (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
-    communicators = Communicators([("B:1>0", (0, 1)), ("F:1>2", (1, 2))], timeout_seconds=60, watch=worker.watch)
+    communicators = Communicators([("B:1>0", (0, 1)), ("F:1>2", (1, 2))], timeout_seconds=600, watch=worker.watch)
     communicators.warm_up()
     if rank == 0:
         communicators["B:1>0"].receive(torch.zeros(1), 1, "0RECV_B2").wait("0B2")
@@ -52,7 +53,7 @@ def fail(folder: str, how: str) -> None:
     elif how == "exit":
         sys.exit(5)
     else:
-        time.sleep(0.3)  # the others are in their waits
+        until_they_wait(worker.watch, (0, 2))
         os.kill(os.getpid(), getattr(signal, how))
 
 

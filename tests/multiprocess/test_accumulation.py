@@ -68,6 +68,7 @@ def gradients(case: Case, experts: bool) -> tuple[list[float], dict[str, torch.T
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.sampled(2)
 def test_gradients_are_those_of_one_step_on_all_the_data(case: Case) -> None:
     model = copy.deepcopy(llama(VOCABULARY, case.tied, torch.float64))
     ids, labels = (torch.cat(parts) for parts in zip(*data(), strict=True))
@@ -116,6 +117,7 @@ def step_with(accumulate: object, replicas: int) -> str:
 
 
 @pytest.mark.parametrize("accumulate", [0, -1, 1.5, True, "2"])
+@pytest.mark.sampled(2)
 def test_what_is_not_a_number_of_steps_is_refused(accumulate: object) -> None:
     texts = run_processes(step_with, 2, accumulate, 1)
     assert texts[0] == f"accumulate: {accumulate!r}, expected a whole number of steps, 1 or more"

@@ -174,7 +174,7 @@ def test_the_command_finds_them_and_a_failing_one_is_named_once(tmp_path: Path) 
     """With a tracker of the first process; the checkpoint before is whole, and without the callback the run goes on."""
     path = write_run(tmp_path, "Fails", output='trackers = "trackio"\nexport = false\n')
     process = evenpipe("train", path, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    output, _ = process.communicate(timeout=180)
+    output, _ = process.communicate(timeout=1200)
     assert process.returncode == 3, output
     sentence = "evenpipe: callback mine:Fails failed in on_save at step 4: LookupError: nothing in step-00000004"
     assert output.count("LookupError: nothing in step-00000004") == 2  # the sentence, and the end of the traceback
@@ -224,7 +224,7 @@ def test_a_program_trains_with_callbacks_of_its_own(tmp_path: Path, guard: str) 
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=1200,
         check=False,
     )
     if guard == "True":

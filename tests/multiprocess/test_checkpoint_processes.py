@@ -145,6 +145,7 @@ def go_through_layouts(folder: Path, vocabulary: int, tied: bool, dtype: torch.d
         (2, True, torch.float32),  # two empty shards
     ],
 )
+@pytest.mark.sampled(2)
 def test_every_layout_loads_into_every_other(tmp_path: Path, vocabulary: int, tied: bool, dtype: torch.dtype) -> None:
     run_processes(go_through_layouts, 4, tmp_path, vocabulary, tied, dtype)
 
@@ -405,6 +406,7 @@ def in_a_child(work: Callable) -> int:
 
 
 @pytest.mark.parametrize(("step", "keep"), [(4, 2), (3, 3)], ids=["a new step", "the same step again"])
+@pytest.mark.sampled(1)
 def test_killed_at_any_point_a_whole_checkpoint_is_there(tmp_path: Path, step: int, keep: int) -> None:
     points = run_processes(survive_being_killed, 1, tmp_path, step, keep, group=False)[0]
     assert points > 15, f"only {points} points: the calls that this test listens to are no longer used"

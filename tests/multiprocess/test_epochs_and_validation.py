@@ -71,6 +71,7 @@ def test_epochs_are_so_many_steps_and_resume_to_the_last_bit(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("microbatches", ["microbatches = 4\n", "replicas = 2\nmicrobatches = 2\n"])
+@pytest.mark.sampled(1)
 def test_all_validation_data_counts_and_its_loss_is_that_of_transformers(tmp_path: Path, microbatches: str) -> None:
     """Its last batch is smaller than the number of microbatches; one of the replicas then has no row. With replicas
     each is of one device, which holds the whole vocabulary; the first one saves it."""

@@ -114,7 +114,7 @@ def count_one(case: Case) -> tuple[int, Order, int]:
 
 @pytest.fixture(scope="module")
 def counted() -> dict[Case, list[tuple[int, Order, int]]]:
-    by_process = run_processes(count, DEVICES, CASES, timeout_seconds=240)
+    by_process = run_processes(count, DEVICES, CASES)
     return {case: [found[number] for found in by_process] for number, case in enumerate(CASES)}
 
 

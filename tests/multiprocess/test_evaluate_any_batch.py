@@ -65,12 +65,13 @@ def any_size(schedule: str, modes: tuple[str, ...]) -> None:
 
 
 def test_a_batch_of_any_size_is_evaluated_in_every_mode() -> None:
-    run_processes(any_size, 2, "1f1b", MODES, timeout_seconds=120)
+    run_processes(any_size, 2, "1f1b", MODES)
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "interleaved"])
+@pytest.mark.sampled(1)
 def test_a_batch_of_any_size_is_evaluated_by_other_schedules(schedule: str) -> None:
-    run_processes(any_size, 2, schedule, ("first-last", "vocab-2"), timeout_seconds=120)
+    run_processes(any_size, 2, schedule, ("first-last", "vocab-2"))
 
 
 def replicas_of_any_size(kind: str) -> None:
@@ -99,8 +100,9 @@ def replicas_of_any_size(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["replicate", "shard"])
+@pytest.mark.sampled(1)
 def test_replicas_evaluate_batches_of_any_size(kind: str) -> None:
-    run_processes(replicas_of_any_size, 4, kind, timeout_seconds=120)
+    run_processes(replicas_of_any_size, 4, kind)
 
 
 def routers() -> None:

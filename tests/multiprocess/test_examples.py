@@ -33,7 +33,7 @@ def run(*arguments: object, folder: Path) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, f"{arguments}\n{done.stdout}\n{done.stderr}"

@@ -68,6 +68,7 @@ def save_as_a_pipeline(folder: Path, tied: bool, spread: bool) -> None:
 
 @pytest.mark.parametrize("spread", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.sampled(2)
 def test_a_sharded_checkpoint_becomes_one_model(tmp_path: Path, tied: bool, spread: bool) -> None:
     run_processes(save_as_a_pipeline, 4, tmp_path, tied, spread)
     loaded = AutoModelForCausalLM.from_pretrained(export_checkpoint(tmp_path, tmp_path / "model")).eval()

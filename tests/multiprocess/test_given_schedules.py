@@ -90,15 +90,16 @@ def trained(schedule: Any, mode: str, microbatches: int | None = None, **options
 
 
 def check(case: Callable[..., None], processes: int, *arguments: Any) -> None:
-    run_processes(case, processes, *arguments, timeout_seconds=300)
+    run_processes(case, processes, *arguments)
 
 
 # --- torch's schedules ------------------------------------------------------------------------------------------------
 
 
-def run_torch_classes(microbatches: int) -> None:
+def run_torch_classes(microbatches: int, names: list[str]) -> None:
     devices = dist.get_world_size()
-    for name, stages_per_device in CLASSES.items():
+    for name in names:
+        stages_per_device = CLASSES[name]
         schedule = torch_schedules.get_schedule_class(name)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -114,15 +115,16 @@ def run_torch_classes(microbatches: int) -> None:
             assert trained(instance, "vocab-2").program == pipeline.program  # its size is known
 
 
-@pytest.mark.parametrize(("processes", "microbatches"), [(2, 4), pytest.param(3, 6, marks=pytest.mark.slow)])
-def test_schedules_of_torch_as_classes_and_as_instances(processes: int, microbatches: int) -> None:
-    check(run_torch_classes, processes, microbatches)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("processes", "microbatches"), [(2, 4), (3, 6)])
+def test_schedules_of_torch_as_classes_and_as_instances(processes: int, microbatches: int, sample) -> None:
+    check(run_torch_classes, processes, microbatches, sample(CLASSES, 3))
 
 
-def run_torch_files(folder: Path) -> None:
+def run_torch_files(folder: Path, names: list[str]) -> None:
     devices, own = dist.get_world_size(), folder / str(dist.get_rank())
     own.mkdir()
-    for name in LOWERED:
+    for name in names:
         size = Size(devices, CLASSES[name], 4)
         for file_format in ("compute_only", "compute_comms"):
             text = file_of_torch(name, size, own, file_format)
@@ -143,8 +145,8 @@ def _without_idle(order: Order) -> dict[str, Any]:
     return {"placement": order.placement, "microbatches": order.microbatches, "rows": rows}
 
 
-def test_files_of_torch_run_lowered_and_not(tmp_path: Path) -> None:
-    check(run_torch_files, 2, tmp_path)
+def test_files_of_torch_run_lowered_and_not(tmp_path: Path, sample) -> None:
+    check(run_torch_files, 2, tmp_path, sample(LOWERED, 1))
 
 
 # --- ours -------------------------------------------------------------------------------------------------------------

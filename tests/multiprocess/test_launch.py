@@ -36,21 +36,25 @@ def alive(pid: int) -> bool:
         return False
 
 
-def pids_in(folder: Path, processes: int = 3, limit_seconds: float = 60.0) -> list[int]:
+HANGS_SECONDS = 600.0
+"""What takes so long hangs, on any machine."""
+
+
+def pids_in(folder: Path, processes: int = 3) -> list[int]:
     """The pids that the processes wrote down, once all have."""
-    deadline = time.monotonic() + limit_seconds
+    deadline = time.monotonic() + HANGS_SECONDS
     files = [folder / f"pid-{rank}" for rank in range(processes)]
     while not all(file.exists() and file.read_text() for file in files):
-        assert time.monotonic() < deadline, f"processes did not start within {limit_seconds} s"
+        assert time.monotonic() < deadline, "processes did not start"
         time.sleep(0.02)
     return [int(file.read_text()) for file in files]
 
 
-def gone_within(pids: list[int], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + HANGS_SECONDS
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "processes go on"
         time.sleep(0.02)
-    return not any(alive(pid) for pid in pids)
 
 
 def test_results_come_back_in_rank_order_and_nothing_is_left_behind(monkeypatch, tmp_path):
@@ -103,8 +107,8 @@ AWAITING = r"; process (0 was awaiting 0RECV_B2 for 0B2|2 was awaiting 2RECV_F3 
         ),
     ],
 )
+@pytest.mark.sampled(3)
 def test_the_first_cause_comes_back_and_no_process_is_left(tmp_path, capfd, how, kind, message):
-    started = time.monotonic()
     with pytest.raises(kind) as caught:
         launch(launched.fail, str(tmp_path), how, processes=3, silence_seconds=2, torch_device="cpu")
     assert type(caught.value) is kind
@@ -114,7 +118,6 @@ def test_the_first_cause_comes_back_and_no_process_is_left(tmp_path, capfd, how,
     notes = getattr(caught.value, "__notes__", [])
     assert any("KeyError: 'boo'" in note and "launched.py" in note for note in notes) == (how == "other")
     assert not any(alive(pid) for pid in pids_in(tmp_path))
-    assert time.monotonic() - started < 25
     assert "torch/distributed/elastic" not in capfd.readouterr().err  # the agent's own 40 lines
 
 
@@ -142,10 +145,10 @@ def test_processes_do_their_work_while_their_launcher_is_stopped(tmp_path):
         time.sleep(2.0)  # longer than a silence
         assert all(alive(pid) for pid in pids)
         (tmp_path / "go").touch()
-        assert gone_within(pids, 20.0)
+        wait_until_gone(pids)
         assert all((tmp_path / f"done-{rank}").exists() for rank in range(2))
         program.send_signal(signal.SIGCONT)
-        assert program.communicate(timeout=30) == ("", "")
+        assert program.communicate(timeout=HANGS_SECONDS) == ("", "")
         assert program.returncode == 0
     finally:
         program.kill()
@@ -162,11 +165,11 @@ def test_signals_to_the_program_end_all_processes(tmp_path):
         for name, number in (("first", signal.SIGINT), ("second", signal.SIGTERM)):
             pids = pids_in(tmp_path / name)
             program.send_signal(number)
-            assert gone_within(pids, 4.0)
+            wait_until_gone(pids)
         pids = pids_in(tmp_path / "third")
         program.kill()
-        assert gone_within(pids, 4.0)
-        output, errors = program.communicate(timeout=20)
+        wait_until_gone(pids)
+        output, errors = program.communicate(timeout=HANGS_SECONDS)
     finally:
         program.kill()
     lines = ["early KeyboardInterrupt()", "first KeyboardInterrupt()", "second SystemExit(143)"]
@@ -215,7 +218,7 @@ print([(type(pair) is Pair, pair.left, pair.right) for pair in pairs])
 
 def run_program(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments], input=text, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *arguments], input=text, capture_output=True, text=True, timeout=HANGS_SECONDS, check=False
     )
 
 
@@ -224,6 +227,7 @@ def run_program(*arguments: str, text: str | None = None) -> subprocess.Complete
     [(("-c", PROGRAM), None), (("-",), PROGRAM), ((), PROGRAM)],
     ids=["-c", "-", "standard input"],
 )
+@pytest.mark.sampled(1)
 def test_what_a_program_without_a_file_defines_travels_whole(arguments, text):
     done = run_program(*arguments, text=text)
     assert (done.returncode, done.stderr) == (0, "")

@@ -56,6 +56,7 @@ def gradients_of_one_process(make, folder) -> None:
 
 
 @pytest.mark.parametrize(("make", "tied"), [(tied_by_hand, True), (untied_by_hand, False)])
+@pytest.mark.sampled(1)
 def test_a_model_trains_and_is_saved_as_it_is(make, tied, tmp_path) -> None:
     run_processes(gradients_of_one_process, 2, make, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is tied

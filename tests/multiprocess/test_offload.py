@@ -151,12 +151,12 @@ def faults_of_all(cases: list[Case], poisoned: bool) -> tuple[list[str], int, in
 
 
 def check(processes: int, cases: list[Case], *, poisoned: bool = False) -> tuple[int, int]:
-    results = run_processes(faults_of_all, processes, cases, poisoned, timeout_seconds=280)
+    results = run_processes(faults_of_all, processes, cases, poisoned)
     assert not any(faults for faults, _, _ in results), "\n".join(fault for faults, _, _ in results for fault in faults)
     return sum(moved for _, moved, _ in results), sum(copies for _, _, copies in results)
 
 
-def cases(processes: int, turns: int = 1) -> list[Case]:
+def every_schedule(processes: int, turns: int = 1) -> list[Case]:
     return [
         Case(
             name,
@@ -169,19 +169,24 @@ def cases(processes: int, turns: int = 1) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow), 4])
-def test_every_schedule_gives_the_same_bits_with_everything_on_the_host(processes: int) -> None:
-    moved, _ = check(processes, cases(processes))
-    assert moved > 20 * processes
+MATRIX = [(processes, case) for processes in (1, 2, 4) for case in every_schedule(processes)]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_every_schedule_gives_the_same_bits_with_everything_on_the_host(processes: int, sample) -> None:
+    cases = [case for several, case in sample(MATRIX, 8) if several == processes]
+    moved, _ = check(processes, cases)
+    assert moved >= len(cases)
 
 
 @pytest.mark.slow
 def test_poisoned_memory_and_late_copies_change_nothing_but_time() -> None:
-    _, copies = check(2, cases(2, turns=2), poisoned=True)
+    _, copies = check(2, every_schedule(2, turns=2), poisoned=True)
     assert copies >= 1000
 
 
 @pytest.mark.parametrize("schedule", ["po-h", "po-f"])
+@pytest.mark.sampled(1)
 def test_schedules_with_copies_of_their_own(schedule: str) -> None:
     check(2, [Case(schedule, mode, 6, seed, "scheduled") for seed, mode in enumerate(MODES)])
 

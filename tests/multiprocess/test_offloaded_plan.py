@@ -77,7 +77,7 @@ def step(order: Order, layers_per_stage: tuple[int, ...]) -> tuple[float, dict[s
 @pytest.mark.slow
 def test_a_shrunken_copy_of_a_plan_gives_the_gradients_of_one_process() -> None:
     order, layers_per_stage = planned()
-    results = run_processes(step, DEVICES, order, layers_per_stage, timeout_seconds=240)
+    results = run_processes(step, DEVICES, order, layers_per_stage)
     moved = [(number, host) for _, _, number, host in results]
     assert all(number > MICROBATCHES / 2 and host > 0 for number, host in moved), moved
     wanted = reference.train(copy.deepcopy(described().model), reference.batches(VOCABULARY, MICROBATCHES, TOKENS, 1))

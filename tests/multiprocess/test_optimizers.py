@@ -10,6 +10,7 @@ shard that is orthogonalised alone, or a rate for the shape of a shard, is off b
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -56,23 +57,21 @@ class Layout:
     vocabulary: int = VOCABULARY
 
 
-LAYOUTS = {
-    1: [Layout(1), Layout(1, "first-last", tied=True)],
-    2: [
-        Layout(2),
-        Layout(2, "first-last", tied=True),
-        Layout(2, tied=True, schedule="zbv"),
-        Layout(2, replicas=2),
-        Layout(2, replicas=2, data_parallel="shard", tied=True),
-    ],
-    3: [Layout(3, replicas=3, data_parallel="shard"), Layout(3, tied=True)],
-    4: [
-        Layout(4, replicas=2, data_parallel="shard"),
-        Layout(4, "first-last", replicas=2, data_parallel="shard", tied=True, schedule="zbv"),
-        Layout(4, vocabulary=5),
-    ],
-}
-"""By the number of processes. Three replicas have rows of unequal number, of the key matrix 3, 3 and 2; of five rows of
+LAYOUTS = [
+    Layout(1),
+    Layout(1, "first-last", tied=True),
+    Layout(2),
+    Layout(2, "first-last", tied=True),
+    Layout(2, tied=True, schedule="zbv"),
+    Layout(2, replicas=2),
+    Layout(2, replicas=2, data_parallel="shard", tied=True),
+    Layout(3, replicas=3, data_parallel="shard"),
+    Layout(3, tied=True),
+    Layout(4, replicas=2, data_parallel="shard"),
+    Layout(4, "first-last", replicas=2, data_parallel="shard", tied=True, schedule="zbv"),
+    Layout(4, vocabulary=5),
+]
+"""Three replicas have rows of unequal number, of the key matrix 3, 3 and 2; of five rows of
 the vocabulary the last of four devices has none."""
 
 
@@ -207,13 +206,14 @@ def assert_copies_agree(pipeline: Pipeline) -> None:
             assert own[name].shape != other[name].shape or torch.equal(own[name], other[name]), name
 
 
-def weights_in_all(layouts: list[Layout], names: list[str]) -> list[str]:
-    return [fault for layout in layouts for name in names for fault in weights_in(layout, name)]
+def weights_in_all(cases: list[tuple[Layout, str]]) -> list[str]:
+    return [fault for layout, name in cases for fault in weights_in(layout, name)]
 
 
-@pytest.mark.parametrize("processes", LAYOUTS)
-def test_every_optimizer_steps_as_torchs_own_in_one_process(processes: int) -> None:
-    faults = run_processes(weights_in_all, processes, LAYOUTS[processes], list(OPTIONS), timeout_seconds=200)
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+def test_every_optimizer_steps_as_torchs_own_in_one_process(processes: int, sample) -> None:
+    cases = [case for case in sample(itertools.product(LAYOUTS, OPTIONS), 14) if case[0].processes == processes]
+    faults = run_processes(weights_in_all, processes, cases)
     assert not faults[0], "\n".join(faults[0])
 
 
@@ -255,8 +255,9 @@ def experts_in(layout: Layout) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", [Layout(2), Layout(2, replicas=2, data_parallel="shard")], ids=["pipeline", "shard"])
+@pytest.mark.sampled(1)
 def test_each_expert_has_a_matrix_of_its_own(layout: Layout) -> None:
-    faults = run_processes(experts_in, layout.processes, layout, timeout_seconds=120)
+    faults = run_processes(experts_in, layout.processes, layout)
     assert not faults[0], "\n".join(faults[0])
 
 
@@ -303,10 +304,10 @@ def test_parameters_of_all_kinds_are_stepped() -> None:
 # --- checkpoints -----------------------------------------------------------------------------------------
 
 
-def resumed(layout: Layout, folder: Path) -> None:
+def resumed(layout: Layout, names: list[str], folder: Path) -> None:
     """Two steps, saved and taken up by a new pipeline, and two more: the bits of four steps."""
     data = reference.batches(VOCABULARY, SEQUENCES, TOKENS, 4)
-    for name in OPTIONS:
+    for name in names:
         ends = []
         for stops in ((4,), (2, 4)):
             done = 0
@@ -327,8 +328,9 @@ def resumed(layout: Layout, folder: Path) -> None:
             assert torch.equal(parameter, ends[-1][one]), f"{name}: {one}"
 
 
-def test_an_optimizer_is_resumed_to_the_last_bit(tmp_path: Path) -> None:
-    run_processes(resumed, 4, Layout(4, replicas=2, data_parallel="shard", schedule="zbv"), tmp_path)
+def test_an_optimizer_is_resumed_to_the_last_bit(tmp_path: Path, sample) -> None:
+    layout = Layout(4, replicas=2, data_parallel="shard", schedule="zbv")
+    run_processes(resumed, 4, layout, sample(OPTIONS, 2), tmp_path)
 
 
 CHANGES = [
@@ -358,8 +360,9 @@ def through_layouts_with(names: list[str], folder: Path) -> list[str]:
     return faults
 
 
-def test_an_optimizer_goes_on_in_other_layouts(tmp_path: Path) -> None:
-    faults = run_processes(through_layouts_with, 4, ["muon", "adafactor", "sgd"], tmp_path, timeout_seconds=120)
+def test_an_optimizer_goes_on_in_other_layouts(tmp_path: Path, sample) -> None:
+    names = sample(["muon", "adafactor", "sgd"], 1)
+    faults = run_processes(through_layouts_with, 4, names, tmp_path)
     assert not faults[0], "\n".join(faults[0])
 
 
@@ -383,6 +386,7 @@ def own_loop(folder: Path, kind: str, mode: str, until: int) -> list[tuple[float
 
 
 @pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
+@pytest.mark.sampled(1)
 def test_a_loop_of_ones_own_has_them_with_schedulers_of_torch(tmp_path: Path, kind: str) -> None:
     whole = run_processes(own_loop, 1, tmp_path / "whole", kind, "vocab-2", 4)[0]
     rows = run_processes(own_loop, 3, tmp_path / "parts", kind, "vocab-2", 2)[0]

@@ -53,9 +53,11 @@ def two_groups(pipeline: evenpipe.Pipeline) -> list[dict[str, object]]:
     ]
 
 
-def run(folder: Path, mode: str, scheduler_name: str, until: int) -> list[tuple[float, list[float], float]]:
+def run(
+    folder: Path, mode: str, scheduler_name: str, until: int, tied: bool = False
+) -> list[tuple[float, list[float], float]]:
     """Goes on from the newest checkpoint to a step, and saves; loss, learning rates and weight decay of its steps."""
-    pipeline = evenpipe.Pipeline(model(), vocabulary=mode, microbatches=2, self_check=False)
+    pipeline = evenpipe.Pipeline(model(tie_word_embeddings=tied), vocabulary=mode, microbatches=2, self_check=False)
     optimizer = torch.optim.AdamW(two_groups(pipeline), lr=RATE)
     scheduler = SCHEDULERS[scheduler_name](optimizer)
     step, rows = 0, []
@@ -80,20 +82,30 @@ def run(folder: Path, mode: str, scheduler_name: str, until: int) -> list[tuple[
     return rows
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("mode", ["first-last", "vocab-2"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_stopped_and_started_again_it_is_the_same_run_bit_for_bit(tmp_path: Path, scheduler: str) -> None:
-    whole = run_processes(run, 2, tmp_path / "whole", "vocab-2", scheduler, STEPS)
-    first = run_processes(run, 2, tmp_path / "parts", "vocab-2", scheduler, 3)
-    second = run_processes(run, 2, tmp_path / "parts", "vocab-2", scheduler, STEPS)
+def test_stopped_and_started_again_it_is_the_same_run_bit_for_bit(
+    tmp_path: Path, scheduler: str, mode: str, tied: bool
+) -> None:
+    whole = run_processes(run, 2, tmp_path / "whole", mode, scheduler, STEPS, tied)
+    first = run_processes(run, 2, tmp_path / "parts", mode, scheduler, 3, tied)
+    second = run_processes(run, 2, tmp_path / "parts", mode, scheduler, STEPS, tied)
     assert [before + after for before, after in zip(first, second, strict=True)] == whole
     assert len({tuple(used) for _, used, _ in whole[0]}) > 2, "a schedule that does nothing tests nothing"
 
 
-def test_it_goes_on_with_other_processes_and_modes(tmp_path: Path) -> None:
-    whole = run_processes(run, 1, tmp_path / "whole", "vocab-2", "LambdaLR", 4)[0]
+LAYOUTS = [(4, "vocab-2"), (2, "first-last"), (3, "vocab-1"), (1, "vocab-2"), (2, "interlaced")]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_goes_on_with_other_processes_and_modes(tmp_path: Path, tied: bool) -> None:
+    whole = run_processes(run, 1, tmp_path / "whole", "vocab-2", "LambdaLR", len(LAYOUTS), tied)[0]
     rows = []
-    for until, (processes, mode) in enumerate([(3, "vocab-2"), (2, "first-last"), (1, "vocab-2"), (2, "vocab-1")]):
-        rows += run_processes(run, processes, tmp_path / "parts", mode, "LambdaLR", until + 1)[-1]
+    for until, (processes, mode) in enumerate(LAYOUTS, start=1):
+        rows += run_processes(run, processes, tmp_path / "parts", mode, "LambdaLR", until, tied)[-1]
     assert [row[1:] for row in rows] == [row[1:] for row in whole]
     assert [row[0] for row in rows] == pytest.approx([row[0] for row in whole], rel=1e-6)
 
@@ -207,6 +219,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.sampled(2)
 def test_what_does_not_fit_is_refused(saved: Path, what: str) -> None:
     with pytest.raises(InputError, match=REFUSED[what]):
         run_processes(loads, 2, saved, what)
@@ -239,6 +252,7 @@ def saves(folder: Path, what: str) -> None:
         ),
     ],
 )
+@pytest.mark.sampled(2)
 def test_what_cannot_be_saved_is_refused(tmp_path: Path, what: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         run_processes(saves, 2, tmp_path, what)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import reference
@@ -54,22 +55,16 @@ def assert_same_gradients(pipeline: Pipeline, model, tolerance: float = 1e-10) -
 # --- vocabularies that leave a device without rows, other schedules, other types -------------------------
 
 
-def test_a_shard_may_be_empty() -> None:
+def test_a_shard_may_be_empty(sample) -> None:
     cases = [Case(3, mode, 9, tied) for mode in MODES for tied in (False, True)]
-    check(4, cases, FP64, tolerance=1e-10, weight_tolerance=1e-8)
+    check(4, sample(cases, 3), FP64, tolerance=1e-10, weight_tolerance=1e-8)
 
 
-def test_gpipe_too() -> None:
-    cases = [Case(3, mode, 97, tied, schedule="gpipe") for mode in MODES for tied in (False, True)]
-    check(3, cases, FP64, tolerance=1e-10, weight_tolerance=1e-8)
-
-
-def test_named_schedules_with_several_stages_per_device() -> None:
-    names = ("interleaved", "looped-bfs")
-    cases = [
-        Case(microbatches, mode, 97, True, schedule=name) for microbatches in (3, 4) for mode in MODES for name in names
-    ]
-    check(2, cases, FP64, tolerance=1e-10, weight_tolerance=1e-8)
+def test_modes_of_other_schedules(sample) -> None:
+    """Beside the modes of tests/multiprocess/test_schedules.py."""
+    names = ("gpipe", "interleaved", "looped-bfs")
+    cases = [Case(*values) for values in itertools.product((3, 4), MODES, (97,), (False, True), names)]
+    check(2, sample(cases, 6), FP64, tolerance=1e-10, weight_tolerance=1e-8)
 
 
 def in_fp32(cases: list[Case]) -> list[str]:
@@ -131,9 +126,10 @@ def in_microbatches(case: Case, data) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_fp32_is_as_close_as_fp32_can_be(processes: int) -> None:
+@pytest.mark.sampled(1)
+def test_fp32_is_as_close_as_fp32_can_be(processes: int, sample) -> None:
     cases = [Case(3, mode, 1003, tied) for mode in MODES for tied in (False, True)]
-    faults = run_processes(in_fp32, processes, cases, timeout_seconds=300)
+    faults = run_processes(in_fp32, processes, sample(cases, 4))
     assert not faults[0], "\n".join(faults[0])
 
 
@@ -160,6 +156,7 @@ def in_bf16(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["first-last", "vocab-1", "vocab-2"])
+@pytest.mark.sampled(1)
 def test_bf16_errs_no_more_than_bf16_in_one_process(mode: str) -> None:
     run_processes(in_bf16, 2, mode)
 
@@ -191,6 +188,7 @@ def padded_positions_and_weights(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sampled(2)
 def test_padding_positions_and_token_weights(mode: str) -> None:
     run_processes(padded_positions_and_weights, 2, mode)
 
@@ -216,6 +214,7 @@ def loss_options(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sampled(2)
 def test_loss_options(mode: str) -> None:
     run_processes(loss_options, 2, mode)
 
@@ -242,6 +241,7 @@ def lengths_and_repeats(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sampled(2)
 def test_steps_of_any_shape_evaluation_and_clipping(mode: str) -> None:
     run_processes(lengths_and_repeats, 3, mode)
 
@@ -280,6 +280,7 @@ def frozen(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sampled(2)
 def test_frozen_parameters(mode: str) -> None:
     run_processes(frozen, 2, mode)
 
@@ -344,10 +345,11 @@ def plain_modules(mode: str, tied: bool) -> None:
     pipeline.close()
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_plain_modules_make_a_pipeline(mode: str) -> None:
-    for tied in (False, True):
-        run_processes(plain_modules, 2, mode, tied)
+def test_plain_modules_make_a_pipeline(mode: str, tied: bool) -> None:
+    run_processes(plain_modules, 2, mode, tied)
 
 
 def saved(folder: str, mode: str, tied: bool) -> None:
@@ -367,6 +369,7 @@ def saved(folder: str, mode: str, tied: bool) -> None:
 
 @pytest.mark.parametrize("mode", ["first-last", "vocab-2"])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.sampled(2)
 def test_a_saved_model_loads_in_transformers_and_here(tmp_path, mode: str, tied: bool) -> None:
     run_processes(saved, 2, str(tmp_path / "model"), mode, tied)
 
@@ -634,5 +637,6 @@ def under_autocast() -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.sampled(1)
 def test_autocast_is_refused(processes: int) -> None:
     run_processes(under_autocast, processes)

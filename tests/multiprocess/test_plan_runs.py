@@ -59,7 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to work in; processes are those of the tests."""
 
     def launch(function: Any, *arguments: Any, processes: int, **_: Any) -> list[Any]:
-        return run_processes(function, processes, *arguments, timeout_seconds=120)
+        return run_processes(function, processes, *arguments)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hardware_profile, "launch", launch)
@@ -169,7 +169,7 @@ def trained(config: str) -> dict[str, Any]:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -66,6 +66,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("schedule", "vocabulary", "communicators", "stages"),
     [("1f1b", "vocab-2", "one", 2), ("zbv", "first-last", "per-pair", 4)],
 )
+@pytest.mark.sampled(1)
 def test_profile_writes_every_kind_of_pass(
     schedule: str, vocabulary: str, communicators: str, stages: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

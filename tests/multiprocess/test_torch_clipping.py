@@ -39,6 +39,7 @@ def clip(call: str, **options: object) -> bool:
 
 
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.sampled(2)
 def test_the_norm_of_one_process_is_refused(call: str) -> None:
     assert run_processes(clip, 2, call) == [False, False]
 

@@ -130,18 +130,19 @@ KINDS, MODES, SCHEDULES = ("replicate", "shard"), ("first-last", "vocab-2"), ("1
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_one_pipeline(processes: int) -> None:
+def test_one_pipeline(processes: int, sample) -> None:
     modes = MODES if processes > 1 else MODES[:1]
     schedules = SCHEDULES if processes > 1 else ("1f1b", "zb-h1")
     cases = [
         Case(schedule=schedule, mode=mode, tied=tied)
         for schedule, mode, tied in itertools.product(schedules, modes, (False, True))
     ]
-    run_processes(follows, processes, cases)
+    run_processes(follows, processes, sample(cases, 3))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.sampled(2)
 def test_replicas(processes: int, kind: str) -> None:
     cases = [
         Case(kind, schedule, mode, tied, replicas=2)
@@ -180,6 +181,7 @@ def follows_in_bf16(cases: list[Case]) -> None:
         (4, [Case(kind, schedule, replicas=2) for kind in KINDS for schedule in SCHEDULES]),
     ],
 )
+@pytest.mark.sampled(1)
 def test_in_bf16(processes: int, cases: list[Case]) -> None:
     run_processes(follows_in_bf16, processes, cases)
 
@@ -228,6 +230,7 @@ EMBEDDING, MATRIX = "model.embed_tokens.weight", "model.layers.3.mlp.up_proj.wei
         (4, Case("replicate", replicas=2), EMBEDDING, (2, 3), "replicas"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_processes_that_disagree(processes: int, case: Case, name: str, frozen: tuple[int, ...], where: str) -> None:
     said = rf"^{re.escape(name)}: requires_grad is True on some {where} and False on others, expected the same"
     run_processes(differs, processes, case, name, dict.fromkeys(frozen, False), said)

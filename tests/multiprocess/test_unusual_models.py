@@ -85,6 +85,7 @@ def test_outputs_changed_in_place(model_type, settings) -> None:
 
 
 @pytest.mark.parametrize(("model_type", "settings"), DIFFERING)
+@pytest.mark.sampled(1)
 def test_settings_that_differ_from_layer_to_layer(model_type, settings) -> None:
     run_processes(as_in_one_process, 2, model_type, settings, ["1f1b", "zbv"])
 

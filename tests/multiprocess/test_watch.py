@@ -14,24 +14,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Outcome, describe, run_outcomes, run_processes
+from harness import Outcome, describe, run_outcomes, run_processes, until_they_wait
 
 import evenpipe.processes.worker as worker_module
 from evenpipe.communication.communicators import Communicators, _wait_for_all
 from evenpipe.errors import InputError, RunError
-from evenpipe.processes.signs import Beat, Board, Waiting, cause_of, processes
+from evenpipe.processes.signs import Beat, Board, Waiting, cause_of, processes, started
 from evenpipe.processes.store import NetworkStore
 from evenpipe.processes.watch import Watch
 from evenpipe.processes.worker import Worker, initialise_worker, meet
 
 SILENCE_SECONDS = 1.5
-"""Limit in these tests: six beats."""
-
-SOON_SECONDS = 12.0
-"""By then all must have ended, start included; a wait in gloo lasts 20 s."""
+"""Limit in these tests: six beats. It is the only one: processes that are not ended by it stay, and the harness finds
+them stuck."""
 
 
-def start(timeout_seconds: float = 20.0, silence_seconds: float = SILENCE_SECONDS) -> tuple[Worker, Communicators]:
+def start(timeout_seconds: float = 600.0, silence_seconds: float = SILENCE_SECONDS) -> tuple[Worker, Communicators]:
     worker = initialise_worker(timeout_seconds=timeout_seconds, silence_seconds=silence_seconds, torch_device="cpu")
     size = worker.world_size
     hops = [(f"{kind}:{a}>{b}", (a, b)) for i in range(size - 1) for kind, a, b in (("F", i, i + 1), ("B", i + 1, i))]
@@ -50,7 +48,7 @@ def receive_backward(communicators: Communicators, rank: int) -> None:
 
 
 def check(outcome: Outcome, cause: str, awaited: str) -> None:
-    """The process ended in time, by an exception or by the watch's hand, and said why and what it awaited."""
+    """The process ended, by an exception or by the watch's hand, and said why and what it awaited."""
     message = f"{cause}; process {outcome.rank} was awaiting {awaited}"
     if outcome.exception is not None:
         assert isinstance(outcome.exception, RunError)
@@ -58,7 +56,6 @@ def check(outcome: Outcome, cause: str, awaited: str) -> None:
     else:
         assert outcome.exit_code == RunError.exit_code, describe([outcome])
         assert re.search(f"^evenpipe: {message}$", outcome.printed, re.MULTILINE), describe([outcome])
-    assert outcome.seconds < SOON_SECONDS, describe([outcome])
 
 
 # -- one of four fails: 0 and 2 wait for it, 3 waits for 2 -----------------------------------------
@@ -67,7 +64,7 @@ def check(outcome: Outcome, cause: str, awaited: str) -> None:
 def one_of_four_fails(how: str) -> None:
     worker, communicators = start()
     if worker.rank == 1:
-        time.sleep(0.3)  # let the others be in their waits
+        until_they_wait(worker.watch, (0, 2, 3))
         if how == "raises":
             try:
                 raise ValueError("boo")
@@ -96,6 +93,7 @@ def one_of_four_fails(how: str) -> None:
         ),
     ],
 )
+@pytest.mark.sampled(2)
 def test_all_others_name_the_one_that_failed(how, exit_code, cause):
     outcomes = run_outcomes(one_of_four_fails, 4, how, group=False)
     assert outcomes[1].exit_code == exit_code
@@ -200,14 +198,14 @@ def test_the_store_dies_with_process_0():
 
 
 def stuck(circle: bool) -> None:
-    worker, communicators = start(timeout_seconds=2.0, silence_seconds=30.0)
+    worker, communicators = start(timeout_seconds=4.0, silence_seconds=30.0)
     if worker.rank == 2:
-        time.sleep(1.5)  # so that 0 is the first to run into its limit
+        until_they_wait(worker.watch, (1,))
         if circle:
             receive_forward(communicators, 2)
         time.sleep(50)
     elif worker.rank == 1:
-        time.sleep(0.7)
+        until_they_wait(worker.watch, (0,))  # so that 0 is the first to run into its limit
         receive_backward(communicators, 1)
     else:
         receive_backward(communicators, 0)
@@ -220,6 +218,7 @@ def stuck(circle: bool) -> None:
         (True, "process 2 awaits 2RECV_F3 for 2F3 from process 1, a circle back to process 1"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_a_time_out_tells_who_waits_for_whom(circle, end):
     outcomes = run_outcomes(stuck, 3, circle, group=False)
     cause = (
@@ -229,7 +228,6 @@ def test_a_time_out_tells_who_waits_for_whom(circle, end):
     for outcome in outcomes[:2]:
         assert cause in describe([outcome])
         assert re.search(end, describe([outcome]))
-        assert outcome.seconds < SOON_SECONDS
 
 
 def one_makes_no_group() -> None:
@@ -244,17 +242,16 @@ def test_who_makes_no_communicator_is_named():
     cause = r"process [02] timed out awaiting communicator X from processes \d, \d; process 1 does not wait"
     for rank in (0, 2):
         assert re.search(cause, f"{outcomes[rank].exception or ''} {outcomes[rank].printed}"), describe(outcomes)
-        assert outcomes[rank].seconds < SOON_SECONDS
 
 
 def waits_on_a_gpu() -> None:
     """The host goes on, and what the GPU waits for does not come: no library says so."""
-    worker, _ = start(timeout_seconds=20.0)
+    worker, _ = start()
     watch, arrived = worker.watch, threading.Event()
     if worker.rank == 0:
         for number in range(3):
             watch.awaiting(f"0RECV_B{number}", f"0B{number}", "B:1>0", (1,))
-            watch.arrives_when(arrived.is_set if number == 1 else lambda: True, 1.0)
+            watch.arrives_when(*((arrived.is_set, 1.0) if number == 1 else (lambda: True, 600.0)))
         assert str(watch.waiting) == "0RECV_B0 for 0B0 from process 1"  # until the watch has asked
         while watch.cause is None:  # the first is found done; then the second counts
             time.sleep(0.01)
@@ -273,10 +270,10 @@ def test_a_wait_on_a_gpu_has_a_limit_too():
 
 
 def waits_on_a_gpu_end() -> None:
-    worker, _ = start(timeout_seconds=20.0)
-    for number in range(30):
+    worker, _ = start()
+    for number in range(40):
         worker.watch.awaiting(f"0RECV_B{number}", "", "B:1>0", (1,))
-        worker.watch.arrives_when(lambda: True, 0.5)
+        worker.watch.arrives_when(lambda: True, 1.0)
         time.sleep(0.05)
     worker.watch.arrives_when(lambda: False, 0.5)  # of nothing: no wait was announced
     time.sleep(1.0)
@@ -290,10 +287,10 @@ def test_many_short_waits_on_a_gpu_are_no_long_one():
 
 def gpu_fails() -> None:
     """What it waits for never comes; its main thread hears why at its next call."""
-    worker, _ = start(timeout_seconds=20.0)
+    worker, _ = start()
     if worker.rank == 0:
         worker.watch.awaiting("0RECV_B0", "0B0", "B:1>0", (1,))
-        worker.watch.arrives_when(lambda: False, 2.0)
+        worker.watch.arrives_when(lambda: False, 600.0)
         time.sleep(0.5)
         error = RuntimeError("CUDA error: an illegal memory access was encountered")
         worker.watch.report_exception(error)
@@ -304,7 +301,7 @@ def gpu_fails() -> None:
 def test_a_gpu_that_fails_is_the_cause_and_not_what_it_waited_for():
     outcomes = run_outcomes(gpu_fails, 2, group=False)
     cause = "process 0 failed: RuntimeError: CUDA error: an illegal memory access was encountered"
-    assert isinstance(outcomes[0].exception, RuntimeError) and outcomes[0].seconds < SOON_SECONDS, describe(outcomes)
+    assert isinstance(outcomes[0].exception, RuntimeError), describe(outcomes)
     assert outcomes[1].exit_code == RunError.exit_code, describe(outcomes)
     assert f"evenpipe: {cause}\n" in outcomes[1].printed, describe(outcomes)
 
@@ -314,7 +311,7 @@ def test_a_gpu_that_fails_is_the_cause_and_not_what_it_waited_for():
 
 def one_comes_late(how: str) -> None:
     """As where NCCL is to communicate; all wait on the CPU."""
-    worker, _ = start(timeout_seconds=20.0)
+    worker, _ = start()
     others = tuple(other for other in range(3) if other != worker.rank)
     if worker.rank == 1:
         time.sleep(2 * SILENCE_SECONDS)
@@ -341,7 +338,7 @@ def test_who_dies_on_the_way_is_named():
 
 def one_has_no_such_device() -> None:
     wanted = "tpu" if int(os.environ["RANK"]) == 1 else "cpu"
-    initialise_worker(timeout_seconds=20.0, silence_seconds=SILENCE_SECONDS, torch_device=wanted)
+    initialise_worker(timeout_seconds=600.0, silence_seconds=SILENCE_SECONDS, torch_device=wanted)
     time.sleep(50)
 
 
@@ -352,7 +349,6 @@ def test_a_wrong_device_of_one_process_ends_all():
     assert str(outcomes[1].exception) == cause
     for rank in (0, 2):
         assert cause in f"{outcomes[rank].exception or ''} {outcomes[rank].printed}", describe(outcomes)
-        assert outcomes[rank].seconds < SOON_SECONDS
 
 
 def one_opens_its_gpu_slowly() -> None:
@@ -384,7 +380,7 @@ def victims_of_sigterm(how: str) -> None:
     os.environ["TORCHELASTIC_RUN_ID"] = "a run"
     worker, communicators = start()
     if worker.rank == 1:
-        time.sleep(0.3)
+        until_they_wait(worker.watch, (0,))
         if how == "leaves":
             worker.watch.finish()
         for rank in (0, 2):
@@ -406,13 +402,13 @@ def victims_of_sigterm(how: str) -> None:
         ("terminated", r"process [02] \(pid \d+\) was ended by signal 15 \(SIGTERM\)"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_whom_torchrun_ends_says_why(how, cause):
     outcomes = run_outcomes(victims_of_sigterm, 3, how, group=False)
     texts = [f"{outcomes[rank].exception or ''} {outcomes[rank].printed}" for rank in (0, 2)]
     assert all(re.search(cause, text) for text in texts), describe(outcomes)
     # Who settles that it was the signal is itself the origin, and says nothing of what it awaited.
     assert how == "terminated" or "process 0 was awaiting 0RECV_B2 for 0B2 from process 1" in texts[0]
-    assert all(outcomes[rank].seconds < SOON_SECONDS for rank in (0, 2))
 
 
 def forks_while_it_hears() -> None:
@@ -454,7 +450,6 @@ def test_a_run_whose_launcher_has_died_ends():
     outcomes = run_outcomes(orphans, 2, group=False)
     text = "evenpipe: the launcher of this process has died: killed, out of memory or crashed\n"
     assert text in outcomes[1].printed, describe(outcomes)
-    assert outcomes[1].seconds < SOON_SECONDS
 
 
 # -- no false alarms -------------------------------------------------------------------------------
@@ -541,7 +536,7 @@ def start_with_a_slow_store() -> None:
         return NetworkStore(Slow(store._store), limit_seconds=0.3), groups, rank, world_size
 
     with mock.patch.object(worker_module, "_meeting_place", slow):
-        worker = initialise_worker(timeout_seconds=20.0, silence_seconds=10.0, torch_device="cpu")
+        worker = initialise_worker(timeout_seconds=600.0, silence_seconds=10.0, torch_device="cpu")
     assert worker.watch.cause is None
 
 
@@ -549,29 +544,47 @@ def test_processes_meet_though_the_store_is_slow_when_all_ask_it():
     run_processes(start_with_a_slow_store, 3, group=False)
 
 
+def dies_once_others_are_here(here: list[str]) -> None:
+    store = store_of_the_harness()
+    while not store.has(here):
+        time.sleep(0.01)
+    time.sleep(0.5)  # they have written that, and soon hear signals too
+    store.write("dying", str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def terminated_once_1_is_dead() -> None:
+    store = store_of_the_harness()
+    while (pid := store.read("dying")) is None or started(int(pid)) is not None:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def one_dies_before_all_are_here(how: str) -> None:
     """1 is here and dies, or never comes; torchrun sends SIGTERM to the others, which wait for 2 as well."""
     rank, store = int(os.environ["RANK"]), store_of_the_harness()
     if rank == 1:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        here = ["here/0", "here/3", *(["here/1"] if how == "dies" else [])]
+        threading.Thread(target=dies_once_others_are_here, args=(here,)).start()
         if how == "dies":
-            meet(store, rank, 4, 60.0)
+            meet(store, rank, 4, 600.0)
         time.sleep(50)
     if rank == 2:
         time.sleep(50)
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    threading.Thread(target=terminated_once_1_is_dead, daemon=True).start()
     message = {
         "dies": r"process 1 \(pid \d+\) has died: killed, out of memory or crashed, before all processes had started",
         "comes not": r"processes 1, 2 of 4 had not started when SIGTERM came",
     }[how]
     with pytest.raises(RunError, match=f"^{message}$"):
-        meet(store, rank, 4, 60.0)
+        meet(store, rank, 4, 600.0)
     store.write(f"found {rank}", "")
     while not store.has(["found 0", "found 3"]):  # nobody takes the end of another for the cause
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize("how", ["dies", "comes not"])
+@pytest.mark.sampled(1)
 def test_who_dies_before_all_have_started_is_named(how):
     outcomes = run_outcomes(one_dies_before_all_are_here, 4, how, group=False)
     assert [outcomes[rank].exit_code for rank in (0, 3)] == [0, 0], describe(outcomes)

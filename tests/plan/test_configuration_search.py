@@ -194,6 +194,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(2)
 def test_the_best_plan_is_that_of_an_exhaustive_search(name: str) -> None:
     changes, space = CASES[name]
     given = problem(**changes)
@@ -287,6 +288,7 @@ PAPER = [
 
 
 @pytest.mark.parametrize(("shape", "published"), PAPER, ids=lambda value: str(value))
+@pytest.mark.sampled(2)
 def test_the_planner_shows_the_published_gain_of_vocabulary_parallelism(
     shape: tuple[int, ...], published: float
 ) -> None:

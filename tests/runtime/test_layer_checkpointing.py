@@ -41,6 +41,7 @@ class Checkpointed(Split):
 @pytest.mark.parametrize("choices", [("full",), ("selective",), ("full", "none"), ("selective", "full")])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.sampled(8)
 def test_gradients_are_those_of_plain_layers_bit_for_bit(
     family: str, dtype: torch.dtype, choices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

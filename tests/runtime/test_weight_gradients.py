@@ -33,6 +33,7 @@ PASSES = {
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.sampled(10)
 def test_split_equals_fused_bit_for_bit(family: str, dtype: torch.dtype, batch: int) -> None:
     batches = data(3, batch, dtype=dtype)
     for name, passes in PASSES.items():
@@ -41,6 +42,7 @@ def test_split_equals_fused_bit_for_bit(family: str, dtype: torch.dtype, batch: 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.sampled(2)
 def test_between_I_and_W_stay_input_and_output_gradient_of_each_linear_layer(family: str, dtype: torch.dtype) -> None:
     """12 + 4r + 6q bytes per layer in bf16, times tokens x hidden size; r = key-value heads / heads, q = intermediate /
     hidden size. Inputs 6+2q (q, k and v share one, gate and up as well), output gradients 6+4r+4q."""

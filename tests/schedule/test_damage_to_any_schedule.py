@@ -82,6 +82,7 @@ def with_rows(schedule: Order | Program, rows: Rows) -> Order | Program:
 @pytest.mark.parametrize("damage", TO_BOTH, ids=lambda damage: damage.__name__)
 @settings(max_examples=60, deadline=None)
 @given(**CASES)
+@pytest.mark.sampled(5)
 def test_orders(damage: Damage, seed: int, **case: object) -> None:
     found = sound(**case)
     assume(found)
@@ -94,6 +95,7 @@ def test_orders(damage: Damage, seed: int, **case: object) -> None:
 @pytest.mark.parametrize("damage", dict.fromkeys(TO_PROGRAMS), ids=lambda damage: damage.__name__)
 @settings(max_examples=60, deadline=None)
 @given(**CASES)
+@pytest.mark.sampled(6)
 def test_programs(damage: Damage, seed: int, **case: object) -> None:
     found = sound(**case)
     assume(found)

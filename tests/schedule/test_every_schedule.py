@@ -61,6 +61,7 @@ def refused(error: InputError) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 @settings(max_examples=30, deadline=None)
 @given(**CASES)
+@pytest.mark.sampled(6)
 def test_is_sound_in_every_mode_or_refused(name: str, devices: int, microbatches: int, mode: str, seed: int) -> None:
     rng = random.Random(seed)
     chosen = options(name, devices, rng)

@@ -106,6 +106,7 @@ def test_memory_is_given_back_behind_the_transfers_before_the_next_pass() -> Non
 
 
 @pytest.mark.parametrize("block", range(6))
+@pytest.mark.sampled(2)
 def test_any_order_budget_and_links(block: int) -> None:
     """`python tests/schedule/offload_builds.py 2000` does as many more."""
     came = [check_build(seed) for seed in range(25 * block, 25 * block + 25)]

@@ -45,6 +45,7 @@ def test_a_stage_that_there_is_not(stage: int) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sampled(8)
 def test_every_schedule_stays_sound_with_it(name: str, mode: str) -> None:
     """Whether it is added before the vocabulary passes or after them."""
     for devices, microbatches in ((1, 3), (2, 3), (3, 5)):

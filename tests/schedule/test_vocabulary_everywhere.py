@@ -35,6 +35,7 @@ from evenpipe.schedule.transforms.vocabulary import FIXED, VirtualTimes, peak_li
     barriers=st.sampled_from([1, 2]),
     planned=st.booleans(),
 )
+@pytest.mark.sampled(6)
 def test_every_schedule(name: str, *, devices: int, microbatches: int, seed: int, barriers: int, planned: bool) -> None:
     """Sound, within the peak, no longer than sorted rows that keep to it; and so evaluates, and is interlaced."""
     try:

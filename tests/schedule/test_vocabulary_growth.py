@@ -55,6 +55,7 @@ def growth(short: tuple[float, float], long: tuple[float, float]) -> float:
 
 @pytest.mark.parametrize(("devices", "seed"), [(3, 0), (4, 1), (5, 2), (8, 3)])
 @pytest.mark.parametrize(("name", "options"), SCHEDULES, ids=lambda value: str(value))
+@pytest.mark.sampled(10)
 def test_growth(name: str, options: dict[str, Any], devices: int, seed: int) -> None:
     if options.get("group_size", 0) > devices:
         options = options | {"group_size": devices}
@@ -87,6 +88,7 @@ BUBBLES = [
 
 
 @pytest.mark.parametrize(("name", "options", "base", "by_time", "result"), BUBBLES)
+@pytest.mark.sampled(3)
 def test_bubbles(name: str, options: dict[str, Any], base: float, by_time: float, result: float) -> None:
     shares = []
     for seed in range(5):

@@ -44,6 +44,7 @@ def test_two_barriers_on_two_devices() -> None:
 
 @pytest.mark.parametrize("barriers", [1, 2])
 @pytest.mark.parametrize("devices", range(1, 13))
+@pytest.mark.sampled(8)
 def test_in_flight_of_1f1b_is_exact(devices: int, barriers: int) -> None:
     """min(m, p - r), and one more for each barrier (arXiv 2411.05288, section 5.2)."""
     for microbatches in range(1, 31):

@@ -203,7 +203,7 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path):
     ready = context.Event()
     process = context.Process(target=hold_and_die, args=(tmp_path / "lock", ready))
     process.start()
-    assert ready.wait(timeout=20)
+    assert ready.wait(timeout=600)
     process.kill()
     process.join()
     with locked(tmp_path / "lock"):

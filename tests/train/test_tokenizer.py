@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -69,6 +71,25 @@ def test_a_signal_ends_the_wait_for_work_outside_python():
     finally:
         signal.signal(signal.SIGTERM, before)
         working.set()
+
+
+def test_the_process_ends_beside_it():
+    """Foreign code must not come back to an interpreter that is shutting down: what was registered before shows that
+    this one did not begin to."""
+    program = """
+import atexit, os, signal, threading
+from evenpipe.train.tokenizer import _interruptible
+atexit.register(print, "shutting down")
+def ended(number, frame): raise SystemExit(128 + number)
+signal.signal(signal.SIGTERM, ended)
+def work():
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait()
+print("said", end=" ")
+_interruptible(work)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (143, "said ", "")
 
 
 def test_what_fails_there_is_raised_here():

@@ -1,25 +1,21 @@
 """The tests of the output layer run with every version of the kernels.
 
-Triton's run on a GPU (`make gpu-test`), or interpreted, operation by operation: then every sixteenth test runs with
-them too, and with EVENPIPE_TEST_MATRIX=full every one.
+Triton's run on a GPU (`make gpu-test`), or interpreted, operation by operation: of those `--quick` runs one in 64.
 """
 
 from __future__ import annotations
 
-import os
-import zlib
 from dataclasses import replace
 
 import pytest
 import torch
 import vocabulary_reference
+from sampling import chance_of, choose
 
-from evenpipe.vocabulary import output
-from evenpipe.vocabulary.kernels import choose
+from evenpipe.vocabulary import kernels, output
 from evenpipe.vocabulary.options import LossOptions
 
 WITH_EVERY_VERSION = {"test_output_gradients", "test_output_numerics", "test_output_split", "test_output_on_gpu"}
-EVERY = 1 if os.environ.get("EVENPIPE_TEST_MATRIX") == "full" or torch.cuda.is_available() else 16
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -28,15 +24,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out tests by their names, so that the same ones run everywhere."""
-
-    def is_left_out(item: pytest.Item) -> bool:
-        calls = getattr(item, "callspec", None)
-        interpreted = calls is not None and calls.params.get("version") == "triton"
-        return interpreted and zlib.crc32(item.name.encode()) % EVERY != 0
-
-    config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
-    items[:] = [item for item in items if not is_left_out(item)]
+    """Before the choice of `tests/sampling.py`, which counts what there is of each test."""
+    interpreted = [
+        item for item in items if hasattr(item, "callspec") and item.callspec.params.get("version") == "triton"
+    ]
+    if not (config.option.quick and interpreted) or torch.cuda.is_available():
+        return
+    kept = choose(interpreted, len(interpreted) // 64, chance_of(config, interpreted[0]))
+    left_out = set(interpreted).difference(kept)
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +50,7 @@ def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     def chosen(options: LossOptions, like: torch.Tensor) -> object:
         if on_gpu and not like.is_cuda:  # a test that makes its own tensors, on the host
-            return choose(options, like)
-        return choose(replace(options, kernels=name) if options.kernels == "auto" else options, like)
+            return kernels.choose(options, like)
+        return kernels.choose(replace(options, kernels=name) if options.kernels == "auto" else options, like)
 
     monkeypatch.setattr(output, "choose", chosen)

@@ -112,6 +112,7 @@ def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.sampled(10)
 def test_gradients(name: str, reduction: str, kernels: str) -> None:
     if kernels == "triton":
         pytest.importorskip("triton", reason="Triton is not installed")

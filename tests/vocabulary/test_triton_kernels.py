@@ -49,6 +49,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("keep", ["probabilities", "nothing"])
 @pytest.mark.parametrize("one_barrier", [True, False], ids=["one barrier", "two barriers"])
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.sampled(6)
 def test_gradients(name: str, one_barrier: bool, keep: str) -> None:
     """Several shards, ignored tokens, repeated targets, rows that pad the vocabulary."""
     dtype = torch.float64 if one_barrier else torch.float32
@@ -76,6 +77,7 @@ class Padded(Buffers):
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("keep", ["probabilities", "nothing"])
 @pytest.mark.parametrize("one_barrier", [True, False], ids=["one barrier", "two barriers"])
+@pytest.mark.sampled(2)
 def test_rows_of_logits_that_are_further_apart_than_they_are_long(one_barrier: bool, keep: str, kernels: str) -> None:
     inputs = problem(13, 12, 50, bias=True, ignored=(0, 7))
     options = replace(EVERYTHING, keep=keep, kernels=kernels)
@@ -84,6 +86,7 @@ def test_rows_of_logits_that_are_further_apart_than_they_are_long(one_barrier: b
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 8, 9, 40])
+@pytest.mark.sampled(2)
 def test_many_tokens_of_one_target(tokens: int) -> None:
     inputs = problem(43, 12, 5, bias=True).to(torch.float64)
     inputs.labels[:tokens] = 3
@@ -96,6 +99,7 @@ def test_many_tokens_of_one_target(tokens: int) -> None:
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("one_barrier", [True, False], ids=["one barrier", "two barriers"])
+@pytest.mark.sampled(3)
 def test_labels_on_the_device(monkeypatch: pytest.MonkeyPatch, name: str, one_barrier: bool) -> None:
     """Nothing waits for them: ignored tokens stay, marked, and what stands in their hidden states reaches nothing."""
 

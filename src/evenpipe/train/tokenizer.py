@@ -5,10 +5,14 @@ No function here adds special tokens to a document; packing puts the end-of-text
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
+import os
 import re
 import shutil
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -132,15 +136,30 @@ def _interruptible(work: Callable[[], object]) -> None:
     """Do `work`, which stays outside Python for a long time, in another thread, so that this one can handle signals.
     The process can end without waiting for that thread."""
     failed: list[BaseException] = []
+    done = threading.Event()
 
     def do() -> None:
         try:
             work()
         except BaseException as error:
             failed.append(error)
+        finally:
+            done.set()
 
-    thread = threading.Thread(target=do, name="evenpipe-tokenizer", daemon=True)
-    thread.start()
-    thread.join()
+    try:
+        threading.Thread(target=do, name="evenpipe-tokenizer", daemon=True).start()
+        done.wait()
+    except BaseException as error:
+        atexit.register(_end_beside, done, error.code if isinstance(error, SystemExit) else 128 + signal.SIGINT)
+        raise
     if failed:
         raise failed[0]
+
+
+def _end_beside(done: threading.Event, exit_code: Any) -> None:
+    """At the end of the process, if the thread still works: end now. An interpreter that is shutting down unwinds a
+    thread that comes back to it, which the foreign code of this one answers with SIGABRT."""
+    if not done.is_set():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code if isinstance(exit_code, int) else 1)

@@ -21,6 +21,7 @@ def bubble(d: int, v: int, g: int, times: tuple[float, float, float]) -> float:
 
 @pytest.mark.parametrize("devices", [2, 3, 4, 5, 6, 7, 8, 12])
 @pytest.mark.parametrize("stages_per_device", [2, 3, 4, 6])
+@pytest.mark.sampled(5)
 def test_bubble_and_peaks_of_every_group_size(devices: int, stages_per_device: int) -> None:
     for group in range(ceil(devices / 2), devices + 1):
         order = generate("gis", devices, 4 * group, stages_per_device=stages_per_device, group_size=group)

@@ -41,6 +41,7 @@ def test_every_limit_meets_the_lower_bound(devices):
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8, 11])
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 7])
+@pytest.mark.sampled(5)
 def test_more_memory_never_hurts_and_named_schedules_are_no_better(devices, microbatches):
     limits = range(least(devices), 2 * devices + 1)
     bubbles = [time_order(v_budget(devices, microbatches, memory_limit=k), EQUAL_COSTS).bubble for k in limits]

@@ -37,6 +37,7 @@ def test_bubble_rates_of_the_paper(row: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("share", [0, 0.5, 1])
 @pytest.mark.parametrize("d", [1, 2, 3, 4, 5, 8])
+@pytest.mark.sampled(6)
 def test_equal_times_and_any_number_of_microbatches(d: int, share: float) -> None:
     for m in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 21):
         for limit, ahead in ((d, d), (2 * d - 1, 2 * d - 1), (2 * d, 2 * d - 1), (1e9, 2 * d - 1)):
