@@ -92,11 +92,12 @@ class Recipe:
 
     @classmethod
     def of(cls, *, dp: int = 1, pp: int = 1, **options: Unpack[RecipeOptions]) -> Recipe:
-        """Return the recipe of one table of options; None is as good as no value. Raises TypeError for an unknown
-        name."""
+        """Return the recipe of one table of options. Raises TypeError for an unknown name."""
         refuse_unknown(options, RecipeOptions.__annotations__)
-        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-        given |= {"dp": dp, "pp": pp}
+        given: dict[str, Any] = {"dp": dp, "pp": pp, **options}
+        for name in ("schedule_options", "offload", "nccl"):
+            if given.get(name, 0) is None:
+                del given[name]
         parallelism, batch = (
             {one.name: given.pop(one.name) for one in fields(kind) if one.name in given}
             for kind in (Parallelism, BatchShape)
