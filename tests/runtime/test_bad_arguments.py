@@ -31,6 +31,11 @@ MADE = [
     ({"seed": "a"}, ["seed: 'a'", "a whole number from 0"]),
     ({"costs": "costs.toml"}, ["costs: 'costs.toml'", "expected Costs"]),
     ({"torch_device": "tpu"}, ["torch_device: 'tpu'", "'cpu' or 'cuda'"]),
+    ({"tp": 2}, ["tp: 2, expected 1"]),
+    ({"slices": 2}, ["slices: 2, expected 1"]),
+    ({"recipe": 3}, ["recipe: 3", "expected a Recipe, or None"]),
+    ({"recipe": evenpipe.Recipe.of(pp=2)}, ["recipe: dp = 1 and pp = 2", "expected dp = 1 and pp = 1"]),
+    ({"recipe": evenpipe.Recipe(), "schedule": "zbv"}, ["recipe: given together with schedule"]),
 ]
 
 STEPS = [
@@ -79,6 +84,12 @@ def test_a_pipeline_that_cannot_be_made(arguments, words):
     with pytest.raises(InputError) as caught:
         evenpipe.Pipeline(**{"model": CONFIG, "self_check": False, **arguments})
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_an_unknown_argument_is_told_with_the_nearest_one():
+    for name, nearest in (("scedule", "schedule"), ("seeds", "seed"), ("replica", "replicas")):
+        with pytest.raises(TypeError, match=f"unknown argument '{name}', did you mean '{nearest}'"):
+            evenpipe.Pipeline(CONFIG, **{name: 1})
 
 
 def test_calls_that_cannot_be_answered_leave_weights_and_files_as_they_were(folder):

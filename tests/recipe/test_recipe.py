@@ -1,0 +1,135 @@
+"""A recipe: what it is given as, what it is afterwards, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenpipe.errors import InputError
+from evenpipe.recipe.batch_shape import BatchShape
+from evenpipe.recipe.offload import OffloadOptions
+from evenpipe.recipe.parallelism import DATA_PARALLEL, Parallelism
+from evenpipe.recipe.recipe import Recipe, RecipeOptions
+from evenpipe.schedule import generate
+
+ORDER = generate("1f1b", 2, 3)
+
+
+def test_one_table_of_options_is_the_same_as_its_parts() -> None:
+    flat = Recipe.of(
+        dp=2,
+        pp=4,
+        data_parallel="shard",
+        microbatches=6,
+        sequence_length=32,
+        schedule="interleaved",
+        schedule_options={"stages_per_device": 2, "group_size": None},
+        vocabulary="balanced",
+        layers_per_stage=[1] * 8,
+        checkpointing=["full", "none"],
+        offload=None,
+    )
+    parts = Recipe(
+        parallelism=Parallelism(dp=2, pp=4, data_parallel="shard"),
+        batch=BatchShape(microbatches=6, sequence_length=32),
+        schedule="interleaved",
+        schedule_options=(("stages_per_device", 2),),
+        vocabulary="vocab-2",
+        layers_per_stage=(1,) * 8,
+        checkpointing=("full", "none"),
+    )
+    assert flat == parts and hash(flat) == hash(parts)
+    assert flat.options == {"stages_per_device": 2}
+    assert replace(flat, vocabulary="vocab-1").schedule_options == flat.schedule_options
+
+
+def test_every_option_has_a_field_of_its_name() -> None:
+    fields = {*Recipe.__slots__, *Parallelism.__slots__, *BatchShape.__slots__} - {"parallelism", "batch"}
+    assert fields - {"dp", "pp"} == set(RecipeOptions.__annotations__)
+
+
+@pytest.mark.parametrize(
+    ("given", "microbatches"),
+    [
+        ({}, 8),
+        ({"microbatches": 5}, 5),
+        ({"schedule": ORDER}, 3),
+        ({"schedule": lambda devices, microbatches: generate("1f1b", devices, microbatches)}, 8),
+    ],
+)
+def test_the_number_of_microbatches_is_always_known(given: dict[str, Any], microbatches: int) -> None:
+    assert Recipe.of(pp=2, **given).microbatches == microbatches
+
+
+def test_a_file_is_read_once(tmp_path: Path) -> None:
+    file = tmp_path / "order.csv"
+    file.write_text(ORDER.to_csv())
+    read = Recipe.of(pp=2, schedule=file)
+    file.unlink()
+    assert (replace(read, vocabulary="vocab-1").schedule, read.microbatches) == (ORDER, 3)
+
+
+def test_checkpointing_is_one_choice_for_all_layers_or_one_for_each() -> None:
+    assert Recipe.of(checkpointing="full").checkpointing_of(3) == ("full",) * 3
+    assert Recipe.of(checkpointing=["full", "none"]).checkpointing_of(2) == ("full", "none")
+    with pytest.raises(InputError, match="checkpointing: 1 choices, expected one for each of the model's 2 layers"):
+        Recipe.of(checkpointing=["full"]).checkpointing_of(2)
+
+
+def test_kinds_of_data_parallelism_are_levels_of_zero() -> None:
+    assert [Parallelism(dp=2, data_parallel=kind).zero for kind in DATA_PARALLEL] == [0, 1, 2, 3]
+
+
+def test_layers_that_stay_on_the_device() -> None:
+    assert OffloadOptions(layers=["keep", "offload", "keep"]).kept_layers(3) == {0, 2}  # type: ignore[arg-type]
+    assert OffloadOptions().kept_layers(3) == set()
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"pp": 0}, "pp is 0, expected a whole number of at least 1"),
+    ({"dp": 4, "ep": 3}, "ep is 3, expected a divisor of dp = 4"),
+    ({"cp_exchange": "star"}, "cp_exchange is 'star', expected ring or all-to-all"),
+    ({"data_parallel": "zero"}, "data_parallel: 'zero', expected 'replicate' or 'shard', or, for estimates and plans,"),
+    ({"slices": 0}, "slices: 0, expected a whole number of at least 1"),
+    ({"microbatch_size": True}, "microbatch_size: True, expected a whole number of at least 1"),
+    ({"sequence_length": 1.5}, "sequence_length: 1.5, expected a whole number of at least 1"),
+    ({"vocabulary": "all"}, "vocabulary mode 'all' is unknown"),
+    ({"communicators": "two"}, "communicators: 'two', expected one of per-pair, per-kind, one"),
+    ({"layers_per_stage": "12"}, "layers_per_stage: '12', expected whole numbers, one per stage, or None"),
+    ({"compile_layers": 1}, "compile_layers: 1, expected True or False"),
+    ({"offload": "all"}, "offload: 'all', expected OffloadOptions, or None"),
+    ({"schedule": ORDER, "schedule_options": {"group_size": 2}}, "schedule_options: group_size given, but only a"),
+    ({"schedule_options": {"costs": None, "devices": 2}}, "schedule_options: devices is not an option of a schedule"),
+]
+
+
+@pytest.mark.parametrize(("given", "says"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_is_not_accepted_is_refused_in_one_sentence(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Recipe.of(**given)
+    assert str(caught.value).startswith(says) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"tp": 2}, "tp: 2, expected 1: only estimates and plans know larger ones"),
+        ({"cp": 2}, "cp: 2, expected 1"),
+        ({"dp": 2, "ep": 2}, "ep: 2, expected 1"),
+        ({"slices": 2}, "slices: 2, expected 1: only whole sequences can run"),
+        ({"dp": 2, "data_parallel": "shard-gradients"}, "data_parallel: 'shard-gradients', expected 'replicate' or"),
+    ],
+)
+def test_what_only_estimates_and_plans_know_is_refused_by_a_run(given: dict[str, Any], says: str) -> None:
+    recipe = Recipe.of(**given)
+    with pytest.raises(InputError) as caught:
+        recipe.check_runnable()
+    assert str(caught.value).startswith(says)
+
+
+def test_an_unknown_option_is_told_with_the_nearest_one() -> None:
+    with pytest.raises(TypeError, match="unknown argument 'microbatch', did you mean 'microbatches'"):
+        Recipe.of(microbatch=2)  # type: ignore[call-arg]
