@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
 
 from evenpipe.communication.clock import Conversion, read_clocks
 from evenpipe.errors import InputError
@@ -50,7 +46,7 @@ from evenpipe.runtime.arguments import (
 from evenpipe.runtime.batch import Inputs, cut, distribute
 from evenpipe.runtime.device import Builder, LayerOptions
 from evenpipe.runtime.replicas import Replicas
-from evenpipe.runtime.result import StepResult, html_table
+from evenpipe.runtime.result import StepResult
 from evenpipe.runtime.results import Results
 from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.row import refuse_unfit
@@ -60,9 +56,8 @@ from evenpipe.runtime.trace import gather_trace
 from evenpipe.runtime.trained import Trained
 from evenpipe.runtime.transport import Transport
 from evenpipe.runtime.walker import Walker
-from evenpipe.schedule import Kind, Order, Program, Timeline, time_order, vocabulary_mode
+from evenpipe.schedule import Kind, Program, Timeline, time_order, vocabulary_mode
 from evenpipe.schedule.trace import Trace
-from evenpipe.schedule.words import count
 from evenpipe.vocabulary import LossOptions
 
 logger = logging.getLogger(__name__)
@@ -289,60 +284,12 @@ class Pipeline(SpreadModel):
             "the first step"
         )
 
-    def _let_go_of_the_model(self) -> None:
-        """Release a live model, which has been copied; keep only its generation config."""
-        model, skeleton = self.description.model, self.description.skeleton
-        if isinstance(skeleton, PreTrainedModel) and model is not None:
-            skeleton.generation_config = copy.deepcopy(model.generation_config)
-            self.description = replace(self.description, model=None)
-
-    @property
-    def _tied_twice(self) -> tuple[int, int] | None:
-        """The two devices that each have a copy of the one matrix of tied weights, if two have."""
-        placement = self.layout.program.placement
-        ends = placement.first_device, placement.last_device
-        return ends if self.description.tied and not self.layout.sharded and len({*ends}) > 1 else None
-
     def _check_architecture(self) -> None:
         """Check the architecture on the first process; raise its error on all."""
         fault = fault_of_architecture(self.description, self.layout.program.order) if self._is_very_first else None
         fault = self._groups.from_the_first(fault, "the self-check")
         if fault is not None:
             raise InputError(fault)
-
-    def __repr__(self) -> str:
-        numbers = sum(math.prod(shape) for shape in self.description.shapes.values())
-        parts = [
-            f"{self.description.architecture} of {self.description.layers} layers and {numbers:,} parameters",
-            f"device {self.device} of {self.devices}",
-            *([f"replica {self.replica} of {self.replicas}"] if self.replicas > 1 else []),
-            count(self.layout.program.placement.stages, "stage"),
-            count(self.microbatches, "microbatch"),
-            f"vocabulary {self.layout.mode}",
-        ]
-        return f"<Pipeline: {', '.join(parts)}>"
-
-    def _repr_html_(self) -> str:
-        """Return a table for notebooks: layers and vocabulary rows of each device, from 0, the last one excluded."""
-        layout, rows = self.layout, []
-        for device in range(self.devices):
-            stages = layout.program.placement.stages_of(device)
-            layers = ", ".join(f"{first}:{last}" for first, last in (layout.layers[stage] for stage in stages))
-            shards = [shards[device] for shards in (layout.embedding_shards, layout.head_shards)]
-            rows.append([str(device), layers, *(f"{shard.start}:{shard.stop}" for shard in shards)])
-        return html_table(repr(self), ["device", "layers", "rows of the embedding", "rows of the output layer"], rows)
-
-    # --- the schedule ----------------------------------------------------------------------------------------
-
-    @property
-    def order(self) -> Order:
-        """The passes of every device in a step, in order, including vocabulary passes."""
-        return self.layout.program.order
-
-    @property
-    def program(self) -> Program:
-        """The passes and transfers that every device executes in a step."""
-        return self.layout.program
 
     # --- training --------------------------------------------------------------------------------------------
 

@@ -1,15 +1,19 @@
-"""The parameters of a model that is spread over processes: names, gradients, whole tensors, and checkpoints."""
+"""A model that is spread over processes: its layout, parameters, whole tensors, and checkpoints."""
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from evenpipe.checkpoints import Checkpoint, load, open_checkpoint, save
 from evenpipe.checkpoints.resumed_model import check_same_model
@@ -25,12 +29,16 @@ from evenpipe.parallel import clip_gradients, total_norm
 from evenpipe.parallel.gathering import stream_whole
 from evenpipe.parallel.groups import Groups
 from evenpipe.parallel.tensor_placement import Held
+from evenpipe.recipe.layout import Layout
 from evenpipe.runtime.arguments import (
     check_kinds,
     check_positive,
     refuse_use_of_a_part,
 )
 from evenpipe.runtime.device import HeldModel
+from evenpipe.runtime.result import html_table
+from evenpipe.schedule import Order, Program
+from evenpipe.schedule.words import count
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +47,8 @@ class SpreadModel:
     """A model of which every process holds a part."""
 
     description: Description
+    layout: Layout
+    microbatches: int
     torch_device: torch.device
     """Device on which this process computes."""
     device: int
@@ -50,6 +60,42 @@ class SpreadModel:
     _sharded: bool
     """Whether replicas share the rows of parameters."""
 
+    def __repr__(self) -> str:
+        numbers = sum(math.prod(shape) for shape in self.description.shapes.values())
+        parts = [
+            f"{self.description.architecture} of {self.description.layers} layers and {numbers:,} parameters",
+            f"device {self.device} of {self.devices}",
+            *([f"replica {self.replica} of {self.replicas}"] if self.replicas > 1 else []),
+            count(self.layout.program.placement.stages, "stage"),
+            count(self.microbatches, "microbatch"),
+            f"vocabulary {self.layout.mode}",
+        ]
+        return f"<Pipeline: {', '.join(parts)}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks: layers and vocabulary rows of each device, from 0, the last one excluded."""
+        layout, rows = self.layout, []
+        for device in range(self.devices):
+            stages = layout.program.placement.stages_of(device)
+            layers = ", ".join(f"{first}:{last}" for first, last in (layout.layers[stage] for stage in stages))
+            shards = [shards[device] for shards in (layout.embedding_shards, layout.head_shards)]
+            rows.append([str(device), layers, *(f"{shard.start}:{shard.stop}" for shard in shards)])
+        return html_table(repr(self), ["device", "layers", "rows of the embedding", "rows of the output layer"], rows)
+
+    def _let_go_of_the_model(self) -> None:
+        """Release a live model, which has been copied; keep only its generation config."""
+        model, skeleton = self.description.model, self.description.skeleton
+        if isinstance(skeleton, PreTrainedModel) and model is not None:
+            skeleton.generation_config = copy.deepcopy(model.generation_config)
+            self.description = replace(self.description, model=None)
+
+    @property
+    def _tied_twice(self) -> tuple[int, int] | None:
+        """The two devices that each have a copy of the one matrix of tied weights, if two have."""
+        placement = self.layout.program.placement
+        ends = placement.first_device, placement.last_device
+        return ends if self.description.tied and not self.layout.sharded and len({*ends}) > 1 else None
+
     @property
     def _is_very_first(self) -> bool:
         """Whether this is the first process of the first pipeline."""
@@ -59,6 +105,18 @@ class SpreadModel:
     def _spread_over(self) -> tuple[str, ...]:
         """The axes over which the parameters of a whole model are spread."""
         return ("pp", "dp") if self._sharded else ("pp",)
+
+    # --- the schedule ----------------------------------------------------------------------------------------
+
+    @property
+    def order(self) -> Order:
+        """The passes of every device in a step, in order, including vocabulary passes."""
+        return self.layout.program.order
+
+    @property
+    def program(self) -> Program:
+        """The passes and transfers that every device executes in a step."""
+        return self.layout.program
 
     # --- parameters ------------------------------------------------------------------------------------------
 
