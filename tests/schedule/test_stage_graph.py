@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from itertools import product
+from pathlib import Path
 
 import pytest
 from schedule_oracle import DIAMOND, GRAPHS, UNEVEN, completes, end_times, order_is_sound, random_costs, random_order
+from traced_steps import measured
 
 from evenpipe.draw import trace
 from evenpipe.errors import InputError
@@ -31,6 +33,7 @@ from evenpipe.schedule import (
 from evenpipe.schedule.costs import PassTimes
 from evenpipe.schedule.passes import parse_item
 from evenpipe.schedule.releases import releases
+from evenpipe.schedule.trace_file import read_trace, trace_from_dict, trace_to_dict, write_trace
 from evenpipe.simulate import simulate
 
 # One microbatch after the other on a diamond: stages 1 and 2 run side by side.
@@ -146,6 +149,26 @@ def test_arrows_follow_the_edges() -> None:
     assert sorted((begins[number], ends[number]) for number in begins) == sorted(
         2 * [*forward, *((target, source) for source, target in forward)]
     )
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_traces_keep_edges_and_slices(slices: int, tmp_path: Path) -> None:
+    costs = Costs(F=1, B=2, p2p=0.25)
+    program = add_communication(random_order(5, GRAPHS[1], 2, slices=slices), costs)
+    write_trace(measured(program, costs), tmp_path / "step.json")
+    again = read_trace(tmp_path / "step.json")
+    assert again.program == program
+    timeline, simulated = again.timeline(), simulate(program, costs).timeline
+    for found, expected in zip(timeline.events, simulated.events, strict=True):
+        assert [event.item for event in found] == [event.item for event in expected]
+        assert [event.start for event in found] == pytest.approx([event.start for event in expected])
+
+
+@pytest.mark.parametrize("edges", [[[0]], [0], [[0, "1"]], {}])
+def test_wrong_edges_of_a_trace(edges: object) -> None:
+    values = trace_to_dict(measured(add_communication(diamond()), Costs(F=1, B=2)))
+    with pytest.raises(InputError, match="edges"):
+        trace_from_dict({**values, "edges": edges})
 
 
 def test_torch_has_chains_only() -> None:

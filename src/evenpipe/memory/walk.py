@@ -59,7 +59,7 @@ from evenpipe.memory.things import (
 )
 from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
 from evenpipe.schedule.effects import EFFECTS, IN_FLIGHT, Held, changes
-from evenpipe.schedule.passes import StageUnit, unit_of
+from evenpipe.schedule.passes import OFFLOAD_KINDS, StageUnit, unit_of
 from evenpipe.schedule.releases import releases
 
 SENDS_IN_FLIGHT = 2
@@ -117,8 +117,8 @@ class _Walker:
             Kind.I: self._backward,
             Kind.W: self._weights,
             Kind.R: self._recompute,
-            Kind.D: self._give_back,
-            Kind.L: self._load,
+            Kind.D: self._free,
+            Kind.L: self._keep,
             Kind.E: self._embed,
             Kind.G: self._embedding_gradient,
             Kind.S: self._output,
@@ -178,9 +178,7 @@ class _Walker:
         self._hold(*[output_of(stage)] * max(1, len(placement.successors(stage))))
         if self._moves_graph(item):
             self._drop(input_of(stage))
-            self._hold(*moved_of(stage))
-        elif not bare:
-            self._hold(self._stored(item))
+        self._keep(item)
         if stage == self._first and self._spread and not self._alone:
             self._drop(ROWS_ALL)  # the caller of the forward keeps them until its end
         if stage == self._last and not self._spread:
@@ -216,10 +214,9 @@ class _Walker:
         first = "first_" if self._makes_gradients(stage, split=split) else ""
         self._moment(Thing(f"{recomputed}{first}{'input' if split else 'backward'}_peak", stage, TRANSIENT))
         self._hold_gradients(stage, split=split)
-        self._drop(*(moved_of(stage) if self._moves_graph(item) else (self._stored(item),)))
+        self._free(item)
         self._hold(*[input_gradient_of(stage)] * max(1, len(placement.predecessors(stage))))
-        if split:
-            self._hold(Thing(f"{recomputed}queued", stage, ACTIVATIONS))
+        self._keep(item)
         if stage == self._first:
             self._rows_gradient()
         self._drop(gradient)
@@ -264,7 +261,7 @@ class _Walker:
         first = "first_" if not self._gradients_exist and rest not in self._made else ""
         self._moment(Thing(f"{recomputed}{first}weight_peak", stage, TRANSIENT))
         self._make(rest)
-        self._drop(Thing(f"{recomputed}queued", stage, ACTIVATIONS))
+        self._free(item)
 
     def _recompute(self, item: Pass) -> None:
         self._moment(Thing("recompute_peak", _stage(item), TRANSIENT))
@@ -274,14 +271,24 @@ class _Walker:
         """Return whether the stored tensors of F go to the host. With R only the stage's input does."""
         return self._key(item) in self._offloaded and self._key(item) not in self._recomputed
 
-    def _moved(self, item: Pass) -> Thing:
-        return moved_of(_stage(item))[0] if self._moves_graph(item) else input_of(_stage(item))
+    def _keep(self, item: Pass) -> None:
+        self._hold(*(thing for held in EFFECTS[item.kind].keeps for thing in self._things(held, item)))
 
-    def _give_back(self, item: Pass) -> None:
-        self._drop(self._moved(item))
+    def _free(self, item: Pass) -> None:
+        self._drop(*(thing for held in EFFECTS[item.kind].frees for thing in self._things(held, item)))
 
-    def _load(self, item: Pass) -> None:
-        self._hold(self._moved(item))
+    def _things(self, held: Held, item: Pass) -> tuple[Thing, ...]:
+        """Return what a stage's pass keeps or frees on the device, as things with bytes."""
+        stage, recomputed = _stage(item), self._key(item) in self._recomputed
+        if held is Held.WEIGHT_INPUTS:
+            return (Thing("recomputed_queued" if recomputed else "queued", stage, ACTIVATIONS),)
+        if held is not Held.ACTIVATIONS:  # on the host
+            return ()
+        if item.kind in OFFLOAD_KINDS:
+            return (moved_of(stage)[0] if self._moves_graph(item) else input_of(stage),)
+        if self._moves_graph(item):
+            return moved_of(stage)
+        return () if item.kind is Kind.F and recomputed else (self._stored(item),)  # R will store it
 
     # --- an output layer that is part of the last stage ---------------------------------------------------------
 
