@@ -298,6 +298,33 @@ def test_draw_to_a_file(suffix, capsys):
         json.loads(text)
 
 
+DIAMOND = "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n2F0,2B0,2F1,2B1\n3F0,3B0,3F1,3B1\n"
+EDGES = ("--edges", "0>1,0>2,1>3,2>3")
+
+
+def test_sequences_are_cut_into_slices(capsys):
+    found = as_json(capsys, "simulate", "--schedule", "1f1b", "--devices", "4", "--microbatches", "4", "--slices", "3")
+    assert (found["microbatches"], found["slices"]) == (4, 3)
+    assert found["bubble"] == 3 * 3
+    assert found["peak_in_flight"] == [6, 5, 4, 3]
+    small = ("--devices", "2", "--microbatches", "2", "--slices", "2")
+    assert printed(capsys, "draw", "--schedule", "1f1b", *small, "-o", "cut.svg") == "wrote cut.svg\n"
+    assert ">0.1</text>" in Path("cut.svg").read_text()
+    Path("cut.csv").write_text("0F0,0F0.1,0B0.1,0B0\n")
+    assert "sound: an order of 1 device and 1 microbatch of 2 slices" in printed(capsys, "check", "cut.csv")
+    assert as_json(capsys, "simulate", "--schedule", "cut.csv")["slices"] == 2
+
+
+def test_stages_may_form_a_graph(capsys):
+    Path("diamond.csv").write_text(DIAMOND)
+    assert as_json(capsys, "check", "diamond.csv", *EDGES)["edges"] == [[0, 1], [0, 2], [1, 3], [2, 3]]
+    graph = as_json(capsys, "simulate", "--schedule", "diamond.csv", *EDGES)
+    chain = as_json(capsys, "simulate", "--schedule", "diamond.csv")
+    assert graph["makespan"] < chain["makespan"]
+    printed(capsys, "draw", "--schedule", "diamond.csv", *EDGES, "-o", "diamond.html")
+    printed(capsys, "simulate", "--schedule", "diamond.csv", *EDGES, "--vocabulary", "vocab-2")
+
+
 # --- check ---------------------------------------------------------------------------------------------------
 
 
@@ -461,6 +488,9 @@ WRONG = [
     ([*SEARCH, "--memory-limit", "-1"], ["memory_limit", "above 0"]),
     ([*SEARCH, "--seconds", "0"], ["seconds", "above 0"]),
     (["search", "--devices", "2", "--microbatches", "0"], ["microbatches", "at least 1"]),
+    (["simulate", "--schedule", "1f1b", *SIZE, "--slices", "0"], ["slices must be", "at least 1, not 0"]),
+    (["simulate", "--schedule", "dualpipe-v", *SIZE, "--slices", "2"], ["must be passes of their own"]),
+    (["simulate", "--schedule", "1f1b", *SIZE, "--edges", "0-1"], ["'0-1' is not an edge"]),
     (
         ["search", "--devices", "8", "--microbatches", "200", "--split-backward", "--memory-limit", "8"],
         ["small cases", "4800 passes"],

@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 
 import evenpipe
 from evenpipe.errors import InputError, RunError
+from evenpipe.schedule import Order
 
 CONFIG = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, vocab_size=300)
 IDS = torch.arange(32).reshape(4, 8)
@@ -16,6 +17,19 @@ MADE = [
     # arguments of Pipeline, words of the sentence
     ({"schedule": "1f1c"}, ["'1f1c' is unknown, did you mean '1f1b'?", "Accepted: gpipe"]),
     ({"schedule": 3}, ["schedule: int", "expected a name, an Order"]),
+    (
+        {"schedule": Order.from_csv("0F0,0F0.1,0B0.1,0B0"), "vocabulary": "first-last"},
+        ["sequences of 2 slices can be planned, simulated and drawn", "expected an order without slices"],
+    ),
+    (
+        {
+            "schedule": Order.from_csv(
+                "0F0,1F0,2F0,3F0,3B0,2B0,1B0,0B0", edges=((0, 1), (0, 2), (1, 3), (2, 3)), microbatches=1
+            ),
+            "vocabulary": "first-last",
+        },
+        ["a graph of stages can be planned, simulated and drawn", "the runtime trains a chain only"],
+    ),
     ({"vocabulary": "vocab-3"}, ["'vocab-3' is unknown, did you mean 'vocab-2'?"]),
     ({"microbatches": 0}, ["microbatches: 0", "at least 1"]),
     ({"microbatches": "4"}, ["microbatches: '4'", "a whole number"]),

@@ -6,8 +6,6 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from schedule_oracle import same_transfer
-
 from evenpipe.schedule import Item, Kind, Pass, Transfer, TransferKind, parts_of
 from evenpipe.schedule.passes import JOINT_KINDS, SHAPES
 
@@ -105,10 +103,15 @@ def insert_passes(rng: random.Random, rows: Rows, kinds: list[Kind], stage: int)
 
 def move_on_all_members(rng: random.Random, rows: Rows) -> None:
     """A transfer, in each row that has it, by a few places; where there are no transfers, nothing is done."""
-    there = [same_transfer(item) for row in rows for item in row if isinstance(item, Transfer)]
+
+    def same(item: Transfer) -> tuple[str, tuple[int, ...], int, int]:
+        name = item.kind.value if item.stage is None else item.kind.value[-1]
+        return name, item.members, item.microbatch, item.slice
+
+    there = [same(item) for row in rows for item in row if isinstance(item, Transfer)]
     for chosen in there and [rng.choice(there)]:
         for row in rows:
-            found = [at for at, item in enumerate(row) if isinstance(item, Transfer) and same_transfer(item) == chosen]
+            found = [at for at, item in enumerate(row) if isinstance(item, Transfer) and same(item) == chosen]
             for position in found[:1]:
                 row.insert(max(0, position + rng.randint(-4, 4)), row.pop(position))
 
@@ -140,7 +143,12 @@ def change_stage(rng: random.Random, rows: Rows) -> None:
 
 
 def change_slice(rng: random.Random, rows: Rows) -> None:
-    changed(rng, rows, slice=lambda item: 1)
+    changed(rng, rows, slice=lambda item: rng.choice([other for other in range(3) if other != item.slice]))
+
+
+def change_peer(rng: random.Random, rows: Rows) -> None:
+    """The stage at the other end of a hop that names it."""
+    changed(rng, rows, peer=lambda item: item.peer + rng.choice([-1, 1, 10**6]))
 
 
 def change_kind(rng: random.Random, rows: Rows) -> None:
@@ -167,4 +175,13 @@ TO_BOTH = [
     *(join_neighbours, repeat_within_a_joint_pass, insert_copies),
     *(change_microbatch, change_stage, change_slice, change_kind),
 ]
-TO_PROGRAMS = [*TO_BOTH, swap_neighbours, move, move_on_all_members, change_members, change_root, change_communicator]
+TO_PROGRAMS = [
+    *TO_BOTH,
+    swap_neighbours,
+    move,
+    change_peer,
+    move_on_all_members,
+    change_members,
+    change_root,
+    change_communicator,
+]

@@ -18,13 +18,15 @@ from threading import Lock
 from typing import Any
 
 import torch
-from schedule_oracle import same_transfer
+from schedule_oracle import Carried, same_transfer
 from torch import Tensor
 
-from evenpipe.schedule import Transfer
+from evenpipe.schedule import Placement, Transfer
 from evenpipe.schedule.passes import parse_item
 
 MOST_DEVICES = 4
+CHAIN = Placement.linear(64)
+"""Longer than that of any program here: an edge of a chain is named by its stages."""
 _threads = ThreadPoolExecutor(MOST_DEVICES, "device")
 
 
@@ -37,10 +39,10 @@ class StoppedError(Exception):
 
 
 @lru_cache(maxsize=4096)
-def _identity(what: str) -> tuple[str, int, int, int]:
+def _identity(what: str) -> Carried:
     item = parse_item(what)
     assert isinstance(item, Transfer)
-    return same_transfer(item)
+    return same_transfer(item, CHAIN)
 
 
 @dataclass(slots=True, eq=False)

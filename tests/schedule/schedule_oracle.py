@@ -5,15 +5,38 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from evenpipe.schedule import Costs, Item, Kind, Order, Pass, Placement, Program, Transfer, TransferKind, parts_of
 
 Placed = tuple[int, Pass]  # device, pass
+Unit = tuple[int | None, int]  # microbatch and slice
+Carried = tuple[str, tuple[int, int], int, int]  # direction or kind, edge, microbatch, slice
+NO_EDGE = (-1, -1)
+
+DIAMOND = ((0, 1), (0, 2), (1, 3), (2, 3))
+UNEVEN = ((0, 1), (0, 3), (1, 2), (2, 4), (3, 4))  # branches of two stages, and of one
+GRAPHS = [
+    Placement(4, (0, 1, 2, 3), DIAMOND),
+    Placement(2, (0, 1, 1, 0), DIAMOND),
+    Placement(2, (0, 0, 1, 1), DIAMOND),
+    Placement(1, (0, 0, 0, 0), DIAMOND),
+    Placement(3, (0, 1, 2, 1, 0), UNEVEN),
+    Placement(5, (0, 1, 2, 3, 4), UNEVEN),
+]
 
 
 def words(order: Order, device: int) -> str:
     """The row of a device as text."""
     return " ".join(map(str, order.passes(device)))
+
+
+def leading_to(placement: Placement, stage: int) -> list[int]:
+    return [source for source, target in placement.edges if target == stage]
+
+
+def following(placement: Placement, stage: int) -> list[int]:
+    return [target for source, target in placement.edges if source == stage]
 
 
 def needs(order: Order) -> dict[Placed, list[Placed]]:
@@ -26,26 +49,30 @@ def needs(order: Order) -> dict[Placed, list[Placed]]:
         (device, part) for device in range(order.devices) for item in order.passes(device) for part in parts_of(item)
     }
 
-    def at(kind: Kind, stage: int, i: int | None) -> Placed:
-        return place.device_of(stage), Pass(kind, stage, i)
+    def at(kind: Kind, stage: int, unit: Unit) -> Placed:
+        return place.device_of(stage), Pass(kind, stage, *unit)
 
-    def backward(stage: int, i: int | None) -> Placed:
-        return at(Kind.B, stage, i) if at(Kind.B, stage, i) in everything else at(Kind.I, stage, i)
+    def backward(stage: int, unit: Unit) -> Placed:
+        return at(Kind.B, stage, unit) if at(Kind.B, stage, unit) in everything else at(Kind.I, stage, unit)
 
-    def everywhere(kind: Kind, i: int | None) -> list[Placed]:
-        return [(device, Pass(kind, None, i)) for device in range(order.devices)]
+    def everywhere(kind: Kind, unit: Unit) -> list[Placed]:
+        return [(device, Pass(kind, None, *unit)) for device in range(order.devices)]
 
     combining = Kind.T if barriers == 2 and not order.forward_only else Kind.C
     result: dict[Placed, list[Placed]] = {}
     for device, item in everything:
-        stage, i = item.stage, item.microbatch
+        stage, i = item.stage, (item.microbatch, item.slice)
         found: list[Placed] = []
         if item.kind is Kind.F:
-            found += [at(Kind.F, stage - 1, i)] if stage else everywhere(Kind.E, i) if barriers else []
+            found += [at(Kind.F, before, i) for before in leading_to(place, stage)]
+            found += everywhere(Kind.E, i) if barriers and not stage else []
+            found += [at(Kind.F, stage, (i[0], i[1] - 1))] if i[1] else []
         elif item.kind in {Kind.B, Kind.I}:
             found.append(at(Kind.F, stage, i))
             found += [at(Kind.L, stage, i)] if at(Kind.L, stage, i) in everything else []
-            found += [backward(stage + 1, i)] if stage < last else everywhere(combining, i) if barriers else []
+            found += [backward(behind, i) for behind in following(place, stage)]
+            found += everywhere(combining, i) if barriers and stage == last else []
+            found += [backward(stage, (i[0], i[1] + 1))] if i[1] + 1 < order.slices else []
         elif item.kind is Kind.W:
             found.append(at(Kind.I, stage, i))
         elif item.kind in {Kind.O, Kind.D, Kind.L}:
@@ -55,7 +82,7 @@ def needs(order: Order) -> dict[Placed, list[Placed]]:
         elif item.kind is combining:
             found += everywhere(Kind.S, i)
         elif item.kind is Kind.T:
-            found.append((device, Pass(Kind.C, None, i)))
+            found.append((device, Pass(Kind.C, None, *i)))
         elif item.kind is Kind.G:
             found.append(backward(0, i))
         result[device, item] = found
@@ -98,13 +125,16 @@ def end_times(order: Order, duration: Callable[[Pass, int], float]) -> dict[Plac
     return ends
 
 
-def same_transfer(item: Transfer) -> tuple[str, int, int, int]:
+def same_transfer(item: Transfer, placement: Placement) -> Carried:
     """What is the same on both ends of a hop, and on all members of a collective."""
-    sending = {TransferKind.SEND_F: 1, TransferKind.SEND_B: -1}
-    receiving = {TransferKind.RECV_F: 0, TransferKind.RECV_B: 0}
-    kind = item.kind.value[-1] if item.kind in sending or item.kind in receiving else item.kind.value
-    stage = -1 if item.stage is None else item.stage + sending.get(item.kind, 0)
-    return kind, stage, item.microbatch, item.slice
+    unit = item.microbatch, item.slice
+    if item.stage is None:
+        return item.kind.value, NO_EDGE, *unit
+    forward = item.kind in {TransferKind.SEND_F, TransferKind.RECV_F}
+    sends = item.kind in {TransferKind.SEND_F, TransferKind.SEND_B}
+    beside = following(placement, item.stage) if forward == sends else leading_to(placement, item.stage)
+    other = item.peer if item.peer is not None else (*beside, -1)[0]
+    return item.kind.value[-1], (item.stage, other) if sends else (other, item.stage), *unit
 
 
 def order_is_sound(order: Order) -> bool:
@@ -118,18 +148,19 @@ def order_is_sound(order: Order) -> bool:
     placed = Counter(
         (device, part) for device in range(order.devices) for item in order.passes(device) for part in parts_of(item)
     )
+    units = [(microbatch, part) for microbatch in range(order.microbatches) for part in range(order.slices)]
     for device in range(order.devices):
-        for i in range(order.microbatches):
+        for unit in units:
             for kind in shard:
-                placed[device, Pass(kind, None, i)] -= 1
+                placed[device, Pass(kind, None, *unit)] -= 1
     for stage in range(last + 1):
-        for i in range(order.microbatches):
+        for unit in units:
             device = place.device_of(stage)
-            split = placed[device, Pass(Kind.B, stage, i)] == 0
+            split = placed[device, Pass(Kind.B, stage, *unit)] == 0
             backward = [] if order.forward_only else [Kind.I, Kind.W] if split else [Kind.B]
-            moved = {placed[device, Pass(kind, stage, i)] for kind in (Kind.O, Kind.D, Kind.L)} != {0}
+            moved = {placed[device, Pass(kind, stage, *unit)] for kind in (Kind.O, Kind.D, Kind.L)} != {0}
             for kind in (Kind.F, *backward, *((Kind.O, Kind.D, Kind.L) if moved and backward else ())):
-                placed[device, Pass(kind, stage, i)] -= 1
+                placed[device, Pass(kind, stage, *unit)] -= 1
     if any(placed.values()):
         return False
     direct, done = needs(order), set()
@@ -159,10 +190,10 @@ def program_is_sound(program: Program, sound: Program) -> bool:
             (device, item) for device, row in enumerate(of.rows) for item in row if isinstance(item, Transfer)
         )
 
-    def sequence(device: int, communicator: str, other: int) -> list[tuple[str, int, int, int]]:
+    def sequence(device: int, communicator: str, other: int) -> list[Carried]:
         """What both devices issue on a communicator, in the order of the first."""
         row = [item for item in program.rows[device] if isinstance(item, Transfer) and other in item.members]
-        return [same_transfer(item) for item in row if item.communicator == communicator]
+        return [same_transfer(item, program.placement) for item in row if item.communicator == communicator]
 
     return (
         order_is_sound(program.order)
@@ -191,7 +222,7 @@ def in_time(program: Program, device: int, item: Transfer) -> bool:
         for position, other in enumerate(program.rows[device])
         for part in (() if other is None else (other,) if isinstance(other, Transfer) else parts_of(other))
     }
-    here, i = places[str(item)], item.microbatch
+    here, i = places[str(item)], str(Pass(Kind.S, None, item.microbatch, item.slice))[1:]
     last = program.placement.stages - 1
     combining = "T" if program.barriers == 2 and not program.forward_only else "C"
     before, behind = {
@@ -210,29 +241,31 @@ def in_time(program: Program, device: int, item: Transfer) -> bool:
     )
 
 
-def waits(program: Program, device: int, item: Pass) -> set[tuple[str, int, int, int]]:
+def waits(program: Program, device: int, item: Pass) -> set[Carried]:
     """The transfers of `program` that `item` of `device` waits for, by `same_transfer`."""
     if item.parts:
         return set().union(*(waits(program, device, part) for part in item.parts))
-    stage, i = item.stage, item.microbatch
+    stage, unit = item.stage, (item.microbatch, item.slice)
     last, place = program.placement.stages - 1, program.placement
-    found = set()
+    found: set[Carried] = set()
     if program.devices == 1:
         return found
-    if item.kind is Kind.F and stage and place.device_of(stage - 1) != device:
-        found.add(("F", stage, i, 0))
+    if item.kind is Kind.F:
+        elsewhere = [before for before in leading_to(place, stage) if place.device_of(before) != device]
+        found |= {("F", (before, stage), *unit) for before in elsewhere}
     if item.kind is Kind.F and stage == 0 and program.barriers:
-        found.add(("ROWS", -1, i, 0))
-    if item.kind in {Kind.B, Kind.I} and stage < last and place.device_of(stage + 1) != device:
-        found.add(("B", stage, i, 0))
+        found.add(("ROWS", NO_EDGE, *unit))
+    if item.kind in {Kind.B, Kind.I}:
+        elsewhere = [behind for behind in following(place, stage) if place.device_of(behind) != device]
+        found |= {("B", (behind, stage), *unit) for behind in elsewhere}
     if item.kind in {Kind.B, Kind.I} and stage == last and program.barriers:
-        found.add(("DX", -1, i, 0))
+        found.add(("DX", NO_EDGE, *unit))
     if item.kind is Kind.S and place.last_device != device:
-        found.add(("X", -1, i, 0))
+        found.add(("X", NO_EDGE, *unit))
     if item.kind is Kind.C or (item.kind is Kind.T and program.barriers == 2):
-        found.add(("STATISTICS", -1, i, 0))
+        found.add(("STATISTICS", NO_EDGE, *unit))
     if item.kind is Kind.G and place.first_device != device:
-        found.add(("ROW_GRADIENTS", -1, i, 0))
+        found.add(("ROW_GRADIENTS", NO_EDGE, *unit))
     return found
 
 
@@ -244,20 +277,16 @@ def completes(program: Program, queue: Callable[[Transfer], str], *, blocking: b
     """
     rows = [[item for item in row if item is not None] for row in program.rows]
     position = [0] * program.devices
-    queues: list[dict[str, list[tuple[str, int, int, int]]]] = [{} for _ in rows]
+    queues: list[dict[str, list[Carried]]] = [{} for _ in rows]
+
+    def same(item: Transfer) -> Carried:
+        return same_transfer(item, program.placement)
+
     members = {
-        same_transfer(item): item.members
-        for device, row in enumerate(rows)
-        for item in row
-        if isinstance(item, Transfer)
+        same(item): item.members for device, row in enumerate(rows) for item in row if isinstance(item, Transfer)
     }
-    names = {
-        same_transfer(item): queue(item)
-        for device, row in enumerate(rows)
-        for item in row
-        if isinstance(item, Transfer)
-    }
-    complete: set[tuple[str, int, int, int]] = set()
+    names = {same(item): queue(item) for device, row in enumerate(rows) for item in row if isinstance(item, Transfer)}
+    complete: set[Carried] = set()
     issued: set[tuple[int, int]] = set()
     moving = True
     while moving:
@@ -270,8 +299,8 @@ def completes(program: Program, queue: Callable[[Transfer], str], *, blocking: b
                         break
                 elif (device, position[device]) not in issued:
                     issued.add((device, position[device]))
-                    queues[device].setdefault(queue(item), []).append(same_transfer(item))
-                if blocking and isinstance(item, Transfer) and same_transfer(item) not in complete:
+                    queues[device].setdefault(queue(item), []).append(same(item))
+                if blocking and isinstance(item, Transfer) and same(item) not in complete:
                     break
                 position[device] += 1
                 moving = True
@@ -286,7 +315,7 @@ def completes(program: Program, queue: Callable[[Transfer], str], *, blocking: b
 
 
 def random_order(
-    seed: int, placement: Placement, microbatches: int, *, split: bool = False, eager: float = 0.5
+    seed: int, placement: Placement, microbatches: int, *, split: bool = False, eager: float = 0.5, slices: int = 1
 ) -> Order:
     """A sound order without vocabulary passes: again and again one of the passes that are ready, chosen at random.
 
@@ -295,16 +324,20 @@ def random_order(
     rng = random.Random(seed)
     kinds = (Kind.F, Kind.I, Kind.W) if split else (Kind.F, Kind.B)
     stages = range(placement.stages)
-    left = {Pass(kind, stage, i) for kind in kinds for stage in stages for i in range(microbatches)}
+    units = [(microbatch, part) for microbatch in range(microbatches) for part in range(slices)]
+    left = {Pass(kind, stage, *unit) for kind in kinds for stage in stages for unit in units}
     rows: list[list[Pass]] = [[] for _ in range(placement.devices)]
 
     def ready(item: Pass) -> bool:
-        stage, i = item.stage, item.microbatch
-        if item.kind is Kind.F:
-            return stage == 0 or Pass(Kind.F, stage - 1, i) not in left
+        stage, microbatch, part = item.stage, item.microbatch, item.slice
         if item.kind is Kind.W:
-            return Pass(Kind.I, stage, i) not in left
-        return Pass(Kind.F, stage, i) not in left and Pass(item.kind, stage + 1, i) not in left
+            return Pass(Kind.I, stage, microbatch, part) not in left
+        if item.kind is Kind.F:
+            needed = [Pass(Kind.F, before, microbatch, part) for before in leading_to(placement, stage)]
+            return not left & {*needed, Pass(Kind.F, stage, microbatch, part - 1)}
+        needed = [Pass(item.kind, behind, microbatch, part) for behind in following(placement, stage)]
+        own = Pass(Kind.F, stage, microbatch, part), Pass(item.kind, stage, microbatch, part + 1)
+        return not left & {*needed, *own}
 
     while left:
         choices = sorted(filter(ready, left), key=str)
@@ -312,7 +345,7 @@ def random_order(
         item = rng.choice(backward) if backward and rng.random() < eager else rng.choice(choices)
         left.remove(item)
         rows[placement.device_of(item.stage)].append(item)
-    return Order(placement, microbatches, tuple(map(tuple, rows)))
+    return Order(placement, microbatches, tuple(map(tuple, rows)), slices=slices)
 
 
 def random_costs(seed: int, placement: Placement) -> Costs:
@@ -332,4 +365,4 @@ def random_costs(seed: int, placement: Placement) -> Costs:
 def edited(program: Program, device: int, row: Sequence[Item | None]) -> Program:
     """`program` with another row for one device."""
     rows = tuple(tuple(row) if here == device else old for here, old in enumerate(program.rows))
-    return Program(program.placement, program.microbatches, rows, program.barriers, program.forward_only)
+    return replace(program, rows=rows)

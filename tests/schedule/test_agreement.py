@@ -40,7 +40,7 @@ TABLE = [
 def test_by_hand(*, text: str, old: str, new: str, sound: bool) -> None:
     whole = Program.from_csv(text.strip())
     assert check_program(whole).ok and old in text
-    damaged = Program.from_csv(text.strip().replace(old, new), placement=whole.placement, microbatches=1)
+    damaged = Program.from_csv(text.strip().replace(old, new), placement=whole.placement, microbatches=1, slices=1)
     assert check_program(damaged).ok == sound
     if sound:
         walk(damaged, seed=0)

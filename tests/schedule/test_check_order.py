@@ -63,7 +63,7 @@ TABLE = [
         [(1, 2, "2B0 names a stage that does not exist; stages are 0 to 1")],
     ),
     (("0F0,0B0", "1F0,1B0,1F7"), {"microbatches": 1}, [(1, 2, "1F7 names a microbatch that does not exist")]),
-    (("0F0,0B0", "1F0,1F0.1,1B0"), {}, [(1, 1, "1F0.1 is for a slice of a sequence")]),
+    (("0F0,0B0", "1F0,1F0.1,1B0"), {"slices": 1}, [(1, 1, "1F0.1 is for a slice of a sequence")]),
     (("0F0,S0,0B0", "1F0,1B0"), {"barriers": 0}, [(0, 1, "S0 is not allowed in an order with 0 barriers")]),
     (
         ("E0,0F0,S0,C0,T0,0B0,G0", "E0,1F0,S0,T0,1B0,G0"),

@@ -147,7 +147,7 @@ def test_members_of_a_communicator_issue_its_transfers_in_one_order(**case: obje
         assert len(members) == len(set(members)) > 1
         issued = {
             tuple(
-                same_transfer(item)
+                same_transfer(item, program.placement)
                 for item in program.rows[device]
                 if isinstance(item, Transfer) and item.communicator == name
             )

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_oracle import ancestors, completes, edited, in_time, random_costs, random_order, same_transfer
+from schedule_oracle import (
+    GRAPHS,
+    Carried,
+    ancestors,
+    completes,
+    edited,
+    in_time,
+    random_costs,
+    random_order,
+    same_transfer,
+)
 
 from evenpipe.schedule import (
     Item,
@@ -16,6 +27,7 @@ from evenpipe.schedule import (
     Program,
     Transfer,
     add_communication,
+    add_slices,
     add_vocabulary,
     check_order,
     check_program,
@@ -30,6 +42,7 @@ PLACEMENTS = [
     Placement.linear(4),
     Placement.looped(3, 2),
     Placement.v_shape(2),
+    *GRAPHS,
 ]
 CASES = {
     "placement": st.sampled_from(PLACEMENTS),
@@ -38,19 +51,21 @@ CASES = {
     "mode": st.sampled_from(["none", "vocab-1", "vocab-2", "interlaced"]),
     "base": st.sampled_from(["gpipe", "1f1b", "random", "random and split"]),
     "evaluates": st.booleans(),
+    "slices": st.integers(1, 2),
 }
 PROPERTY = settings(max_examples=100, deadline=None)
 
 
 def sound(
-    *, placement: Placement, microbatches: int, seed: int, mode: str, base: str, evaluates: bool
+    *, placement: Placement, microbatches: int, seed: int, mode: str, base: str, evaluates: bool, slices: int
 ) -> tuple[Order, Program, random.Random]:
     costs = random_costs(seed, placement)
     if base in {"gpipe", "1f1b"}:
         placement = Placement.linear(placement.devices)
-        order, costs = generate(base, placement.devices, microbatches), random_costs(seed, placement)
+        order = add_slices(generate(base, placement.devices, microbatches * slices), slices)
+        costs = random_costs(seed, placement)
     else:
-        order = random_order(seed, placement, microbatches, split="split" in base)
+        order = random_order(seed, placement, microbatches, split="split" in base, slices=slices)
     if mode == "interlaced":
         order = interlace(order, costs)
     elif mode != "none":
@@ -64,7 +79,7 @@ def sound(
 
 def with_row(order: Order, device: int, row: list[Pass]) -> Order:
     rows = tuple(tuple(row) if here == device else old for here, old in enumerate(order.rows))
-    return Order(order.placement, order.microbatches, rows, order.barriers, order.forward_only)
+    return replace(order, rows=rows)
 
 
 def anywhere(rng: random.Random, rows: tuple[tuple[Item | None, ...], ...]) -> tuple[int, int, list[Item | None]]:
@@ -199,6 +214,6 @@ def test_a_moved_transfer_is_found_if_and_only_if_it_does_harm(**case: object) -
     assert check_program(moved).ok == harmless
 
 
-def issued(program: Program, device: int, communicator: str) -> list[tuple[str, int, int, int]]:
-    row = program.rows[device]
-    return [same_transfer(item) for item in row if isinstance(item, Transfer) and item.communicator == communicator]
+def issued(program: Program, device: int, communicator: str) -> list[Carried]:
+    row = [item for item in program.rows[device] if isinstance(item, Transfer)]
+    return [same_transfer(item, program.placement) for item in row if item.communicator == communicator]

@@ -30,18 +30,30 @@ from evenpipe.schedule import (
 PLACEMENTS = {
     "random, looped": lambda devices: Placement.looped(devices, 2),
     "random, in a V": Placement.v_shape,
+    "random, on two branches": lambda devices: Placement(devices, (0, *range(devices), devices - 1, 0), fork(devices)),
 }
+
+
+def fork(devices: int) -> tuple[tuple[int, int], ...]:
+    """Stage 0, a branch of as many stages as devices beside one of a single stage, and a last stage."""
+    long = tuple((stage, stage + 1) for stage in range(devices))
+    return (*long, (devices, devices + 2), (0, devices + 1), (devices + 1, devices + 2))
+
+
 NAMES = [*SCHEDULES, *PLACEMENTS]
 
 
 @cache
-def sound(name: str, devices: int, microbatches: int, mode: str, evaluates: bool) -> tuple[Order, Program] | None:
+def sound(
+    name: str, devices: int, microbatches: int, mode: str, *, evaluates: bool, slices: int
+) -> tuple[Order, Program] | None:
     """None where the schedule is not made for this size."""
     schedule = name
     if name in PLACEMENTS:
-        schedule = random_order(devices, PLACEMENTS[name](devices), microbatches, split=mode == "vocab-2")
+        placement = PLACEMENTS[name](devices)
+        schedule = random_order(devices, placement, microbatches, split=mode == "vocab-2", slices=slices)
     try:
-        order, program = plan_program(schedule, devices, microbatches, mode)
+        order, program = plan_program(schedule, devices, microbatches, mode, slices=slices)
     except InputError:
         return None
     if evaluates:
@@ -58,6 +70,7 @@ CASES = {
     "microbatches": st.integers(1, 4),
     "mode": st.sampled_from(MODES),
     "evaluates": st.booleans(),
+    "slices": st.integers(1, 3),
     "seed": st.integers(0, 10**6),
 }
 
@@ -112,6 +125,6 @@ def test_two_damages_are_both_named(seed: int, **case: object) -> None:
 
 def test_every_damage_to_a_transfer_is_of_a_kind_that_was_tried() -> None:
     """The names of this file's table, so that a field added to transfers is not forgotten."""
-    fields = set(Transfer.__dataclass_fields__) - {"bytes"}
-    assert fields == {"kind", "stage", "microbatch", "slice", "members", "root", "communicator"}
+    fields = set(Transfer.__dataclass_fields__)
+    assert fields == {"kind", "stage", "microbatch", "slice", "members", "root", "communicator", "peer"}
     assert set(Pass.__dataclass_fields__) == {"kind", "stage", "microbatch", "slice", "parts"}

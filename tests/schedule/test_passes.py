@@ -115,8 +115,8 @@ def test_parts_that_cannot_run_as_one(kind: Kind, stage: int | None, parts: tupl
         Pass(kind, stage, parts=parts)
 
 
-def test_bytes_are_no_part_of_a_transfers_identity() -> None:
-    small, large = (Transfer(TransferKind.X, None, 0, members=(0, 1), root=1, bytes=size) for size in (1, 2))
-    assert small == large
-    assert hash(small) == hash(large)
-    assert small != Transfer(TransferKind.X, None, 0, members=(0, 1), root=0)
+def test_members_and_root_are_part_of_a_transfers_identity() -> None:
+    one = Transfer(TransferKind.X, None, 0, members=(0, 1), root=1)
+    assert one == Transfer(TransferKind.X, None, 0, members=(0, 1), root=1)
+    assert one != Transfer(TransferKind.X, None, 0, members=(0, 1), root=0)
+    assert one != Transfer(TransferKind.X, None, 0, members=(0, 2), root=1)

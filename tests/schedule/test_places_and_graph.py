@@ -40,7 +40,8 @@ TABLE = [
 @pytest.mark.parametrize(("row", "at", "joint", "odd"), TABLE)
 def test_places(row: str, at: dict[str, list[int]], joint: list[int], odd: list[int]) -> None:
     places = Places.of([None if word == "." else parse_item(word) for word in row.split()], 3, 10)
-    found = {f"{'' if stage is None else stage}{kind}": numbers for (kind, stage), numbers in places.at.items()}
+    lists = [*places.at.items(), *places.transfers.items()]
+    found = {f"{'' if stage is None else stage}{kind}": numbers for (kind, stage, *_), numbers in lists}
     assert {name: numbers for name, numbers in found.items() if numbers} == at
     assert (places.joint, places.odd) == (joint, odd)
 

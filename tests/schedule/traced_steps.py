@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from evenpipe.schedule import Costs, Dependencies, Kind, Pass, Program, Transfer, generate
+from evenpipe.schedule.passes import unit_of
 from evenpipe.schedule.trace import Clock, CopyTime, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
 from evenpipe.schedule.transforms import add_communication
 from evenpipe.simulate import simulate
@@ -66,7 +67,7 @@ def measured(program: Program, costs: Costs) -> Trace:
                 continue
             route = dependencies.route_of(event.item, device)
             assert route is not None
-            ends[route.number, event.item.microbatch] = event.end
+            ends[route.number, unit_of(event.item, program.slices)] = event.end
     devices = []
     for device, row in enumerate(program.rows):
         events = {event.item: event for event in timeline.events[device]}
@@ -84,7 +85,7 @@ def measured(program: Program, costs: Costs) -> Trace:
             for transfer in dependencies.waits_for(item, device):
                 route = dependencies.route_of(transfer, device)
                 assert route is not None
-                until = max(waited, ends[route.number, transfer.microbatch])
+                until = max(waited, ends[route.number, unit_of(transfer, program.slices)])
                 waits.append(WaitTime(transfer, item, waited, until))
                 waited = until
             copy = copies[device].get(replace(item, kind=AWAITED[item.kind])) if item.kind in AWAITED else None

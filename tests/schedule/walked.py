@@ -23,6 +23,7 @@ from evenpipe.host.pool import HostPool
 from evenpipe.layers.weight_gradients import WeightGradients, split_layers
 from evenpipe.parallel.parameters import Matrix
 from evenpipe.runtime.batch import IGNORE_INDEX, Batch, Microbatch
+from evenpipe.runtime.transport import Transport
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.runtime.walker import Walker
 from evenpipe.schedule import Program
@@ -178,16 +179,18 @@ def _device(program: Program, device: int, exchange: Exchange) -> Device:
         stages,
         None if embedding is None else EmbeddingShard(Matrix(embedding, embedding.dtype), shards, part, None),
         output,
-        communicators={  # type: ignore[arg-type]
-            name: Line(exchange, name, members, device)
-            for name, members in program.communicators.items()
-            if device in members
-        },
-        ranks=range(placement.devices),
+        transport=Transport(
+            {  # type: ignore[arg-type]
+                name: Line(exchange, name, members, device)
+                for name, members in program.communicators.items()
+                if device in members
+            },
+            range(placement.devices),
+            HIDDEN,
+            torch.float64,
+            CPU,
+        ),
         vocabulary_passes=sharded,
-        hidden_size=HIDDEN,
-        hidden_dtype=torch.float64,
-        torch_device=CPU,
         weight_gradients=queue,
         activations=activations,
     )

@@ -82,7 +82,8 @@ def _simulated(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], s
         found = [replace(timeline, memory=None) for timeline in found]
     timelines = dict(zip(labels(planned), found, strict=True))
     size = planned[0].schedule
-    return timelines, f"{count(size.devices, 'device')}, {count(size.microbatches, 'microbatch')}"
+    title = f"{count(size.devices, 'device')}, {count(size.microbatches, 'microbatch')}"
+    return timelines, title if size.slices == 1 else f"{title} of {count(size.slices, 'slice')}"
 
 
 def _measured(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], str, str]:
@@ -90,7 +91,17 @@ def _measured(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], st
     from evenpipe.schedule.files import read_costs
     from evenpipe.schedule.trace_file import read_trace
 
-    others = ("schedule", "compare", "devices", "microbatches", "stages_per_device", "group_size", "memory_limit")
+    others = (
+        "schedule",
+        "compare",
+        "devices",
+        "microbatches",
+        "stages_per_device",
+        "slices",
+        "group_size",
+        "edges",
+        "memory_limit",
+    )
     for name in (*others, "vocabulary"):
         if getattr(arguments, name) is not None:
             option = name.replace("_", "-")

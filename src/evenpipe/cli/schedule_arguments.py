@@ -12,6 +12,7 @@ from evenpipe.given import plain
 
 if TYPE_CHECKING:
     from evenpipe.plan.cases import Case
+    from evenpipe.schedule.placement import Edge
 
 COSTS = """
 Costs: a TOML or JSON file with times in one unit: F, B (or I and W) per stage; S, C, T, E, G per device; p2p,
@@ -25,7 +26,7 @@ are compared, the first and last stage do the vocabulary work of the latter: S +
 with F, I and W of the last stage, E with F and G with W of the first stage."""
 
 LARGEST = 10_000_000
-"""Largest devices x microbatches x stages per device: some thirty million passes, an hour of simulation."""
+"""Largest devices x microbatches x stages per device x slices: some thirty million passes, an hour of simulation."""
 
 
 def schedules_help() -> str:
@@ -55,6 +56,22 @@ def add_memory_limit(parser: argparse.ArgumentParser, use: str) -> None:
     parser.add_argument("--memory-limit", metavar="K[,K...]", help=use)
 
 
+def add_edges(parser: argparse.ArgumentParser) -> None:
+    """Add `--edges`, for `edges`."""
+    parser.add_argument(
+        "--edges",
+        metavar="S>T,...",
+        help="edges between the stages of a file, as in '0>1,0>2,1>3,2>3' (default: a chain)",
+    )
+
+
+def edges(arguments: argparse.Namespace) -> tuple[Edge, ...]:
+    """Return the value of `--edges`. Raises InputError if it is not valid."""
+    from evenpipe.schedule.placement import edges_of_text
+
+    return () if arguments.edges is None else edges_of_text(arguments.edges)
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add `--json`."""
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -75,8 +92,12 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
         "--stages-per-device", metavar="V", type=int, help="stages per device, for schedules that leave a choice"
     )
     parser.add_argument(
+        "--slices", metavar="N", type=int, help="cut every sequence into so many slices of equal time (default: 1)"
+    )
+    parser.add_argument(
         "--group-size", metavar="G", type=int, help="microbatches that a device takes in turn (some schedules)"
     )
+    add_edges(parser)
     add_memory_limit(parser, "most stage activations that a device may hold, for schedules that have this option")
     parser.add_argument(
         "--vocabulary",
@@ -143,17 +164,19 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         costs=None if arguments.costs is None else read_costs(arguments.costs),
         options=given,
         offload=offload(arguments),
+        slices=arguments.slices,
+        edges=edges(arguments),
     )
 
 
 def refuse_too_large(arguments: argparse.Namespace) -> None:
     """Raise InputError for a size that would take hours, such as a mistyped number."""
     size = 1
-    for name in ("devices", "microbatches", "stages_per_device"):
-        size *= max(1, getattr(arguments, name) or 1)
+    for name in ("devices", "microbatches", "stages_per_device", "slices"):
+        size *= max(1, getattr(arguments, name, None) or 1)
     if size > LARGEST:
         raise InputError(
-            f"devices x microbatches x stages per device is {size}, too many to simulate; accepted: {LARGEST}"
+            f"devices x microbatches x stages per device x slices is {size}, too many to simulate; accepted: {LARGEST}"
         )
 
 

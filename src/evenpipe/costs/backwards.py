@@ -22,7 +22,7 @@ def with_backward(order: Order, backward: str) -> Order:
     if backward not in BACKWARDS:
         raise InputError(f"backward must be one of {', '.join(BACKWARDS)}, not '{backward}'")
     rows = tuple(tuple(_row(list(order.passes(device)), backward)) for device in range(order.devices))
-    return Order(order.placement, order.microbatches, rows, order.barriers, order.forward_only)
+    return replace(order, rows=rows)
 
 
 def _row(items: list[Pass], backward: str) -> list[Pass]:
@@ -75,7 +75,7 @@ def one_by_one(order: Order) -> Order:
         tuple(sorted((part for item in order.passes(device) for part in parts_of(item)), key=_microbatch))
         for device in range(order.devices)
     )
-    return Order(order.placement, order.microbatches, rows, order.barriers, order.forward_only)
+    return replace(order, rows=rows)
 
 
 def _microbatch(item: Pass) -> float:

@@ -23,7 +23,7 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import Costs, Dependencies, Kind, Pass, Transfer, TransferKind
-from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, STAGE_KINDS, VOCABULARY_KINDS
+from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, STAGE_KINDS, VOCABULARY_KINDS, unit_of
 from evenpipe.schedule.trace import DeviceTrace, PassTime, Trace
 
 CLASS_OF = {
@@ -208,12 +208,12 @@ def _add(samples: Samples, item: Pass, device: int, sample: Sample) -> None:
 
 def _transfers(trace: Trace, samples: Samples) -> None:
     dependencies = Dependencies.of(trace.program)
-    issued: dict[tuple[int, int, int], float] = {}
+    issued: dict[tuple[int, int], float] = {}
 
-    def key(item: Transfer, device: int) -> tuple[int, int, int]:
+    def key(item: Transfer, device: int) -> tuple[int, int]:
         route = dependencies.route_of(item, device)
         assert route is not None
-        return route.number, item.microbatch, item.slice
+        return route.number, unit_of(item, trace.program.slices)
 
     for device, row in enumerate(trace.devices):
         for entry in row.transfers:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from evenpipe.schedule import Event, Item, Kind
+from evenpipe.schedule import Event, Item, Kind, Transfer
 
 from .figures import Scale, figures
 from .kinds import number_of
@@ -131,7 +131,7 @@ def _table(
     starts = array("i", [round((event.start - origin) / step) for event in events])
     ends = [round((event.end - origin) / step) for event in events]
     items = [event.item for event in events]
-    texts = {number: str(item) for number, item in enumerate(items) if item.kind is Kind.OVERLAP_F_B}
+    texts = {number: str(item) for number, item in enumerate(items) if item.kind is Kind.OVERLAP_F_B or _is_named(item)}
     causes, resources, unknown = _causes(events, looks)
     table = [
         _differences(starts),
@@ -144,6 +144,11 @@ def _table(
         resources,
     ]
     return table, texts, unknown
+
+
+def _is_named(item: Item) -> bool:
+    """Return whether a hop names the stage at its other end."""
+    return isinstance(item, Transfer) and item.peer is not None
 
 
 def _causes(events: list[Event], looks: Looks) -> tuple[array[int], array[int], dict[int, str]]:

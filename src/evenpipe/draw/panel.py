@@ -10,6 +10,7 @@ from itertools import pairwise
 from evenpipe.errors import InputError
 from evenpipe.given import plain
 from evenpipe.schedule import Event, Item, Kind, Pass, Timeline, TransferKind, parts_of
+from evenpipe.schedule.effects import IN_FLIGHT
 
 from .kinds import LOOKS, colours_of
 
@@ -149,10 +150,9 @@ class Panel:
         steps: Curve = []
         for event in self.rows[device]:
             for part in _parts(event):
-                if part.kind is Kind.F:
-                    steps.append((event.start, 1.0))
-                elif part.kind in (Kind.B, Kind.W):
-                    steps.append((event.end, -1.0))
+                added = IN_FLIGHT.get(part.kind, 0)
+                if added:
+                    steps.append((event.start if added > 0 else event.end, float(added)))
         # Events that end when others start are released first, as on a device.
         steps.sort()
         curve: Curve = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evenpipe.schedule import Event
+from evenpipe.schedule.passes import unit_text
 
 from .axis import ticks
 from .canvas import FAINT, Canvas, n, text_width
@@ -167,7 +168,7 @@ class _Page:
             box = _Box(x + edge, y + 1 + lane * height, width - 2 * edge, height - 1)
             colour = LOOKS[event.item.kind].colour
             self.canvas.rect(box.x, box.y, box.width, box.height, colour)
-            self._number(str(event.item.microbatch), colour, box)
+            self._number(unit_text(event.item), colour, box)
 
     def _box(self, panel: Panel, event: Event, y: float) -> None:
         height = self.rows.height
@@ -177,17 +178,16 @@ class _Page:
         for index, colour in enumerate(colours):
             part = height / len(colours)
             self.canvas.rect(x + edge, y + index * part, width - 2 * edge, part, colour)
-        microbatch = event.item.microbatch
-        if microbatch is None and len(colours) > 1:
+        if event.item.microbatch is not None:
+            self._number(unit_text(event.item), colours[0], _Box(x, y, width, height))
+        elif len(colours) > 1:
             self._numbers_of_parts(event, colours, x, width, y)
-        elif microbatch is not None:
-            self._number(str(microbatch), colours[0], _Box(x, y, width, height))
 
     def _numbers_of_parts(self, event: Event, colours: tuple[str, ...], x: float, width: float, y: float) -> None:
         height = self.rows.height / len(colours)
         parts = getattr(event.item, "parts", ())
         for index, (part, colour) in enumerate(zip(parts, colours, strict=True)):
-            self._number(str(part.microbatch), colour, _Box(x, y + index * height, width, height))
+            self._number(unit_text(part), colour, _Box(x, y + index * height, width, height))
 
     def _number(self, text: str, colour: str, box: _Box) -> None:
         """Draw `text` in the middle of `box`, if it is readable there."""

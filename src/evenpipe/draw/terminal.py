@@ -16,6 +16,7 @@ from statistics import median
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import Event, Kind, TransferKind
+from evenpipe.schedule.passes import unit_text
 
 from .ansi import DEPTHS, Painter
 from .axis import ticks
@@ -121,7 +122,7 @@ class _Page:
             kind = event.item.kind
             if kind in _COUNTED and event.end > event.start:
                 lasting.setdefault(kind, []).append(event.end - event.start)
-                longest = max(longest, len(f"{kind.value}{event.item.microbatch}"))
+                longest = max(longest, len(f"{kind.value}{unit_text(event.item)}"))
         if not lasting:
             return 1
         bands = -(-self.length * longest // (min(map(median, lasting.values())) * self.columns))
@@ -237,7 +238,7 @@ def _has_pairs(panel: Panel) -> bool:
 
 
 def _labels(cells: list[list[Piece]], step: float) -> dict[int, str]:
-    """Return, per column, one character of the microbatch of the pass that fills it and enough of its neighbours.
+    """Return, per column, one character of the unit of the pass that fills it and enough of its neighbours.
 
     Passes of less than a column and a half get no label: whether they fill a column would depend on where they start.
     """
@@ -249,7 +250,7 @@ def _labels(cells: list[list[Piece]], step: float) -> dict[int, str]:
         while event is not None and end < len(cells) and _full(cells[end]) and cells[end][0].event is event:
             end += 1
         if event is not None and event.item.microbatch is not None and event.end - event.start >= 1.5 * step:
-            text = str(event.item.microbatch)
+            text = unit_text(event.item)
             if len(text) <= end - column:
                 start = column + (end - column - len(text)) // 2
                 labels.update({start + index: character for index, character in enumerate(text)})
@@ -262,10 +263,10 @@ def _full(pieces: list[Piece]) -> bool:
 
 
 def _striped(panel: Panel, piece: Piece) -> tuple[str, ...]:
-    """Return the colours of a pass; odd microbatches are a little darker, so that neighbours of one kind are
+    """Return the colours of a pass; odd units are a little darker, so that neighbours of one kind are
     distinct."""
     colours = panel.colours(piece.event)
-    odd = (piece.event.item.microbatch or 0) % 2
+    odd = ((piece.event.item.microbatch or 0) + piece.event.item.slice) % 2
     return tuple(mix(colour, "#000000", 0.12) for colour in colours) if odd else colours
 
 
@@ -281,9 +282,8 @@ def _lettered(cells: list[list[Piece]]) -> str:
         if event is None:
             text.append("." * room)
             continue
-        kind, microbatch = event.item.kind, event.item.microbatch
-        letter = _LETTER.get(kind, kind.value)
-        word = letter if microbatch is None else f"{letter}{microbatch}"
+        letter = _LETTER.get(event.item.kind, event.item.kind.value)
+        word = f"{letter}{unit_text(event.item)}"
         text.append((word if len(word) <= room else letter[:room]).ljust(room, "-"))
     return "".join(text)
 

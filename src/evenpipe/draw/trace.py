@@ -105,6 +105,8 @@ class _Writer:
         for field in ("stage", "microbatch"):
             if getattr(event.item, field) is not None:
                 args[field] = getattr(event.item, field)
+        if event.item.slice:
+            args["slice"] = event.item.slice
         if event.cause is not None:
             args["waited for"] = event.cause.resource
             if event.cause.item is not None:
@@ -142,8 +144,11 @@ def _is_copy(event: Event) -> bool:
 
 
 def _hops(panel: Panel) -> Iterator[tuple[Event, Event]]:
-    """Return pairs of passes of neighbouring stages on two devices: forward to the next stage, backward to the previous
-    one."""
+    """Return pairs of passes of stages on two devices with an edge between them: forward along it, backward against
+    it. None if the placement is not known."""
+    placement = panel.timeline.placement
+    if placement is None:
+        return
     runs: dict[tuple[bool, int | None, int | None, int], Event] = {}
     for event, part in _passes(panel):
         if part.kind is Kind.F or part.kind in _BACKWARD:
@@ -151,9 +156,10 @@ def _hops(panel: Panel) -> Iterator[tuple[Event, Event]]:
     for (forward, stage, microbatch, slice_), event in runs.items():
         if stage is None:
             continue
-        target = runs.get((forward, stage + 1 if forward else stage - 1, microbatch, slice_))
-        if target is not None and target.device != event.device:
-            yield event, target
+        for beside in placement.successors(stage) if forward else placement.predecessors(stage):
+            target = runs.get((forward, beside, microbatch, slice_))
+            if target is not None and target.device != event.device:
+                yield event, target
 
 
 def _passes(panel: Panel) -> Iterable[tuple[Event, Pass]]:

@@ -34,9 +34,7 @@ from evenpipe.errors import RunError
 from evenpipe.host.copies import Copies, Ticket
 from evenpipe.host.pool import HostPool, Slot
 from evenpipe.recipe.offload import PAGE
-
-Key = tuple[int, int]
-"""Stage and microbatch."""
+from evenpipe.schedule.passes import StageUnit
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -115,8 +113,8 @@ class Activations:
         """If not None, gets the pass that requested a copy, as text, and the copy's stamps."""
         self._torch_device = torch_device
         self._keep_when_full = keep_when_full
-        self._stashes: dict[Key, Stash] = {}
-        self._moved: dict[Key, _Moved] = {}
+        self._stashes: dict[StageUnit, Stash] = {}
+        self._moved: dict[StageUnit, _Moved] = {}
         self._under_way: Stash | None = None
         self._known: dict[int, ReferenceType[_Memory]] = {}
         self._staying: set[int] = set()
@@ -124,7 +122,7 @@ class Activations:
     # --- F -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def saving(self, key: Key, staying: Iterable[Tensor]) -> Iterator[None]:
+    def saving(self, key: StageUnit, staying: Iterable[Tensor]) -> Iterator[None]:
         """Active during F of that microbatch. `staying`: tensors whose memory does not belong to this microbatch
         alone."""
         self._under_way = self._stashes[key] = []
@@ -178,7 +176,7 @@ class Activations:
 
     # --- O, D, L -----------------------------------------------------------------------------------------------
 
-    def offload(self, key: Key) -> None:
+    def offload(self, key: StageUnit) -> None:
         """O. Raises RunError if the host has no room, unless activations then stay."""
         memories: list[_Memory] = []
         slots: list[Slot] = []
@@ -202,7 +200,7 @@ class Activations:
         moved = self._moved[key] = _Moved(memories, slots, self.copies.out(moves))
         self._record("O", key, moved.out)
 
-    def give_back(self, key: Key) -> None:
+    def give_back(self, key: StageUnit) -> None:
         """D."""
         moved = self._moved[key]
         assert not moved.given_back
@@ -211,7 +209,7 @@ class Activations:
         for memory in moved.memories:
             memory.free()
 
-    def load(self, key: Key) -> None:
+    def load(self, key: StageUnit) -> None:
         """L."""
         moved = self._moved[key]
         assert moved.given_back and moved.back is None
@@ -224,13 +222,13 @@ class Activations:
             self.pool.give(slot)
         self._record("L", key, moved.back)
 
-    def ready(self, key: Key) -> None:
+    def ready(self, key: StageUnit) -> None:
         """Make the activations available to B, I or R of that microbatch."""
         moved = self._moved.pop(key)
         assert moved.back is not None
         self.copies.wait(moved.back)
 
-    def _record(self, kind: str, key: Key, ticket: Ticket) -> None:
+    def _record(self, kind: str, key: StageUnit, ticket: Ticket) -> None:
         if self.recorded is not None:
             self.recorded.append((f"{key[0]}{kind}{key[1]}", ticket.stamps))
 
@@ -251,7 +249,7 @@ class Activations:
         self.active = True
 
     @property
-    def left(self) -> tuple[Key, ...]:
+    def left(self) -> tuple[StageUnit, ...]:
         """Return microbatches with unused activations."""
         return (*self._stashes, *self._moved)
 

@@ -41,8 +41,8 @@ def to_torch(schedule: Order | Program, *, lowered: bool | None = None) -> str:
     lowered: True writes format "compute_comms", with communication and sharding added where they are missing; False
     writes "compute_only", without either. By default a program is lowered, an order is not.
 
-    Raises InputError for a pass that torch's runtime does not have, for an order that only evaluates (the runtime's
-    `eval` needs none), and for an unsound one.
+    Raises InputError for a pass that torch's runtime does not have, for stages that are not a chain, for an order that
+    only evaluates (the runtime's `eval` needs none), and for an unsound one.
     """
     if schedule.forward_only:
         raise InputError("the order only evaluates, but torch's runtime reads orders that train; its eval() needs none")
@@ -51,6 +51,8 @@ def to_torch(schedule: Order | Program, *, lowered: bool | None = None) -> str:
             why = _unspeakable(item)
             if why:
                 raise InputError(f"device {device}, position {position}: {why}")
+    if not schedule.placement.is_chain:
+        raise InputError("torch's runtime knows chains of stages only; a stage of this order has several next to it")
     order = schedule.order if isinstance(schedule, Program) else schedule
     if lowered is None:
         lowered = isinstance(schedule, Program)

@@ -36,9 +36,6 @@ from evenpipe.layers.checkpointing import only_saves
 
 logger = logging.getLogger(__name__)
 
-Key = tuple[int, int]
-"""Stage and microbatch."""
-
 
 @dataclass(slots=True, eq=False)
 class Entry:
@@ -52,15 +49,15 @@ class Entry:
 
 
 class WeightGradients:
-    """The queue between I and W, for all stages of a device."""
+    """The queue between I and W, for all stages of a device, by stage and unit (a microbatch, or a slice of one)."""
 
     def __init__(self) -> None:
-        self.under_way: Key | None = None
-        """The microbatch whose F, R or I is running, if its backward is split; else None."""
-        self._entries: dict[Key, list[Entry]] = {}
+        self.under_way: tuple[int, int] | None = None
+        """The stage and unit whose F, R or I is running, if its backward is split; else None."""
+        self._entries: dict[tuple[int, int], list[Entry]] = {}
 
     def __len__(self) -> int:
-        """Number of microbatches between their I and their W."""
+        """Number of units between their I and their W."""
         return len(self._entries)
 
     def takes(self, hidden: Tensor) -> bool:
@@ -68,8 +65,8 @@ class WeightGradients:
         split, and I would not reach a layer whose input needs no gradient."""
         return self.under_way is not None and hidden.requires_grad and torch.is_grad_enabled()
 
-    def begin(self, key: Key) -> None:
-        """Start I of that microbatch: it has a W, even if no layer leaves an entry for it."""
+    def begin(self, key: tuple[int, int]) -> None:
+        """Start I of that unit: it has a W, even if no layer leaves an entry for it."""
         self.under_way = key
         self._entries[key] = []
 
@@ -79,10 +76,10 @@ class WeightGradients:
         self._entries[self.under_way].append(entry)
 
     @torch.no_grad()
-    def compute(self, key: Key) -> None:
-        """W: add the gradients of that microbatch, in the order in which I reached the layers.
+    def compute(self, key: tuple[int, int]) -> None:
+        """W: add the gradients of that unit, in the order in which I reached the layers.
 
-        The uses of one parameter within the microbatch are summed before they are added, as in autograd.
+        The uses of one parameter within the unit are summed before they are added, as in autograd.
         """
         entries = self._entries.pop(key)
         uses = Counter([id(parameter) for entry in entries for parameter in entry.parameters])

@@ -59,7 +59,6 @@ class Replay:
         self._above = np.array([moment.above for moment in walked.moments], dtype=np.int64)
         self._after = np.array(walked.after, dtype=np.int64)
         self._rooms = np.array(walked.rooms, dtype=np.int64)
-        self._last = program.placement.stages - 1
         self._terms = [TERMS.index(thing.term) for thing in walked.things]
 
     def memory(

@@ -4,10 +4,11 @@ A row is walked once, as in `runtime/walker.py`; the bytes of each thing come la
 a walk has few distinct moments, and the bytes of all of them are computed at once.
 
     receive buffer   from where the transfer is issued; with F it becomes the stage's input, which lives until B or I
-    output           from F until it has been sent and is known to have arrived, or until a local stage's F takes it
+    output           for each edge, from F until it has been sent and is known to have arrived, or until F of a local
+                     stage takes it
     gradient         likewise from B or I to the B or I of the stage before
     stored           from F, or R, to B or I; an end's F contains the vocabulary layer that is whole there
-    moved            the moved part of input and stored, for microbatches with copies: not from D to L
+    moved            the moved part of input and stored, for units with copies: not from D to L
     queued           from I to W
     X, statistics, exponentials, dX, rows: as `runtime/vocabulary_passes.py` puts and takes them
 
@@ -57,13 +58,12 @@ from evenpipe.memory.things import (
     received,
 )
 from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
+from evenpipe.schedule.effects import EFFECTS, IN_FLIGHT, Held, changes
+from evenpipe.schedule.passes import OFFLOAD_KINDS, StageUnit, unit_of
 from evenpipe.schedule.releases import releases
 
 SENDS_IN_FLIGHT = 2
 """As in `runtime/values.py`: a third transfer of one kind to the same device waits for the first."""
-
-Key = tuple[int, int, int]
-"""Stage, microbatch and slice."""
 
 
 def walk(program: Program, device: int, *, gradients_exist: bool, buffers_exist: bool) -> Walk:
@@ -80,18 +80,14 @@ def walk(program: Program, device: int, *, gradients_exist: bool, buffers_exist:
 
 
 def _most_in_use(program: Program, device: int) -> int:
-    """Return the most microbatches between S and T; for a whole output layer, between the last stage's F and its B, or
+    """Return the most units between S and T; for a whole output layer, between the last stage's F and its B, or
     W."""
-    last = program.placement.stages - 1
-    changes: dict[tuple[Kind, int | None], int]
-    if program.barriers:
-        changes = {(Kind.S, None): 1, (Kind.T, None): -1}
-    else:
-        changes = {(Kind.F, last): 1, (Kind.B, last): -1, (Kind.W, last): -1}
+    stage = None if program.barriers else program.placement.last_stage
+    of_kind = changes({Held.PROBABILITIES}) if program.barriers else IN_FLIGHT
     now = most = 0
     for item in program.rows[device]:
         for part in parts_of(item) if isinstance(item, Pass) else ():
-            now += changes.get((part.kind, part.stage), 0)
+            now += of_kind.get(part.kind, 0) if part.stage == stage else 0
             most = max(most, now)
     return most
 
@@ -102,7 +98,7 @@ class _Walker:
     def __init__(self, program: Program, device: int, *, gradients_exist: bool, buffers: int) -> None:
         self._program, self._device = program, device
         placement = program.placement
-        self._last = placement.stages - 1
+        self._first, self._last = placement.first_stage, placement.last_stage
         self._alone = placement.devices == 1
         self._spread = program.barriers > 0
         self._gradients_exist = gradients_exist
@@ -110,9 +106,9 @@ class _Walker:
         self._hold, self._drop, self._moment = self._moments.hold, self._moments.drop, self._moments.moment
         self._sent: dict[Transfer, tuple[Thing, ...]] = {}
         self._shares: Counter[int] = Counter()
-        """Holders of the one tensor of row gradients of a microbatch: the sender, and the user of its own part."""
-        self._recomputed: set[Key] = set()
-        self._offloaded: set[Key] = set()
+        """Holders of the one tensor of row gradients of a unit: the sender, and the user of its own part."""
+        self._recomputed: set[StageUnit] = set()
+        self._offloaded: set[StageUnit] = set()
         self._made: set[Thing] = set()
         self._buffers = self._free_buffers = buffers
         self._handlers: dict[Kind, Callable[[Pass], None]] = {
@@ -121,8 +117,8 @@ class _Walker:
             Kind.I: self._backward,
             Kind.W: self._weights,
             Kind.R: self._recompute,
-            Kind.D: self._give_back,
-            Kind.L: self._load,
+            Kind.D: self._free,
+            Kind.L: self._keep,
             Kind.E: self._embed,
             Kind.G: self._embedding_gradient,
             Kind.S: self._output,
@@ -138,9 +134,9 @@ class _Walker:
         for item in row:
             for part in parts_of(item) if isinstance(item, Pass) else ():
                 if part.kind is Kind.R:
-                    self._recomputed.add(_key(part))
+                    self._recomputed.add(self._key(part))
                 elif part.kind is Kind.O:
-                    self._offloaded.add(_key(part))
+                    self._offloaded.add(self._key(part))
         self._hold(*[HANDED_ON] * self._buffers)
         if self._buffers:
             self._hold(ROOM)
@@ -171,23 +167,19 @@ class _Walker:
 
     def _forward(self, item: Pass) -> None:
         stage = _stage(item)
-        bare = _key(item) in self._recomputed
-        if stage == 0:
-            if self._spread and self._alone:
-                self._drop(ROWS_INPUT)
-        elif self._comes_from_elsewhere(stage - 1):
-            self._drop(received(stage, "input"))
-        else:
-            self._drop(output_of(stage - 1))
+        bare = self._key(item) in self._recomputed
+        placement = self._program.placement
+        if stage == self._first and self._spread and self._alone:
+            self._drop(ROWS_INPUT)
+        for before in placement.predecessors(stage):
+            self._drop(received(stage, "input") if self._is_elsewhere(before) else output_of(before))
         self._hold(input_of(stage))
         self._moment(Thing("bare_forward_peak" if bare else "forward_peak", stage, TRANSIENT))
-        self._hold(output_of(stage))
+        self._hold(*[output_of(stage)] * max(1, len(placement.successors(stage))))
         if self._moves_graph(item):
             self._drop(input_of(stage))
-            self._hold(*moved_of(stage))
-        elif not bare:
-            self._hold(self._stored(item))
-        if stage == 0 and self._spread and not self._alone:
+        self._keep(item)
+        if stage == self._first and self._spread and not self._alone:
             self._drop(ROWS_ALL)  # the caller of the forward keeps them until its end
         if stage == self._last and not self._spread:
             self._take_buffer()
@@ -197,22 +189,20 @@ class _Walker:
             self._drop(OWN_STATISTICS, output_of(stage))
             self._hold(COMBINED)
 
-    def _comes_from_elsewhere(self, stage: int) -> bool:
+    def _is_elsewhere(self, stage: int) -> bool:
         return self._program.placement.device_of(stage) != self._device
 
     def _stored(self, item: Pass) -> Thing:
-        recomputed = _key(item) in self._recomputed
+        recomputed = self._key(item) in self._recomputed
         return Thing("recomputed_stored" if recomputed else "stored", _stage(item), ACTIVATIONS)
 
     def _backward(self, item: Pass) -> None:
         """Walk B, or I."""
-        stage, split = _stage(item), item.kind is Kind.I
-        gradient = gradient_of(stage)
-        if stage < self._last:
-            if self._comes_from_elsewhere(stage + 1):
-                self._drop(received(stage, "output"))
-            else:
-                self._drop(input_gradient_of(stage + 1))
+        stage, split = _stage(item), Held.WEIGHT_INPUTS in EFFECTS[item.kind].keeps
+        gradient, placement = gradient_of(stage), self._program.placement
+        if stage != self._last:
+            for behind in placement.successors(stage):
+                self._drop(received(stage, "output") if self._is_elsewhere(behind) else input_gradient_of(behind))
             self._hold(gradient)
         else:
             if not self._spread:
@@ -220,15 +210,14 @@ class _Walker:
             self._moment(Thing("copied_gradient", stage, TRANSIENT))
             self._drop(DX)
             self._hold(gradient)
-        recomputed = "recomputed_" if _key(item) in self._recomputed else ""
+        recomputed = "recomputed_" if self._key(item) in self._recomputed else ""
         first = "first_" if self._makes_gradients(stage, split=split) else ""
         self._moment(Thing(f"{recomputed}{first}{'input' if split else 'backward'}_peak", stage, TRANSIENT))
         self._hold_gradients(stage, split=split)
-        self._drop(*(moved_of(stage) if self._moves_graph(item) else (self._stored(item),)))
-        self._hold(input_gradient_of(stage))
-        if split:
-            self._hold(Thing(f"{recomputed}queued", stage, ACTIVATIONS))
-        if stage == 0:
+        self._free(item)
+        self._hold(*[input_gradient_of(stage)] * max(1, len(placement.predecessors(stage))))
+        self._keep(item)
+        if stage == self._first:
             self._rows_gradient()
         self._drop(gradient)
         if not self._moves_graph(item):
@@ -243,7 +232,7 @@ class _Walker:
             self._hold(ROWS_GRADIENT)
             self._moment()
         if not (self._spread and self._alone):
-            self._drop(input_gradient_of(0))
+            self._drop(input_gradient_of(self._first))
 
     def _makes_gradients(self, stage: int, *, split: bool) -> bool:
         if self._gradients_exist:
@@ -267,12 +256,12 @@ class _Walker:
             self._make(OUTPUT_GRADIENTS)
             self._moment(OUTPUT_WEIGHT_PEAK)
             self._release_output()
-        recomputed = "recomputed_" if _key(item) in self._recomputed else ""
+        recomputed = "recomputed_" if self._key(item) in self._recomputed else ""
         rest = gradient_parts(stage)[1]
         first = "first_" if not self._gradients_exist and rest not in self._made else ""
         self._moment(Thing(f"{recomputed}{first}weight_peak", stage, TRANSIENT))
         self._make(rest)
-        self._drop(Thing(f"{recomputed}queued", stage, ACTIVATIONS))
+        self._free(item)
 
     def _recompute(self, item: Pass) -> None:
         self._moment(Thing("recompute_peak", _stage(item), TRANSIENT))
@@ -280,16 +269,26 @@ class _Walker:
 
     def _moves_graph(self, item: Pass) -> bool:
         """Return whether the stored tensors of F go to the host. With R only the stage's input does."""
-        return _key(item) in self._offloaded and _key(item) not in self._recomputed
+        return self._key(item) in self._offloaded and self._key(item) not in self._recomputed
 
-    def _moved(self, item: Pass) -> Thing:
-        return moved_of(_stage(item))[0] if self._moves_graph(item) else input_of(_stage(item))
+    def _keep(self, item: Pass) -> None:
+        self._hold(*(thing for held in EFFECTS[item.kind].keeps for thing in self._things(held, item)))
 
-    def _give_back(self, item: Pass) -> None:
-        self._drop(self._moved(item))
+    def _free(self, item: Pass) -> None:
+        self._drop(*(thing for held in EFFECTS[item.kind].frees for thing in self._things(held, item)))
 
-    def _load(self, item: Pass) -> None:
-        self._hold(self._moved(item))
+    def _things(self, held: Held, item: Pass) -> tuple[Thing, ...]:
+        """Return what a stage's pass keeps or frees on the device, as things with bytes."""
+        stage, recomputed = _stage(item), self._key(item) in self._recomputed
+        if held is Held.WEIGHT_INPUTS:
+            return (Thing("recomputed_queued" if recomputed else "queued", stage, ACTIVATIONS),)
+        if held is not Held.ACTIVATIONS:  # on the host
+            return ()
+        if item.kind in OFFLOAD_KINDS:
+            return (moved_of(stage)[0] if self._moves_graph(item) else input_of(stage),)
+        if self._moves_graph(item):
+            return moved_of(stage)
+        return () if item.kind is Kind.F and recomputed else (self._stored(item),)  # R will store it
 
     # --- an output layer that is part of the last stage ---------------------------------------------------------
 
@@ -327,15 +326,15 @@ class _Walker:
         self._make(EMBEDDING_GRADIENTS)
         self._moment(EMBEDDING_BACKWARD_PEAK)
         if self._alone:
-            self._drop(input_gradient_of(0))
+            self._drop(input_gradient_of(self._first))
         elif self._device == self._program.placement.first_device:
-            self._let_go_of_rows(_microbatch(item))
+            self._let_go_of_rows(unit_of(item, self._program.slices))
         else:
             self._drop(ROWS_RECEIVED)
 
-    def _let_go_of_rows(self, microbatch: int) -> None:
-        self._shares[microbatch] -= 1
-        if not self._shares[microbatch]:
+    def _let_go_of_rows(self, unit: int) -> None:
+        self._shares[unit] -= 1
+        if not self._shares[unit]:
             self._drop(ROWS_GRADIENT)
 
     def _output(self, item: Pass) -> None:
@@ -395,7 +394,7 @@ class _Walker:
             case TransferKind.ROWS:
                 self._send(item, ROWS_INPUT)
             case TransferKind.ROW_GRADIENTS if root:
-                self._shares[item.microbatch] = 2
+                self._shares[unit_of(item, self._program.slices)] = 2
                 self._send(item)
             case TransferKind.ROW_GRADIENTS:
                 self._hold(ROWS_RECEIVED)
@@ -414,11 +413,10 @@ class _Walker:
             return
         self._drop(*things)
         if item.kind is TransferKind.ROW_GRADIENTS:
-            self._let_go_of_rows(item.microbatch)
+            self._let_go_of_rows(unit_of(item, self._program.slices))
 
-
-def _key(item: Pass) -> Key:
-    return _stage(item), _microbatch(item), item.slice
+    def _key(self, item: Pass) -> StageUnit:
+        return _stage(item), unit_of(item, self._program.slices)
 
 
 def _stage(item: Item) -> int:
@@ -426,13 +424,6 @@ def _stage(item: Item) -> int:
     return item.stage
 
 
-def _microbatch(item: Pass) -> int:
-    assert item.microbatch is not None
-    return item.microbatch
-
-
 def _name(item: Item) -> str:
-    where = (
-        f"microbatch {item.microbatch}" if item.stage is None else f"stage {item.stage}, microbatch {item.microbatch}"
-    )
-    return f"{item.kind.value} of {where}"
+    where = [("stage", item.stage), ("microbatch", item.microbatch), ("slice", item.slice or None)]
+    return f"{item.kind.value} of {', '.join(f'{noun} {number}' for noun, number in where if number is not None)}"

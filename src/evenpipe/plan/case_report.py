@@ -122,7 +122,7 @@ def _if(condition: object, column: str) -> list[str]:
 
 def _microbatches(case: Case, stages: float) -> float:
     """Return stage activations converted to microbatches through all layers of a device."""
-    return stages * case.schedule.devices / case.schedule.placement.stages
+    return stages * case.schedule.devices / case.schedule.placement.stages / case.schedule.slices
 
 
 def to_dict(cases: Sequence[Case], costs: str | None, *, several: bool, sort: str | None = None) -> dict[str, Any]:
@@ -143,7 +143,8 @@ QUEUES = ("communicator", "link", "engine")
 
 
 def _size(case: Case) -> str:
-    return f"{count(case.schedule.devices, 'device')}, {count(case.schedule.microbatches, 'microbatch')}"
+    size = f"{count(case.schedule.devices, 'device')}, {count(case.schedule.microbatches, 'microbatch')}"
+    return size if case.schedule.slices == 1 else f"{size} of {count(case.schedule.slices, 'slice')}"
 
 
 def _bound(case: Case, what: str) -> str:

@@ -17,6 +17,7 @@ from evenpipe.schedule.check import check_order, check_program
 from evenpipe.schedule.costs import EQUAL_COSTS, HOST_COSTS, Costs
 from evenpipe.schedule.files import read_schedule
 from evenpipe.schedule.order import Order
+from evenpipe.schedule.placement import Edge
 from evenpipe.schedule.planning import BARRIERS, MODES, plan_order, vocabulary_mode, with_offload
 from evenpipe.schedule.program import Program
 from evenpipe.schedule.registry import generate, options_of
@@ -69,17 +70,20 @@ def plan_cases(
     costs: Costs | None = None,
     options: Mapping[str, Any] | None = None,
     offload: str | float = "scheduled",
+    slices: int | None = None,
+    edges: Sequence[Edge] = (),
 ) -> list[Case]:
     """Return every schedule of `names` (names, or CSV files, whose names end in .csv) in every mode of `vocabularies`.
 
     devices, microbatches: by default those of the first file. vocabularies: if empty, named schedules get no vocabulary
     passes, and files are unchanged. costs: equal ones by default; with `offload`, one forward of a stage stores 1 byte.
     options: of the generators; with several schedules each takes those that it has. offload: as for `plan_order`;
-    programs stay unchanged.
+    programs stay unchanged. slices: as for `plan_order`; `costs` are those of one slice. edges: of the stages of
+    files; chains by default.
 
     Raises InputError for wrong names, sizes, options and files, with every fault of an unsound file.
     """
-    files = {name: _sound(name) for name in names if name.endswith(".csv")}
+    files = {name: _sound(name, edges) for name in names if name.endswith(".csv")}
     for schedule in files.values():
         devices = schedule.devices if devices is None else devices
         microbatches = schedule.microbatches if microbatches is None else microbatches
@@ -103,6 +107,8 @@ def plan_cases(
             own_costs = costs
             if base is not None:
                 _refuse_other_size(name, base, devices, microbatches)
+                if slices is not None and name in files and base.slices != slices:
+                    raise InputError(f"schedule '{name}' has sequences of {count(base.slices, 'slice')}, not {slices}")
                 stages = base.placement.stages if stages is None else stages
                 own_costs = costs_for_stages(costs, stages, base.placement.stages, f"schedule '{name}'")
             own_modes: list[str | None] = [*modes] or [None if name in files else "first-last"]
@@ -118,7 +124,8 @@ def plan_cases(
                     schedule = _program_in_mode(name, file, mode, used)
                 else:
                     source = name if file is None else file
-                    schedule = plan_order(source, devices, microbatches, mode, used, offload=offload, **taken[name])
+                    more = {**taken[name], "slices": slices, "offload": offload}
+                    schedule = plan_order(source, devices, microbatches, mode, used, **more)
                 simulation = simulate(schedule, used)
                 cases.append(Case(name=name, mode=mode, schedule=schedule, costs=used, simulation=simulation))
     return cases
@@ -135,8 +142,8 @@ def _errors_of(name: str, *, among: Sequence[str]) -> Iterator[None]:
         raise InputError(f"schedule '{name}': {error}") from None
 
 
-def _sound(path: str) -> Order | Program:
-    schedule = read_schedule(path)
+def _sound(path: str, edges: Sequence[Edge]) -> Order | Program:
+    schedule = read_schedule(path, edges)
     report = check_program(schedule) if isinstance(schedule, Program) else check_order(schedule)
     try:
         report.raise_if_faulty()

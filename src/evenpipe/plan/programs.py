@@ -22,9 +22,13 @@ from evenpipe.recipe.parallelism import Parallelism
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import SCHEDULES, Costs, Order, Placement, Program, generate
 from evenpipe.schedule.costs import Cost
+from evenpipe.schedule.effects import EFFECTS, Held, changes
 from evenpipe.schedule.passes import Kind, Pass, parts_of
 from evenpipe.schedule.timeline import peak_activations
 from evenpipe.schedule.transforms.offload import offloaded, without_offload
+
+WAITING, QUEUED = changes({Held.ACTIVATIONS}), changes({Held.WEIGHT_INPUTS})
+"""Forwarded stages that wait for B or I, and stages that wait for W."""
 
 SHORT, LONG = {False: 2, True: 3}, {False: 3, True: 4}
 """Microbatches per device, besides the remainder, of the two simulated steps, without and with vocabulary passes or
@@ -155,17 +159,11 @@ def _moments(row: list[Pass], layers_per_stage: tuple[int, ...]) -> tuple[tuple[
         for part in parts_of(item):
             assert part.stage is not None
             layers = layers_per_stage[part.stage]
-            if part.kind is Kind.W:
-                queued -= layers
-                continue
-            if part.kind is Kind.F:
-                waiting += layers
-            else:
-                if part.stage not in begun:
-                    begun.add(part.stage)
-                    gradients += layers
-                waiting -= layers
-                queued += layers if part.kind is Kind.I else 0
+            if Held.ACTIVATIONS in EFFECTS[part.kind].frees and part.stage not in begun:
+                begun.add(part.stage)
+                gradients += layers
+            waiting += layers * WAITING.get(part.kind, 0)
+            queued += layers * QUEUED.get(part.kind, 0)
             seen.add((waiting, queued, gradients))
     kept: list[tuple[int, int, int]] = []
     for one in sorted(seen, reverse=True):  # by falling number of waiting layers: only earlier ones can exceed it

@@ -49,10 +49,12 @@ from evenpipe.runtime.replicas import Replicas
 from evenpipe.runtime.result import StepResult
 from evenpipe.runtime.results import Results
 from evenpipe.runtime.router_loss import RouterLosses
+from evenpipe.runtime.row import refuse_unfit
 from evenpipe.runtime.spread_model import SpreadModel
 from evenpipe.runtime.tied import tied_gradients
 from evenpipe.runtime.trace import gather_trace
 from evenpipe.runtime.trained import Trained
+from evenpipe.runtime.transport import Transport
 from evenpipe.runtime.walker import Walker
 from evenpipe.schedule import Kind, Program, Timeline, time_order, vocabulary_mode
 from evenpipe.schedule.trace import Trace
@@ -159,6 +161,7 @@ class Pipeline(SpreadModel):
             check_choices(self._checkpointing)
             self._model_costs = ModelCosts.of(self.description, self.recipe.batch.sequence_length)
             self.layout = Layout.of(self.recipe, self._model_costs, self.description.vocabulary_size)
+            refuse_unfit(self.layout.program)
             self._evaluations: dict[int, Program] = {}
             self._kept_layers = offload.kept_layers(layers)
             self._activations = None
@@ -259,12 +262,14 @@ class Pipeline(SpreadModel):
             self._held.stages,
             self._held.embedding,
             self._held.output,
-            communicators=groups.communicators,
-            ranks=self._grid.line("pp"),
+            transport=Transport(
+                groups.communicators,
+                self._grid.line("pp"),
+                self.description.hidden_size,
+                self._compute_dtype,
+                self.torch_device,
+            ),
             vocabulary_passes=self.layout.sharded,
-            hidden_size=self.description.hidden_size,
-            hidden_dtype=self._compute_dtype,
-            torch_device=self.torch_device,
             weight_gradients=self._held.weight_gradients,
             checkpointing=self._held.checkpointing,
             replicas=over_replicas,

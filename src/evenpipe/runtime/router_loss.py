@@ -1,4 +1,4 @@
-"""The router loss of a mixture of experts across stages: a few numbers beside every hop.
+"""The router loss of a mixture of experts across stages: a few numbers of every hop.
 
     F    totals of earlier layers ---> [2E+1] fp32 ---> totals with this stage's layers, sent on with the output
     F    of the last stage: the loss of this microbatch, and its gradient
@@ -20,14 +20,9 @@ from evenpipe.model import RouterLoss
 from evenpipe.runtime.batch import Microbatch
 from evenpipe.schedule import Program
 
-Key = tuple[str, int, int]
-
-ALONG = {"F": "ROUTER_TOTALS", "B": "ROUTER_GRADIENT"}
-"""Sent beside the hidden states, and beside their gradient."""
-
 
 class RouterLosses:
-    """One device's part, for the walker, whose tables of values store the numbers.
+    """One device's part, for the walker, which sends the numbers with the hidden states and with their gradient.
 
     Args:
         replicas: pipelines side by side, which the mean includes.
@@ -41,63 +36,63 @@ class RouterLosses:
         """Number of steps whose gradients are added up before one update."""
         self._totals: Tensor | None = None
         self._gradient: Tensor | None = None
+        self._at_the_end: dict[int, Tensor] = {}
+        """By unit, the gradient of the last stage, from its F to its B or I."""
         self.value: Tensor | None = None
         """fp64, on the last stage's device: this step's loss with its coefficient, and its share of the mean over
         replicas and accumulated steps."""
 
-    def begin(self, program: Program, put: Callable[[Key, Tensor], None], take: Callable[[Key], Tensor]) -> None:
-        """Start a step.
-
-        Args:
-            put: stores a value for a later pass or a hop.
-            take: takes out a value, computed here or received.
-        """
+    def begin(self, program: Program) -> None:
+        """Start a step."""
         self._share = 1.0 / (program.microbatches * self._replicas * self.accumulate)
-        self._last_stage = program.placement.stages - 1
+        self._last_stage = program.placement.last_stage
         self._gradients = not program.forward_only
-        self._keep, self._take = put, take
         self.clear()
 
     def clear(self) -> None:
         """Release the last step's loss, and its inputs."""
         self._totals = self._gradient = self.value = None
+        self._at_the_end.clear()
 
-    def before_forward(self, stage: int, index: int) -> None:
-        """Before F: wait for the totals of earlier stages."""
-        self._totals = self._loss.start(self._torch_device) if stage == 0 else self._take((ALONG["F"], stage, index))
+    @property
+    def left(self) -> tuple[int, ...]:
+        """Return units whose gradient has not been used."""
+        return tuple(self._at_the_end)
 
-    def before_backward(self, stage: int, index: int) -> None:
-        """Before B or I: wait for the gradient."""
-        self._gradient = self._take((ALONG["B"], stage, index))
-        if stage > 0:
-            self._keep((ALONG["B"], stage - 1, index), self._gradient)
+    def before_forward(self, totals: Tensor | None = None) -> None:
+        """Before F. totals: of earlier stages; None for the first stage."""
+        self._totals = self._loss.start(self._torch_device) if totals is None else totals
 
-    def call(
-        self, module: Callable[..., Tensor], stage: int, index: int, hidden: Tensor, microbatch: Microbatch
-    ) -> Tensor:
-        """Run a stage's forward, in F or R. The gradient enters the backward through the returned tensor."""
-        logits: list[Tensor] = []
-        output = module(hidden, microbatch.position_ids, microbatch.attention_mask, router_logits=logits)
-        counted, self._totals = self._totals, None
-        before = self._loss.start(self._torch_device) if counted is None else counted
-        totals, probabilities = self._loss.add(before, logits, microbatch.attention_mask)
-        if counted is not None:  # F already has the values: R needs only the graph
-            self._put(totals, stage, index)
-        return _Joined.apply(output, probabilities, self) if probabilities.requires_grad else output
-
-    def _put(self, totals: Tensor, stage: int, index: int) -> None:
+    def after_forward(self, stage: int, unit: int) -> tuple[Tensor, ...]:
+        """Return the totals that travel on; none from the last stage, whose loss is computed instead."""
+        totals, self._totals = self._totals, None
+        assert totals is not None
         if stage < self._last_stage:
-            self._keep((ALONG["F"], stage + 1, index), totals)
-            return
+            return (totals,)
         value = self._loss.value(totals).double() * (self._loss.coefficient * self._share)
         self.value = value if self.value is None else self.value + value
         if self._gradients:
-            self._keep((ALONG["B"], stage, index), self._loss.gradient(totals, self._share))
+            self._at_the_end[unit] = self._loss.gradient(totals, self._share)
+        return ()
 
-    def buffer(self, what: str) -> Tensor:
-        """Return a receive buffer for the numbers beside the hidden states ("F"), or beside their gradient ("B")."""
-        size = 2 * self._loss.experts + 1 if what == "F" else self._loss.experts
-        return torch.empty(size, device=self._torch_device)
+    def before_backward(self, unit: int, gradient: Tensor | None = None) -> Tensor:
+        """Before B or I. gradient: of the next stage, None for the last one. Return what travels on."""
+        self._gradient = self._at_the_end.pop(unit) if gradient is None else gradient
+        return self._gradient
+
+    def call(self, module: Callable[..., Tensor], hidden: Tensor, microbatch: Microbatch) -> Tensor:
+        """Run a stage's forward, in F or R. The gradient enters the backward through the returned tensor."""
+        logits: list[Tensor] = []
+        output = module(hidden, microbatch.position_ids, microbatch.attention_mask, router_logits=logits)
+        before = self._loss.start(self._torch_device) if self._totals is None else self._totals
+        totals, probabilities = self._loss.add(before, logits, microbatch.attention_mask)
+        if self._totals is not None:  # F already has the values: R needs only the graph
+            self._totals = totals
+        return _Joined.apply(output, probabilities, self) if probabilities.requires_grad else output
+
+    def size(self, *, forward: bool) -> int:
+        """Return the number of fp32 numbers that travel with the hidden states, or with their gradient."""
+        return 2 * self._loss.experts + 1 if forward else self._loss.experts
 
     def gradient(self) -> Tensor:
         assert self._gradient is not None

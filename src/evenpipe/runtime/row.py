@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from evenpipe.errors import InputError
 from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
-from evenpipe.schedule.passes import BACKWARD_KINDS, SHAPES
+from evenpipe.schedule.effects import IN_FLIGHT
+from evenpipe.schedule.flows import Site, flows
+from evenpipe.schedule.passes import BACKWARD_KINDS, ROLE, SHAPES, StageUnit, unit_of
+from evenpipe.schedule.placement import Edge
 from evenpipe.schedule.releases import releases
 
 
@@ -21,6 +26,12 @@ class Step:
     text: str
     arrived: tuple[Transfer, ...]
     """Transfers that this device has sent and that have certainly arrived when a pass has its inputs."""
+    takes: int = 0
+    """Values that a pass takes out."""
+    makes: int = 0
+    """Values that it stores."""
+    adds: int = 0
+    """Stage activations that are in flight more after it than before."""
 
 
 class Row:
@@ -34,36 +45,72 @@ class Row:
         transfers: Mapping[TransferKind, Callable[[Transfer], None]],
     ) -> None:
         """`passes` and `transfers`: the handler of each kind."""
+        refuse_unfit(program)
         self.program = program
-        self.last_stage = program.placement.stages - 1
+        placement = program.placement
+        self.first_stage, self.last_stage = placement.first_stage, placement.last_stage
+        self.before: dict[int | None, Edge] = {target: (source, target) for source, target in placement.edges}
+        """By stage, the edge from the one before it; the first stage has none."""
+        self.after: dict[int | None, Edge] = {source: (source, target) for source, target in placement.edges}
+        """By stage, the edge to the next one; the last stage has none."""
         self.gradients = not program.forward_only
-        self.split: set[tuple[int | None, int | None]] = set()
-        """Stage and microbatch of split backwards (I and W)."""
-        self.recomputed: set[tuple[int | None, int | None]] = set()
+        self.split: set[StageUnit] = set()
+        """Split backwards (I and W)."""
+        self.recomputed: set[StageUnit] = set()
         """Those with R."""
-        self.offloaded: set[tuple[int | None, int | None]] = set()
+        self.offloaded: set[StageUnit] = set()
         """Those with O, D and L."""
         arrived = releases(program, device)
+        everything = list(flows(placement, program.barriers, program.forward_only))
+        takes = Counter(site for flow in everything for site in flow.consumers)
+        makes = Counter(site for flow in everything for site in flow.producers)
         steps: list[Step] = []
         for position, item in enumerate(program.rows[device]):
             if isinstance(item, Transfer):
                 assert _fits(item, program), item
                 steps.append(Step(item, transfers[item.kind], str(item), ()))
             elif item is not None:
-                steps.append(Step(item, passes[item.kind], str(item), arrived.get(position, ())))
+                sites = [Site(device, ROLE[part.kind], part.stage) for part in parts_of(item)]
+                adds = sum(IN_FLIGHT.get(part.kind, 0) for part in parts_of(item)) if self.gradients else 0
+                taken, made = sum(map(takes.__getitem__, sites)), sum(map(makes.__getitem__, sites))
+                sent = arrived.get(position, ())
+                steps.append(Step(item, passes[item.kind], str(item), sent, taken, made, adds))
                 for part in parts_of(item):
                     assert _fits(part, program), item
                     if part.kind is Kind.I:
-                        self.split.add((part.stage, part.microbatch))
+                        self.split.add(self.place(part))
                     elif part.kind is Kind.R:
-                        self.recomputed.add((part.stage, part.microbatch))
+                        self.recomputed.add(self.place(part))
                     elif part.kind is Kind.O:
-                        self.offloaded.add((part.stage, part.microbatch))
+                        self.offloaded.add(self.place(part))
         self.steps = tuple(steps)
 
-    def moves_graph(self, key: tuple[int, int]) -> bool:
+    def unit(self, item: Item) -> int:
+        """Return the unit that an item is about."""
+        return unit_of(item, self.program.slices)
+
+    def place(self, item: Pass) -> StageUnit:
+        """Return stage and unit of a pass of a stage."""
+        assert item.stage is not None
+        return item.stage, unit_of(item, self.program.slices)
+
+    def moves_graph(self, key: StageUnit) -> bool:
         """Return whether the tensors that F saves go to the host. With R only the stage's input does."""
         return key in self.offloaded and key not in self.recomputed
+
+
+def refuse_unfit(program: Program) -> None:
+    """Raise InputError for a program that the runtime cannot execute, though it is sound."""
+    if program.slices > 1:
+        raise InputError(
+            f"schedule: sequences of {program.slices} slices can be planned, simulated and drawn, but the runtime"
+            " trains whole sequences only; expected an order without slices"
+        )
+    if not program.placement.is_chain:
+        raise InputError(
+            "schedule: a graph of stages can be planned, simulated and drawn, but the runtime trains a chain only;"
+            " expected stages with one before and one behind each"
+        )
 
 
 def _fits(item: Item, program: Program) -> bool:

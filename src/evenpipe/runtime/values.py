@@ -3,8 +3,8 @@
     results of passes ---> put ---> transfers out ---> sent, until they have arrived
                                     transfers in  ---> arriving ---> taken by the first pass that uses them
 
-Values have the key (what, stage, microbatch). A value is taken out by its only user, so memory falls as the program
-says; nothing is left over at the end of a step.
+A value is what an edge between two stages, or a collective, carries for one unit: one tensor or several. It is taken
+out by its only user, so memory falls as the program says; nothing is left over at the end of a step.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from evenpipe.communication.communicator import Handle
 from evenpipe.runtime.recording import Recording
-from evenpipe.schedule import Pass, Transfer
+from evenpipe.schedule import Pass, Transfer, TransferKind
+from evenpipe.schedule.placement import Edge
 
-Key = tuple[str, int, int]
-"""Kind of the value, its stage (-1: no stage), and its microbatch."""
+Key = tuple[Edge | TransferKind, int]
+"""What carries the value, and its unit. An edge is written as the data travels: (2, 3) forward, (3, 2) back."""
 
 SENDS_IN_FLIGHT = 2
 """Transfers of one kind between the same devices that may be pending before the oldest is awaited: bounds the memory if
@@ -39,8 +40,10 @@ class Values:
         self.recording: Recording | None = None
         self.busy = 0.0
         """Processor seconds inside passes since `clear`."""
-        self._here: dict[Key, Tensor] = {}
-        self._arriving: dict[Key, tuple[Tensor, Handle]] = {}
+        self.taken = self.made = 0
+        """Values that the current pass has taken out, and stored."""
+        self._here: dict[Key, tuple[Tensor, ...]] = {}
+        self._arriving: dict[Key, tuple[tuple[Tensor, ...], tuple[Handle, ...]]] = {}
         self._sent: dict[Transfer, list[Handle]] = {}
         self._pass = ""
         self._ready = False
@@ -53,6 +56,7 @@ class Values:
         """A pass starts to collect its inputs."""
         self._pass = text
         self._ready = False
+        self.taken = self.made = 0
 
     def ready(self) -> None:
         """The pass has its inputs and computes from here on. For passes that run as one, the first call counts."""
@@ -71,28 +75,31 @@ class Values:
 
     # --- values ----------------------------------------------------------------------------------------------
 
-    def put(self, key: Key, tensor: Tensor) -> None:
+    def put(self, key: Key, *tensors: Tensor) -> None:
         """Store a value made on this device, for a pass here or for a transfer."""
         assert key not in self._here and key not in self._arriving, f"{key} exists already"
-        self._here[key] = tensor
+        self._here[key] = tensors
+        self.made += 1
 
-    def give(self, key: Key) -> Tensor:
+    def give(self, key: Key) -> tuple[Tensor, ...]:
         """Return a value made on this device, for a transfer."""
         return self._here.pop(key)
 
-    def take(self, key: Key) -> Tensor:
+    def take(self, key: Key) -> tuple[Tensor, ...]:
         """Return a value made here or received, for a pass; wait until it is there."""
+        self.taken += 1
         value = self._here.pop(key, None)
         if value is not None:
             return value
-        tensor, handle = self._arriving.pop(key)
-        self._wait(handle, self._pass)
-        return tensor
+        tensors, handles = self._arriving.pop(key)
+        for handle in handles:
+            self._wait(handle, self._pass)
+        return tensors
 
-    def arriving(self, key: Key, tensor: Tensor, handle: Handle) -> None:
+    def arriving(self, key: Key, tensors: tuple[Tensor, ...], *handles: Handle) -> None:
         """Register a pending transfer, whose result a pass will use."""
         assert key not in self._here and key not in self._arriving, f"{key} exists already"
-        self._arriving[key] = (tensor, handle)
+        self._arriving[key] = (tensors, handles)
 
     # --- sent values ---------------------------------------------------------------------------------------------
 

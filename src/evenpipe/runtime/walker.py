@@ -9,7 +9,7 @@ arrived.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -18,20 +18,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from evenpipe.communication.communicators import Communicators
 from evenpipe.host.offload import Activations, Entrance, Packed
 from evenpipe.layers.checkpointing import Switch
 from evenpipe.layers.random_state import RandomState
 from evenpipe.layers.weight_gradients import WeightGradients
 from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.batch import Batch, Microbatch
+from evenpipe.runtime.hops import Hops
 from evenpipe.runtime.recording import Recording, StepRecord
-from evenpipe.runtime.router_loss import ALONG, RouterLosses
+from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.row import Row
-from evenpipe.runtime.values import Key, Values
+from evenpipe.runtime.transport import Transport
+from evenpipe.runtime.values import Values
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.runtime.vocabulary_passes import VocabularyPasses
 from evenpipe.schedule import Kind, Pass, Program, Transfer, TransferKind
+from evenpipe.schedule.passes import StageUnit
 
 if TYPE_CHECKING:
     from evenpipe.runtime.replicas import Replicas
@@ -50,7 +52,7 @@ class StageModule(Protocol):
 
 @dataclass(slots=True)
 class _Forwarded:
-    """The data that F leaves for the backward of the same stage and microbatch."""
+    """The data that F leaves for the backward of the same stage and unit."""
 
     input: Tensor | Packed | None = None
     """None if only the graph keeps it; then `gradients` gets its gradient."""
@@ -71,9 +73,6 @@ class Walker:
         output: its rows of the output layer; None if it has none.
         vocabulary_passes: True if the programs have E, G, S, T (and C) as separate passes; False if the first stage's F
             and B contain the embedding and the last stage's contain the output layer.
-        communicators: None for one device.
-        ranks: global rank of each device's process.
-        hidden_dtype: of the hidden states between stages.
         weight_gradients: the queue of the stages' layers, for split backwards.
         checkpointing: the switch of the stages' layers: microbatches with R keep all of the graph that R makes.
         replicas: work for other pipelines with the same parameters; None: there are none.
@@ -88,12 +87,8 @@ class Walker:
         embedding: EmbeddingShard | None,
         output: OutputShard | None,
         *,
-        communicators: Communicators | None,
-        ranks: Sequence[int],
+        transport: Transport,
         vocabulary_passes: bool,
-        hidden_size: int,
-        hidden_dtype: torch.dtype,
-        torch_device: torch.device,
         weight_gradients: WeightGradients | None = None,
         checkpointing: Switch | None = None,
         replicas: Replicas | None = None,
@@ -104,18 +99,16 @@ class Walker:
         self._stages = stages
         self._embedding = embedding
         self._output = output
-        self._communicators = communicators
-        self._ranks = ranks
         self._vocabulary_passes = vocabulary_passes
-        self._hidden_size = hidden_size
-        self._hidden_dtype = hidden_dtype
-        self._torch_device = torch_device
+        self._hidden_size = transport.hidden_size
+        self._hidden_dtype = transport.hidden_dtype
+        self._torch_device = transport.torch_device
         self._weight_gradients = WeightGradients() if weight_gradients is None else weight_gradients
         self._checkpointing = Switch() if checkpointing is None else checkpointing
         self._replicas = replicas
         self._router_losses = router_losses
         self._activations = activations
-        self._anchor = torch.empty(0, dtype=hidden_dtype, device=torch_device, requires_grad=True)
+        self._anchor = torch.empty(0, dtype=self._hidden_dtype, device=self._torch_device, requires_grad=True)
         self.record_passes = False
         self.counter: ByteCounter | None = None
 
@@ -123,18 +116,9 @@ class Walker:
         self._microbatches: tuple[Microbatch, ...] = ()
         self._shapes: list[tuple[int, int, int]] = []
         self._values = Values()
-        self._forwarded: dict[tuple[int, int], _Forwarded] = {}
-        self._vocabulary = VocabularyPasses(
-            self._values,
-            embedding,
-            output,
-            device=device,
-            communicators=communicators,
-            ranks=ranks,
-            hidden_size=hidden_size,
-            hidden_dtype=hidden_dtype,
-            torch_device=torch_device,
-        )
+        self._forwarded: dict[StageUnit, _Forwarded] = {}
+        self._hops = Hops(self._values, transport, router_losses)
+        self._vocabulary = VocabularyPasses(self._values, embedding, output, transport, device=device)
         self._pass_handlers: dict[Kind, Callable[[Pass], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -151,10 +135,7 @@ class Walker:
             **self._vocabulary.passes,
         }
         self._transfer_handlers: dict[TransferKind, Callable[[Transfer], None]] = {
-            TransferKind.SEND_F: self._send_forward,
-            TransferKind.RECV_F: self._receive_forward,
-            TransferKind.SEND_B: self._send_backward,
-            TransferKind.RECV_B: self._receive_backward,
+            **self._hops.transfers,
             **self._vocabulary.transfers,
         }
 
@@ -174,6 +155,7 @@ class Walker:
             self._activations.recorded = None if recording is None else recording.copies
         record = StepRecord(start=time.perf_counter())
         before, after = ({}, {}) if self._replicas is None else self._replicas.begin(program)
+        in_flight = 0
         with torch.set_grad_enabled(self._gradients):
             for step in row.steps:
                 item = step.item
@@ -191,6 +173,9 @@ class Walker:
                 values.begin(step.text)
                 step.run(item)
                 values.finish(item)
+                in_flight += step.adds
+                held = len(self._forwarded) + len(self._weight_gradients)
+                assert (values.taken, values.made, held) == (step.takes, step.makes, in_flight), step.text
                 for sent in step.arrived:
                     values.arrived(sent)
                 if after:
@@ -206,7 +191,8 @@ class Walker:
             recording.finish(record)
         moved = () if self._activations is None else self._activations.left
         unfinished = () if self._output is None else self._output.left
-        left = (*values.left, *self._forwarded, *moved, *unfinished)
+        routed = () if self._router_losses is None else self._router_losses.left
+        left = (*values.left, *self._forwarded, *moved, *unfinished, *routed)
         assert not left and not len(self._weight_gradients), f"values of the step are left over: {left}"
         self._end()
         return record
@@ -214,7 +200,7 @@ class Walker:
     def _begin(self, row: Row, batch: Batch) -> None:
         """Start a step; forget the remains of a failed one."""
         self._row = row
-        self._gradients, self._last_stage = row.gradients, row.last_stage
+        self._gradients = row.gradients
         self._microbatches = batch.microbatches
         self._shapes = [(*microbatch.token_ids.shape, self._hidden_size) for microbatch in batch.microbatches]
         self._values.clear()
@@ -223,13 +209,14 @@ class Walker:
         self._checkpointing.off = False
         if self._activations is not None:
             self._activations.clear()
+        self._hops.begin(row, batch)
         self._vocabulary.begin(row, batch)
         if self._embedding is not None:
             self._embedding.begin(batch)
         if self._output is not None:
             self._output.clear()
         if self._router_losses is not None:
-            self._router_losses.begin(row.program, self._values.put, self._values.take)
+            self._router_losses.begin(row.program)
 
     def _end(self) -> None:
         """End a step: nothing of the batch is kept."""
@@ -242,55 +229,56 @@ class Walker:
     # --- passes of stages ------------------------------------------------------------------------------------
 
     def _forward(self, item: Pass) -> None:
-        stage, index = item.stage, item.microbatch
-        assert stage is not None and index is not None
+        stage, unit = self._row.place(item)
         taken: Tensor | None = None
-        if stage:
-            taken = self._values.take(("F", stage, index))
+        totals: list[Tensor] = []
+        if stage != self._row.first_stage:
+            taken, *totals = self._values.take((self._row.before[stage], unit))
         elif self._vocabulary_passes:
-            taken = self._values.take(("ROWS", -1, index))
+            (taken,) = self._values.take((TransferKind.ROWS, unit))
         if self._router_losses is not None:
-            self._router_losses.before_forward(stage, index)
+            self._router_losses.before_forward(*totals)
         self._values.ready()
-        if not stage:
+        if stage == self._row.first_stage:
             assert self._embedding is not None
-            rows = self._embedding.rows(index) if taken is None else taken
-            taken = self._embedding.place(rows, index).view(self._shapes[index])
+            rows = self._embedding.rows(unit) if taken is None else taken
+            taken = self._embedding.place(rows, unit).view(self._shapes[unit])
         assert taken is not None
-        key = (stage, index)
+        key = (stage, unit)
         if not self._gradients:
-            output = self._call(stage, index, taken)
+            output = self._call(stage, unit, taken)
         elif key in self._row.recomputed:
             forwarded = self._forwarded[key] = _Forwarded(taken, random_state=RandomState.of(self._torch_device))
             with torch.no_grad():
-                output = self._call(stage, index, taken)
+                output = self._call(stage, unit, taken)
             if key in self._row.offloaded:
                 forwarded.input = self._saved(key, taken)
         else:
-            output = self._forward_with_graph(_Forwarded(), stage, index, taken)
+            output = self._forward_with_graph(_Forwarded(), stage, unit, taken)
+        along = () if self._router_losses is None else self._router_losses.after_forward(stage, unit)
         result = output.detach()
-        if stage < self._last_stage:
-            self._values.put(("F", stage + 1, index), result.contiguous())
+        if stage != self._row.last_stage:
+            self._values.put((self._row.after[stage], unit), result.contiguous(), *along)
         elif self._vocabulary_passes:
-            self._values.put(("X", -1, index), result.reshape(-1, self._hidden_size).contiguous())
+            self._values.put((TransferKind.X, unit), result.reshape(-1, self._hidden_size).contiguous())
         else:
-            self._whole_output(result.reshape(-1, self._hidden_size), index)
+            self._whole_output(result.reshape(-1, self._hidden_size), unit)
 
-    def _whole_output(self, hidden: Tensor, index: int) -> None:
+    def _whole_output(self, hidden: Tensor, unit: int) -> None:
         """Run the whole output layer and the loss, as part of the last stage's F."""
         assert self._output is not None
-        microbatch = self._microbatches[index]
-        statistics = self._output.forward(hidden, microbatch, index, gradients=self._gradients)
-        self._output.combine(statistics.unsqueeze(0), microbatch, index, gradients=self._gradients)
+        microbatch = self._microbatches[unit]
+        statistics = self._output.forward(hidden, microbatch, unit, gradients=self._gradients)
+        self._output.combine(statistics.unsqueeze(0), microbatch, unit, gradients=self._gradients)
 
-    def _forward_with_graph(self, forwarded: _Forwarded, stage: int, index: int, hidden: Tensor) -> Tensor:
+    def _forward_with_graph(self, forwarded: _Forwarded, stage: int, unit: int, hidden: Tensor) -> Tensor:
         """Run the stage on its input, which was received, placed or detached for this pass alone; keep its graph for
         the backward. Return the output."""
-        key = (stage, index)
+        key = (stage, unit)
         saving: AbstractContextManager[None] = nullcontext()
         if self._row.moves_graph(key):
             assert self._activations is not None
-            saving = self._activations.saving(key, self._staying(stage, index))
+            saving = self._activations.saving(key, self._staying(stage, unit))
             hidden = Entrance.apply(self._anchor, hidden, forwarded.gradients)
             forwarded.input = None
         else:
@@ -298,7 +286,7 @@ class Walker:
         self._weight_gradients.under_way = key if key in self._row.split else None
         self._checkpointing.off = key in self._row.recomputed
         with saving:
-            output = self._call(stage, index, hidden)
+            output = self._call(stage, unit, hidden)
         self._checkpointing.off = False
         self._weight_gradients.under_way = None
         # Keep the edge, not the output: the graph stays, but the output itself is freed as soon as it is sent.
@@ -306,20 +294,19 @@ class Walker:
         self._forwarded[key] = forwarded
         return output
 
-    def _call(self, stage: int, index: int, hidden: Tensor) -> Tensor:
-        module, microbatch = self._stages[stage], self._microbatches[index]
+    def _call(self, stage: int, unit: int, hidden: Tensor) -> Tensor:
+        module, microbatch = self._stages[stage], self._microbatches[unit]
         if self._router_losses is not None:
-            return self._router_losses.call(module, stage, index, hidden, microbatch)
+            return self._router_losses.call(module, hidden, microbatch)
         return module(hidden, microbatch.position_ids, microbatch.attention_mask)
 
     def _recompute(self, item: Pass) -> None:
         """R: rebuild the graph that F did not keep, from the stage's input and with the same random numbers."""
-        stage, index = item.stage, item.microbatch
-        assert stage is not None and index is not None
-        if (stage, index) in self._row.offloaded:
-            self._come_back(stage, index)
+        stage, unit = self._row.place(item)
+        if (stage, unit) in self._row.offloaded:
+            self._come_back(item)
         self._values.ready()
-        forwarded = self._forwarded[stage, index]
+        forwarded = self._forwarded[stage, unit]
         hidden, random_state = forwarded.input, forwarded.random_state
         assert hidden is not None and random_state is not None
         if isinstance(hidden, Packed):
@@ -327,7 +314,7 @@ class Walker:
             hidden = self._activations.unpack(hidden)
         forwarded.random_state = None
         with random_state.restored():
-            self._forward_with_graph(forwarded, stage, index, hidden)
+            self._forward_with_graph(forwarded, stage, unit, hidden)
 
     def _backward(self, item: Pass) -> None:
         self._gradients_of_stage(item, split=False)
@@ -337,28 +324,28 @@ class Walker:
 
     def _gradients_of_stage(self, item: Pass, *, split: bool) -> None:
         """B, or I, which leaves the weight gradients of linear layers and of a whole output layer to W."""
-        stage, index = item.stage, item.microbatch
-        assert stage is not None and index is not None
+        stage, unit = self._row.place(item)
         gradient: Tensor | None = None
-        if stage < self._last_stage:
-            gradient = self._values.take(("B", stage, index))
+        along: list[Tensor] = []
+        if stage != self._row.last_stage:
+            gradient, *along = self._values.take((self._row.after[stage][::-1], unit))
         elif self._vocabulary_passes:
-            gradient = self._values.take(("DX", -1, index))
+            (gradient,) = self._values.take((TransferKind.DX, unit))
         if self._router_losses is not None:
-            self._router_losses.before_backward(stage, index)
-        if self._row.moves_graph((stage, index)):
-            self._come_back(stage, index)
+            along = [self._router_losses.before_backward(unit, *along)]
+        if self._row.moves_graph((stage, unit)):
+            self._come_back(item)
         self._values.ready()
         if gradient is None:
             assert self._output is not None
-            gradient = self._output.hidden_gradient(index) if split else self._output.backward(index)
+            gradient = self._output.hidden_gradient(unit) if split else self._output.backward(unit)
             assert gradient is not None
-        if stage == self._last_stage:
-            gradient = gradient.to(self._hidden_dtype).view(self._shapes[index])
-        forwarded = self._forwarded.pop((stage, index))
+        if stage == self._row.last_stage:
+            gradient = gradient.to(self._hidden_dtype).view(self._shapes[unit])
+        forwarded = self._forwarded.pop((stage, unit))
         assert forwarded.output is not None
         if split:
-            self._weight_gradients.begin((stage, index))
+            self._weight_gradients.begin((stage, unit))
         torch.autograd.backward((forwarded.output,), (gradient,))
         self._weight_gradients.under_way = None
         if forwarded.input is None:
@@ -367,36 +354,35 @@ class Walker:
             assert isinstance(forwarded.input, Tensor) and forwarded.input.grad is not None
             input_gradient = forwarded.input.grad
             forwarded.input.grad = None
-        if stage:
-            self._values.put(("B", stage - 1, index), input_gradient.contiguous())
+        if stage != self._row.first_stage:
+            self._values.put((self._row.before[stage][::-1], unit), input_gradient.contiguous(), *along)
             return
         assert self._embedding is not None
-        rows_gradient = self._embedding.pick(input_gradient.view(-1, self._hidden_size), index)
+        rows_gradient = self._embedding.pick(input_gradient.view(-1, self._hidden_size), unit)
         if self._vocabulary_passes:
-            self._values.put(("ROW_GRADIENTS", -1, index), rows_gradient)
+            self._values.put((TransferKind.ROW_GRADIENTS, unit), rows_gradient)
         else:
-            self._embedding.add_gradient(rows_gradient, index)
+            self._embedding.add_gradient(rows_gradient, unit)
 
     def _weight_gradient(self, item: Pass) -> None:
-        stage, index = item.stage, item.microbatch
-        assert stage is not None and index is not None
+        stage, unit = self._row.place(item)
         self._values.ready()
-        if stage == self._last_stage and not self._vocabulary_passes:
+        if stage == self._row.last_stage and not self._vocabulary_passes:
             assert self._output is not None
-            self._output.backward(index)
-        self._weight_gradients.compute((stage, index))
+            self._output.backward(unit)
+        self._weight_gradients.compute((stage, unit))
 
     # --- activations on the host -----------------------------------------------------------------------------
 
-    def _saved(self, key: tuple[int, int], hidden: Tensor) -> Packed | Tensor:
+    def _saved(self, key: StageUnit, hidden: Tensor) -> Packed | Tensor:
         """Return a stage's input that waits for R, and goes to the host meanwhile."""
         assert self._activations is not None
         with self._activations.saving(key, ()):
             return self._activations.pack(hidden)
 
-    def _staying(self, stage: int, index: int) -> Iterator[Tensor]:
+    def _staying(self, stage: int, unit: int) -> Iterator[Tensor]:
         """Return tensors that F reads but does not own."""
-        module, microbatch = self._stages[stage], self._microbatches[index]
+        module, microbatch = self._stages[stage], self._microbatches[unit]
         if isinstance(module, nn.Module):
             yield from module.parameters()
             yield from module.buffers()
@@ -405,25 +391,30 @@ class Walker:
                 yield tensor
 
     def _offload(self, item: Pass) -> None:
-        assert self._activations is not None and item.stage is not None and item.microbatch is not None
-        self._activations.offload((item.stage, item.microbatch))
+        assert self._activations is not None
+        self._activations.offload(self._row.place(item))
         self._values.ready()
 
     def _give_back(self, item: Pass) -> None:
-        activations, stage, index = self._activations, item.stage, item.microbatch
-        assert activations is not None and stage is not None and index is not None
-        self._values.wait_for_copy(f"{stage}O{index}", lambda: activations.give_back((stage, index)))
+        activations, place = self._activations, self._row.place(item)
+        assert activations is not None
+        self._values.wait_for_copy(self._copy(Kind.O, item), lambda: activations.give_back(place))
         self._values.ready()
 
     def _load(self, item: Pass) -> None:
-        assert self._activations is not None and item.stage is not None and item.microbatch is not None
-        self._activations.load((item.stage, item.microbatch))
+        assert self._activations is not None
+        self._activations.load(self._row.place(item))
         self._values.ready()
 
-    def _come_back(self, stage: int, index: int) -> None:
-        activations = self._activations
+    def _come_back(self, item: Pass) -> None:
+        activations, place = self._activations, self._row.place(item)
         assert activations is not None
-        self._values.wait_for_copy(f"{stage}L{index}", lambda: activations.ready((stage, index)))
+        self._values.wait_for_copy(self._copy(Kind.L, item), lambda: activations.ready(place))
+
+    @staticmethod
+    def _copy(kind: Kind, item: Pass) -> str:
+        """Return the text of the copy of the same activations."""
+        return str(Pass(kind, item.stage, item.microbatch, item.slice))
 
     # --- others ----------------------------------------------------------------------------------------------
 
@@ -436,38 +427,3 @@ class Walker:
         positions."""
         assert item.stage in self._stages
         self._values.ready()
-
-    # --- hops ------------------------------------------------------------------------------------------------
-
-    def _send_forward(self, item: Transfer) -> None:
-        assert item.stage is not None
-        self._send(item, ("F", item.stage + 1, item.microbatch))
-
-    def _send_backward(self, item: Transfer) -> None:
-        assert item.stage is not None
-        self._send(item, ("B", item.stage - 1, item.microbatch))
-
-    def _send(self, item: Transfer, key: Key) -> None:
-        assert self._communicators is not None
-        communicator, peer = self._communicators[item.communicator], self._ranks[item.members[1]]
-        what, stage, index = key
-        for one in (what,) if self._router_losses is None else (what, ALONG[what]):
-            tensor = self._values.give((one, stage, index))
-            self._values.sent(item, communicator.send(tensor, peer, str(item)))
-
-    def _receive_forward(self, item: Transfer) -> None:
-        self._receive(item, "F")
-
-    def _receive_backward(self, item: Transfer) -> None:
-        self._receive(item, "B")
-
-    def _receive(self, item: Transfer, what: str) -> None:
-        assert item.stage is not None and self._communicators is not None
-        communicator, peer = self._communicators[item.communicator], self._ranks[item.members[0]]
-        shape = self._shapes[item.microbatch]
-        buffers = {what: torch.empty(shape, dtype=self._hidden_dtype, device=self._torch_device)}
-        if self._router_losses is not None:
-            buffers[ALONG[what]] = self._router_losses.buffer(what)
-        for one, buffer in buffers.items():
-            handle = communicator.receive(buffer, peer, str(item))
-            self._values.arriving((one, item.stage, item.microbatch), buffer, handle)

@@ -1,6 +1,6 @@
 """Check whether an order or a program is sound. Every fault is listed, not only the first.
 
-An order is sound if every pass that its placement, microbatches and barriers require appears exactly once on the right
+An order is sound if every pass that its placement, units and barriers require appears exactly once on the right
 device, no pass comes before one that it needs in its own row, and all devices reach the end of their rows. Every F has
 its B, or its I and W, so every stored activation is released. A program also has every transfer exactly once on each of
 its members, at a valid position, and completes for every way of queueing transfers (`queues`). If limits are given,
@@ -50,7 +50,9 @@ def check_program(program: Program, limits: Limits | None = None) -> Report:
     _refuse_others(program.rows, {Pass, Transfer, NoneType}, "a pass or transfer")
     # Idle slots replace transfers, so positions stay those of the program.
     passes = tuple(tuple(item if isinstance(item, Pass) else None for item in row) for row in program.rows)
-    order = Order(program.placement, program.microbatches, passes, program.barriers, program.forward_only)
+    order = Order(
+        program.placement, program.microbatches, passes, program.barriers, program.forward_only, program.slices
+    )
     faults: list[Fault] = []
     dependencies = Dependencies.of(program, program.sharing)
     if not program_is_sound(program, dependencies):

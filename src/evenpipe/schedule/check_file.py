@@ -14,6 +14,7 @@ from .faults import Fault
 from .files import read_schedule
 from .order import Order
 from .passes import Pass, parts_of
+from .placement import Edge
 from .program import Program
 from .timeline import peak_activations
 from .words import count
@@ -47,7 +48,9 @@ class FileReport:
             "transfers": isinstance(self.schedule, Program),
             "devices": self.schedule.devices,
             "microbatches": self.schedule.microbatches,
+            "slices": self.schedule.slices,
             "stage_device": list(self.schedule.placement.stage_device),
+            "edges": list(map(list, self.schedule.placement.edges)),
             "barriers": self.schedule.barriers,
             "peak_in_flight": list(self.in_flight),
             "peak_bytes": None if self.peak_bytes is None else list(self.peak_bytes),
@@ -65,10 +68,11 @@ class FileReport:
             what += ", for evaluation,"
         placement = self.schedule.placement
         devices = " ".join(map(str, placement.stage_device))
+        cut = "" if self.schedule.slices == 1 else f" of {count(self.schedule.slices, 'slice')}"
         lines = [
             f"sound: {what} of {count(placement.devices, 'device')} and "
-            f"{count(self.schedule.microbatches, 'microbatch')}",
-            f"{'device of stage 0' if placement.stages == 1 else f'devices of stages 0 to {placement.stages - 1}'}: "
+            f"{count(self.schedule.microbatches, 'microbatch')}{cut}",
+            f"{'device of stage 0' if placement.stages == 1 else f'devices of stages 0 to {placement.last_stage}'}: "
             f"{devices}",
             f"most stage activations in flight, per device: {' '.join(map(str, self.in_flight))}",
         ]
@@ -84,14 +88,16 @@ def check_file(
     costs: Costs | None = None,
     memory_limit: float | Sequence[float] | None = None,
     bytes_limit: float | Sequence[float] | None = None,
+    *,
+    edges: Sequence[Edge] = (),
 ) -> FileReport:
     """Return every fault of the order or program in a CSV file.
 
-    memory_limit: most stage activations per device. bytes_limit: most bytes, with the sizes of `costs`. Raises
-    InputError if the file contains no schedule, if `costs` have lists of the wrong length or lack a kind that a sound
-    schedule has, and for a limit in bytes without costs that have bytes.
+    edges: of the stages; a chain by default. memory_limit: most stage activations per device. bytes_limit: most bytes,
+    with the sizes of `costs`. Raises InputError if the file contains no schedule, if `costs` have lists of the wrong
+    length or lack a kind that a sound schedule has, and for a limit in bytes without costs that have bytes.
     """
-    schedule = read_schedule(path)
+    schedule = read_schedule(path, edges)
     limits = Limits(activations=memory_limit, bytes=bytes_limit, costs=costs)
     if isinstance(schedule, Program):
         order, report = schedule.order, check_program(schedule, limits)

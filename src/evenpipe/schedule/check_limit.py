@@ -10,6 +10,7 @@ from evenpipe.errors import InputError
 from evenpipe.given import shown
 
 from .costs import Costs
+from .effects import IN_FLIGHT
 from .excerpt import brief, neighbours
 from .faults import Fault
 from .order import Order
@@ -38,9 +39,8 @@ def check_limits(schedule: Order | Program, limits: Limits) -> Iterator[Fault]:
     """
     if limits.activations is not None:
         bounds = limits_per_device(limits.activations, schedule.devices)
-        ones = (1.0,) * schedule.placement.stages
-        released = tuple(-one for one in ones)
-        yield from _exceeded(schedule, bounds, {Kind.F: ones, Kind.B: released, Kind.W: released}, "stage activations")
+        counted = {kind: (float(change),) * schedule.placement.stages for kind, change in IN_FLIGHT.items()}
+        yield from _exceeded(schedule, bounds, counted, "stage activations")
     if limits.bytes is not None:
         bounds = limits_per_device(limits.bytes, schedule.devices, "bytes")
         deltas = None if limits.costs is None else limits.costs.memory_deltas(schedule.placement)

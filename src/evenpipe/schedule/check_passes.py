@@ -10,7 +10,7 @@ from .excerpt import brief, neighbours
 from .faults import Fault
 from .flows import vocabulary_kinds
 from .order import Order
-from .passes import BACKWARD_KINDS, SHAPES, STAGE_KINDS, VOCABULARY_KINDS, Item, Kind, Pass, parts_of
+from .passes import BACKWARD_KINDS, SHAPES, STAGE_KINDS, VOCABULARY_KINDS, Item, Kind, Pass, parts_of, unit_of
 from .places import Places, unmet_in_row
 
 Rows = Sequence[Sequence[Item | None]]
@@ -28,7 +28,7 @@ def check_own_needs(order: Order, rows: Rows) -> Iterator[Fault]:
     """Return faults of passes that come before a pass of their row that they need."""
     dependencies = Dependencies.of(order)
     for device, row in enumerate(order.rows):
-        places = Places.of(row, order.microbatches)
+        places = Places.of(row, order.units, slices=order.slices)
         for position, part, there in unmet_in_row(places, row, 0, partial(dependencies.rule, device)):
             if there is not None:
                 what = f"{part} comes before {brief(row[there])} at position {there}, which it needs"
@@ -38,17 +38,18 @@ def check_own_needs(order: Order, rows: Rows) -> Iterator[Fault]:
 
 
 def _out_of_place(order: Order, device: int, rows: Rows, positions: dict[What, dict[int, int]]) -> Iterator[Fault]:
-    """Return faults of items that do not belong in a row. The others go into `positions`: kind and stage -> microbatch
-    -> position."""
+    """Return faults of items that do not belong in a row. The others go into `positions`: kind and stage -> unit ->
+    position."""
     wanted = vocabulary_kinds(order.barriers, order.forward_only)
     for position, item in enumerate(order.rows[device]):
         for part in parts_of(item) if item else ():
             what = _wrong(order, device, part, wanted)
             if not what and part.microbatch is not None:
                 seen = positions.setdefault((part.kind, part.stage), {})
-                if part.microbatch in seen:
-                    what = f"{part} is already at position {seen[part.microbatch]}"
-                seen.setdefault(part.microbatch, position)
+                unit = unit_of(part, order.slices)
+                if unit in seen:
+                    what = f"{part} is already at position {seen[unit]}"
+                seen.setdefault(unit, position)
             if what:
                 yield Fault(device, position, what, neighbours(rows, device, position))
 
@@ -67,69 +68,77 @@ def _wrong(order: Order, device: int, item: Pass, wanted: frozenset[Kind]) -> st
         )
     if item.stage is not None:
         if not 0 <= item.stage < order.placement.stages:
-            return f"{item} names a stage that does not exist; stages are 0 to {order.placement.stages - 1}"
+            return f"{item} names a stage that does not exist; stages are 0 to {order.placement.last_stage}"
         if order.placement.device_of(item.stage) != device:
             return f"{item} belongs to device {order.placement.device_of(item.stage)}"
     if item.microbatch is not None and not 0 <= item.microbatch < order.microbatches:
         return f"{item} names a microbatch that does not exist; microbatches are 0 to {order.microbatches - 1}"
-    if item.slice:
+    return wrong_slice(item, order.slices)
+
+
+def wrong_slice(item: Item, slices: int) -> str:
+    """Return why `item` has a slice that does not exist, or an empty text."""
+    if item.slice < slices:
+        return ""
+    if slices == 1:
         return f"{item} is for a slice of a sequence, but sequences are not cut"
-    return ""
+    return f"{item} names a slice that does not exist; slices are 0 to {slices - 1}"
 
 
 def _missing(order: Order, device: int, rows: Rows, positions: dict[What, dict[int, int]]) -> Iterator[Fault]:
     """Return faults of missing passes, and of backwards that appear both whole and split."""
 
-    def absent(kind: Kind, stage: int | None, microbatches: range, why: str = "") -> Fault:
-        first, last = (Pass(kind, stage, microbatches[index]) for index in (0, -1))
+    def absent(kind: Kind, stage: int | None, units: range, why: str = "") -> Fault:
+        first, last = (Pass(kind, stage, *divmod(units[index], order.slices)) for index in (0, -1))
         what = f"{first} is missing" if first == last else f"{first} to {last} are missing"
         return Fault(device, None, what + why)
 
     for kind in sorted(vocabulary_kinds(order.barriers, order.forward_only)):
         there = positions.get((kind, None), {})
-        for microbatches in runs(there, order.microbatches):
-            if microbatches[0] not in there:
-                yield absent(kind, None, microbatches)
+        for units in runs(there, order.units):
+            if units[0] not in there:
+                yield absent(kind, None, units)
     for stage in order.placement.stages_of(device):
         found = {kind: positions.get((kind, stage), {}) for kind in sorted(STAGE_KINDS)}
-        for microbatches in runs(set().union(*found.values()), order.microbatches):
-            has = {kind: microbatches[0] in there for kind, there in found.items()}
+        for units in runs(set().union(*found.values()), order.units):
+            has = {kind: units[0] in there for kind, there in found.items()}
             if not has[Kind.F]:
-                yield absent(Kind.F, stage, microbatches)
+                yield absent(Kind.F, stage, units)
             if order.forward_only:
                 continue
             if has[Kind.B] and (has[Kind.I] or has[Kind.W]):
-                position = found[Kind.I if has[Kind.I] else Kind.W][microbatches[0]]
-                what = f"{Pass(Kind.B, stage, microbatches[0])} has run whole, and a part of it appears here again"
+                position = found[Kind.I if has[Kind.I] else Kind.W][units[0]]
+                whole = Pass(Kind.B, stage, *divmod(units[0], order.slices))
+                what = f"{whole} has run whole, and a part of it appears here again"
                 yield Fault(device, position, what, neighbours(rows, device, position))
             elif not (has[Kind.B] or has[Kind.I] or has[Kind.W]):
-                yield absent(Kind.B, stage, microbatches, ", so its activations are never released")
+                yield absent(Kind.B, stage, units, ", so its activations are never released")
             elif not (has[Kind.B] or has[Kind.I]):
-                yield absent(Kind.I, stage, microbatches)
+                yield absent(Kind.I, stage, units)
             elif not (has[Kind.B] or has[Kind.W]):
-                yield absent(Kind.W, stage, microbatches, ", so its activations are never released")
+                yield absent(Kind.W, stage, units, ", so its activations are never released")
             if has[Kind.O] or has[Kind.D] or has[Kind.L]:
                 if not has[Kind.O]:
-                    yield absent(Kind.O, stage, microbatches, ", so its activations are not on the host")
+                    yield absent(Kind.O, stage, units, ", so its activations are not on the host")
                 if not has[Kind.D]:
-                    yield absent(Kind.D, stage, microbatches, ", so the copied memory is never freed")
+                    yield absent(Kind.D, stage, units, ", so the copied memory is never freed")
                 if not has[Kind.L]:
-                    yield absent(Kind.L, stage, microbatches, ", so its activations are never copied back")
+                    yield absent(Kind.L, stage, units, ", so its activations are never copied back")
 
 
-def runs(there: Collection[int], microbatches: int) -> Iterator[range]:
-    """Return the microbatches that are not `there`, grouped: single ones up to `LISTED`, longer gaps as ranges."""
+def runs(there: Collection[int], units: int) -> Iterator[range]:
+    """Return the units that are not `there`, grouped: single ones up to `LISTED`, longer gaps as ranges."""
     before = 0
-    for microbatch in (*sorted(there), microbatches):
-        gap = range(before, microbatch)
+    for unit in (*sorted(there), units):
+        gap = range(before, unit)
         if len(gap) > LISTED:
             yield gap
         else:
             yield from (range(i, i + 1) for i in gap)
-        if microbatch < microbatches:
-            yield range(microbatch, microbatch + 1)
-        before = microbatch + 1
+        if unit < units:
+            yield range(unit, unit + 1)
+        before = unit + 1
 
 
 LISTED = 100
-"""Most missing microbatches of a gap that are listed one by one."""
+"""Most missing units of a gap that are listed one by one."""

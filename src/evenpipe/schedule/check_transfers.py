@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .check_passes import runs
+from .check_passes import runs, wrong_slice
 from .dependencies import Dependencies, Route
 from .excerpt import neighbours
 from .faults import Fault
-from .passes import Pass, Transfer, parts_of
+from .passes import Pass, Transfer, parts_of, unit_of
 from .program import Program
 
 Carried = tuple[int, int]
-"""Number of a route, and a microbatch: one transfer, on whichever member."""
+"""Number of a route, and a unit: one transfer, on whichever member."""
 
 
 def check_transfers(program: Program, dependencies: Dependencies) -> tuple[list[Fault], list[Fault]]:
@@ -44,9 +44,9 @@ def _out_of_place(
             what = f"no pass needs {item}, or device {device} is not a member of it"
         elif not 0 <= item.microbatch < program.microbatches:
             what = f"{item} names a microbatch that does not exist; microbatches are 0 to {program.microbatches - 1}"
-        elif item.slice:
-            what = f"{item} is for a slice of a sequence, but sequences are not cut"
-        elif (earlier := found.setdefault((route.number, item.microbatch), position)) != position:
+        elif wrong_slice(item, program.slices):
+            what = wrong_slice(item, program.slices)
+        elif (earlier := found.setdefault((route.number, unit_of(item, program.slices)), position)) != position:
             what = f"{item} is already at position {earlier}"
         else:
             what = _wrong_address(item, route)
@@ -75,10 +75,10 @@ def _at_wrong_time(
             rule = dependencies.rule(device, part.kind, part.stage)
             for routes, needed in ((rule.uses, True), (rule.feeds, False)):
                 for route in routes:
-                    there = found.get((route.number, part.microbatch))
+                    there = found.get((route.number, unit_of(part, program.slices)))
                     if there is None or (there < position) == needed:
                         continue
-                    transfer = route.transfer(device, part.microbatch)
+                    transfer = route.transfer(device, part.microbatch, part.slice)
                     what = (
                         f"{transfer} is issued after {part} at position {position}, "
                         + ("which waits for it" if route in rule.waits else "which consumes its data")
@@ -89,15 +89,15 @@ def _at_wrong_time(
 
 
 def _missing(program: Program, dependencies: Dependencies, places: list[dict[Carried, int]]) -> Iterator[Fault]:
-    there: dict[tuple[int, int], list[int]] = {}  # device and route -> microbatches
+    there: dict[tuple[int, int], list[int]] = {}  # device and route -> units
     for device, found in enumerate(places):
-        for number, microbatch in found:
-            there.setdefault((device, number), []).append(microbatch)
+        for number, unit in found:
+            there.setdefault((device, number), []).append(unit)
     for route in dependencies.routes:
         for device in route.members:
-            for gap in runs(there.get((device, route.number), ()), program.microbatches):
+            for gap in runs(there.get((device, route.number), ()), program.units):
                 if (route.number, gap[0]) not in places[device]:
-                    first, last = (route.transfer(device, gap[index]) for index in (0, -1))
+                    first, last = (route.transfer(device, *divmod(gap[index], program.slices)) for index in (0, -1))
                     what = f"{first} is missing" if first == last else f"{first} to {last} are missing"
                     yield Fault(device, None, what)
 
@@ -115,7 +115,10 @@ def _other_order(program: Program, dependencies: Dependencies, places: list[dict
             own = [carried for carried in issued.get((communicator, device), ()) if carried in places[first]]
             for wanted, found_first in zip(reference, own, strict=True):
                 if wanted != found_first:
-                    item, later = (dependencies.routes[n].transfer(device, i) for n, i in (found_first, wanted))
+                    item, later = (
+                        dependencies.routes[number].transfer(device, *divmod(unit, program.slices))
+                        for number, unit in (found_first, wanted)
+                    )
                     position = places[device][found_first]
                     what = f"{item} comes before {later} on communicator {communicator}, but not on device {first}"
                     yield Fault(device, position, what, neighbours(program.rows, device, position))

@@ -10,6 +10,7 @@ from evenpipe.errors import InputError
 from evenpipe.given import shown
 
 from .cost_values import Cost, cost, number, refuse_unknown, spread, table
+from .effects import ON_DEVICE
 from .links import LINKS, CopyEngine, Link, links_from_dict
 from .passes import STAGE_KINDS, VOCABULARY_KINDS, Kind, Pass, TransferKind
 from .placement import Placement
@@ -228,8 +229,7 @@ class Costs:
             sizes = self.stage_bytes(placement)
             if sizes is None:
                 return None
-            released = tuple(-size for size in sizes)
-            return {Kind.F: sizes, Kind.B: released, Kind.W: released, Kind.D: released, Kind.L: sizes}
+            return {kind: tuple(change * size for size in sizes) for kind, change in ON_DEVICE.items()}
         deltas = {}
         for name, value in self.memory.items():
             if name != RECEIVE:

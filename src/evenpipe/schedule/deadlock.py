@@ -9,9 +9,9 @@ from evenpipe.errors import InputError
 from .dependencies import Dependencies
 from .excerpt import brief, excerpt
 from .faults import Fault
-from .graph import Key
 from .order import Order
-from .passes import ROLE, Item, Pass, parts_of
+from .passes import ROLE, Item, Kind, Pass, parts_of
+from .places import in_sequence
 from .words import join
 
 SHOWN = 8
@@ -53,7 +53,8 @@ class DeadlockError(InputError):
 def _awaited(order: Order, done: Sequence[int], stopped: dict[int, int]) -> dict[int, str]:
     """Return in words what each device of `stopped` (device -> position) awaits."""
     dependencies = Dependencies.of(order)
-    ran: list[dict[Key, bool]] = [
+    # By what a need names: kind (B for I), stage, microbatch and slice.
+    ran: list[dict[tuple[Kind, int | None, int | None, int], bool]] = [
         {
             (ROLE[part.kind], part.stage, part.microbatch, part.slice): index < done[device]
             for index, item in enumerate(order.passes(device))
@@ -74,7 +75,9 @@ def _awaited(order: Order, done: Sequence[int], stopped: dict[int, int]) -> dict
         assert item is not None
         needs = [(device, earlier) for earlier in dependencies.after(item, device)]
         for part in parts_of(item):
-            for kind, stage in dependencies.rule(device, part.kind, part.stage).if_present:
+            rule = dependencies.rule(device, part.kind, part.stage)
+            needs += [(device, earlier) for earlier in in_sequence(part, rule, order.slices)]
+            for kind, stage in rule.if_present:
                 if (kind, stage, part.microbatch, part.slice) in ran[device]:
                     needs.append((device, Pass(kind, stage, part.microbatch, part.slice)))
         for transfer in dependencies.waits_for(item, device):

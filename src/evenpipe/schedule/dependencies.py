@@ -1,31 +1,39 @@
 """Which pass needs which: the single source for timing, checker, communication transform and runtime.
 
-What a pass needs depends on its kind, its stage and its device, and is the same for every microbatch. A flow
-(`flows`) between devices becomes a `Route`, on which every microbatch has one transfer; a flow that stays on one
-device, and a need of earlier passes of the same stage, only constrain the order of passes:
+What a pass needs depends on its kind, its stage and its device, and is the same for every unit. A flow (`flows`)
+between devices becomes a `Route`, on which every unit has one transfer; a flow that stays on one device, and a need of
+earlier passes of the same stage, only constrain the order of passes:
 
     F -> B or I -> W        F -> R -> B        F -> O -> D -> L -> R or B
     S -> C -> T, or S -> T with two barriers
+
+Slices of one sequence meet in attention: a slice looks at the keys of those before it, and their gradients are complete
+when those behind it have gone back. So a stage runs F in the order of slices, and B or I in the reverse order:
+
+    F(slice - 1) -> F(slice)        B(slice + 1) -> B(slice)
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
 from .flows import PER_PAIR, Flow, Site, flows
 from .passes import HOP_KINDS, ROLE, STAGE_KINDS, VOCABULARY_KINDS, Kind, Pass, Transfer, TransferKind, parts_of
 from .placement import Placement
 
+End = tuple[TransferKind, int | None, int | None]
+"""How one member of a transfer calls it: its kind, its stage, and the stage at the other end of a hop if there are
+several."""
+
 What = tuple[Kind, int | None]
-"""Kind and stage of a pass whose device and microbatch are known."""
+"""Kind and stage of a pass whose device and unit are known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """A flow between devices: a transfer without its microbatch. `number` counts the routes of a placement.
+    """A flow between devices: a transfer without its unit. `number` counts the routes of a placement.
 
     The data is ready when every producer has run. Every member issues the transfer before its own consumer, which waits
     for it, except on the device of a sole producer, which has the data already.
@@ -38,30 +46,31 @@ class Route:
     communicator: str
     producers: tuple[Site, ...]
     consumers: tuple[Site, ...]
+    ends: tuple[End, End]
+    """At the source of a hop and at its destination; twice the same for a collective."""
 
     def transfer(self, device: int, microbatch: int, slice_: int = 0) -> Transfer:
-        """Return the transfer of one microbatch as `device` issues it: SEND_F at one end of a hop is RECV_F at the
+        """Return the transfer of one unit as `device` issues it: SEND_F at one end of a hop is RECV_F at the
         other."""
-        kind, stage = self.end(device)
-        return Transfer(kind, stage, microbatch, slice_, self.members, self.root, self.communicator)
+        kind, stage, peer = self.end(device)
+        return Transfer(kind, stage, microbatch, slice_, self.members, self.root, self.communicator, peer)
 
-    def end(self, device: int) -> tuple[TransferKind, int | None]:
-        """Return the kind and stage of the transfers that `device` issues."""
-        if self.kind not in HOP_KINDS:
-            return self.kind, None
-        if device == self.members[0]:
-            return self.kind, self.producers[0].stage
-        return _RECEIVING[self.kind], self.consumers[0].stage
+    def end(self, device: int) -> End:
+        """Return how `device` calls its transfers."""
+        return self.ends[device != self.members[0]]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What the passes of one kind and stage on one device need and produce, the same for every microbatch."""
+    """What the passes of one kind and stage on one device need and produce, the same for every unit."""
 
     after: tuple[What, ...] = ()
     """Passes of the same device that must have run."""
     if_present: tuple[What, ...] = ()
     """The same, for passes that the order may lack."""
+    in_sequence: tuple[tuple[Kind, int | None, int], ...] = ()
+    """Passes of the same device that must have run, of the slice so many further on in the same sequence, if there is
+    one."""
     uses: tuple[Route, ...] = ()
     """Routes whose transfer the device must have issued, because this pass consumes the data."""
     waits: tuple[Route, ...] = ()
@@ -91,7 +100,7 @@ class Dependencies:
         self.placement = placement
         self._combines = barriers != 2 or forward_only
         everything = list(flows(placement, barriers, forward_only))
-        self.routes = tuple(_routes([flow for flow in everything if not flow.local], sharing))
+        self.routes = tuple(_routes([flow for flow in everything if not flow.local], sharing, placement))
         self._after, self._uses, self._feeds = _needs(everything, self.routes)
         self._rules: dict[tuple[int, Kind, int | None], Rule] = {}
         self._route_of = {(*route.end(device), device): route for route in self.routes for device in route.members}
@@ -121,6 +130,7 @@ class Dependencies:
         rule = self._rules[device, kind, stage] = Rule(
             tuple(dict.fromkeys((*fixed, *self._after.get(site, ())))),
             optional,
+            tuple((of_kind, stage, step) for of_kind, step in _IN_SEQUENCE.get(ROLE[kind], ())),
             uses,
             tuple(route for route in uses if any(made.device != device for made in route.producers)),
             tuple(self._feeds.get(site, ())),
@@ -155,8 +165,8 @@ class Dependencies:
         )
 
     def route_of(self, transfer: Transfer, device: int) -> Route | None:
-        """Return the route of a transfer that `device` issues, by its kind and stage, or None."""
-        return self._route_of.get((transfer.kind, transfer.stage, device))
+        """Return the route of a transfer that `device` issues, by its end there, or None."""
+        return self._route_of.get((transfer.kind, transfer.stage, transfer.peer, device))
 
     def producers(self, transfer: Transfer, device: int) -> tuple[tuple[int, Pass], ...]:
         """Return (device, pass) of each pass that produces a part of the data of `transfer`, issued by `device`."""
@@ -171,19 +181,45 @@ class Dependencies:
         return tuple((site.device, site.at(transfer.microbatch, transfer.slice)) for site in sites)
 
 
-@lru_cache(maxsize=64)
 def dependencies_of(
     placement: Placement, barriers: int = 0, forward_only: bool = False, sharing: str = PER_PAIR
 ) -> Dependencies:
-    """Return dependencies, cached: they never change."""
-    return Dependencies(placement, barriers, forward_only, sharing)
+    """Return dependencies, which the placement keeps: they never change."""
+    key = Dependencies, barriers, forward_only, sharing
+    found: Dependencies | None = placement.derived.get(key)
+    if found is None:
+        found = placement.derived[key] = Dependencies(placement, barriers, forward_only, sharing)
+    return found
 
 
-def _routes(between_devices: list[Flow], sharing: str) -> list[Route]:
+def _routes(between_devices: list[Flow], sharing: str, placement: Placement) -> list[Route]:
     return [
-        Route(number, flow.kind, flow.members, flow.root, flow.communicator(sharing), flow.producers, flow.consumers)
+        Route(
+            number,
+            flow.kind,
+            flow.members,
+            flow.root,
+            flow.communicator(sharing),
+            flow.producers,
+            flow.consumers,
+            _ends(flow, placement),
+        )
         for number, flow in enumerate(between_devices)
     ]
+
+
+def _ends(flow: Flow, placement: Placement) -> tuple[End, End]:
+    if flow.kind not in HOP_KINDS:
+        return (flow.kind, None, None), (flow.kind, None, None)
+    source, target = flow.producers[0].stage, flow.consumers[0].stage
+    assert source is not None and target is not None
+    forward = flow.kind is TransferKind.SEND_F
+    beside_source = placement.successors(source) if forward else placement.predecessors(source)
+    beside_target = placement.predecessors(target) if forward else placement.successors(target)
+    return (
+        (flow.kind, source, target if len(beside_source) > 1 else None),
+        (_RECEIVING[flow.kind], target, source if len(beside_target) > 1 else None),
+    )
 
 
 def _needs(
@@ -231,4 +267,5 @@ def _own_stage(kind: Kind, stage: int | None, combines: bool) -> tuple[tuple[Wha
 
 
 _RECEIVING = {TransferKind.SEND_F: TransferKind.RECV_F, TransferKind.SEND_B: TransferKind.RECV_B}
+_IN_SEQUENCE = {Kind.F: ((Kind.F, -1),), Kind.B: ((Kind.B, +1),)}
 _NO_RULE = Rule()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from evenpipe.errors import InputError
@@ -10,12 +11,14 @@ from evenpipe.given import plain, read_json, read_text, read_toml, write_text
 from .costs import Costs
 from .order import Order
 from .passes import Transfer
+from .placement import Edge
 from .program import Program
 from .text import rows_from_csv
 
 
-def read_schedule(path: str | Path) -> Order | Program:
-    """Return the schedule in a CSV file: a program if the file has transfers, else an order.
+def read_schedule(path: str | Path, edges: Sequence[Edge] = ()) -> Order | Program:
+    """Return the schedule in a CSV file: a program if the file has transfers, else an order. Its stages are a chain,
+    or a graph with these edges.
 
     Raises InputError if the file cannot be read, and for a cell that is neither a pass nor a transfer, with row and
     column.
@@ -24,7 +27,7 @@ def read_schedule(path: str | Path) -> Order | Program:
     try:
         rows = rows_from_csv(text)
         has_transfers = any(isinstance(item, Transfer) for row in rows for item in row)
-        return Program.from_csv(text) if has_transfers else Order.from_csv(text)
+        return Program.from_csv(text, edges=edges) if has_transfers else Order.from_csv(text, edges=edges)
     except InputError as error:
         raise InputError(f"{plain(path)}: {error}") from None
 

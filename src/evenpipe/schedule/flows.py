@@ -1,7 +1,7 @@
-"""Flows between passes, the same for every microbatch.
+"""Flows between passes, the same for every unit.
 
-    F(s)      -> F(s+1)      hidden states, one hop
-    B(s+1)    -> B(s)        their gradient, one hop back
+    F(s)      -> F(t)        hidden states, one hop for every edge from stage s to stage t
+    B(t)      -> B(s)        their gradient, one hop back
     E         -> F(first)    ROWS: embedding rows, to the device of the first stage
     B(first)  -> G           ROW_GRADIENTS: back to the shards
     F(last)   -> S           X: broadcast of the last hidden states
@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .passes import HOP_KINDS, Kind, Pass, TransferKind
+from .effects import effect_of
+from .passes import HOP_KINDS, VOCABULARY_KINDS, Kind, Pass, TransferKind
 from .placement import Placement
 
 PER_PAIR, PER_KIND, ONE = SHARING = ("per-pair", "per-kind", "one")
@@ -41,7 +42,7 @@ class Site:
     stage: int | None = None
 
     def at(self, microbatch: int, slice_: int = 0) -> Pass:
-        """Return the pass of this site for one microbatch."""
+        """Return the pass of this site for one unit."""
         return Pass(self.kind, self.stage, microbatch, slice_)
 
 
@@ -96,26 +97,32 @@ def flows(placement: Placement, barriers: int, forward_only: bool) -> Iterator[F
 
 
 def _vocabulary_flows(placement: Placement, barriers: int, forward_only: bool) -> Iterator[Flow]:
-    def everywhere(kind: Kind) -> tuple[Site, ...]:
-        return tuple(Site(device, kind) for device in range(placement.devices))
+    kinds = [Kind.F, *([] if forward_only else [Kind.B]), *sorted(vocabulary_kinds(barriers, forward_only))]
+    effects = {kind: effect_of(kind, barriers, forward_only=forward_only) for kind in kinds}
+    ends = {TransferKind.ROWS: placement.first_stage, TransferKind.ROW_GRADIENTS: placement.first_stage}
 
-    def first(kind: Kind) -> tuple[Site]:
-        return (Site(placement.first_device, kind, 0),)
+    def sites(kind: Kind, flow: TransferKind) -> tuple[Site, ...]:
+        if kind in VOCABULARY_KINDS:
+            return tuple(Site(device, kind) for device in range(placement.devices))
+        stage = ends.get(flow, placement.last_stage)
+        return (Site(placement.device_of(stage), kind, stage),)
 
-    def last(kind: Kind) -> tuple[Site]:
-        return (Site(placement.last_device, kind, placement.stages - 1),)
+    for flow in _COLLECTIVES:
+        producers = [site for kind in kinds if flow in effects[kind].makes for site in sites(kind, flow)]
+        consumers = [site for kind in kinds if flow in effects[kind].takes for site in sites(kind, flow)]
+        if producers and consumers:  # an order that only evaluates has no B and no G
+            yield Flow(flow, tuple(producers), tuple(consumers))
 
-    combining = Kind.T if barriers == 2 and not forward_only else Kind.C
-    yield Flow(TransferKind.ROWS, everywhere(Kind.E), first(Kind.F))
-    yield Flow(TransferKind.X, last(Kind.F), everywhere(Kind.S))
-    yield Flow(TransferKind.STATISTICS, everywhere(Kind.S), everywhere(combining))
-    if not forward_only:
-        yield Flow(TransferKind.DX, everywhere(combining), last(Kind.B))
-        yield Flow(TransferKind.ROW_GRADIENTS, first(Kind.B), everywhere(Kind.G))
+
+_COLLECTIVES = (
+    *(TransferKind.ROWS, TransferKind.X, TransferKind.STATISTICS),
+    *(TransferKind.DX, TransferKind.ROW_GRADIENTS),
+)
+"""In the order of a step."""
 
 
 def vocabulary_kinds(barriers: int, forward_only: bool) -> frozenset[Kind]:
-    """Return the kinds of vocabulary passes that every device runs once per microbatch."""
+    """Return the kinds of vocabulary passes that every device runs once per unit."""
     if not barriers:
         return frozenset()
     if forward_only:

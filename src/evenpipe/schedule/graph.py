@@ -1,12 +1,12 @@
 """An order in numbers, for fast work on millions of passes.
 
 Passes are numbered device by device in the order of their rows, without idle slots; then transfers, route by route and
-by microbatch. A pass waits for and feeds the same transfers in every microbatch, so these are stored once per *site*
-(the passes of one device, kind and stage): the number of a transfer is that of microbatch 0, which the tables have,
-plus the `offset` of the pass, its microbatch.
+by unit. A pass waits for and feeds the same transfers in every unit, so these are stored once per *site* (the passes of
+one device, kind and stage): the number of a transfer is that of unit 0, which the tables have, plus the `offset` of the
+pass, its unit.
 
-Irregular items (passes run as one, slices, microbatches that do not exist, files that are mostly empty) have a site of
-their own, with offset 0.
+Irregular items (passes run as one, units that do not exist, files that are mostly empty) have a site of their own, with
+offset 0.
 
 Needs within a row are checked only once: `stop` is where a row ends, or reaches a pass that needs a later one. The
 graph of an order that lacks passes is legal: passes that need them wait forever, and `timing` reports it.
@@ -20,11 +20,8 @@ from functools import partial
 
 from .dependencies import Dependencies, Route
 from .order import Order
-from .passes import Kind, Pass, parts_of
+from .passes import Pass, parts_of
 from .places import Places, unmet_in_row
-
-Key = tuple[Kind, int | None, int | None, int]
-"""Kind (B for I), stage, microbatch, slice: what a need names."""
 
 Carried = tuple[Route, int, int]
 """Route, microbatch, slice: a transfer, on whichever member."""
@@ -41,7 +38,8 @@ class Graph:
     site, offset: by number of a pass.
     waits, feeds: by site, the numbers of transfers for offset 0.
     places: per device, the places of its items, in these numbers.
-    microbatches: the number of transfers of each route; 0 if the order has too few passes for them, and all are odd.
+    units: the number of transfers of each route; 0 if the order has too few passes for them, and all are odd.
+    slices: of every sequence.
     odd: irregular transfers, which follow those, by number and by what they carry.
     """
 
@@ -49,7 +47,8 @@ class Graph:
     device_of: list[int]
     first: list[int]
     routes: tuple[Route, ...]
-    microbatches: int
+    units: int
+    slices: int
     places: list[Places] = field(default_factory=list)
     stop: list[int] = field(default_factory=list)
     site: list[int] = field(default_factory=list)
@@ -73,11 +72,11 @@ class Graph:
         for row in rows:
             first.append(first[-1] + len(row))
         device_of = [device for device, row in enumerate(rows) for _ in row]
-        dense = len(dependencies.routes) * order.microbatches <= 8 * len(items) + 1024
-        graph = cls(items, device_of, first, dependencies.routes, order.microbatches if dense else 0)
+        dense = len(dependencies.routes) * order.units <= 8 * len(items) + 1024
+        graph = cls(items, device_of, first, dependencies.routes, order.units if dense else 0, order.slices)
         graph.site, graph.offset = [0] * len(items), [0] * len(items)
         for device, row in enumerate(rows):
-            places = Places.of(row, order.microbatches, first[device])
+            places = Places.of(row, order.units, first[device], order.slices)
             rule = partial(dependencies.rule, device)
             graph.places.append(places)
             graph.stop.append(first[device + 1])
@@ -95,19 +94,19 @@ class Graph:
     @property
     def size(self) -> int:
         """Number of passes and transfers."""
-        return len(self.items) + len(self.routes) * self.microbatches + len(self.odd)
+        return len(self.items) + len(self.routes) * self.units + len(self.odd)
 
     def carried(self, number: int) -> Carried:
         """Return the transfer with this number."""
         ordinary = number - len(self.items)
-        if ordinary < len(self.routes) * self.microbatches:
-            route, microbatch = divmod(ordinary, self.microbatches)
-            return self.routes[route], microbatch, 0
-        return self.odd[ordinary - len(self.routes) * self.microbatches]
+        if ordinary < len(self.routes) * self.units:
+            route, unit = divmod(ordinary, self.units)
+            return self.routes[route], *divmod(unit, self.slices)
+        return self.odd[ordinary - len(self.routes) * self.units]
 
     def by_route(self) -> list[tuple[Route, range]]:
-        """Return each route and the numbers of its transfers, by microbatch; irregular ones follow one by one."""
-        count, passes = self.microbatches, len(self.items)
+        """Return each route and the numbers of its transfers, by unit; irregular ones follow one by one."""
+        count, passes = self.units, len(self.items)
         starts = [(route, passes + route.number * count) for route in self.routes if count]
         odd = self.size - len(self.odd)
         return [(route, range(start, start + count)) for route, start in starts] + [
@@ -131,8 +130,9 @@ class Graph:
 
     def transfer(self, route: Route, microbatch: int, slice_: int = 0) -> int:
         """Return the number of a transfer; new ones are added to `odd`."""
-        if not slice_ and 0 <= microbatch < self.microbatches:
-            return len(self.items) + route.number * self.microbatches + microbatch
+        unit = microbatch * self.slices + slice_
+        if slice_ < self.slices and 0 <= unit < self.units:
+            return len(self.items) + route.number * self.units + unit
         key = (route.number, microbatch, slice_)
         if key not in self._odd_number:
             self._odd_number[key] = self.size
@@ -143,15 +143,14 @@ class Graph:
         """Assign sites to the regular passes of a device."""
         site, offset = self.site, self.offset
         for (kind, stage), numbers in places.at.items():
-            assert isinstance(kind, Kind)
             rule = dependencies.rule(device, kind, stage)
             here = len(self.waits)
             self.waits.append(tuple(self.transfer(route, 0) for route in rule.waits))
             self.feeds.append(tuple(self.transfer(route, 0) for route in rule.feeds))
-            for microbatch, number in enumerate(numbers):
+            for unit, number in enumerate(numbers):
                 if number >= 0:
                     site[number] = here
-                    offset[number] = microbatch
+                    offset[number] = unit
 
     def _number_apart(self, numbers: Iterable[int], dependencies: Dependencies, device: int) -> None:
         """Assign a site to each of these passes."""

@@ -4,15 +4,16 @@
     2F0.1   the same, slice 1 of its sequence       X0      broadcast of the last hidden states of microbatch 0
     2RESHARD                                        2SEND_F0, 3RECV_F0   the two ends of one hop
     (2F1;2B0)OVERLAP_F_B                            two passes run as one
+    0SEND_F0.1>2, 3RECV_F0<1                        a hop to stage 2 and one from stage 1, where a stage has several
 
-F, B, I, W, the four hops and the last two lines are written as `torch.distributed.pipelining` writes them. Parsing is
+F, B, I, W, the four hops, RESHARD and OVERLAP_F_B are written as `torch.distributed.pipelining` writes them. Parsing is
 strict: any other text is refused.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
 
@@ -82,7 +83,7 @@ class TransferKind(StrEnum):
 STAGE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.O, Kind.D, Kind.L})
 """Kinds that belong to a stage and a microbatch."""
 VOCABULARY_KINDS = frozenset({Kind.E, Kind.G, Kind.S, Kind.C, Kind.T})
-"""Kinds that every device runs once per microbatch, on its shard of the vocabulary."""
+"""Kinds that every device runs once per unit, on its shard of the vocabulary."""
 BACKWARD_KINDS = frozenset(
     {Kind.B, Kind.I, Kind.W, Kind.T, Kind.G, Kind.R, Kind.O, Kind.D, Kind.L, Kind.REDUCE_GRAD, Kind.OVERLAP_F_B}
 )
@@ -97,6 +98,10 @@ JOINT_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 """Kinds that may be parts of OVERLAP_F_B."""
 HOP_KINDS = frozenset({TransferKind.SEND_F, TransferKind.RECV_F, TransferKind.SEND_B, TransferKind.RECV_B})
 """Kinds of transfer between two devices. All others are collectives."""
+
+
+StageUnit = tuple[int, int]
+"""A stage, and a unit (a slice of a microbatch): what a device keeps activations for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +144,8 @@ class Transfer:
     A hop has a `stage` (the producing one at the sending end, the receiving one at the other end) and
     `members = (source, destination)`. A collective has no stage, and its `root` is the source of X and ROW_GRADIENTS,
     the destination of DX and ROWS, and None for STATISTICS. `communicator` names the group that carries it, in which
-    all members issue their transfers in one order. `bytes` is its size if known, and not part of its identity.
+    all members issue their transfers in one order. `peer` is the stage at the other end of a hop if `stage` has several
+    there.
     """
 
     kind: TransferKind
@@ -149,14 +155,15 @@ class Transfer:
     members: tuple[int, ...] = ()
     root: int | None = None
     communicator: str = ""
-    bytes: int = field(default=0, compare=False)
+    peer: int | None = None
 
     def __hash__(self) -> int:
         # Not over `members`: there may be thousands, and the other fields suffice to tell transfers apart.
         return hash((self.kind, self.stage, self.microbatch, self.slice))
 
     def __str__(self) -> str:
-        return _text(self.kind.value, self.stage, self.microbatch, self.slice)
+        text = _text(self.kind.value, self.stage, self.microbatch, self.slice)
+        return text if self.peer is None else f"{text}{TOWARDS[self.kind]}{self.peer}"
 
 
 Item = Pass | Transfer
@@ -166,6 +173,19 @@ Item = Pass | Transfer
 def parts_of(item: Pass) -> tuple[Pass, ...]:
     """Return the passes that `item` runs: itself, or the parts of an OVERLAP_F_B."""
     return item.parts or (item,)
+
+
+def unit_of(item: Item, slices: int) -> int:
+    """Return the number of the unit, a slice of a microbatch, that a pass or transfer is about."""
+    assert item.microbatch is not None
+    return item.microbatch * slices + item.slice
+
+
+def unit_text(item: Item) -> str:
+    """Return the unit of a pass or transfer as it is written, such as 0 or 0.1; an empty text without a microbatch."""
+    if item.microbatch is None:
+        return ""
+    return f"{item.microbatch}.{item.slice}" if item.slice else str(item.microbatch)
 
 
 def parse_item(text: str) -> Item:
@@ -180,7 +200,7 @@ def parse_item(text: str) -> Item:
         raise InputError(
             f"{quoted(text)} is not a pass or transfer; they are written as in 2F0, S0, 2F0.1, 2SEND_F0 or X0"
         )
-    stage_text, name, microbatch_text, slice_text = match.groups()
+    stage_text, name, microbatch_text, slice_text, mark, peer_text = match.groups()
     stage = int(stage_text) if stage_text else None
     microbatch = int(microbatch_text) if microbatch_text else None
     slice_ = int(slice_text) if slice_text else 0
@@ -190,9 +210,14 @@ def parse_item(text: str) -> Item:
         wanted = _text(name, stage or 0 if in_stage else None, microbatch or 0 if of_microbatch else None, slice_)
         belongs = f"{'a' if in_stage else 'no'} stage and {'a' if of_microbatch else 'no'} microbatch"
         raise InputError(f"{quoted(text)} is not a pass or transfer; {name} has {belongs}, as in {wanted}")
+    if mark and mark != TOWARDS.get(_TRANSFERS.get(name)):
+        raise InputError(
+            f"{quoted(text)} is not a pass or transfer; only hops name the stage at their other end, as in "
+            "0SEND_F0>2 and 3RECV_F0<1"
+        )
     if name in _TRANSFERS:
         assert microbatch is not None
-        return Transfer(_TRANSFERS[name], stage, microbatch, slice_)
+        return Transfer(_TRANSFERS[name], stage, microbatch, slice_, peer=int(peer_text) if mark else None)
     return Pass(_KINDS[name], stage, microbatch, slice_)
 
 
@@ -222,6 +247,13 @@ def _text(name: str, stage: int | None, microbatch: int | None, slice_: int) -> 
     return f"{text}.{slice_}" if slice_ else text
 
 
+TOWARDS: dict[TransferKind | None, str] = {
+    TransferKind.SEND_F: ">",
+    TransferKind.RECV_F: "<",
+    TransferKind.SEND_B: ">",
+    TransferKind.RECV_B: "<",
+}
+"""What stands between a hop and the stage at its other end, in text."""
 _KINDS: dict[str, Kind] = {kind.value: kind for kind in Kind}
 _TRANSFERS: dict[str, TransferKind] = {kind.value: kind for kind in TransferKind}
 SHAPES: dict[Kind | TransferKind, tuple[bool, bool]] = {
@@ -235,4 +267,4 @@ SHAPES: dict[Kind | TransferKind, tuple[bool, bool]] = {
 _SHAPES = {kind.value: shape for kind, shape in SHAPES.items() if kind is not Kind.OVERLAP_F_B}
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _NAMES = "|".join(sorted(_SHAPES, key=len, reverse=True))
-_WORD = re.compile(rf"{_NUMBER}?({_NAMES})(?:{_NUMBER}(?:\.([1-9][0-9]{{0,8}}))?)?")
+_WORD = re.compile(rf"{_NUMBER}?({_NAMES})(?:{_NUMBER}(?:\.([1-9][0-9]{{0,8}}))?(?:([<>]){_NUMBER})?)?")

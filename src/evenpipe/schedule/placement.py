@@ -1,23 +1,36 @@
-"""Which device holds which stage, and how stages follow each other."""
+"""Which device holds which stage, and how stages follow each other: the graph of stages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 from evenpipe.errors import InputError
+
+from .words import quoted
+
+Edge = tuple[int, int]
+"""A stage, and one that takes its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """`stage_device[stage]` is the device of each stage; every device holds at least one.
 
-    Stages form a chain: stage 0 takes the embedded tokens, each further stage the output of the one before, and the
-    last one feeds the output layer.
+    Stages form a graph with `edges` from lower to higher stages, a chain if none are given. It begins with stage 0,
+    which takes the embedded tokens, and ends with the last one, which feeds the output layer; every other stage takes
+    the output of one or more, and feeds one or more. Only this class knows which stages are next to each other.
     """
 
     devices: int
     stage_device: tuple[int, ...]
+    edges: tuple[Edge, ...] = ()
     _stages_of: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    _before: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    _after: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    derived: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """What others have made from this placement and want to find again, for as long as it lives."""
 
     def __post_init__(self) -> None:
         if self.devices < 1:
@@ -33,6 +46,29 @@ class Placement:
         for stage, device in enumerate(self.stage_device):
             held[device].append(stage)
         object.__setattr__(self, "_stages_of", tuple(map(tuple, held)))
+        self._connect()
+
+    def _connect(self) -> None:
+        """Check and sort the edges, and note what is next to each stage."""
+        edges = tuple(sorted(self.edges)) or _chain(self.stages)
+        before: list[list[int]] = [[] for _ in self.stage_device]
+        after: list[list[int]] = [[] for _ in self.stage_device]
+        for source, target in edges:
+            if not 0 <= source < target < self.stages:
+                raise InputError(
+                    f"edge {source}>{target} must lead to a higher stage; stages are 0 to {self.last_stage}"
+                )
+            if target in after[source]:
+                raise InputError(f"edge {source}>{target} is given twice")
+            before[target].append(source)
+            after[source].append(target)
+        for stage in range(self.stages):
+            if not before[stage] and stage != self.first_stage:
+                raise InputError(f"no edge leads to stage {stage}; only stage 0 begins the graph of stages")
+            if not after[stage] and stage != self.last_stage:
+                raise InputError(f"no edge leaves stage {stage}; only stage {self.last_stage} ends the graph of stages")
+        for name, value in (("edges", edges), ("_before", before), ("_after", after)):
+            object.__setattr__(self, name, tuple(value if name == "edges" else map(tuple, value)))
 
     @classmethod
     def linear(cls, devices: int) -> Placement:
@@ -57,14 +93,29 @@ class Placement:
         return len(self.stage_device)
 
     @property
+    def first_stage(self) -> int:
+        """The stage that takes the embedded tokens."""
+        return 0
+
+    @property
+    def last_stage(self) -> int:
+        """The stage that feeds the output layer."""
+        return self.stages - 1
+
+    @property
     def first_device(self) -> int:
-        """Device of stage 0."""
-        return self.stage_device[0]
+        """Device of the first stage."""
+        return self.stage_device[self.first_stage]
 
     @property
     def last_device(self) -> int:
         """Device of the last stage."""
-        return self.stage_device[-1]
+        return self.stage_device[self.last_stage]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every stage has at most one before it and one after it."""
+        return self.edges == _chain(self.stages)
 
     def device_of(self, stage: int) -> int:
         """Return the device that holds `stage`."""
@@ -76,8 +127,23 @@ class Placement:
 
     def predecessors(self, stage: int) -> tuple[int, ...]:
         """Return the stages whose output `stage` takes."""
-        return (stage - 1,) if stage > 0 else ()
+        return self._before[stage]
 
     def successors(self, stage: int) -> tuple[int, ...]:
         """Return the stages that take the output of `stage`."""
-        return (stage + 1,) if stage < self.stages - 1 else ()
+        return self._after[stage]
+
+
+def edges_of_text(text: str) -> tuple[Edge, ...]:
+    """Return the edges that are written as in "0>1,0>2,1>3,2>3". Raises InputError for any other text."""
+    edges = []
+    for word in text.split(","):
+        source, mark, target = word.strip().partition(">")
+        if not mark or not source.isdecimal() or not target.isdecimal():
+            raise InputError(f"edges: {quoted(word)} is not an edge; they are written as in 0>1,0>2,1>3,2>3")
+        edges.append((int(source), int(target)))
+    return tuple(edges)
+
+
+def _chain(stages: int) -> tuple[Edge, ...]:
+    return tuple(pairwise(range(stages)))

@@ -1,8 +1,7 @@
-"""Places of the items of a row, by kind and stage: lists over the microbatches, so that whole rows are compared at
-once.
+"""Places of the items of a row, by kind and stage: lists over the units, so that whole rows are compared at once.
 
-Items of a row are numbered consecutively. A regular row is entirely in `at`; irregular items (repeated, of a microbatch
-that does not exist, slices, torch's sharding passes) are in `odd` and take a slower path.
+Items of a row are numbered consecutively. A regular row is entirely in `at`; irregular items (repeated, of a unit that
+does not exist, torch's sharding passes) are in `odd` and take a slower path.
 """
 
 from __future__ import annotations
@@ -11,55 +10,64 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import ge
 
-from .dependencies import Rule
-from .passes import ROLE, SHARDING_KINDS, Item, Kind, Pass, TransferKind, parts_of
+from .dependencies import End, Rule, What
+from .passes import ROLE, SHARDING_KINDS, Item, Kind, Pass, Transfer, parts_of
 
 ABSENT = -1
-"""Entry for a microbatch without a number."""
+"""Entry for a unit without a number."""
 
 ROOM = 8
 """Most list entries per item of a row. In a file that needs more, most entries would be empty, so everything in it is
 odd."""
 
 Numbers = list[int]
-"""By microbatch, or empty."""
+"""By unit, or empty."""
 
 
 @dataclass(slots=True)
 class Places:
     """Numbers of the items of one row.
 
-    at: kind and stage -> number by microbatch, `ABSENT` for missing ones; parts of a joint pass have its number. Kinds
-        that are odd or joint have empty lists.
+    slices: of every sequence.
+    at: kind and stage -> number by unit, `ABSENT` for missing ones; parts of a joint pass have its number. Kinds that
+        are odd or joint have empty lists.
+    transfers: the same for transfers, by their end here.
     joint: numbers of OVERLAP_F_B.
-    odd: numbers of items that are not in `at`, or have a part that is not, each once.
+    odd: numbers of items that are in neither, or have a part that is not, each once.
     """
 
-    at: dict[tuple[Kind | TransferKind, int | None], Numbers] = field(default_factory=dict)
+    slices: int = 1
+    at: dict[What, Numbers] = field(default_factory=dict)
+    transfers: dict[End, Numbers] = field(default_factory=dict)
     joint: list[int] = field(default_factory=list)
     odd: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, row: Sequence[Item | None], microbatches: int, first: int = 0) -> Places:
+    def of(cls, row: Sequence[Item | None], units: int, first: int = 0, slices: int = 1) -> Places:
         """Return the places of a row whose positions are numbered from `first`; idle slots have numbers and no
         place."""
-        places = cls()
-        at, room = places.at, ROOM * len(row) + 1024
+        places = cls(slices)
+        at, transfers, room = places.at, places.transfers, ROOM * len(row) + 1024
 
-        def open_list(item: Item) -> Numbers:
+        def new_list(item: Item) -> Numbers:
             nonlocal room
-            listed = item.kind not in _UNLISTED and microbatches <= room
-            numbers = at[item.kind, item.stage] = [ABSENT] * microbatches if listed else []
+            listed = item.kind not in _UNLISTED and units <= room
+            numbers = [ABSENT] * units if listed else []
             room -= len(numbers)
             return numbers
 
         for number, item in enumerate(row, first):
             if item is None:
                 continue
-            numbers = at.get((item.kind, item.stage))
-            if numbers is None:
-                numbers = open_list(item)
-            if not _put(numbers, item, number):
+            if isinstance(item, Transfer):
+                numbers = transfers.get((item.kind, item.stage, item.peer))
+                if numbers is None:
+                    numbers = transfers[item.kind, item.stage, item.peer] = new_list(item)
+            else:
+                numbers = at.get((item.kind, item.stage))
+                if numbers is None:
+                    numbers = at[item.kind, item.stage] = new_list(item)
+            if not _put(numbers, item, slices, number):
                 (places.joint if item.kind is Kind.OVERLAP_F_B else places.odd).append(number)
         for number in places.joint:
             item = row[number - first]
@@ -70,16 +78,15 @@ class Places:
             for part in item.parts:
                 numbers = at.get((part.kind, part.stage))
                 if numbers is None:
-                    numbers = open_list(part)
-                placed &= _put(numbers, part, number)
+                    numbers = at[part.kind, part.stage] = new_list(part)
+                placed &= _put(numbers, part, slices, number)
             if not placed:
                 places.odd.append(number)
         return places
 
-    def complete(self, kind: Kind | TransferKind, stage: int | None) -> bool:
-        """Whether every microbatch has its place."""
-        numbers = self.at.get((kind, stage))
-        return numbers is not None and len(numbers) > 0 and ABSENT not in numbers
+    def complete(self, kind: Kind, stage: int | None) -> bool:
+        """Whether every unit has its place."""
+        return is_complete(self.at.get((kind, stage)))
 
     def of_role(self, kind: Kind, stage: int | None) -> Numbers | None:
         """Return the numbers of a kind, or of its role: of I if the row has no B. None if the row has both."""
@@ -89,12 +96,21 @@ class Places:
         return None if whole and split else whole or split
 
 
-def _put(numbers: Numbers, item: Item, number: int) -> bool:
+def is_complete(numbers: Numbers | None) -> bool:
+    """Return whether every unit has its place."""
+    return numbers is not None and len(numbers) > 0 and ABSENT not in numbers
+
+
+def _put(numbers: Numbers, item: Item, slices: int, number: int) -> bool:
     """Enter `number` at the place of `item`; return False if it has none, or if another item is there."""
-    microbatch = item.microbatch
-    if microbatch is None or item.slice or not -1 < microbatch < len(numbers) or numbers[microbatch] != ABSENT:
+    unit = item.microbatch
+    if slices > 1 and unit is not None:
+        unit = unit * slices + item.slice if item.slice < slices else None
+    elif item.slice:
         return False
-    numbers[microbatch] = number
+    if unit is None or not -1 < unit < len(numbers) or numbers[unit] != ABSENT:
+        return False
+    numbers[unit] = number
     return True
 
 
@@ -107,9 +123,7 @@ def unmet_in_row(
     `first`, as `places` are; `rule` gives that of a kind and stage on this device.
     """
     if not places.odd and all(
-        _met(places, numbers, rule(kind, stage))
-        for (kind, stage), numbers in places.at.items()
-        if numbers and isinstance(kind, Kind)
+        _met(places, numbers, rule(kind, stage)) for (kind, stage), numbers in places.at.items() if numbers
     ):
         return
     where = {
@@ -129,6 +143,17 @@ def unmet_in_row(
                 there = where.get((kind, stage, part.microbatch, part.slice))
                 if there is not None and there > (number, turn):
                     yield number, part, there[0]
+            for needed in in_sequence(part, needs, places.slices):
+                there = where.get((ROLE[needed.kind], needed.stage, needed.microbatch, needed.slice))
+                if there is None or there > (number, turn):
+                    yield number, part, None if there is None else there[0]
+
+
+def in_sequence(item: Pass, needs: Rule, slices: int) -> Iterator[Pass]:
+    """Return the passes of other slices of the same sequence that must have run before `item`. B stands for B or I."""
+    for kind, stage, step in needs.in_sequence:
+        if item.slice < slices and 0 <= item.slice + step < slices:
+            yield Pass(kind, stage, item.microbatch, item.slice + step)
 
 
 def _met(places: Places, numbers: Numbers, rule: Rule) -> bool:
@@ -142,7 +167,16 @@ def _met(places: Places, numbers: Numbers, rule: Rule) -> bool:
         there = places.at.get((kind, stage))
         if there and any(map(ge, there, numbers)):
             return False
+    for kind, stage, step in rule.in_sequence if places.slices > 1 else ():
+        there = places.of_role(kind, stage)
+        if not there or any(there[unit + step] >= numbers[unit] for unit in having(step, places.slices, len(numbers))):
+            return False
     return True
+
+
+def having(step: int, slices: int, units: int) -> Iterator[int]:
+    """Return the units whose sequence has a slice `step` further on."""
+    return (unit for unit in range(units) if 0 <= unit % slices + step < slices)
 
 
 _UNLISTED = SHARDING_KINDS | {Kind.OVERLAP_F_B}

@@ -22,6 +22,7 @@ from .transforms.communication import add_communication
 from .transforms.forward_only import forward_only
 from .transforms.interlaced import interlace
 from .transforms.offload import offloaded, plan_offload, without_offload
+from .transforms.slices import add_slices
 from .transforms.vocabulary import add_vocabulary
 from .words import count
 
@@ -103,10 +104,14 @@ def plan_order(
     mode: str = "balanced",
     costs: Costs | None = None,
     *,
+    slices: int | None = None,
     offload: str | float = "scheduled",
     **options: Any,
 ) -> Order:
     """Return the order of a schedule in a vocabulary mode; `options` are those of the generator.
+
+    slices: of every sequence. None: as in the order, and 1 for a name or a function, which otherwise gets every unit as
+    a microbatch. `costs` are those of one unit.
 
     offload: which activations go to the host. "scheduled": as the order says; "none"; "free": all that lower the peak
     of a device without costing time; "all": enough to reach the lowest possible peak; a number: enough to stay below
@@ -120,20 +125,11 @@ def plan_order(
     mode = vocabulary_mode(mode)
     if isinstance(schedule, Program):
         schedule = schedule.order if schedule.barriers or not BARRIERS[mode] else _without_sharding(schedule.order)
-    if isinstance(schedule, str):
-        order = generate(schedule, devices, microbatches, costs=costs, **options)
-    else:
-        order = schedule if isinstance(schedule, Order) else order_of_function(schedule, devices, microbatches)
-        if order.forward_only:
-            raise InputError("the order only evaluates; a schedule must train, and its evaluation follows from it")
-        check_order(order).raise_if_faulty()
-    if (order.devices, order.microbatches) != (devices, microbatches):
-        raise InputError(
-            f"the order is for {count(order.devices, 'device')} and {count(order.microbatches, 'microbatch')}, "
-            f"not {devices} and {microbatches}"
-        )
-    moved = offloaded(order)
-    scheduled, order = order, without_offload(order)
+    scheduled, cut = _scheduled(schedule, devices, microbatches, slices, costs=costs, **options)
+    moved = offloaded(scheduled)
+    order = without_offload(scheduled)
+    if cut > 1:
+        order = add_slices(order, cut)
     if order.barriers and order.barriers != BARRIERS[mode]:
         raise InputError(
             f"the order has {count(order.barriers, 'barrier')}, but vocabulary mode {mode} has {BARRIERS[mode]}"
@@ -142,11 +138,41 @@ def plan_order(
         order = interlace(order, costs)
     elif not order.barriers and BARRIERS[mode]:
         order = add_vocabulary(order, BARRIERS[mode], costs)
-    elif offload == "scheduled":
+    elif offload == "scheduled" and cut == 1:
         return scheduled
     if offload == "scheduled":
         return plan_offload(order, costs, only=moved).order if moved else order
     return with_offload(order, costs, offload)
+
+
+def _scheduled(
+    schedule: str | Order | Callable[[int, int], Order],
+    devices: int,
+    microbatches: int,
+    slices: int | None,
+    **options: Any,
+) -> tuple[Order, int]:
+    """Return the sound order of a schedule, and by how many slices its microbatches are still to be cut."""
+    if slices is not None and (isinstance(slices, bool) or not isinstance(slices, int) or slices < 1):
+        raise InputError(f"slices must be a whole number of at least 1, not {slices!r}")
+    given = isinstance(schedule, Order) or (isinstance(schedule, str) and schedule.endswith(".csv"))
+    cut = 1 if given or slices is None else slices
+    units = microbatches * cut
+    if isinstance(schedule, str):
+        order = generate(schedule, devices, units, **options)
+    else:
+        order = schedule if isinstance(schedule, Order) else order_of_function(schedule, devices, units)
+        if order.forward_only:
+            raise InputError("the order only evaluates; a schedule must train, and its evaluation follows from it")
+        check_order(order).raise_if_faulty()
+    if (order.devices, order.microbatches) != (devices, units):
+        raise InputError(
+            f"the order is for {count(order.devices, 'device')} and {count(order.microbatches, 'microbatch')}, "
+            f"not {devices} and {units}"
+        )
+    if given and slices not in (None, order.slices):
+        raise InputError(f"the order has sequences of {count(order.slices, 'slice')}, not {slices}")
+    return order, cut
 
 
 def with_offload(order: Order, costs: Costs | None, offload: str | float) -> Order:
@@ -183,6 +209,7 @@ def plan_program(
     mode: str = "balanced",
     costs: Costs | None = None,
     *,
+    slices: int | None = None,
     sharing: str = PER_PAIR,
     offload: str | float = "scheduled",
     **options: Any,
@@ -195,7 +222,7 @@ def plan_program(
     as_it_stands = isinstance(schedule, Program) and schedule.barriers == BARRIERS[vocabulary_mode(mode)]
     if isinstance(schedule, Program) and as_it_stands:
         check_program(schedule).raise_if_faulty()  # before its order is checked, so that faults show the given rows
-    order = plan_order(schedule, devices, microbatches, mode, costs, offload=offload, **options)
+    order = plan_order(schedule, devices, microbatches, mode, costs, slices=slices, offload=offload, **options)
     if isinstance(schedule, Program) and as_it_stands and order == schedule.order:
         program = schedule if schedule.sharing == sharing else schedule.shared(sharing)
     else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .dependencies import Dependencies
 from .flows import PER_PAIR
 from .order import Order, size, validate_shape
 from .passes import Item, Pass, Transfer
-from .placement import Placement
+from .placement import Edge, Placement
 from .text import Shape, infer, rows_from_csv, rows_to_csv
 from .words import count
 
@@ -28,9 +29,10 @@ class Program:
     barriers: int = 0
     forward_only: bool = False
     sharing: str = PER_PAIR
+    slices: int = 1
 
     def __post_init__(self) -> None:
-        validate_shape(self.placement, self.microbatches, len(self.rows), self.barriers)
+        validate_shape(self)
 
     def __repr__(self) -> str:
         items = [item for row in self.rows for item in row if item is not None]
@@ -49,10 +51,15 @@ class Program:
         return self.placement.devices
 
     @property
+    def units(self) -> int:
+        """Number of units, as in `Order`."""
+        return self.microbatches * self.slices
+
+    @property
     def order(self) -> Order:
         """Return the compute passes alone."""
         rows = tuple(tuple(item for item in row if isinstance(item, Pass)) for row in self.rows)
-        return Order(self.placement, self.microbatches, rows, self.barriers, self.forward_only)
+        return Order(self.placement, self.microbatches, rows, self.barriers, self.forward_only, self.slices)
 
     @property
     def communicators(self) -> dict[str, tuple[int, ...]]:
@@ -104,18 +111,21 @@ class Program:
         text: str,
         *,
         placement: Placement | None = None,
+        edges: Sequence[Edge] = (),
         microbatches: int | None = None,
         barriers: int | None = None,
         forward_only: bool | None = None,
+        slices: int | None = None,
     ) -> Program:
-        """Read a program. Missing arguments are inferred, members and communicators of transfers from the placement.
+        """Read a program. Missing arguments are inferred, members and communicators of transfers from the placement;
+        edges of the stages are a chain by default.
 
         A transfer that no pass of this placement needs keeps empty members, for the checker to name. Raises
         InputError that names row and column of a cell that is neither a pass nor a transfer.
         """
         rows = rows_from_csv(text)
-        placed, units, waited, evaluates = infer(rows, Shape(placement, microbatches, barriers, forward_only))
-        dependencies = Dependencies(placed, waited, evaluates)
+        found = infer(rows, Shape(placement, microbatches, barriers, forward_only, slices, tuple(edges)))
+        dependencies = Dependencies(found.placement, found.barriers, found.forward_only)
 
         def addressed(item: Item | None, device: int) -> Item | None:
             if not isinstance(item, Transfer):
@@ -124,4 +134,4 @@ class Program:
             return item if route is None else route.transfer(device, item.microbatch, item.slice)
 
         filled = tuple(tuple(addressed(item, device) for item in row) for device, row in enumerate(rows))
-        return cls(placed, units, filled, waited, evaluates)
+        return cls(found.placement, found.microbatches, filled, found.barriers, found.forward_only, slices=found.slices)

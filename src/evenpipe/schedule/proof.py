@@ -17,8 +17,8 @@ from typing import Any
 from .dependencies import Dependencies, Route
 from .flows import vocabulary_kinds
 from .order import Order
-from .passes import OFFLOAD_KINDS, Item, Kind, Transfer, TransferKind
-from .places import ABSENT, Numbers, Places, unmet_in_row
+from .passes import OFFLOAD_KINDS, Item, Kind, Transfer
+from .places import ABSENT, Numbers, Places, is_complete, unmet_in_row
 from .program import Program
 
 
@@ -33,7 +33,7 @@ def passes_in_place(schedule: Order | Program, places: Sequence[Places]) -> bool
 
 def program_is_sound(program: Program, dependencies: Dependencies) -> bool:
     """Return whether `program` is proven to be sound."""
-    places = [Places.of(row, program.microbatches) for row in program.rows]
+    places = [Places.of(row, program.units, slices=program.slices) for row in program.rows]
     if not passes_in_place(program, places):
         return False
     routes: list[list[Route]] = [[] for _ in places]
@@ -46,14 +46,13 @@ def program_is_sound(program: Program, dependencies: Dependencies) -> bool:
         if any(unmet_in_row(here, row, 0, rule)) or not _transfers_in_place(row, here, routes[device], device):
             return False
         for (kind, stage), numbers in here.at.items():
-            if isinstance(kind, Kind):
-                needs = rule(kind, stage)
-                issued = [here.at[route.end(device)] for route in needs.uses]
-                made = [here.at[route.end(device)] for route in needs.feeds]
-                if not all(_before(late, numbers) for late in issued) or not all(_before(numbers, n) for n in made):
-                    return False
-        lines.append(_line(len(row), here, routes[device], device, program.microbatches))
-    members = [len(route.members) for route in dependencies.routes for _ in range(program.microbatches)]
+            needs = rule(kind, stage)
+            issued = [here.transfers[route.end(device)] for route in needs.uses]
+            made = [here.transfers[route.end(device)] for route in needs.feeds]
+            if not all(_before(late, numbers) for late in issued) or not all(_before(numbers, n) for n in made):
+                return False
+        lines.append(_line(len(row), here, routes[device], device, program.units))
+    members = [len(route.members) for route in dependencies.routes for _ in range(program.units)]
     return meets(lines, members)
 
 
@@ -92,7 +91,7 @@ def _in_place(places: Places, vocabulary: set[tuple[Kind, None]], stages: Sequen
             moved = [_presence(places.at.get((kind, stage))) for kind in OFFLOAD_KINDS]
             if any(presence != moved[0] for presence in moved):
                 return False
-    there = {key for key, numbers in places.at.items() if numbers and isinstance(key[0], Kind)}
+    there = {key for key, numbers in places.at.items() if numbers}
     return not places.odd and there <= wanted | optional and all(places.complete(kind, stage) for kind, stage in wanted)
 
 
@@ -103,13 +102,12 @@ def _presence(numbers: Numbers | None) -> list[bool]:
 def _transfers_in_place(row: Sequence[Item | None], places: Places, routes: Sequence[Route], device: int) -> bool:
     """Return whether a row has the transfers of these routes, each once and correctly addressed, and no others."""
     wanted = {route.end(device) for route in routes}
-    there = {key for key in places.at if isinstance(key[0], TransferKind)}
-    if there != wanted or not all(places.complete(kind, stage) for kind, stage in wanted):
+    if places.transfers.keys() != wanted or not all(map(is_complete, places.transfers.values())):
         return False
     for route in routes:
         # Transfers of a route usually share the tuple of their members: each tuple is compared once.
         found: dict[tuple[int, Any, str], Transfer] = {}
-        for number in places.at[route.end(device)]:
+        for number in places.transfers[route.end(device)]:
             item = row[number]
             assert isinstance(item, Transfer)
             found[id(item.members), item.root, item.communicator] = item
@@ -123,10 +121,10 @@ def _before(earlier: Numbers, later: Numbers) -> bool:
     return not any(map(gt, earlier, later))
 
 
-def _line(length: int, places: Places, routes: Sequence[Route], device: int, microbatches: int) -> list[int]:
-    """Return the transfers of a row in order, each as route number * microbatches + microbatch."""
+def _line(length: int, places: Places, routes: Sequence[Route], device: int, units: int) -> list[int]:
+    """Return the transfers of a row in order, each as route number * units + unit."""
     line = [ABSENT] * length
     for route in routes:
-        for transfer, number in enumerate(places.at[route.end(device)], route.number * microbatches):
+        for transfer, number in enumerate(places.transfers[route.end(device)], route.number * units):
             line[number] = transfer
     return [transfer for transfer in line if transfer != ABSENT]

@@ -58,7 +58,7 @@ def _numbered(program: Program, graph: Graph) -> list[list[int]]:
             number = IDLE
             if isinstance(item, Pass):
                 number = next(passes)
-            elif item is not None and (route := routes.get((item.kind, item.stage, device))):
+            elif item is not None and (route := routes.get((item.kind, item.stage, item.peer, device))):
                 transfer = graph.transfer(route, item.microbatch, item.slice)
                 if transfer not in issued:
                     issued.add(transfer)
@@ -145,13 +145,13 @@ class _Walk:
 
     def _why(self, number: int, device: int) -> str:
         """Return a transfer by its name on `device`, and what blocks it on each member."""
-        route, microbatch, _ = self.graph.carried(number)
+        route, *unit = self.graph.carried(number)
         reasons = []
         for member in route.members:
             line = self.queues[member].get(self.queue[number - self.passes], deque())
             if number not in line:
                 reasons.append(f"not issued by device {member}")
             elif line[0] != number:
-                first, first_microbatch, _ = self.graph.carried(line[0])
-                reasons.append(f"queued after {first.transfer(member, first_microbatch)} on device {member}")
-        return f"{route.transfer(device, microbatch)} ({join(reasons)})"
+                first, *first_unit = self.graph.carried(line[0])
+                reasons.append(f"queued after {first.transfer(member, *first_unit)} on device {member}")
+        return f"{route.transfer(device, *unit)} ({join(reasons)})"

@@ -13,11 +13,11 @@ The last transfers, and transfers to a device that never answers, have no such p
 from __future__ import annotations
 
 from .dependencies import Dependencies, Route
-from .passes import HOP_KINDS, Pass, Transfer, TransferKind, parts_of
+from .passes import HOP_KINDS, Pass, Transfer, TransferKind, parts_of, unit_of
 from .program import Program
 
 Carried = tuple[int, int]
-"""Number of a route and a microbatch."""
+"""Number of a route and a unit."""
 
 
 def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
@@ -34,10 +34,10 @@ def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
         if isinstance(item, Transfer):
             route = dependencies.route_of(item, device)
             if route is not None and _sends(route, device):
-                carried = (route.number, item.microbatch)
+                carried = (route.number, unit_of(item, program.slices))
                 others = {site.device for site in route.consumers if site.device != device}
                 under_way[item] = [(other, used[other][carried]) for other in others]
-        elif item is not None and _learn(item, dependencies, device, issued, reached):
+        elif item is not None and _learn(item, dependencies, device, issued, reached, slices=program.slices):
             arrived = tuple(
                 sent for sent, uses in under_way.items() if all(place < reached[other] for other, place in uses)
             )
@@ -72,12 +72,11 @@ def _places(program: Program, dependencies: Dependencies, device: int) -> tuple[
         if isinstance(item, Transfer):
             route = dependencies.route_of(item, device)
             if route is not None:
-                issued[route.number, item.microbatch] = position
+                issued[route.number, unit_of(item, program.slices)] = position
         elif item is not None:
             for part in parts_of(item):
                 for route in dependencies.rule(device, part.kind, part.stage).waits:
-                    assert part.microbatch is not None
-                    used[route.number, part.microbatch] = position
+                    used[route.number, unit_of(part, program.slices)] = position
     return issued, used
 
 
@@ -91,7 +90,13 @@ def _sends(route: Route, device: int) -> bool:
 
 
 def _learn(
-    item: Pass, dependencies: Dependencies, device: int, issued: list[dict[Carried, int]], reached: list[int]
+    item: Pass,
+    dependencies: Dependencies,
+    device: int,
+    issued: list[dict[Carried, int]],
+    reached: list[int],
+    *,
+    slices: int,
 ) -> bool:
     """Note how far other devices have come, from the transfers that a pass waits for; return whether that is new."""
     before = list(reached)
@@ -99,6 +104,6 @@ def _learn(
         for route in dependencies.rule(device, part.kind, part.stage).waits:
             for site in route.producers:
                 if site.device != device and part.microbatch is not None:
-                    place = issued[site.device][route.number, part.microbatch]
+                    place = issued[site.device][route.number, unit_of(part, slices)]
                     reached[site.device] = max(reached[site.device], place)
     return before != reached

@@ -1,4 +1,4 @@
-"""Rows of passes and transfers as CSV, and what follows from them: placement, microbatches, barriers.
+"""Rows of passes and transfers as CSV, and what follows from them: placement, microbatches, slices, barriers.
 
 One line per device, one cell per pass; an empty cell is an idle slot. Cells contain neither the placement nor the
 number of barriers, but both follow from them.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from evenpipe.errors import InputError
 
 from .passes import BACKWARD_KINDS, VOCABULARY_KINDS, Item, Kind, Pass, parse_item, parts_of
-from .placement import Placement
+from .placement import Edge, Placement
 from .words import count
 
 
@@ -61,14 +61,28 @@ class Shape:
     microbatches: int | None = None
     barriers: int | None = None
     forward_only: bool | None = None
+    slices: int | None = None
+    edges: tuple[Edge, ...] = ()
+    """Of an unknown placement."""
 
 
-def infer(rows: Sequence[Sequence[Item | None]], known: Shape) -> tuple[Placement, int, int, bool]:
-    """Return placement, microbatches, barriers and forward_only: those of `known`, and the missing ones from the rows.
+@dataclass(frozen=True, slots=True)
+class Inferred:
+    """The same, all of them known."""
+
+    placement: Placement
+    microbatches: int
+    barriers: int
+    forward_only: bool
+    slices: int
+
+
+def infer(rows: Sequence[Sequence[Item | None]], known: Shape) -> Inferred:
+    """Return the fields of `known`, and the missing ones from the rows.
 
     A stage belongs to the device that runs most of its passes, so that one misplaced pass is a fault that the checker
-    names, not another placement. Raises InputError if a stage below the highest never runs, or a microbatch has a
-    number that is too large for the rows.
+    names, not another placement. Raises InputError if a stage below the highest never runs, or a microbatch or slice
+    has a number that is too large for the rows.
     """
     parts = [
         (device, part)
@@ -79,15 +93,17 @@ def infer(rows: Sequence[Sequence[Item | None]], known: Shape) -> tuple[Placemen
     ]
     kinds = {part.kind for _, part in parts}
     barriers = 2 if Kind.T in kinds and Kind.C not in kinds else int(bool(kinds & VOCABULARY_KINDS))
-    return (
-        _placement(parts, len(rows)) if known.placement is None else known.placement,
-        _microbatches(parts) if known.microbatches is None else known.microbatches,
+    slices = _slices(parts) if known.slices is None else known.slices
+    return Inferred(
+        _placement(parts, len(rows), known.edges) if known.placement is None else known.placement,
+        _microbatches(parts, slices) if known.microbatches is None else known.microbatches,
         barriers if known.barriers is None else known.barriers,
         not kinds & BACKWARD_KINDS if known.forward_only is None else known.forward_only,
+        slices,
     )
 
 
-def _placement(parts: list[tuple[int, Pass]], devices: int) -> Placement:
+def _placement(parts: list[tuple[int, Pass]], devices: int, edges: tuple[Edge, ...]) -> Placement:
     runs: dict[int, Counter[int]] = {}
     for device, part in parts:
         if part.stage is not None:
@@ -105,14 +121,25 @@ def _placement(parts: list[tuple[int, Pass]], devices: int) -> Placement:
                 f"device {device} runs only stages of other devices, such as stage {stage}, which belongs to device "
                 f"{stage_device[stage]}; every device has stages of its own"
             )
-    return Placement(devices, stage_device)
+    return Placement(devices, stage_device, edges)
 
 
-def _microbatches(parts: list[tuple[int, Pass]]) -> int:
+def _slices(parts: list[tuple[int, Pass]]) -> int:
+    highest = max((part.slice for _, part in parts), default=0)
+    _refuse_high("slice", highest, highest + 1, len(parts))
+    return highest + 1
+
+
+def _microbatches(parts: list[tuple[int, Pass]], slices: int) -> int:
     highest = max((part.microbatch for _, part in parts if part.microbatch is not None), default=-1)
     if highest < 0:
         raise InputError("the rows have no pass of a microbatch, such as 0F0")
-    if highest >= len(parts):
-        passes = f"{count(len(parts), 'pass')} {'leaves' if len(parts) == 1 else 'leave'}"
-        raise InputError(f"microbatch {highest} appears, but {passes} no room for all before it")
+    _refuse_high("microbatch", highest, highest * slices + 1, len(parts))
     return highest + 1
+
+
+def _refuse_high(noun: str, highest: int, units: int, passes: int) -> None:
+    """Raise InputError if so many units would have more forwards than there are passes."""
+    if units > max(1, passes):
+        leaves = f"{count(passes, 'pass')} {'leaves' if passes == 1 else 'leave'}"
+        raise InputError(f"{noun} {highest} appears, but {leaves} no room for all before it")

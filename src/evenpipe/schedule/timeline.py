@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from .effects import IN_FLIGHT
 from .passes import Item, Kind, Pass, parts_of
+from .placement import Placement
 from .words import count
 
 
@@ -44,6 +46,7 @@ class Timeline:
     beside: per device, the transfers and copies to and from the host that ran beside its compute, by start.
     memory: per device, memory as a step function, (time, bytes from then on); None if bytes are not known.
     on_device: likewise the stage activations on the device, if some move to the host; else None.
+    placement: of the stages, if known.
     """
 
     events: tuple[tuple[Event, ...], ...]
@@ -51,6 +54,7 @@ class Timeline:
     beside: tuple[tuple[Event, ...], ...] = ()
     memory: tuple[tuple[tuple[float, float], ...], ...] | None = None
     on_device: tuple[tuple[tuple[float, float], ...], ...] | None = None
+    placement: Placement | None = None
 
     def __repr__(self) -> str:
         if not any(self.events):
@@ -183,13 +187,9 @@ def peak_activations(row: Iterable[Pass], weights: tuple[float, ...] | None = No
     trains = False
     for item in row:
         for part in parts_of(item):
-            if part.kind is Kind.F:
-                held += 1.0 if weights is None or part.stage is None else weights[part.stage]
+            change = IN_FLIGHT.get(part.kind)
+            if change is not None:
+                held += change if weights is None or part.stage is None else change * weights[part.stage]
                 peak = held if held > peak else peak
-            elif part.kind in _RELEASING:
-                held -= 1.0 if weights is None or part.stage is None else weights[part.stage]
-                trains = True
+                trains = trains or change < 0
     return peak if trains else 0.0
-
-
-_RELEASING = frozenset({Kind.B, Kind.W})

@@ -21,7 +21,7 @@ from .timeline import Event, Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class EventTimes:
     """When everything in a graph ran.
 
     start, end: by number. A transfer starts when its data is ready.
@@ -47,7 +47,7 @@ def time_order(order: Order, costs: Costs) -> Timeline:
     for device in range(order.devices):
         numbers = range(graph.first[device], graph.first[device + 1])
         rows.append(tuple(Event(device, graph.items[n], times.start[n], times.end[n]) for n in numbers))
-    return Timeline(tuple(rows), costs.stage_bytes(order.placement))
+    return Timeline(tuple(rows), costs.stage_bytes(order.placement), placement=order.placement)
 
 
 def durations(order: Order, graph: Graph, costs: Costs) -> list[float]:
@@ -65,7 +65,7 @@ def durations(order: Order, graph: Graph, costs: Costs) -> list[float]:
     return takes
 
 
-def run(order: Order, graph: Graph, takes: Sequence[float], *, absent_is_done: bool = False) -> Run:
+def run(order: Order, graph: Graph, takes: Sequence[float], *, absent_is_done: bool = False) -> EventTimes:
     """Time everything in the graph of `order`; `takes` has durations by number. Raises DeadlockError.
 
     With `absent_is_done`, nobody waits for a missing pass.
@@ -82,13 +82,13 @@ def run(order: Order, graph: Graph, takes: Sequence[float], *, absent_is_done: b
         device = waking.pop()
         clock, head = free[device], heads[device]
         for number in range(head, graph.stop[device]):
-            here, microbatch = site[number], offset[number]
+            here, unit = site[number], offset[number]
             begin, awaited = clock, -1
             for transfer in waits[here]:
-                if missing[transfer + microbatch] > 0:
-                    awaited = transfer + microbatch
+                if missing[transfer + unit] > 0:
+                    awaited = transfer + unit
                     break
-                arrival = end[transfer + microbatch]
+                arrival = end[transfer + unit]
                 begin = arrival if arrival > begin else begin
             if awaited >= 0:
                 standing.setdefault(awaited, []).append(device)
@@ -98,7 +98,7 @@ def run(order: Order, graph: Graph, takes: Sequence[float], *, absent_is_done: b
             happened.append(number)
             head += 1
             for transfer in feeds[here]:
-                fed = transfer + microbatch
+                fed = transfer + unit
                 start[fed] = clock if clock > start[fed] else start[fed]
                 missing[fed] -= 1
                 if missing[fed] == 0:
@@ -112,4 +112,4 @@ def run(order: Order, graph: Graph, takes: Sequence[float], *, absent_is_done: b
     sequence = [0] * graph.size
     for place, number in enumerate(happened):
         sequence[number] = place
-    return Run(start, end, happened, sequence)
+    return EventTimes(start, end, happened, sequence)

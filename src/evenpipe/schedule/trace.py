@@ -14,7 +14,7 @@ from typing import Any
 
 from .costs import Costs
 from .dependencies import Dependencies, Route
-from .passes import HOP_KINDS, Kind, Pass, Transfer
+from .passes import HOP_KINDS, Kind, Pass, Transfer, unit_of
 from .program import Program
 from .timeline import Cause, Event, Timeline
 
@@ -213,9 +213,9 @@ class _Drawing:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.dependencies = Dependencies.of(trace.program)
-        self.issued: dict[tuple[int, int, int], tuple[float, int]] = {}
+        self.issued: dict[tuple[int, int], tuple[float, int]] = {}
         """By transfer: when its last member issued it, and which member that was."""
-        self.arrived: dict[tuple[int, int, int], float] = {}
+        self.arrived: dict[tuple[int, int], float] = {}
         """By hop: when either end first found it complete. The sender asks only much later."""
         for device, row in enumerate(trace.devices):
             for transfer in row.transfers:
@@ -228,12 +228,16 @@ class _Drawing:
         devices = range(len(self.trace.devices))
         passes = tuple(tuple(self._passes(device)) for device in devices)
         beside = (chain(self._transfers(device), self._copies(device)) for device in devices)
-        return Timeline(passes, beside=tuple(tuple(sorted(row, key=lambda event: event.start)) for row in beside))
+        return Timeline(
+            passes,
+            beside=tuple(tuple(sorted(row, key=lambda event: event.start)) for row in beside),
+            placement=self.trace.program.placement,
+        )
 
-    def _key(self, transfer: Transfer, device: int) -> tuple[int, int, int]:
+    def _key(self, transfer: Transfer, device: int) -> tuple[int, int]:
         route = self.dependencies.route_of(transfer, device)
         assert isinstance(route, Route), f"{transfer} on device {device} has no route"
-        return route.number, transfer.microbatch, transfer.slice
+        return route.number, unit_of(transfer, self.trace.program.slices)
 
     def _passes(self, device: int) -> Iterator[Event]:
         for gap in self.trace.gaps(device):

@@ -40,7 +40,7 @@ from evenpipe.given import plain, read_json, shown
 from .cost_values import LARGEST
 from .costs import Costs
 from .passes import Kind, Pass, Transfer
-from .placement import Placement
+from .placement import Edge, Placement
 from .program import Program
 from .text import rows_to_csv
 from .trace import Allocations, Clock, CopyTime, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
@@ -60,6 +60,8 @@ def trace_to_dict(trace: Trace) -> dict[str, Any]:
         "about": dict(trace.about),
         "placement": list(program.placement.stage_device),
         "microbatches": program.microbatches,
+        **({} if program.slices == 1 else {"slices": program.slices}),
+        **({} if program.placement.is_chain else {"edges": list(map(list, program.placement.edges))}),
         "barriers": program.barriers,
         "forward_only": program.forward_only,
         "costs": None if trace.costs is None else trace.costs.to_dict(),
@@ -134,15 +136,24 @@ def trace_from_dict(values: Any) -> Trace:
         )
     program = Program.from_csv(
         "".join(text + "\n" for text in texts),
-        placement=Placement(len(rows), tuple(stage_device)),
+        placement=Placement(len(rows), tuple(stage_device), _edges(values)),
         microbatches=_field(values, "microbatches", int),
         barriers=_field(values, "barriers", int),
         forward_only=_field(values, "forward_only", bool),
+        slices=_field(values, "slices", int) if "slices" in values else 1,
     )
     costs = values.get("costs")
     devices = tuple(_device(row, program, number) for number, row in enumerate(rows))
     about = _field(values, "about", Mapping)
     return Trace(program, devices, None if costs is None else Costs.from_dict(costs), dict(about))
+
+
+def _edges(values: Mapping[str, Any]) -> tuple[Edge, ...]:
+    edges = _field(values, "edges", list) if "edges" in values else []
+    for number, edge in enumerate(edges):
+        if not isinstance(edge, list) or len(edge) != 2 or not all(type(stage) is int for stage in edge):
+            raise InputError(f"edges[{number}] is {shown(edge)}, expected a list of two stages")
+    return tuple((source, target) for source, target in edges)
 
 
 def _device(values: Mapping[str, Any], program: Program, number: int) -> DeviceTrace:

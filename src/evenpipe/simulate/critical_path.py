@@ -57,8 +57,8 @@ class CriticalPath:
         }
 
 
-def critical_path(work: Work, loop: Loop) -> CriticalPath:
-    """Return the path to the pass that ends last; if there are several, on the lowest device."""
+def critical_path(work: Work, loop: Loop, slices: int) -> CriticalPath:
+    """Return the path to the pass that ends last; if there are several, on the lowest device. slices: of a sequence."""
     chain = [max((n for n in range(len(work.items)) if n not in work.copy_feeds), key=lambda n: (loop.end[n], -n))]
     while _why(loop, chain[-1])[0] != START:
         chain.append(_why(loop, chain[-1])[1])
@@ -66,7 +66,7 @@ def critical_path(work: Work, loop: Loop) -> CriticalPath:
     for n in chain:
         # A transfer is shown as issued by the device that waited for it, and so is a transfer that it waited for.
         device = work.device_of[n] if n >= 0 else steps[-1].device
-        issued = {~k: _transfer(work, ~k, device) for k in (n, _why(loop, n)[1]) if k < 0}
+        issued = {~k: _transfer(work, ~k, device, slices) for k in (n, _why(loop, n)[1]) if k < 0}
         steps.append(event_of(work, loop, issued, n, device))
     return CriticalPath(tuple(reversed(steps)))
 
@@ -75,5 +75,5 @@ def _why(loop: Loop, n: int) -> tuple[str, int]:
     return (loop.why[n], loop.who[n]) if n >= 0 else (loop.why_of[~n], loop.who_of[~n])
 
 
-def _transfer(work: Work, k: int, device: int) -> Transfer:
-    return work.route_of[k].transfer(device, work.microbatch_of[k], work.slice_of[k])
+def _transfer(work: Work, k: int, device: int, slices: int) -> Transfer:
+    return work.route_of[k].transfer(device, *divmod(work.unit_of[k], slices))

@@ -64,6 +64,7 @@ class Simulation:
         return {
             **timeline.to_dict(),
             "microbatches": self.program.microbatches,
+            "slices": self.program.slices,
             "stages": self.program.placement.stages,
             "busy_by_kind": [{kind.value: time for kind, time in row.items()} for row in timeline.busy_by_kind],
             "waiting": list(self.waiting),
@@ -97,7 +98,7 @@ def _simulate(program: Program, costs: Costs) -> Simulation:
     stage_bytes = costs.stage_bytes(program.placement)
     timeline = timeline_of(program, work, loop, stage_bytes=stage_bytes, memory=memory, on_device=on_device)
     waiting, slowed = _idle(work, loop, timeline.makespan)
-    return Simulation(program, costs, timeline, critical_path(work, loop), waiting, slowed)
+    return Simulation(program, costs, timeline, critical_path(work, loop, program.slices), waiting, slowed)
 
 
 def _idle(work: Work, loop: Loop, makespan: float) -> tuple[tuple[dict[str, float], ...], tuple[float, ...]]:

@@ -48,7 +48,7 @@ def timeline_of(
         others.sort(key=attrgetter("start"))
         events.append(tuple(computed))
         beside.append(tuple(others))
-    return Timeline(tuple(events), stage_bytes, tuple(beside), memory, on_device)
+    return Timeline(tuple(events), stage_bytes, tuple(beside), memory, on_device, program.placement)
 
 
 def event_of(work: Work, loop: Loop, issued: dict[int, Transfer], n: int, device: int) -> Event:

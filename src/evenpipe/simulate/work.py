@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from evenpipe.schedule import Costs, Dependencies, Kind, Pass, Program, Route, Transfer, check_program, parts_of
 from evenpipe.schedule.costs import PassTimes
-from evenpipe.schedule.passes import HOP_KINDS
+from evenpipe.schedule.passes import HOP_KINDS, unit_of
 
 COPIES = frozenset({Kind.O, Kind.L})
 _WAITS_FOR = {Kind.D: Kind.O, Kind.B: Kind.L, Kind.I: Kind.L, Kind.R: Kind.L}
@@ -23,8 +23,8 @@ class Work:
 
     By pass: `items`, `device_of`, `takes` (for copies: on the engine), `needs` (transfers and copies that it waits for)
     and `copy_feeds` (by number of a copy, the passes and copies that wait for it). By transfer: `route_of`,
-    `microbatch_of`, `slice_of`, `takes_of`, `members_of` (their number), `queue_of` (number of its communicator, or -1
-    without a queue), `slows` (whether it slows compute down) and `feeds` (passes that wait).
+    `unit_of`, `takes_of`, `members_of` (their number), `queue_of` (number of its communicator, or -1 without a queue),
+    `slows` (whether it slows compute down) and `feeds` (passes that wait).
     """
 
     rows: list[list[int]]
@@ -34,8 +34,7 @@ class Work:
     needs: list[int]
     copy_feeds: dict[int, list[int]]
     route_of: list[Route]
-    microbatch_of: list[int]
-    slice_of: list[int]
+    unit_of: list[int]
     takes_of: list[float]
     members_of: list[int]
     queue_of: list[int]
@@ -56,24 +55,22 @@ class _Numbering:
         self.dependencies = Dependencies.of(program)
         self.pass_times = PassTimes(costs, program.placement)
         self.copy_times = costs.copy_times(program.placement)
-        self.work = Work([], [], [], [], [], {}, [], [], [], [], [], [], [], [], 0)
-        self.numbers: dict[int, int] = {}  # by `_key` of a transfer
+        self.work = Work([], [], [], [], [], {}, [], [], [], [], [], [], [], 0)
+        self.units = program.units
+        self.numbers: dict[int, int] = {}  # by number of a route * units + unit
         self.communicators: dict[str, int] = {}
         self.carried: dict[int, tuple[int, float]] = {}  # by number of a route
         for device in range(program.devices):
             self._row(device)
 
-    def _key(self, route: Route, microbatch: int, slice_: int) -> int:
-        return (slice_ * len(self.dependencies.routes) + route.number) * self.program.microbatches + microbatch
-
     def _row(self, device: int) -> None:
         work, dependencies = self.work, self.dependencies
         items, needs, takes, feeds = work.items, work.needs, work.takes, work.feeds
-        key_of, numbers = self._key, self.numbers
+        numbers, units, slices = self.numbers, self.units, self.program.slices
         row: list[int] = []
         times: dict[tuple[Kind, int | None], float] = {}
         waits: dict[tuple[Kind, int | None], tuple[Route, ...]] = {}
-        copies: dict[tuple[Kind, int | None, int | None, int], int] = {}
+        copies: dict[tuple[Kind, int | None, int], int] = {}
         for item in self.program.rows[device]:
             if item is None:
                 continue
@@ -89,10 +86,11 @@ class _Numbering:
             if kind in COPIES:
                 assert stage is not None
                 takes.append(self.copy_times[kind][stage])
-                copies[kind, stage, item.microbatch, item.slice] = n
+                unit = unit_of(item, slices)
+                copies[kind, stage, unit] = n
                 work.copy_feeds[n] = []
                 if kind is Kind.L:
-                    self._after(copies.get((Kind.O, stage, item.microbatch, item.slice)), n)
+                    self._after(copies.get((Kind.O, stage, unit)), n)
                 continue
             time = None if item.parts else times.get((kind, stage))
             if time is None:
@@ -105,15 +103,16 @@ class _Numbering:
                 routes = waits.get(what)
                 if routes is None:
                     routes = waits[what] = dependencies.rule(device, *what).waits
+                unit = part.microbatch * slices + part.slice
                 for route in routes:
-                    key = key_of(route, part.microbatch, part.slice)
+                    key = route.number * units + unit
                     k = numbers.get(key)
                     if k is None:
-                        k = self._number(key, route, part.microbatch, part.slice)
+                        k = self._number(key, route, unit)
                     feeds[k].append(n)
                     needs[n] += 1
                 if copies and part.kind in _WAITS_FOR:
-                    self._after(copies.get((_WAITS_FOR[part.kind], part.stage, part.microbatch, part.slice)), n)
+                    self._after(copies.get((_WAITS_FOR[part.kind], part.stage, unit)), n)
         work.rows.append(row)
 
     def _after(self, copy: int | None, n: int) -> None:
@@ -123,14 +122,16 @@ class _Numbering:
 
     def _transfer(self, item: Transfer, device: int) -> int:
         route = self.dependencies.route_of(item, device)
-        if route is None or not 0 <= item.microbatch < self.program.microbatches:
-            check_program(self.program).raise_if_faulty()
+        program = self.program
+        if route is None or not 0 <= item.microbatch < program.microbatches or item.slice >= program.slices:
+            check_program(program).raise_if_faulty()
             raise AssertionError(f"{item} on device {device} has no route")
-        key = self._key(route, item.microbatch, item.slice)
+        unit = unit_of(item, program.slices)
+        key = route.number * self.units + unit
         k = self.numbers.get(key)
-        return self._number(key, route, item.microbatch, item.slice) if k is None else k
+        return self._number(key, route, unit) if k is None else k
 
-    def _number(self, key: int, route: Route, microbatch: int, slice_: int) -> int:
+    def _number(self, key: int, route: Route, unit: int) -> int:
         work = self.work
         k = self.numbers[key] = len(work.route_of)
         carried = self.carried.get(route.number)
@@ -138,8 +139,7 @@ class _Numbering:
             carried = self.carried[route.number] = self._carried(route)
         queue, time = carried
         work.route_of.append(route)
-        work.microbatch_of.append(microbatch)
-        work.slice_of.append(slice_)
+        work.unit_of.append(unit)
         work.takes_of.append(time)
         work.members_of.append(len(route.members))
         work.queue_of.append(queue)

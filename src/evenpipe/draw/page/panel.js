@@ -13,7 +13,8 @@ class Panel {
     summed(panel.microbatch);
     panel.rows = rowsOf(data);
     await panel.readCurves(data.curves);
-    panel.digits = String(panel.microbatch.reduce((most, number) => Math.max(most, number), 0)).length;
+    const most = (column) => column.reduce((highest, number) => Math.max(highest, number), 0);
+    panel.digits = panel.unitText(most(panel.microbatch), most(panel.slice)).length;
     panel.timed = countsOfTimed(panel.durations);
     panel.shortest = shortest(panel.durations) * data.step;
     return panel;
@@ -36,14 +37,17 @@ class Panel {
   label(i) {
     if (this.texts[i]) return this.texts[i];
     const stage = this.stage[i] < 0 ? "" : this.stage[i];
-    const microbatch = this.microbatch[i] < 0 ? "" : this.microbatch[i];
-    return `${stage}${this.letters(i)}${microbatch}${this.slice[i] ? `.${this.slice[i]}` : ""}`;
+    return `${stage}${this.letters(i)}${this.unit(i)}`;
   }
+
+  // The microbatch of an event with its slice: 3, or 3.1.
+  unit(i) { return this.microbatch[i] < 0 ? "" : this.unitText(this.microbatch[i], this.slice[i]); }
+  unitText(microbatch, slice) { return slice ? `${microbatch}.${slice}` : String(microbatch); }
 
   // The text in the box of a pass, and its short form; for each of passes that run as one.
   parts(i) {
-    if (this.texts[i]) return [...this.texts[i].matchAll(/[^(;]*?[A-Z]+(\d+)[.\d]*(?=[;)])/g)];
-    return [[this.label(i), this.microbatch[i] < 0 ? "" : String(this.microbatch[i])]];
+    if (this.texts[i]?.startsWith("(")) return [...this.texts[i].matchAll(/[^(;]*?[A-Z]+(\d+[.\d]*)(?=[;)])/g)];
+    return [[this.label(i), this.unit(i)]];
   }
 
   belongsTo(i, microbatch) {

@@ -12,7 +12,7 @@ WHOLE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class SplitProblem:
     """One stage per device. F, I, W: times per stage. hop: time between devices. tolerance: times below it count as 0.
 
     limits: the most stage activations per device, of which I leaves `weight_share` until W.
@@ -46,7 +46,7 @@ class Step:
         the maximum. The span is `latest` plus the most work of a device.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: SplitProblem) -> None:
         devices, microbatches = problem.devices, problem.microbatches
         self.problem = problem
         self.rows: list[list[Pass]] = [[] for _ in range(devices)]

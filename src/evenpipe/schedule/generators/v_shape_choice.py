@@ -8,7 +8,7 @@ from typing import Protocol
 
 from .v_shape import Rows, StepTimes, device_of_step, spans_and_makespan
 from .v_shape_blocks import Block, squeezed
-from .v_shape_list import list_schedule
+from .v_shape_list import list_moves
 
 LAID_OUT_ANEW = 16
 """Number of candidates, the shortest unchanged ones, that are also rescheduled."""
@@ -38,8 +38,8 @@ class BlockRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """How a base is rescheduled; patience and strict are those of `list_schedule`.
+class Rescheduling:
+    """How a base is rescheduled; patience and strict are those of `list_moves`.
 
     With `share`, each device may spend that share of the difference between its span and the longest span; in further
     rounds, that share of the remaining difference.
@@ -57,18 +57,18 @@ class Layout:
             if self.share is not None:
                 spans, _ = spans_and_makespan(rows, times)
                 spare = [self.share * (max(spans) - span) for span in spans]
-            rows = list_schedule(base, limits, times, patience=self.patience, spare=spare, strict=self.strict)
+            rows = list_moves(base, limits, times, patience=self.patience, spare=spare, strict=self.strict)
         return rows
 
 
 LAYOUTS = (
-    Layout(0.0, True),
-    Layout(0.0, False),
-    Layout(0.5, True),
-    Layout(0.5, False),
-    Layout(1.0, False),
-    *(Layout(share=share) for share in (0.5, 0.75, 1.0, 1.5)),
-    Layout(share=1.0, rounds=2),
+    Rescheduling(0.0, True),
+    Rescheduling(0.0, False),
+    Rescheduling(0.5, True),
+    Rescheduling(0.5, False),
+    Rescheduling(1.0, False),
+    *(Rescheduling(share=share) for share in (0.5, 0.75, 1.0, 1.5)),
+    Rescheduling(share=1.0, rounds=2),
 )
 """Each is the best for some times, which cannot be predicted."""
 
@@ -76,15 +76,15 @@ LAYOUTS = (
 def shortest(
     bases: Sequence[Base], microbatches: int, limits: Sequence[int], times: StepTimes, enough: float | None = None
 ) -> Rows:
-    """Return the rows with the shortest span, then the shortest makespan, of all bases and their layouts within
-    `limits`.
+    """Return the rows with the shortest span, then the shortest makespan, of all bases as they are and rescheduled,
+    within `limits`.
 
     With `enough`, bases are not rescheduled, and the first one with no more bubble than that ends the search. A first
     comparison uses few microbatches; its winners and the first base are then compared with all microbatches.
     """
     few = min(microbatches, 3 * len(limits))
     seen: set[tuple[tuple[tuple[int, int], ...], ...]] = set()
-    found: list[tuple[tuple[float, float], Base, Layout | None, Rows]] = []
+    found: list[tuple[tuple[float, float], Base, Rescheduling | None, Rows]] = []
     for base in bases:
         rows = base.rows(few)
         key = tuple(map(tuple, rows))
@@ -98,13 +98,13 @@ def shortest(
     if enough is None:
         affordable = EFFORT // (6 * few * len(limits) * len(LAYOUTS))
         for _, base, _, rows in found[: min(LAID_OUT_ANEW, max(FINALISTS, affordable))]:
-            for layout in LAYOUTS:
-                anew = layout.rows(rows, limits, times)
-                found.append((_length(anew, times), base, layout, anew))
+            for rescheduling in LAYOUTS:
+                anew = rescheduling.rows(rows, limits, times)
+                found.append((_length(anew, times), base, rescheduling, anew))
         found.sort(key=lambda entry: entry[0])
     if few == microbatches:
         return found[0][3]
-    finalists: list[tuple[Base, Layout | None]] = [(base, layout) for _, base, layout, _ in found[:FINALISTS]]
+    finalists: list[tuple[Base, Rescheduling | None]] = [(base, how) for _, base, how, _ in found[:FINALISTS]]
     finals = []
     for base, how in [*finalists, (bases[0], None)]:
         rows = base.rows(microbatches)

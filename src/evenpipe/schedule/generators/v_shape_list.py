@@ -19,7 +19,7 @@ from heapq import heappop, heappush
 from .v_shape import Move, Rows, StepTimes, device_of_step
 
 
-def list_schedule(
+def list_moves(
     base: Rows,
     limits: Sequence[int],
     times: StepTimes,

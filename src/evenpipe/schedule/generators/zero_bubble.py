@@ -6,7 +6,7 @@ from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, Pass
 from evenpipe.schedule.placement import Placement
 
-from .split_step import Problem, Step
+from .split_step import SplitProblem, Step
 
 
 def zb_h1(devices: int, microbatches: int) -> Order:
@@ -50,7 +50,7 @@ def _lagging(devices: int, microbatches: int, hop: int) -> Order:
     return Order(Placement.linear(devices), microbatches, tuple(rows))
 
 
-def play_lagging(problem: Problem, hop: int, bound: float) -> Step | None:
+def play_lagging(problem: SplitProblem, hop: int, bound: float) -> Step | None:
     """Run the same order at the times of `problem`; return None if it does not fit into memory, or once a device is
     later than `bound`."""
     step = Step(problem)

@@ -14,7 +14,7 @@ from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, Pass, TransferKind
 from evenpipe.schedule.placement import Placement
 
-from .split_step import Problem, Step
+from .split_step import SplitProblem, Step
 from .zero_bubble import play_lagging
 from .zero_bubble_ready import play_ready
 from .zero_bubble_turns import Choices, WarmUp, play_turns
@@ -48,7 +48,7 @@ def zb_auto(
     return Order(Placement.linear(devices), microbatches, tuple(map(tuple, best.rows)))
 
 
-def _best(problem: Problem) -> Step:
+def _best(problem: SplitProblem) -> Step:
     """Return the step with the shortest span. Candidates that cannot win are pruned."""
     plays: list[Callable[[float], Step | None]] = [
         *(partial(play_turns, problem, Choices(*choices)) for choices in product(WarmUp, (False, True), (False, True))),
@@ -64,7 +64,9 @@ def _best(problem: Problem) -> Step:
     return best
 
 
-def _problem(devices: int, microbatches: int, costs: Costs, limits: tuple[float, ...], weight_share: float) -> Problem:
+def _problem(
+    devices: int, microbatches: int, costs: Costs, limits: tuple[float, ...], weight_share: float
+) -> SplitProblem:
     if isinstance(weight_share, bool) or not isinstance(weight_share, (int, float)) or not 0 <= weight_share <= 1:
         raise InputError(f"weight_share must be a number from 0 to 1, not {weight_share!r}")
     given = costs.stage_times(Placement.linear(devices))
@@ -81,7 +83,7 @@ def _problem(devices: int, microbatches: int, costs: Costs, limits: tuple[float,
     forward, inputs, weights = times
     tolerance = 1e-9 * (sum(map(max, times)) or 1.0)
     hop = costs.transfer_time(TransferKind.SEND_F)
-    return Problem(
+    return SplitProblem(
         microbatches, forward, inputs, weights, hop, tolerance, limits, weight_share=weight_share, passes=passes
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from .split_step import WHOLE, Problem, Step
+from .split_step import WHOLE, SplitProblem, Step
 
 
 class WarmUp(Enum):
@@ -33,7 +33,7 @@ class Choices:
     fill: bool
 
 
-def play_turns(problem: Problem, choices: Choices, bound: float) -> Step | None:
+def play_turns(problem: SplitProblem, choices: Choices, bound: float) -> Step | None:
     """Run the whole step under these choices; return None once a device is later than `bound`."""
     step = Step(problem)
     _first_microbatch(step, choices.warm_up)

@@ -1,5 +1,5 @@
-"""Transforms of orders, in the order of use: vocabulary or interlaced, recompute, offload, forward_only for evaluation,
-communication.
+"""Transforms of orders, in the order of use: slices, vocabulary or interlaced, recompute, offload, forward_only for
+evaluation, communication.
 
 All are pure functions from an order to another order, the last one to a program.
 """
@@ -11,12 +11,14 @@ from .forward_only import forward_only
 from .interlaced import interlace
 from .offload import Offloaded, offloaded, plan_offload, without_offload
 from .recompute import add_recompute
+from .slices import add_slices
 from .vocabulary import add_vocabulary
 
 __all__ = [
     "Offloaded",
     "add_communication",
     "add_recompute",
+    "add_slices",
     "add_vocabulary",
     "forward_only",
     "interlace",

@@ -26,7 +26,7 @@ from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, Item, Kind, Pass, Transfer, TransferKind
 from evenpipe.schedule.places import ABSENT
 from evenpipe.schedule.program import Program
-from evenpipe.schedule.timing import Run, durations, run
+from evenpipe.schedule.timing import EventTimes, durations, run
 
 from .vocabulary import interval_of
 
@@ -39,7 +39,7 @@ def add_communication(order: Order, costs: Costs | None = None, sharing: str = P
     """
     lowering = Lowering(order, costs, sharing)
     rows = tuple(lowering.row(device) for device in range(order.devices))
-    return Program(order.placement, order.microbatches, rows, order.barriers, order.forward_only, sharing)
+    return Program(order.placement, order.microbatches, rows, order.barriers, order.forward_only, sharing, order.slices)
 
 
 class Lowering:
@@ -83,27 +83,30 @@ class Lowering:
         """Return the transfers of a route as `device` issues them."""
         shared = self._collectives.get(numbers.start)
         if shared is None:
-            kind, stage = route.end(device)
-            _, first, slice_ = self._graph.carried(numbers.start)
+            kind, stage, peer = route.end(device)
+            members, root, communicator = route.members, route.root, route.communicator
+            _, first, first_slice = self._graph.carried(numbers.start)
+            slices = range(first_slice, first_slice + min(len(numbers), self._graph.slices))
             shared = [
-                Transfer(kind, stage, microbatch, slice_, route.members, route.root, route.communicator)
-                for microbatch in range(first, first + len(numbers))
+                Transfer(kind, stage, microbatch, slice_, members, root, communicator, peer)
+                for microbatch in range(first, first + len(numbers) // len(slices))
+                for slice_ in slices
             ]
             if route.kind not in HOP_KINDS:
                 self._collectives[numbers.start] = shared
         return shared
 
 
-def _delay_reduces(order: Order, graph: Graph, times: Run, instants: list[float]) -> None:
+def _delay_reduces(order: Order, graph: Graph, times: EventTimes, instants: list[float]) -> None:
     """Move the instants of DX to a quarter of an interval before the backward of the last stage, not earlier."""
     placement = order.placement
     places = graph.places[placement.last_device].at
     quarter = interval_of(order, graph, times) / 4
     for route, numbers in graph.by_route():
-        if route.kind is not TransferKind.DX or len(numbers) != order.microbatches:
+        if route.kind is not TransferKind.DX or len(numbers) != order.units:
             continue
         for kind in (Kind.B, Kind.I):
-            for number, backward in zip(numbers, places.get((kind, placement.stages - 1), ()), strict=False):
+            for number, backward in zip(numbers, places.get((kind, placement.last_stage), ()), strict=False):
                 if backward != ABSENT:
                     instants[number] = max(instants[number], times.start[backward] - quarter)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import Kind, parts_of
@@ -24,7 +26,7 @@ def forward_only(order: Order, costs: Costs | None = None) -> Order:
         tuple(part for item in order.passes(device) for part in parts_of(item) if part.kind is Kind.F)
         for device in range(order.devices)
     )
-    forwards = Order(order.placement, order.microbatches, rows, forward_only=True)
+    forwards = replace(order, rows=rows, barriers=0, forward_only=True)
     costs = EQUAL_COSTS if costs is None else costs
     in_turn, listed = Timed.of(forwards, costs), list_schedule(forwards, forwards, None, costs)
     if listed and Timed.of(listed, costs).better_than(in_turn):

@@ -23,6 +23,8 @@ microbatch. No layout helps if stages take different times: synchronous passes w
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from evenpipe.errors import InputError
 from evenpipe.schedule.costs import EQUAL_COSTS, Costs
 from evenpipe.schedule.graph import Graph
@@ -37,10 +39,10 @@ from .vocabulary import INTERVAL, apart_at_the_loss, interval_of
 def interlace(order: Order, costs: Costs | None = None) -> Order:
     """Return `order` with S and T of each microbatch next to each other on every device, and E and G an interval apart.
 
-    The result has two barriers: the backward of the last stage waits for T. The alternating layout uses only the
-    placement and the microbatches of `order`, not its rows. Times of F, B, I and W in `costs` (equal stages by default)
-    decide which passes meet in a period. Raises InputError if the order already has vocabulary passes, only evaluates
-    or has torch's sharding passes, and if costs are missing or all 0.
+    The result has two barriers: the backward of the last stage waits for T. The alternating layout, for whole
+    sequences, uses only the placement and the microbatches of `order`, not its rows. Times of F, B, I and W in `costs`
+    (equal stages by default) decide which passes meet in a period. Raises InputError if the order already has
+    vocabulary passes, only evaluates or has torch's sharding passes, and if costs are missing or all 0.
     """
     costs = EQUAL_COSTS if costs is None else costs
     if order.barriers:
@@ -50,7 +52,8 @@ def interlace(order: Order, costs: Costs | None = None) -> Order:
     kinds = {item.kind for device in range(order.devices) for item in order.passes(device)}
     if kinds & SHARDING_KINDS:
         raise InputError("vocabulary passes cannot be added between UNSHARD, RESHARD and REDUCE_GRAD")
-    if kinds <= {Kind.F, Kind.B} and order.placement.stages == order.devices:
+    one_each = order.placement.is_chain and order.placement.stages == order.devices
+    if kinds <= {Kind.F, Kind.B} and one_each and order.slices == 1:
         return alternating(order.placement, order.microbatches, costs)
     return at_instants(apart_at_the_loss(order), costs)
 
@@ -62,7 +65,7 @@ def at_instants(order: Order, costs: Costs) -> Order:
     interval = interval_of(order, graph, times)
     if interval <= 0:
         raise InputError("costs: F and B of at least one stage must be above 0 to place vocabulary passes")
-    last = order.placement.stages - 1
+    first, last = order.placement.first_stage, order.placement.last_stage
     unit = INTERVAL / interval
     # Sorted by time. Inserted passes come before passes of the base order that start at the same time, except directly
     # after a pass without duration that they follow. They keep their place in the event model.
@@ -73,21 +76,21 @@ def at_instants(order: Order, costs: Costs) -> Order:
         place = times.sequence[number]
         for part in parts_of(item):
             base[device].append((start, 1, place, part))
-            i = part.microbatch
-            if part.kind is Kind.F and part.stage == 0:
-                inserted.append((start - INTERVAL, 0, place, Pass(Kind.E, None, i)))
+            about = part.microbatch, part.slice
+            if part.kind is Kind.F and part.stage == first:
+                inserted.append((start - INTERVAL, 0, place, Pass(Kind.E, None, *about)))
             if part.kind is Kind.F and part.stage == last:
                 behind = int(start == end)
-                inserted.append((end, behind, place + 0.2, Pass(Kind.S, None, i)))
-                inserted.append((end, behind, place + 0.3, Pass(Kind.T, None, i)))
-            if part.kind in {Kind.B, Kind.I} and part.stage == 0:
-                inserted.append((start + INTERVAL, 0, place + 0.4, Pass(Kind.G, None, i)))
+                inserted.append((end, behind, place + 0.2, Pass(Kind.S, None, *about)))
+                inserted.append((end, behind, place + 0.3, Pass(Kind.T, None, *about)))
+            if part.kind in {Kind.B, Kind.I} and part.stage == first:
+                inserted.append((start + INTERVAL, 0, place + 0.4, Pass(Kind.G, None, *about)))
     rows = tuple(tuple(item for *_, item in sorted([*row, *inserted], key=_place)) for row in base)
-    return Order(order.placement, order.microbatches, rows, barriers=2)
+    return replace(order, rows=rows, barriers=2)
 
 
 def alternating(placement: Placement, microbatches: int, costs: Costs) -> Order:
-    """Return the alternating layout for a placement with one stage per device."""
+    """Return the alternating layout for a chain of stages, one per device."""
     times = costs.stage_times(placement)
     forward, backward = times[Kind.F], times[Kind.B]
     if forward is None or backward is None:
@@ -96,8 +99,8 @@ def alternating(placement: Placement, microbatches: int, costs: Costs) -> Order:
     # Number of periods from the vocabulary passes of a microbatch to its F and its B, from the last stage to the first.
     stages = placement.stages
     f_period, b_period = [-1] * stages, [0] * stages
-    for stage in reversed(range(stages - 1)):
-        after = stage + 1
+    for stage in reversed(range(placement.last_stage)):
+        (after,) = placement.successors(stage)
         if backward_first(after, stages):
             f_period[stage] = f_period[after] - (forward[stage] + forward[after] > period)
             b_period[stage] = b_period[after] + (backward[stage] + backward[after] > period)

@@ -16,24 +16,22 @@ far as it does in its row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import pairwise
 from operator import lt, sub
 
 from evenpipe.schedule.costs import Costs
 from evenpipe.schedule.dependencies import Dependencies
+from evenpipe.schedule.effects import IN_FLIGHT
 from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, ROLE, Kind, parts_of
-from evenpipe.schedule.places import ABSENT, Places
+from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, ROLE, Kind, parts_of, unit_of
+from evenpipe.schedule.places import ABSENT, Places, having
 from evenpipe.schedule.timing import durations, run
 
 from .memory_plan import MemoryPlan
-
-HOLDS = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
-"""Stage activations that a pass adds to its device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +80,8 @@ def list_schedule(
     for route, numbers in graph.by_route():
         if reserve and route.kind not in HOP_KINDS:
             takes[numbers.start : numbers.stop] = [takes[numbers.start] + reserve] * len(numbers)
-    rows = tuple(tuple(map(graph.items.__getitem__, row)) for row in _run(graph, links, plans, takes))
-    return Order(wishes.placement, wishes.microbatches, rows, wishes.barriers, wishes.forward_only)
+    ran = _run(graph, links, plans, takes, first_stage=wishes.placement.first_stage)
+    return replace(wishes, rows=tuple(tuple(map(graph.items.__getitem__, row)) for row in ran))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +89,15 @@ class _Links:
     """Which pass waits for which, in a graph whose rows may be reordered.
 
     needs: by pass, the number of passes of its own row and transfers that it waits for. followers: by site, and
-    consumers: by route, the numbers of the waiting passes by microbatch. embedding: for each microbatch in the order of
-    the first stage's row, the E passes of all devices. ahead: how many of those may run before the first stage reaches
-    them.
+    consumers: by route, the numbers of the waiting passes by unit. beside: by site and unit, the pass that waits in
+    another slice of the sequence; empty if sequences are not cut. embedding: for each unit in the order of the first
+    stage's row, the E passes of all devices. ahead: how many of those may run before the first stage reaches them.
     """
 
     needs: bytearray
     followers: list[list[list[int]]]
     consumers: list[list[list[int]]]
+    beside: list[dict[int, int]]
     embedding: list[list[int]]
     ahead: int
 
@@ -106,12 +105,13 @@ class _Links:
     def of(cls, order: Order, graph: Graph) -> _Links | None:
         """Return the links of an order in which every pass appears once and nothing is offloaded or recomputed; None
         for others."""
-        if not graph.microbatches or any(not here.at or here.joint or here.odd for here in graph.places):
+        if not graph.units or any(not here.at or here.joint or here.odd for here in graph.places):
             return None
         dependencies = Dependencies.of(order)
         needs = bytearray(len(graph.items))
         followers: list[list[list[int]]] = [[] for _ in graph.waits]
         consumers: list[list[list[int]]] = [[] for _ in graph.routes]
+        beside: list[dict[int, int]] = [{} for _ in graph.waits if order.slices > 1]
         for device, here in enumerate(graph.places):
             roles = _roles(here)
             if roles is None:
@@ -128,19 +128,23 @@ class _Links:
                 for number in numbers:
                     if number != ABSENT:
                         needs[number] = len(rule.after) + len(rule.waits)
+                for needed, of_stage, step in rule.in_sequence if order.slices > 1 else ():
+                    for unit in having(step, order.slices, order.units):
+                        needs[numbers[unit]] += 1
+                        beside[graph.site[roles[needed, of_stage][unit + step]]][unit + step] = numbers[unit]
         embedding, ahead = _embedding(order, graph)
         for numbers in embedding[ahead:]:
             for number in numbers:
                 needs[number] += 1
-        return cls(needs, followers, consumers, embedding, ahead)
+        return cls(needs, followers, consumers, beside, embedding, ahead)
 
 
 def _roles(places: Places) -> dict[tuple[Kind, int | None], list[int]] | None:
-    """Return numbers by microbatch of every kind and stage of a row, B and I as one; None if one is missing or
+    """Return numbers by unit of every kind and stage of a row, B and I as one; None if one is missing or
     repeated."""
     roles: dict[tuple[Kind, int | None], list[int]] = {}
     for (kind, stage), numbers in places.at.items():
-        if not isinstance(kind, Kind) or kind in _UNPLANNED:
+        if kind in _UNPLANNED:
             return None
         other = roles.setdefault((ROLE[kind], stage), numbers)
         if other is not numbers:
@@ -167,62 +171,89 @@ def _embedding(order: Order, graph: Graph) -> tuple[list[list[int]], int]:
         if item.kind is Kind.E:
             waiting += 1
             ahead = max(ahead, waiting)
-        elif item.kind is Kind.F and item.stage == 0:
-            assert item.microbatch is not None
+        elif item.kind is Kind.F and item.stage == order.placement.first_stage:
             waiting -= 1
-            rows.append([numbers[item.microbatch] for numbers in embedding if numbers])
+            unit = unit_of(item, order.slices)
+            rows.append([numbers[unit] for numbers in embedding if numbers])
     return rows, ahead
 
 
 def _memory_plan(graph: Graph, base: Order, device: int, limit: int | None) -> MemoryPlan:
     """Return the plan of one device: its row of `base`."""
     at = graph.places[device].at
-    parts = [part for item in base.passes(device) for part in parts_of(item) if part.kind in HOLDS]
-    numbers = [at[part.kind, part.stage][part.microbatch or 0] for part in parts]
+    parts = [part for item in base.passes(device) for part in parts_of(item) if part.kind in IN_FLIGHT]
+    numbers = [at[part.kind, part.stage][unit_of(part, base.slices)] for part in parts]
     # So the first ready forward also comes first in the plan: no other one needs to be checked.
     forwards = [number for number, part in zip(numbers, parts, strict=True) if part.kind is Kind.F]
     assert all(map(lt, forwards, forwards[1:])), "forwards are in another order"
-    return MemoryPlan(numbers, [HOLDS[part.kind] for part in parts], limit, base.placement.stages)
+    return MemoryPlan(numbers, [IN_FLIGHT[part.kind] for part in parts], limit, base.placement.stages)
 
 
-def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequence[float]) -> list[list[int]]:
-    """Return the passes of each device as they ran."""
-    passes, microbatches, devices = len(graph.items), graph.microbatches, len(graph.first) - 1
+@dataclass(slots=True)
+class _Queues:
+    """What may run next.
+
+    forwards, others: per device, heaps of ready passes. heap_of: by site, the heap for its passes. stored: by site,
+    whether they count in the memory plan. entrance: by site, whether they are the first stage's forwards. free: whether
+    each device is idle. asked: free devices that may have a new pass to start. events: a heap of ends of passes and
+    arrivals of transfers.
+    """
+
+    forwards: list[list[int]]
+    others: list[list[int]]
+    heap_of: list[list[int]]
+    stored: list[bool]
+    entrance: list[bool]
+    free: list[bool]
+    asked: list[int]
+    events: list[tuple[float, int]]
+
+    @classmethod
+    def of(cls, graph: Graph, first_stage: int) -> _Queues:
+        """Return empty queues."""
+        devices, sites = range(len(graph.places)), len(graph.waits)
+        forwards: list[list[int]] = [[] for _ in devices]
+        others: list[list[int]] = [[] for _ in devices]
+        heap_of: list[list[int]] = [[] for _ in range(sites)]
+        stored, entrance = [False] * sites, [False] * sites
+        for device, here in enumerate(graph.places):
+            for (kind, stage), numbers in here.at.items():
+                at = graph.site[max(numbers)]
+                heap_of[at] = (forwards if kind is Kind.F else others)[device]
+                stored[at] = kind in IN_FLIGHT
+                entrance[at] = kind is Kind.F and stage == first_stage
+        return cls(forwards, others, heap_of, stored, entrance, [True] * len(devices), list(devices), [])
+
+
+Met = Callable[[int], None]
+"""Takes a pass."""
+Complete = Callable[[int, float], None]
+"""Takes a pass or transfer, and the time."""
+
+
+def _counting(graph: Graph, links: _Links, queues: _Queues, takes: Sequence[float]) -> tuple[Met, Complete, Met]:
+    """Return functions that count one need of a pass as met, process the end of a pass, and the arrival of a
+    transfer."""
+    passes, units = len(graph.items), graph.units
     site, offset, device_of, feeds = graph.site, graph.offset, graph.device_of, graph.feeds
     needs, followers, consumers, missing = links.needs, links.followers, links.consumers, graph.producers()
-    forwards: list[list[int]] = [[] for _ in range(devices)]  # heaps of ready forwards, per device
-    others: list[list[int]] = [[] for _ in range(devices)]  # heaps of other ready passes
-    heap_of: list[list[int]] = [[] for _ in graph.waits]  # by site, the heap for its passes
-    stored, entrance = [False] * len(heap_of), [False] * len(heap_of)
-    for device, here in enumerate(graph.places):
-        for (kind, stage), numbers in here.at.items():
-            at = site[max(numbers)]
-            heap_of[at] = (forwards if kind is Kind.F else others)[device]
-            stored[at] = kind in HOLDS
-            entrance[at] = kind is Kind.F and stage == 0
-    held_back = iter(links.embedding[links.ahead :])
-    rows: list[list[int]] = [[] for _ in range(devices)]
-    free = [True] * devices
-    asked = list(range(devices))  # free devices that may have a new pass to start
-    events: list[tuple[float, int]] = []  # ends of passes and arrivals of transfers
-    # Events so close together happen at once: sums of the same times in another order differ by less.
-    moment = 1e-9 * sum(takes[:passes]) / (devices * microbatches)
+    heap_of, free, asked, events, beside = queues.heap_of, queues.free, queues.asked, queues.events, links.beside
 
     def met(number: int) -> None:
-        """Count one need of this pass as met."""
         needs[number] -= 1
         if needs[number] == 0:
             heappush(heap_of[site[number]], number)
             if free[device_of[number]]:
                 asked.append(device_of[number])
 
-    def complete(number: int) -> None:
-        """Process the end of a pass."""
-        here, microbatch = site[number], offset[number]
+    def complete(number: int, now: float) -> None:
+        here, unit = site[number], offset[number]
         for waiting in followers[here]:
-            met(waiting[microbatch])
+            met(waiting[unit])
+        if beside and unit in beside[here]:
+            met(beside[here][unit])
         for base in feeds[here]:
-            transfer = base + microbatch
+            transfer = base + unit
             missing[transfer - passes] -= 1
             if missing[transfer - passes] == 0:
                 if takes[transfer] > 0:
@@ -231,10 +262,26 @@ def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequen
                     arrive(transfer)
 
     def arrive(transfer: int) -> None:
-        """Process the arrival of a transfer."""
-        route, microbatch = divmod(transfer - passes, microbatches)
+        route, unit = divmod(transfer - passes, units)
         for waiting in consumers[route]:
-            met(waiting[microbatch])
+            met(waiting[unit])
+
+    return met, complete, arrive
+
+
+def _run(
+    graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequence[float], *, first_stage: int
+) -> list[list[int]]:
+    """Return the passes of each device as they ran."""
+    passes, site, device_of, devices = len(graph.items), graph.site, graph.device_of, len(plans)
+    queues = _Queues.of(graph, first_stage)
+    forwards, others, stored, entrance = queues.forwards, queues.others, queues.stored, queues.entrance
+    free, asked, events = queues.free, queues.asked, queues.events
+    met, complete, arrive = _counting(graph, links, queues, takes)
+    held_back = iter(links.embedding[links.ahead :])
+    rows: list[list[int]] = [[] for _ in range(devices)]
+    # Events so close together happen at once: sums of the same times in another order differ by less.
+    moment = 1e-9 * sum(takes[:passes]) / (devices * graph.units)
 
     def choose(device: int) -> list[int]:
         """Return the heap with the next pass of `device`; an empty one if it has to wait."""
@@ -254,8 +301,8 @@ def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequen
 
     now = 0.0
     for number in range(passes):
-        if needs[number] == 0:
-            needs[number] = 1
+        if links.needs[number] == 0:
+            links.needs[number] = 1
             met(number)
     while True:
         while asked:
@@ -268,7 +315,7 @@ def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequen
                     while heap and takes[heap[0]] <= 0:
                         number = heappop(heap)
                         start(device, number)
-                        complete(number)
+                        complete(number, now)
                         heap = choose(device)
                     choosing[device] = None
             for device in choosing:
@@ -287,7 +334,7 @@ def _run(graph: Graph, links: _Links, plans: Sequence[MemoryPlan], takes: Sequen
                 device = device_of[number]
                 free[device] = True
                 asked.append(device)
-                complete(number)
+                complete(number, now)
             else:
                 arrive(number)
     assert sum(map(len, rows)) == passes, "list scheduling has completed"

@@ -26,23 +26,21 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from itertools import accumulate, pairwise
-from math import inf
+from itertools import accumulate
 from operator import attrgetter
 
 from evenpipe.errors import InputError
 from evenpipe.schedule.check_limit import limits_per_device
 from evenpipe.schedule.costs import ASSUMED_COPY, EQUAL_COSTS, Costs
-from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
-from evenpipe.schedule.passes import HOP_KINDS, OFFLOAD_KINDS, ROLE, VOCABULARY_KINDS, Kind, Pass, parts_of
-from evenpipe.schedule.timing import Run, durations, run
+from evenpipe.schedule.passes import OFFLOAD_KINDS, ROLE, VOCABULARY_KINDS, Kind, Pass, parts_of, unit_of
 
 from .bytes_held import BytesHeld
 from .copy_lanes import BACK, OUT, Copy, Lanes, ends_of
+from .late_forwards import late_forwards
 
-Forward = tuple[int | None, int | None]
-"""Stage and microbatch."""
+Forward = tuple[int | None, int]
+"""Stage and unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ def plan_offload(
     Args:
         costs: pass times, copy times (`O` and `L`, or bytes over `engine.bandwidth`), and stored bytes; equal passes by
             default. Without copy times, both copies together take half as long as forward and backward.
-        only: forwards, by stage and microbatch, whose activations may be moved; default: all.
+        only: forwards, by stage and unit, whose activations may be moved; default: all.
         limit: most bytes per device, one number or one per device. Default: as few as possible without delay.
         host_limit: most bytes of each device on the host.
         whatever_it_takes: without a limit, reach the lowest possible peak, even if devices wait for copies.
@@ -101,9 +99,7 @@ def without_offload(order: Order) -> Order:
 def offloaded(order: Order) -> frozenset[Forward]:
     """Return the forwards whose activations `order` moves."""
     found = {item for row in order.rows for item in row if item and item.kind is Kind.O}
-    return frozenset(
-        (item.stage, item.microbatch) for item in found if item.stage is not None and item.microbatch is not None
-    )
+    return frozenset((item.stage, unit_of(item, order.slices)) for item in found)
 
 
 @dataclass(slots=True, eq=False)
@@ -113,8 +109,7 @@ class _Stay:
 
     device: int
     stage: int
-    microbatch: int
-    slice: int
+    unit: int
     size: float
     made: int
     """Position of F."""
@@ -159,7 +154,7 @@ class _Plan:
         self.deltas = deltas
         self.limited = limits is not None
         self.limits = (0.0,) * order.devices if limits is None else limits
-        self.starts, self.ends, self.eager_ends = _late_forwards(order, costs)
+        self.starts, self.ends, self.eager_ends = late_forwards(order, costs)
         self.tolerance = 1e-9 * max(end for ends in self.ends for end in ends)
         self.stays = [list(self._stays(device, only)) for device in range(order.devices)]
         self.longest = [max((stay.used - stay.made for stay in stays), default=0) for stays in self.stays]
@@ -175,23 +170,23 @@ class _Plan:
         if sizes is None:
             return
         found = []
-        made: dict[tuple[int | None, int | None, int], int] = {}
+        made: dict[Forward, int] = {}
         starts, ends = self.starts[device], self.ends[device]
         for place, item in enumerate(self.rows[device]):
             for part in parts_of(item):
-                stage, microbatch = part.stage, part.microbatch
-                if part.kind is Kind.F and (only is None or (stage, microbatch) in only):
-                    made[stage, microbatch, part.slice] = place
+                stage = part.stage
+                if part.kind is Kind.F:
+                    unit = unit_of(part, self.order.slices)
+                    if only is None or (stage, unit) in only:
+                        made[stage, unit] = place
                 elif part.kind is Kind.R or ROLE[part.kind] is Kind.B:
-                    first = made.pop((stage, microbatch, part.slice), place)
+                    unit = unit_of(part, self.order.slices)
+                    first = made.pop((stage, unit), place)
                     if first < place:
-                        assert stage is not None and microbatch is not None
+                        assert stage is not None
                         size = -sizes[stage]
                         if size > 0:
-                            stay = _Stay(
-                                device, stage, microbatch, part.slice, size, first, place, ends[first], starts[place]
-                            )
-                            found.append(stay)
+                            found.append(_Stay(device, stage, unit, size, first, place, ends[first], starts[place]))
         yield from sorted(found, key=lambda stay: stay.made)
 
     def _held(self, device: int) -> Iterator[float]:
@@ -371,7 +366,8 @@ class _Plan:
 
     def result(self) -> Offloaded:
         """Return the order with its copies."""
-        rows = tuple(_row(row, moved) for row, moved in zip(self.rows, self.moved, strict=True))
+        slices = self.order.slices
+        rows = tuple(_row(row, moved, slices) for row, moved in zip(self.rows, self.moved, strict=True))
         peaks = tuple(held.most for held in self.held) if self.known else None
         over = tuple(
             max(0.0, held.most - limit) if self.limited and held.most > limit * (1 + ROUNDING) else 0.0
@@ -398,18 +394,18 @@ def _turns(moved: Collection[_Stay]) -> list[_Turn]:
         turns.append((stay.sent, not at_once, stay.out, Kind.O, stay))
         turns.append((stay.given, False, max(stay.out, stay.over), Kind.D, stay))
         turns.append((stay.taken, True, stay.back, Kind.L, stay))
-    turns.sort(key=lambda turn: (*turn[:3], turn[4].stage, turn[4].microbatch, turn[3] is Kind.D))
+    turns.sort(key=lambda turn: (*turn[:3], turn[4].stage, turn[4].unit, turn[3] is Kind.D))
     return [_Turn(place, kind, stay) for place, _, _, kind, stay in turns]
 
 
-def _row(row: Sequence[Pass], moved: Collection[_Stay]) -> tuple[Pass, ...]:
+def _row(row: Sequence[Pass], moved: Collection[_Stay], slices: int) -> tuple[Pass, ...]:
     turns = _turns(moved)
     result: list[Pass] = []
     done = 0
     for place, item in enumerate(row):
         while done < len(turns) and turns[done].place == place:
             stay = turns[done].stay
-            result.append(Pass(turns[done].kind, stay.stage, stay.microbatch, stay.slice))
+            result.append(Pass(turns[done].kind, stay.stage, *divmod(stay.unit, slices)))
             done += 1
         result.append(item)
     assert done == len(turns), "every copy comes before a pass"
@@ -420,61 +416,3 @@ ROUNDING = 1e-12
 """Rounding tolerance of sums of bytes."""
 
 _made = attrgetter("made")
-
-
-Times = list[list[float]]
-"""By device and position."""
-
-
-def _late_forwards(order: Order, costs: Costs) -> tuple[Times, Times, Times]:
-    """Return starts and ends of all passes in the event model, with the passes before the first backward of a device as
-    late as possible without delaying others; and the earliest ends."""
-    graph = Graph.of(order)
-    takes = durations(order, graph, costs)
-    times = run(order, graph, takes)
-    start, eager_end = list(times.start), times.end
-    passes = len(graph.items)
-    first_backward = [
-        next((n for n in range(*bounds) if _goes_back(graph.items[n])), bounds[1]) for bounds in pairwise(graph.first)
-    ]
-    joins = _joins(order, graph, times)
-    awaited_from = [inf] * (graph.size - passes)
-    """By transfer, the start of the first pass that waits for it."""
-    for number in reversed(times.happened):
-        if number >= passes:
-            continue
-        device, here, microbatch = graph.device_of[number], graph.site[number], graph.offset[number]
-        if number < first_backward[device] < graph.first[device + 1]:
-            latest = start[number + 1]
-            for transfer in graph.waits[graph.site[number + 1]]:
-                waited = transfer + graph.offset[number + 1]
-                if times.start[waited] >= eager_end[number]:  # it is issued in between
-                    latest = min(latest, start[number + 1] - takes[waited])
-            for transfer in graph.feeds[here]:
-                fed = transfer + microbatch
-                latest = min(latest, awaited_from[fed - passes] - takes[fed])
-            joined = bisect_left(joins[device], eager_end[number])
-            if joined < len(joins[device]):
-                latest = min(latest, joins[device][joined])
-            start[number] = max(start[number], latest - takes[number])
-        for transfer in graph.waits[here]:
-            waited = transfer + microbatch - passes
-            awaited_from[waited] = min(awaited_from[waited], start[number])
-    starts = [start[first:last] for first, last in pairwise(graph.first)]
-    ends = [[start[n] + takes[n] for n in range(first, last)] for first, last in pairwise(graph.first)]
-    return starts, ends, [eager_end[first:last] for first, last in pairwise(graph.first)]
-
-
-def _joins(order: Order, graph: Graph, times: Run) -> Times:
-    """Return, by device, when its collectives begin: they wait for every member, which issues them after its preceding
-    passes."""
-    joins: Times = [[] for _ in range(order.devices)]
-    for route, numbers in graph.by_route():
-        if route.kind not in HOP_KINDS:
-            for device in route.members:
-                joins[device] += [times.start[number] for number in numbers]
-    return [sorted(row) for row in joins]
-
-
-def _goes_back(item: Pass) -> bool:
-    return any(part.kind is Kind.R or ROLE[part.kind] is Kind.B for part in parts_of(item))

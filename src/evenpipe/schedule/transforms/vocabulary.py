@@ -1,7 +1,7 @@
 """The vocabulary transform: add the passes of sharded embedding and output layers to any order.
 
 Every pass of the base order has a virtual time, its start when the base order runs alone. From there, with k barriers
-and the interval (the work of the busiest device per microbatch):
+and the interval (the work of the busiest device per unit):
 
     B, I, W     k intervals later, which makes room between the last stage's F and its B
     S(i)        at the end of F(last, i)
@@ -42,7 +42,7 @@ from evenpipe.schedule.graph import Graph
 from evenpipe.schedule.order import Order
 from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS, Kind, Pass, parts_of
 from evenpipe.schedule.timeline import peak_activations
-from evenpipe.schedule.timing import Run, durations, run
+from evenpipe.schedule.timing import EventTimes, durations, run
 
 from .list_scheduling import Timed, list_schedule
 
@@ -61,7 +61,7 @@ Ranks = Mapping[Kind, int]
 class Wishes:
     """Virtual times of passes. ranks: by number of barriers, 0 for evaluation. backwards, weights, outputs: intervals
     by which B and I, W, and T come later than the rules above; 0 for rows that run unchanged. reserve: for list
-    scheduling, time added to every collective, in units of the mean work of a stage per microbatch."""
+    scheduling, time added to every collective, in units of the mean work of a stage per unit."""
 
     ranks: Mapping[int, Ranks]
     backwards: float = 0
@@ -134,11 +134,11 @@ def add_vocabulary(order: Order, barriers: int, costs: Costs | None = None) -> O
 def apart_at_the_loss(order: Order) -> Order:
     """Return `order` with a joint pass split into its parts where it runs F and B of the last stage for one microbatch:
     vocabulary passes come between them."""
-    last = order.placement.stages - 1
+    last = order.placement.last_stage
 
     def splits(item: Pass) -> bool:
         at_end = [part for part in item.parts if part.stage == last and part.kind is not Kind.W]
-        return len({part.microbatch for part in at_end}) < len(at_end)
+        return len({(part.microbatch, part.slice) for part in at_end}) < len(at_end)
 
     if not any(splits(item) for device in range(order.devices) for item in order.passes(device) if item.parts):
         return order
@@ -160,18 +160,18 @@ def _vocabulary_work(order: Order, barriers: int, costs: Costs) -> float:
     """Return the time of the vocabulary passes in one step, on the device that has the most of it."""
     times = costs.device_times(order.placement)
     kinds = vocabulary_kinds(barriers, order.forward_only)
-    return order.microbatches * max(map(sum, zip(*(times[kind] or () for kind in kinds), strict=True)))
+    return order.units * max(map(sum, zip(*(times[kind] or () for kind in kinds), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class VirtualTimes:
     """Virtual time of every pass.
 
-    passes: every pass once: those of the base order as the event model ran them, then one per kind and microbatch of
-    the vocabulary passes, which all devices share. A place is one whole number made of time, rank and index in
+    passes: every pass once: those of the base order as the event model ran them, then one per kind and unit of the
+    vocabulary passes, which all devices share. A place is one whole number made of time, rank and index in
     `passes`; sorted places give the order of passes. forwards, backwards, weights: per device, the places of F and O,
     of passes that follow from a backward, and of W. vocabulary: (time, kind, index). makespan: of the base order.
-    stage_work: mean work of a stage per microbatch.
+    stage_work: mean work of a stage per unit.
     """
 
     order: Order
@@ -202,7 +202,7 @@ class VirtualTimes:
         group_of = {kind: backwards if kind in MOVED else forwards for kind in Kind} | {Kind.W: weights}
         delay_of = {kind: barriers * INTERVAL if kind in MOVED else 0 for kind in Kind}
         companions: list[tuple[int, Pass]] = []
-        ends = (0, order.placement.stages - 1)
+        ends = (order.placement.first_stage, order.placement.last_stage)
         for number in times.happened:
             if number >= len(graph.items):
                 continue
@@ -218,9 +218,7 @@ class VirtualTimes:
         passes += [item for _, item in companions]
         count = len(graph.items)
         makespan = max(times.end[:count]) - min(times.start[:count])
-        stage_work = sum(map(sub, times.end[:count], times.start[:count])) / (
-            order.microbatches * order.placement.stages
-        )
+        stage_work = sum(map(sub, times.end[:count], times.start[:count])) / (order.units * order.placement.stages)
         return cls(order, barriers, passes, forwards, backwards, weights, vocabulary, makespan, stage_work)
 
     def sort(self, wishes: Wishes) -> Order:
@@ -240,7 +238,7 @@ class VirtualTimes:
         for forwards, backwards, weights in zip(self.forwards, self.backwards, self.weights, strict=True):
             places = forwards + [place + later[0] for place in backwards] + [place + later[1] for place in weights]
             rows.append(tuple([passes[place & at] for place in sorted(places + vocabulary)]))
-        return Order(order.placement, order.microbatches, tuple(rows), self.barriers, order.forward_only)
+        return replace(order, rows=tuple(rows), barriers=self.barriers)
 
 
 def _empty_rows(devices: int) -> list[list[int]]:
@@ -249,28 +247,28 @@ def _empty_rows(devices: int) -> list[list[int]]:
 
 def _companions(part: Pass, start: int, end: int, order: Order, barriers: int) -> Iterator[tuple[int, Pass]]:
     """Return time and pass of each vocabulary pass derived from `part`, which runs from `start` to `end`."""
-    microbatch = part.microbatch
-    if part.kind is Kind.F and part.stage == 0:
-        yield start - INTERVAL, Pass(Kind.E, None, microbatch)
-    if part.kind is Kind.F and part.stage == order.placement.stages - 1:
-        yield end, Pass(Kind.S, None, microbatch)
+    unit = part.microbatch, part.slice
+    if part.kind is Kind.F and part.stage == order.placement.first_stage:
+        yield start - INTERVAL, Pass(Kind.E, None, *unit)
+    if part.kind is Kind.F and part.stage == order.placement.last_stage:
+        yield end, Pass(Kind.S, None, *unit)
         if order.forward_only:
-            yield end + INTERVAL, Pass(Kind.C, None, microbatch)
+            yield end + INTERVAL, Pass(Kind.C, None, *unit)
             return
-        yield end + INTERVAL, Pass(Kind.T, None, microbatch)
+        yield end + INTERVAL, Pass(Kind.T, None, *unit)
         if barriers == 1:
-            yield end + INTERVAL // 2, Pass(Kind.C, None, microbatch)
-    if part.kind in {Kind.B, Kind.I} and part.stage == 0:
-        yield start + INTERVAL, Pass(Kind.G, None, microbatch)
+            yield end + INTERVAL // 2, Pass(Kind.C, None, *unit)
+    if part.kind in {Kind.B, Kind.I} and part.stage == order.placement.first_stage:
+        yield start + INTERVAL, Pass(Kind.G, None, *unit)
 
 
-def interval_of(order: Order, graph: Graph, times: Run) -> float:
-    """Return the work of the busiest device per microbatch, without vocabulary passes."""
+def interval_of(order: Order, graph: Graph, times: EventTimes) -> float:
+    """Return the work of the busiest device per unit, without vocabulary passes."""
     work = [0.0] * order.devices
     for number, (device, item) in enumerate(zip(graph.device_of, graph.items, strict=True)):
         if item.kind not in VOCABULARY_KINDS:
             work[device] += times.end[number] - times.start[number]
-    return max(work) / order.microbatches
+    return max(work) / order.units
 
 
 _RANKS = 8

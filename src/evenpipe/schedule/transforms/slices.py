@@ -1,0 +1,114 @@
+"""The transform of sequence slices: from an order of whole microbatches to one whose sequences are cut.
+
+    1F1B, 2 devices, 4 microbatches             2 microbatches of 2 slices
+    0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3             0F0 0F0.1 0F1 0B0.1 0F1.1 0B0 0B1.1 0B1
+    1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3             1F0 1F0.1 1B0.1 1F1 1B0 1F1.1 1B1.1 1B1
+
+Slices are units like microbatches, so an order of m n microbatches becomes one of m microbatches of n slices:
+
+    forwards     stay where they are: they run in the order of slices already
+    backwards    the k-th of a stage (B, or I and W) becomes that of unit b(k), with the slices of every sequence in
+                 reverse; all of them move later by one number, so that F of the last stage is over before its backward
+                 begins: a whole number of intervals, which keeps the pattern of the order
+
+Each device is then sorted by time. That is legal: the chain of forwards stays as it is, the chain of backwards moves as
+one, and every F(s, b(k)) ends before F(last, b(k)). It needs forwards and backwards of a stage in the order of
+microbatches, and both as passes of their own, which excludes DualPipeV.
+
+1F1B becomes Seq1F1B (arXiv 2406.03488), with a bubble of (p - 1) / (n m) of the ideal step, where device r holds
+1 + (p - 1 - r) / n sequences. Slices must take equal time, not have equal length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from math import ceil
+
+from evenpipe.errors import InputError
+from evenpipe.schedule.costs import EQUAL_COSTS
+from evenpipe.schedule.graph import Graph
+from evenpipe.schedule.order import Order
+from evenpipe.schedule.passes import Kind, Pass
+from evenpipe.schedule.timing import EventTimes, durations, run
+
+from .vocabulary import interval_of
+
+_BACK = (Kind.B, Kind.I, Kind.W)
+_RANK = {Kind.B: 0, Kind.I: 0, Kind.F: 1, Kind.W: 2}
+"""Of passes that start together, the lower rank comes first."""
+
+
+def add_slices(order: Order, slices: int) -> Order:
+    """Return `order` with its microbatches as units: every `slices` of them are the slices of one microbatch.
+
+    Before vocabulary passes, recomputation and copies to the host. Raises InputError if the order has other passes than
+    F, B, I and W of single stages, if a stage does not run them in the order of microbatches, if its sequences are cut
+    already, or if the slices do not divide its microbatches.
+    """
+    if slices == 1:
+        return order
+    _refuse_unfit(order, slices)
+    graph = Graph.of(order)
+    times = run(order, graph, durations(order, graph, EQUAL_COSTS))
+    later = _delay(order, graph, times, slices)
+    rows = []
+    for device in range(order.devices):
+        placed = []
+        for number in range(graph.first[device], graph.first[device + 1]):
+            item = graph.items[number]
+            assert item.microbatch is not None
+            back = item.kind in _BACK
+            unit = _turned(item.microbatch, slices) if back else item.microbatch
+            moved = Pass(item.kind, item.stage, *divmod(unit, slices))
+            placed.append(
+                (times.start[number] + (later if back else 0.0), _RANK[item.kind], times.sequence[number], moved)
+            )
+        rows.append(tuple(moved for *_, moved in sorted(placed, key=lambda place: place[:3])))
+    return replace(order, microbatches=order.microbatches // slices, rows=tuple(rows), slices=slices)
+
+
+def _turned(k: int, slices: int) -> int:
+    """Return b(k), the unit of the k-th backward."""
+    return k - k % slices + slices - 1 - k % slices
+
+
+def _delay(order: Order, graph: Graph, times: EventTimes, slices: int) -> float:
+    """Return by how much backwards move later: at least 0, in whole intervals."""
+    here = graph.places[order.placement.last_device]
+    last = order.placement.last_stage
+    forwards, backwards = here.at[Kind.F, last], here.of_role(Kind.B, last)
+    assert backwards
+    most = max(times.end[forwards[_turned(k, slices)]] - times.start[backward] for k, backward in enumerate(backwards))
+    interval = interval_of(order, graph, times)
+    return max(0, ceil(most / interval - _ROUNDING)) * interval
+
+
+def _refuse_unfit(order: Order, slices: int) -> None:
+    if order.slices > 1:
+        raise InputError(f"the order has sequences of {order.slices} slices already")
+    if slices < 1 or order.microbatches % slices:
+        raise InputError(
+            f"slices is {slices}, expected a number that divides the {order.microbatches} units of the order"
+        )
+    for item in (item for device in range(order.devices) for item in order.passes(device)):
+        if item.kind not in _RANK:
+            why = ", whose forwards and backwards must be passes of their own" if item.parts else ""
+            raise InputError(f"sequences cannot be cut in an order with {item}{why}; expected F, B, I and W only")
+    for stage, kind in _out_of_turn(order):
+        raise InputError(f"sequences cannot be cut: stage {stage} does not run its {kind} in the order of microbatches")
+
+
+def _out_of_turn(order: Order) -> Iterator[tuple[int | None, Kind]]:
+    """Return the stages, with a kind of pass, that run its microbatches in another order."""
+    for device in range(order.devices):
+        runs: dict[tuple[int | None, Kind], list[int]] = {}
+        for item in order.passes(device):
+            assert item.microbatch is not None
+            runs.setdefault((item.stage, item.kind), []).append(item.microbatch)
+        yield from (what for what, units in runs.items() if any(a > b for a, b in pairwise(units)))
+
+
+_ROUNDING = 1e-9
+"""Rounding tolerance of times, in intervals."""

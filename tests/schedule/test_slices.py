@@ -1,0 +1,230 @@
+"""Orders of sequence slices: the transform, the rule within a sequence, and what reads it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from itertools import product
+
+import pytest
+
+from evenpipe.errors import InputError
+from evenpipe.schedule import (
+    EQUAL_COSTS,
+    SCHEDULES,
+    Kind,
+    Order,
+    Pass,
+    Placement,
+    Program,
+    add_communication,
+    add_slices,
+    add_vocabulary,
+    check_order,
+    check_program,
+    evaluation_program,
+    generate,
+    plan_order,
+    plan_program,
+    time_order,
+)
+from evenpipe.schedule.costs import HOST_COSTS
+from evenpipe.schedule.transforms import recompute
+from evenpipe.simulate import simulate
+
+# p 8, m 8, by slices 1, 2, 4, 8: bubble in percent of the step, and the most sequences in flight.
+PUBLISHED = {
+    "1f1b": ((46.7, 8.0), (30.4, 4.5), (17.9, 2.75), (9.9, 1.88)),
+    "interleaved": ((30.4, 8.0), (17.9, 6.25), (9.9, 3.38), (5.2, 1.94)),
+    "zb-h1": ((22.6, 8.0), (12.7, 4.5), (7.7, 2.75), (4.5, 1.88)),
+    "zbv": ((22.6, 8.0), (9.4, 4.5), (7.7, 2.75), (4.5, 1.88)),
+    "v-half": ((28.4, 5.0), (18.6, 3.0), (12.3, 2.0), (9.2, 1.5)),
+    "gis": ((22.6, 8.0), (12.7, 4.5), (6.8, 2.5), (3.5, 1.5)),
+}
+FAMILIES = [name for name in SCHEDULES if name != "dualpipe-v"]
+
+
+def cut(name: str, devices: int, microbatches: int, slices: int) -> Order:
+    return add_slices(generate(name, devices, microbatches * slices), slices)
+
+
+def sequences(order: Order) -> list[Fraction]:
+    """The most sequences in flight, per device."""
+    stages = [len(order.placement.stages_of(device)) for device in range(order.devices)]
+    peaks = time_order(order, EQUAL_COSTS).peak_in_flight
+    return [Fraction(peak, held * order.slices) for peak, held in zip(peaks, stages, strict=True)]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_bubbles_and_sequences_in_flight(name: str) -> None:
+    found = []
+    for slices in (1, 2, 4, 8):
+        order = cut(name, 8, 8, slices)
+        timeline = time_order(order, EQUAL_COSTS)
+        bubble = 100 * (1 - max(timeline.busy) / timeline.makespan)
+        found.append((float(f"{bubble:.1f}"), float(f"{float(max(sequences(order))):.3g}")))
+    assert tuple(found) == tuple((bubble, float(f"{held:.3g}")) for bubble, held in PUBLISHED[name])
+
+
+@pytest.mark.parametrize(("p", "m", "n"), product((1, 2, 3, 5, 8), (1, 3, 8), (1, 2, 3, 4)))
+def test_1f1b_meets_its_closed_forms(p: int, m: int, n: int) -> None:
+    """Every device runs as many forwards ahead of its backwards as Seq1F1B: p - 1 - r + n - 1, as far as there are."""
+    order = cut("1f1b", p, m, n)
+    timeline = time_order(order, EQUAL_COSTS)
+    assert Fraction(int(timeline.makespan) - int(max(timeline.busy)), int(max(timeline.busy))) == Fraction(p - 1, n * m)
+    assert sequences(order) == [min(Fraction(m), 1 + Fraction(p - 1 - r, n)) for r in range(p)]
+    for device, row in enumerate(order.rows):
+        ahead = [item.kind for item in row].index(Kind.B)
+        assert ahead == min(m * n, p - 1 - device + n)
+
+
+def test_a_small_order_in_full() -> None:
+    assert cut("1f1b", 2, 2, 2).to_csv() == (
+        "0F0,0F0.1,0F1,0B0.1,0F1.1,0B0,0B1.1,0B1\n1F0,1F0.1,1B0.1,1F1,1B0,1F1.1,1B1.1,1B1\n"
+    )
+
+
+def test_gpipe_keeps_its_forwards() -> None:
+    order = cut("gpipe", 3, 2, 2)
+    assert [str(item) for item in order.rows[0]] == ["0F0", "0F0.1", "0F1", "0F1.1", "0B0.1", "0B0", "0B1.1", "0B1"]
+
+
+def in_sequence(order: Order) -> bool:
+    """Whether slices of a sequence run in order on every stage, and backwards in the reverse order: from the rules."""
+    for row in order.rows:
+        runs: dict[tuple[bool, int, int], list[int]] = {}
+        for item in row:
+            if item.kind in {Kind.F, Kind.B, Kind.I}:
+                runs.setdefault((item.kind is Kind.F, item.stage, item.microbatch), []).append(item.slice)
+        for (forward, *_), slices in runs.items():
+            if slices != sorted(slices, reverse=not forward):
+                return False
+    return True
+
+
+@pytest.mark.parametrize("mode", ["first-last", "interlaced", "vocab-1", "vocab-2"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_and_mode(name: str, mode: str) -> None:
+    costs = HOST_COSTS if name.startswith("po-") else EQUAL_COSTS
+    for p, m, n in ((1, 2, 2), (2, 3, 4), (4, 6, 3), (5, 2, 2)):
+        order, program = plan_program(name, p, m, mode, slices=n)
+        assert (order.microbatches, order.slices, program.slices) == (m, n, n)
+        assert in_sequence(order)
+        assert Order.from_csv(order.to_csv(), placement=order.placement) == order
+        again = Program.from_csv(program.to_csv(), placement=program.placement)
+        assert (again.rows, again.slices) == (program.rows, n)
+        assert in_sequence(evaluation_program(order).order)
+        if p < 5:
+            simulation = simulate(program, costs)
+            assert simulation.bounds["makespan"].value <= simulation.makespan * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("name", "barriers"), product(("1f1b", "zb-h1", "zbv", "v-half"), (1, 2)))
+def test_vocabulary_passes_cost_as_much_memory_as_barriers(name: str, barriers: int) -> None:
+    base = cut(name, 4, 6, 4)
+    found = sequences(add_vocabulary(base, barriers))
+    assert all(with_ <= without + Fraction(barriers, 4) for with_, without in zip(found, sequences(base), strict=True))
+
+
+def swapped(row: tuple[Pass, ...], one: int, other: int) -> tuple[Pass, ...]:
+    changed = list(row)
+    changed[one], changed[other] = changed[other], changed[one]
+    return tuple(changed)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half", "gis"])
+def test_slices_that_change_places_are_found(name: str) -> None:
+    """Two forwards or two backwards of one sequence and stage, whatever stands between them."""
+    order = cut(name, 3, 3, 3)
+    program = add_communication(order)
+    tried = 0
+    for device, row in enumerate(order.rows):
+        for one, first in enumerate(row):
+            for other in range(one + 1, len(row)):
+                second = row[other]
+                same = (first.kind, first.stage, first.microbatch) == (second.kind, second.stage, second.microbatch)
+                if not same or first.kind is Kind.W:
+                    continue
+                rows = (*order.rows[:device], swapped(row, one, other), *order.rows[device + 1 :])
+                assert not check_order(replace(order, rows=rows)).ok
+                places = [program.rows[device].index(item) for item in (first, second)]
+                both = swapped(program.rows[device], *places)
+                assert not check_program(
+                    replace(program, rows=(*program.rows[:device], both, *program.rows[device + 1 :]))
+                ).ok
+                tried += 1
+    assert tried > 50
+
+
+FAULTS = [
+    ("0F0.1,0F0,0B0.1,0B0", "0F0.1 comes before 0F0 at position 1, which it needs"),
+    ("0F0,0F0.1,0B0,0B0.1", "0B0 comes before 0B0.1 at position 3, which it needs"),
+    ("0F0,0F0.1,0I0,0B0.1,0W0", "0I0 comes before 0B0.1 at position 3, which it needs"),
+    ("0F0,0F0.1,0B0.1", "0B0 is missing, so its activations are never released"),
+    ("0F0,0F0.1,0F0.1,0B0.1,0B0", "0F0.1 is already at position 1"),
+    ("0F0,(0F0.1;0B0.1)OVERLAP_F_B,0B0", ""),
+    ("0F0,(0B0;0F0.1)OVERLAP_F_B,0B0.1", "0B0 comes before 0B0.1 at position 2, which it needs"),
+]
+
+
+@pytest.mark.parametrize(("row", "what"), FAULTS)
+def test_faults(row: str, what: str) -> None:
+    report = check_order(Order.from_csv(row))
+    assert [fault.what for fault in report.faults][:1] == ([what] if what else [])
+
+
+def test_a_slice_that_does_not_exist() -> None:
+    order = Order.from_csv("0F0,0F0.1,0F0.2,0B0.1,0B0", slices=2)
+    assert "0F0.2 names a slice that does not exist; slices are 0 to 1" in str(check_order(order).faults[0])
+    transfer = Program.from_csv("0F0,0SEND_F0.1,0B0\n1RECV_F0.1,1F0,1B0", slices=1)
+    assert any("0SEND_F0.1 is for a slice of a sequence" in fault.what for fault in check_program(transfer).faults)
+
+
+def test_what_stands_still_names_the_slice_that_it_awaits() -> None:
+    """F of the last stage would have to run for slice 1 first."""
+    with pytest.raises(InputError, match=r"awaiting 0F0 of device 0"):
+        time_order(Order.from_csv("0F0.1,0F0,0B0.1,0B0"), EQUAL_COSTS)
+
+
+def test_sizes_are_read_from_the_rows() -> None:
+    order = Order.from_csv("0F0,0F0.1,0B0.1,0B0")
+    assert (order.microbatches, order.slices, order.units) == (1, 2, 2)
+    with pytest.raises(InputError, match=r"slice 9 appears, but 2 passes leave no room"):
+        Order.from_csv("0F0.9,0B0")
+    with pytest.raises(InputError, match=r"microbatch 2 appears, but 4 passes leave no room"):
+        Order.from_csv("0F2,0F2.1,0B2.1,0B2")
+    with pytest.raises(InputError, match=r"slices must be at least 1, not 0"):
+        Order(Placement.linear(1), 1, ((),), slices=0)
+    assert repr(order) == "<Order: 1 device, 1 stage, 1 microbatch of 2 slices, 4 passes>"
+
+
+REFUSED = [
+    (lambda: plan_order("dualpipe-v", 2, 4, "first-last", slices=2), "forwards and backwards must be passes of their"),
+    (lambda: add_slices(generate("1f1b", 2, 3), 2), "slices is 2, expected a number that divides the 3 units"),
+    (lambda: add_slices(cut("1f1b", 2, 2, 2), 2), "sequences of 2 slices already"),
+    (lambda: add_slices(recompute.add_recompute(generate("1f1b", 2, 2), [0]), 2), "expected F, B, I and W only"),
+    (lambda: add_slices(Order.from_csv("0F1,0F0,0B1,0B0"), 2), "stage 0 does not run its F in the order of"),
+    (lambda: plan_order(cut("1f1b", 2, 2, 2), 2, 2, "first-last", slices=4), "sequences of 2 slices, not 4"),
+    (lambda: plan_order(generate("1f1b", 2, 4), 2, 4, "first-last", slices=2), "sequences of 1 slice, not 2"),
+    (lambda: plan_order("1f1b", 2, 4, "first-last", slices=0), "slices must be a whole number of at least 1, not 0"),
+    (lambda: plan_order("1f1b", 2, 4, "first-last", slices=True), "slices must be a whole number"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_refused(make: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def test_an_order_with_slices_is_planned_as_it_is() -> None:
+    order = cut("zb-h1", 3, 4, 2)
+    assert plan_order(order, 3, 4, "first-last") == order
+    assert plan_order(order, 3, 4, "first-last", slices=2) == order
+    assert plan_order(lambda p, units: generate("zb-h1", p, units), 3, 4, "first-last", slices=2) == order
+
+
+def test_copies_to_the_host_are_placed_anew() -> None:
+    order = plan_order("po-f", 4, 4, "first-last", HOST_COSTS, slices=2)
+    assert any(item.kind is Kind.O and item.slice for row in order.rows for item in row)
+    assert check_order(order).ok
