@@ -15,7 +15,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from evenpipe.runtime.trace import machine
-from evenpipe.train.config import Config, DataConfig, ModelConfig, PipelineConfig, TokenizerConfig
+from evenpipe.train.config import Config
+from evenpipe.train.input_sections import DataConfig, ModelConfig, TokenizerConfig
+from evenpipe.train.pipeline_sections import PipelineConfig
 
 CPU = torch.device("cpu")
 

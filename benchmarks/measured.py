@@ -80,7 +80,9 @@ def measure(settings: Settings, schedule: str, mode: str, sizes: list[int]) -> d
 
     def arm(microbatches: int, **changes: Any) -> tuple[Config, Pipeline]:
         config = configuration(settings, settings.vocabulary, schedule=name, vocabulary=mode, microbatches=microbatches)
-        return config, build_pipeline(config, settings.vocabulary, 0, device, self_check=False, **changes)
+        return config, build_pipeline(
+            config, settings.vocabulary, 0, device, self_check=False, recipe=replace(config.recipe(), **changes)
+        )
 
     profiled, pipeline = arm(settings.profiled_microbatches)
     arms = []

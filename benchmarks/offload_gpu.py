@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from evenpipe import Pipeline, initialise_worker, launch
+from evenpipe import Pipeline, Recipe, initialise_worker, launch
 from evenpipe.costs import costs_of
 from evenpipe.costs.hardware import KNOWN, Hardware, find_hardware
 from evenpipe.memory.estimate import Estimate, estimate
@@ -112,10 +112,7 @@ def estimated(case: Case, given: Order, hardware: Hardware) -> Estimate:
     """Without an optimizer, which does not run here."""
     return estimate(
         describe(case.config),
-        sequence=case.tokens,
-        microbatches=MICROBATCHES,
-        schedule=given,
-        vocabulary="first-last",
+        Recipe.of(sequence_length=case.tokens, microbatches=MICROBATCHES, schedule=given, vocabulary="first-last"),
         hardware=hardware,
         offloaded=1.0,
     )

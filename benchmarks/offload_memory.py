@@ -27,12 +27,11 @@ import common
 import torch.distributed as dist
 from common import llama, option, token_ids
 
-from evenpipe import OffloadOptions, Pipeline, launch
+from evenpipe import OffloadOptions, Pipeline, Recipe, launch
 from evenpipe.costs.hardware import KNOWN
 from evenpipe.host.memory import return_freed_memory
 from evenpipe.memory.device import DeviceBytes
 from evenpipe.memory.estimate import estimate, model_bytes
-from evenpipe.memory.parallelism import Parallelism
 from evenpipe.memory.programs import planned
 from evenpipe.memory.replay import replay
 from evenpipe.model import describe
@@ -110,24 +109,10 @@ def measure(settings: Settings, schedule: str, activations: str, microbatches: i
 def predicted(settings: Settings, order: Order) -> list[int]:
     """By device: the most bytes of tensors in a step, less those behind it; gradients are there already."""
     description = describe(llama(settings, VOCABULARY))
-    sizes = {"sequence": settings.tokens, "vocabulary": "balanced"}
-    found = estimate(
-        description,
-        Parallelism(pp=settings.processes),
-        microbatches=order.microbatches,
-        schedule=order,
-        hardware=replace(KNOWN["H200"], name="this host", torch_device="cpu"),
-        **sizes,
-    )
-    plan = planned(
-        description,
-        order,
-        devices=settings.processes,
-        microbatches=order.microbatches,
-        layers_per_stage=None,
-        options=None,
-        **sizes,
-    )
+    recipe = Recipe.of(pp=settings.processes, schedule=order, sequence_length=settings.tokens)
+    hardware = replace(KNOWN["H200"], name="this host", torch_device="cpu")
+    found = estimate(description, recipe, hardware=hardware)
+    plan = planned(description, recipe)
     grown = []
     for device in range(settings.processes):
         held = DeviceBytes.of(model_bytes(description), plan, found.run, device)

@@ -28,9 +28,11 @@ from common import configuration, llama, option, token_ids
 
 from evenpipe import Pipeline, initialise_worker, launch
 from evenpipe.model import describe
+from evenpipe.plan.configuration import Configuration
 from evenpipe.plan.configuration_search import search_configurations
-from evenpipe.plan.configurations import Configuration, Space, problem_of
 from evenpipe.plan.evaluation import timed
+from evenpipe.plan.problem import problem_of
+from evenpipe.plan.space import Space
 from evenpipe.train.build import build_pipeline
 from evenpipe.train.config import Config
 from evenpipe.train.hardware_profile import (
@@ -85,19 +87,7 @@ def measure(settings: Settings, plans: dict[str, Configuration]) -> dict[str, An
             pipeline = build_pipeline(one, settings.vocabulary, 0, device, self_check=False)
             measured.append((name, one, pipeline, found[size][name][1]))
     config = llama(settings, settings.vocabulary)
-    arms = {
-        name: Pipeline(
-            config,
-            schedule=plan.schedule,
-            schedule_options=dict(plan.options),
-            vocabulary=plan.vocabulary,
-            microbatches=plan.layout.microbatches,
-            layers_per_stage=plan.layers_per_stage,
-            checkpointing=plan.checkpointing,
-            self_check=False,
-        )
-        for name, plan in plans.items()
-    }
+    arms = {name: Pipeline(config, recipe=plan.recipe, self_check=False) for name, plan in plans.items()}
     ids = token_ids(settings, settings.vocabulary, settings.sequences)
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     gc.collect()

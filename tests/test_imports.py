@@ -26,20 +26,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "processes": set(),
     "communication": {"processes"},
     "costs": {"schedule", "vocabulary", "model"},
-    "recipe": {"schedule", "interop", "vocabulary", "model"},
-    "optimizers": {"communication", "model"},
-    "parallel": {"communication", "processes", "recipe"},
-    "host": {"schedule", "communication", "optimizers"},
-    "checkpoints": {"processes", "communication", "model", "optimizers", "host"},
+    "recipe": {"schedule", "interop", "vocabulary", "model", "communication"},
+    "optimizers": {"communication", "model", "parallel"},
+    "parallel": {"communication", "processes"},
+    "host": {"schedule", "communication", "recipe", "optimizers"},
+    "checkpoints": {"processes", "communication", "model", "optimizers", "parallel", "host"},
     "runtime": {
         *{"schedule", "vocabulary", "model", "layers", "processes", "communication", "recipe", "optimizers"},
         *{"parallel", "host", "checkpoints"},
     },
     "memory": {"schedule", "simulate", "vocabulary", "model", "layers", "costs", "recipe", "optimizers", "parallel"},
-    "plan": {"memory", "simulate", "costs", "schedule", "model"},
+    "plan": {"memory", "simulate", "costs", "schedule", "model", "recipe"},
     "train": {
         *{"schedule", "simulate", "draw", "vocabulary", "model", "processes", "communication", "costs", "recipe"},
-        *{"optimizers", "host", "checkpoints", "runtime", "memory", "plan"},
+        *{"optimizers", "parallel", "host", "checkpoints", "runtime", "memory", "plan"},
     },
 }
 ANYTHING = set(MAY_IMPORT) | {"cli"}

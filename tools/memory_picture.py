@@ -12,8 +12,8 @@ from pathlib import Path
 
 from evenpipe.draw import Bars, bars_svg
 from evenpipe.memory.estimate import estimate
-from evenpipe.memory.parallelism import Parallelism
 from evenpipe.model import describe
+from evenpipe.recipe.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "docs" / "memory.svg"
@@ -29,11 +29,7 @@ def draw() -> str:
     for schedule, vocabulary in RUNS:
         found = estimate(
             description,
-            Parallelism(pp=4),
-            sequence=4096,
-            microbatches=16,
-            schedule=schedule,
-            vocabulary=vocabulary,
+            Recipe.of(pp=4, sequence_length=4096, microbatches=16, schedule=schedule, vocabulary=vocabulary),
             memory=GPU_MEMORY,
         )
         groups.append(Bars(f"{schedule}, {vocabulary}", tuple(device.terms for device in found.devices)))

@@ -71,8 +71,8 @@ from evenpipe import initialise_worker
 from evenpipe.costs.hardware import find_hardware
 from evenpipe.model import describe, head_flops, layer_flops
 from evenpipe.train.build import build_pipeline
-from evenpipe.train.config import OptimizerConfig
 from evenpipe.train.optimization import adamw
+from evenpipe.train.run_sections import OptimizerConfig
 
 CHUNKS = 8
 """Of the tokens, for the output layer of the loop (torchtitan, components/loss.py)."""

@@ -49,7 +49,9 @@ from timing import (
 from evenpipe import launch
 from evenpipe.costs import write_costs
 from evenpipe.schedule import Costs, even_split
-from evenpipe.train.config import Config, DataConfig, ModelConfig, PipelineConfig, TokenizerConfig
+from evenpipe.train.config import Config
+from evenpipe.train.input_sections import DataConfig, ModelConfig, TokenizerConfig
+from evenpipe.train.pipeline_sections import PipelineConfig
 from evenpipe.train.profile import measure as measure_passes
 from evenpipe.train.profile import profile_of
 from evenpipe.vocabulary import LossOptions

@@ -13,22 +13,15 @@ from models import Model, costs_name
 
 from evenpipe.costs.analytic import BESIDE_COLLECTIVES, WHOLE
 from evenpipe.costs.hardware import Wire, find_hardware
-from evenpipe.memory.parallelism import Parallelism
 from evenpipe.model import describe
+from evenpipe.plan.configuration import Configuration, costs_of
 from evenpipe.plan.configuration_search import head_layers
-from evenpipe.plan.configurations import (
-    Configuration,
-    Layout,
-    Problem,
-    Space,
-    configurations,
-    costs_of,
-    problem_of,
-    shape_of,
-)
 from evenpipe.plan.evaluation import end_seconds, work_of
-from evenpipe.plan.programs import arranged, extended, program_of, steps_of
+from evenpipe.plan.problem import Problem, pass_costs, problem_of
+from evenpipe.plan.programs import Shape, extended
+from evenpipe.plan.space import Space, configurations
 from evenpipe.plan.stage_costs import with_whole_vocabulary
+from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Link, Placement
 from evenpipe.schedule.cost_values import spread
 from evenpipe.schedule.files import read_costs
@@ -53,9 +46,9 @@ class Case:
     kernels: str
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> Recipe:
         """A pipeline over all devices."""
-        return Layout(parallelism=Parallelism(pp=self.devices), microbatch_size=1, microbatches=self.microbatches)
+        return Recipe.of(pp=self.devices, microbatches=self.microbatches, sequence_length=self.tokens)
 
     @property
     def problem(self) -> Problem:
@@ -102,15 +95,8 @@ class DataSheet:
 
     def head_seconds(self, case: Case, mode: str) -> float:
         """S, C and T of the whole vocabulary on one device."""
-        alone = Configuration(
-            layout=replace(case.layout, parallelism=Parallelism()),
-            schedule="1f1b",
-            options=(),
-            vocabulary=mode,
-            layers_per_stage=(case.model.layers,),
-            checkpointing=("none",),
-        )
-        return output_seconds(costs_of(case.problem, alone, Placement.linear(1)))
+        alone = Recipe.of(microbatches=case.microbatches, vocabulary=mode, layers_per_stage=(case.model.layers,))
+        return output_seconds(pass_costs(case.problem, alone, Placement.linear(1)))
 
     def head_layers(self, case: Case) -> float:
         """The whole output layer, in layers."""
@@ -124,7 +110,7 @@ class Measured(DataSheet):
     folder: Path
 
     def costs(self, case: Case, configuration: Configuration, placement: Placement) -> Costs:
-        mode = configuration.vocabulary
+        mode = configuration.recipe.vocabulary
         whole = mode in WHOLE
         file = self._file(case, 1 if whole else case.devices, mode)
         layer = _layer_seconds(file, case.model.layers, 1 if whole else case.devices)
@@ -198,10 +184,10 @@ def with_output(costs: Costs, seconds: float) -> Costs:
 
 def step_seconds(case: Case, configuration: Configuration, costs: Costs) -> float:
     """With the optimizer's step."""
-    problem, sizes = case.problem, steps_of(configuration)
+    problem, sizes = case.problem, configuration.steps
     times, least = [], 0.0
     for size in sizes:
-        program = program_of(arranged(problem, configuration, size))[1]
+        program = problem.programs.of(configuration.recipe, size)[1]
         times.append(simulate(program, costs).makespan)
         least = max(work_of(program, costs))
     end = end_seconds(problem, configuration, program.placement)
@@ -215,8 +201,12 @@ def options_for(schedule: str) -> tuple[tuple[str, Any], ...]:
 
 def fits(schedule: str, case: Case) -> bool:
     """Has it as many stages as the case?"""
-    shape = shape_of(schedule, options_for(schedule), case.devices)
+    shape = _shape(schedule, case)
     return shape is not None and shape.placement.stages == case.stages_per_device * case.devices
+
+
+def _shape(schedule: str, case: Case) -> Shape | None:
+    return case.problem.programs.shape(schedule, options_for(schedule), case.devices)
 
 
 def tries(case: Case, schedule: str, mode: str, source: DataSheet) -> Iterator[tuple[Configuration, Placement]]:
@@ -227,7 +217,7 @@ def tries(case: Case, schedule: str, mode: str, source: DataSheet) -> Iterator[t
         vocabularies=(mode,),
         checkpointing=("none",),
     )
-    shape = shape_of(schedule, options_for(schedule), case.devices)
+    shape = _shape(schedule, case)
     assert shape is not None
     for configuration in configurations(case.problem, space, case.layout, source.head_layers(case)):
         yield configuration, shape.placement

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from evenpipe.checkpoints import newest_checkpoint
     from evenpipe.communication.nccl import NcclOptions
     from evenpipe.host.optimizer import HostAdamW
-    from evenpipe.host.options import OffloadOptions
     from evenpipe.optimizers.adafactor import Adafactor
     from evenpipe.optimizers.muon import Muon
     from evenpipe.processes.launcher import launch
     from evenpipe.processes.worker import initialise_worker
+    from evenpipe.recipe.offload import OffloadOptions
+    from evenpipe.recipe.recipe import Recipe
     from evenpipe.runtime.pipeline import Pipeline
     from evenpipe.runtime.result import StepResult
     from evenpipe.train.callbacks import Callback, TrainingState
@@ -32,8 +33,9 @@ _PUBLIC = {
     "LossOptions": "evenpipe.vocabulary",
     "Muon": "evenpipe.optimizers.muon",
     "NcclOptions": "evenpipe.communication.nccl",
-    "OffloadOptions": "evenpipe.host.options",
+    "OffloadOptions": "evenpipe.recipe.offload",
     "Pipeline": "evenpipe.runtime.pipeline",
+    "Recipe": "evenpipe.recipe.recipe",
     "StepResult": "evenpipe.runtime.result",
     "TrainingState": "evenpipe.train.callbacks",
     "initialise_worker": "evenpipe.processes.worker",
@@ -52,6 +54,7 @@ __all__ = [
     "NcclOptions",
     "OffloadOptions",
     "Pipeline",
+    "Recipe",
     "StepResult",
     "TrainingState",
     "__version__",

@@ -9,6 +9,7 @@ import pytest
 
 from evenpipe.cli.main import main
 from evenpipe.recipe.layout import runnable_order
+from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import EQUAL_COSTS, SCHEDULES, Costs, generate, plan_order, plan_program, time_order
 from evenpipe.schedule.registry import describe
 
@@ -395,7 +396,7 @@ def test_what_search_writes_can_be_trained(mode, capsys):
     printed(capsys, "search", *arguments, "--seconds", "2", "-o", "best.csv")
     order, program = plan_program("best.csv", 2, 2, mode)
     assert order.placement.stage_device == (0, 1, 1, 0)
-    assert runnable_order("best.csv", 2, 2) == order == program.order
+    assert runnable_order(Recipe.of(pp=2, microbatches=2, schedule="best.csv")) == order == program.order
 
 
 def test_search_says_when_nothing_fits(capsys):

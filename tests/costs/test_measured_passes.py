@@ -25,11 +25,12 @@ from evenpipe.costs.measured_passes import (
 )
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
-from evenpipe.memory.parallelism import Parallelism
 from evenpipe.model import describe
 from evenpipe.plan.configuration_search import search_configurations
-from evenpipe.plan.configurations import Configuration, Layout, Problem, Space, costs_of, layer_times, problem_of
+from evenpipe.plan.problem import Problem, layer_times, pass_costs, problem_of
 from evenpipe.plan.ranking import Ranking
+from evenpipe.plan.space import Space
+from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Placement
 
 CONFIG = LlamaConfig(
@@ -53,19 +54,19 @@ def problem(*passes: MeasuredPasses, **changes: Any) -> Problem:
     return problem_of(describe(CONFIG), replace(HARDWARE, passes=passes), **options)
 
 
-def configuration(size: int, devices: int = 4, mode: str = "vocab-2") -> Configuration:
-    return Configuration(
-        layout=Layout(parallelism=Parallelism(dp=1, pp=devices), microbatch_size=size, microbatches=8),
-        schedule="1f1b",
-        options=(),
+def recipe(size: int, devices: int = 4, mode: str = "vocab-2", checkpointing: str | Sequence[str] = "none") -> Recipe:
+    return Recipe.of(
+        pp=devices,
+        microbatch_size=size,
+        microbatches=8,
         vocabulary=mode,
+        checkpointing=checkpointing,
         layers_per_stage=(8 // devices,) * devices,
-        checkpointing=("none",),
     )
 
 
 def costs(given: Problem, size: int, devices: int = 4, mode: str = "vocab-2") -> Costs:
-    return costs_of(given, configuration(size, devices, mode), Placement.linear(devices))
+    return pass_costs(given, recipe(size, devices, mode), Placement.linear(devices))
 
 
 def measured(size: int, scale: float = 1.0, **changes: Any) -> MeasuredPasses:
@@ -114,21 +115,20 @@ def test_other_pipelines_take_as_much_longer_as_the_measured_one(devices: int, m
 
 @pytest.mark.parametrize("mode", ["vocab-2", "first-last"])
 def test_layers_whose_input_alone_is_kept_have_forwards_that_keep_nothing(mode: str) -> None:
-    def forwards(given: Problem, checkpointing: tuple[str, ...]) -> Sequence[float]:
-        one = replace(configuration(1, mode=mode), checkpointing=checkpointing)
-        found = costs_of(given, one, Placement.linear(4)).F
+    def forwards(given: Problem, checkpointing: str | tuple[str, ...]) -> Sequence[float]:
+        found = pass_costs(given, recipe(1, mode=mode, checkpointing=checkpointing), Placement.linear(4)).F
         assert isinstance(found, tuple)
         return [time - (BESIDE["F"] if given.hardware.passes else 0.0) for time in found[1:3]]
 
     whole = mode == "first-last"
-    uncorrected, given = forwards(problem(), ("none",)), problem(measured(1))
+    uncorrected, given = forwards(problem(), "none"), problem(measured(1))
     bare, kept = (FACTORS[PLAIN[name] if whole else name] for name in (BARE, "F"))
-    assert forwards(given, ("full",)) == pytest.approx([bare * time for time in uncorrected])
-    assert forwards(given, ("selective",)) == pytest.approx([kept * time for time in uncorrected])
+    assert forwards(given, "full") == pytest.approx([bare * time for time in uncorrected])
+    assert forwards(given, "selective") == pytest.approx([kept * time for time in uncorrected])
     half = forwards(given, ("none", "full") * 4)
     assert half == pytest.approx([(bare + kept) / 2 * time for time in uncorrected])
     old = {name: time for name, time in measured(1).seconds.items() if name not in {BARE, *PLAIN.values()}}
-    assert forwards(problem(measured(1, seconds=old)), ("full",)) == pytest.approx(
+    assert forwards(problem(measured(1, seconds=old)), "full") == pytest.approx(
         [FACTORS["F"] * time for time in uncorrected]
     )
 
@@ -214,9 +214,8 @@ def test_between_two_sizes_factors_are_interpolated(size: int, scale: float) -> 
 
 
 def test_contention_is_that_of_the_passes() -> None:
-    layout = configuration(1, 8).layout
-    assert problem(measured(1)).contention(layout) == 1
-    assert problem(measured(1, contention=1.3)).contention(layout) == pytest.approx(1.3)
+    assert problem(measured(1)).contention(recipe(1, 8)) == 1
+    assert problem(measured(1, contention=1.3)).contention(recipe(1, 8)) == pytest.approx(1.3)
 
 
 @pytest.mark.parametrize(
@@ -230,8 +229,7 @@ def test_contention_is_that_of_the_passes() -> None:
 )
 def test_only_the_same_model_is_corrected(passes: dict[str, Any], changes: dict[str, Any]) -> None:
     given, plain = problem(measured(1, **passes), **changes), problem(**changes)
-    layout = configuration(1).layout
-    assert layer_times(given, layout, "vocab-2") == layer_times(plain, layout, "vocab-2")
+    assert layer_times(given, recipe(1)) == layer_times(plain, recipe(1))
     found = search_configurations(given, Space(pp=(8,), tp=(1,), cp=(1,), schedules=("1f1b",)), wanted=1, workers=1)
     assert "pass times from shapes alone" in Ranking(found, 1).text()
 

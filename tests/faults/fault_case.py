@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 from evenpipe.errors import InputError
 from evenpipe.recipe.layout import runnable_order
+from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule.registry import SCHEDULES
 
 MODES = ("first-last", "redistribute", "interlaced", "vocab-1", "vocab-2")
@@ -126,6 +127,7 @@ def draw(seed: int, started_by: str | None = None) -> Case:
 
 def _runs(schedule: str, processes: int, microbatches: int) -> bool:
     try:
-        return runnable_order(schedule, processes, microbatches).placement.stages <= LAYERS
+        order = runnable_order(Recipe.of(pp=processes, microbatches=microbatches, schedule=schedule))
+        return order.placement.stages <= LAYERS
     except InputError:
         return False

@@ -164,7 +164,7 @@ def test_the_default_group_has_chosen_already(wanted, monkeypatch) -> None:
 )
 def test_the_device_of_a_pipeline(own, bound, wanted, expected, monkeypatch) -> None:
     done = gpus(monkeypatch, 4, bound=bound, LOCAL_RANK=3)
-    this = worker.Worker(0, 1, torch.device(own), 1.0, Watch(None), None)
+    this = worker.Worker(0, 1, torch.device(own), 1.0, Watch(None), None, owned=True)
     given = None if wanted is None else torch.device(wanted)
     if expected is None:
         with pytest.raises(InputError) as error:
@@ -192,7 +192,7 @@ def test_a_first_pipeline_chooses_for_the_process(wanted, monkeypatch) -> None:
         assert torch_device == (None if wanted is None else torch.device(wanted))
         raise SeenError
 
-    monkeypatch.setattr(pipeline, "initialise_worker", seen)
+    monkeypatch.setattr(pipeline, "borrow_worker", seen)
     with pytest.raises(SeenError):
         Pipeline("a model", torch_device=wanted)
 

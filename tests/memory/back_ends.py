@@ -4,6 +4,7 @@ from families import tiny_config
 
 from evenpipe.memory.bytes import StageBytes
 from evenpipe.memory.closed import ClosedForms
+from evenpipe.memory.cut import Portion
 from evenpipe.memory.traced import StageTracer
 from evenpipe.model import describe
 
@@ -18,13 +19,18 @@ def both(
     dtype, batch, sequence = case
     description = describe(tiny_config(family))
     ends = {"is_first": first == 0, "is_last": last == 4}
-    sizes = {"microbatch_size": batch, "sequence": sequence, "kernels": kernels}
+    sizes = {"microbatch_size": batch, "sequence": sequence}
     tracer = StageTracer(
-        description, compute_dtype=dtype, parameter_dtype=dtype, split=True, recompute=recompute, **sizes
+        description,
+        compute_dtype=dtype,
+        parameter_dtype=dtype,
+        split=True,
+        recompute=recompute,
+        kernels=kernels,
+        **sizes,
     )
+    portion = Portion(element=dtype.itemsize, **sizes)
     return (
-        ClosedForms(description).stage(
-            first, last, element=dtype.itemsize, checkpointing=checkpointing, **ends, **sizes
-        ),
+        ClosedForms(description).stage(first, last, portion, checkpointing=checkpointing, kernels=kernels, **ends),
         tracer.stage(first, last, checkpointing=checkpointing, **ends),
     )

@@ -7,6 +7,7 @@ from families import NAMED, tiny_config
 from torch.autograd.graph import get_gradient_edge
 
 from evenpipe.memory.closed import ClosedForms
+from evenpipe.memory.cut import Portion
 from evenpipe.memory.kernels import PRESETS
 from evenpipe.memory.tracker import Tracker
 from evenpipe.model import build_stage, describe
@@ -60,11 +61,9 @@ def test_agrees_with_real_tensors(family):
         ours = ClosedForms(description).stage(
             1,
             3,
+            Portion(microbatch_size=batch, sequence=sequence, element=dtype.itemsize),
             is_first=False,
             is_last=False,
-            microbatch_size=batch,
-            sequence=sequence,
-            element=dtype.itemsize,
         )
         # LongRoPE makes its frequencies anew: 8 numbers, twice.
         frequencies = 64 if family == "phi3" else 0

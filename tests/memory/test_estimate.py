@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from families import GROUPED, tiny_config
@@ -15,15 +16,24 @@ from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
 from evenpipe.memory.estimate import TERMS, DeviceEstimate, Estimate, estimate
 from evenpipe.memory.framework import MEGATRON
-from evenpipe.memory.parallelism import Parallelism
+from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.memory.reserved import CUDA, HOST, process_memory
 from evenpipe.memory.sizes import parse_size
 from evenpipe.memory.states import SINGLE, Dtypes
 from evenpipe.memory.verdict import verdict_of
 from evenpipe.model import describe
+from evenpipe.recipe.parallelism import DATA_PARALLEL
+from evenpipe.recipe.recipe import Recipe, RecipeOptions
 from evenpipe.schedule import plan_program
 
 GIB = 2**30
+
+
+def estimated(model: Any, *, sequence: int, **given: Any) -> Estimate:
+    """Estimate a recipe of the given fields, with the other arguments."""
+    names = {"dp", "pp", *RecipeOptions.__annotations__} & given.keys()
+    options = {name: given.pop(name) for name in names}
+    return estimate(model, Recipe.of(sequence_length=sequence, **options), **given)
 
 
 def llama(layers: int = 32, **changes) -> LlamaConfig:
@@ -68,9 +78,9 @@ CASES = [
 def test_closed_forms_and_traces_agree(family, schedule, mode, checkpointing, dtypes) -> None:
     """What is left is at most one tensor of hidden states within a pass, of models with 64 columns."""
     closed, traced = (
-        estimate(
+        estimated(
             describe(tiny_config(family)),
-            Parallelism(pp=2),
+            pp=2,
             sequence=64,
             microbatch_size=2,
             microbatches=6,
@@ -89,19 +99,19 @@ def test_a_mixture_of_experts_is_traced() -> None:
     """Those whose products of experts do not ask how many tokens each has, as is the default on GPUs and CPUs."""
     config = tiny_config("mixtral")
     config._experts_implementation = "grouped_mm"
-    found = estimate(describe(config), Parallelism(pp=2), sequence=32, microbatches=4)
+    found = estimated(describe(config), pp=2, sequence=32, microbatches=4)
     experts = 2 * 4 * 3 * 64 * 96  # of two layers
     assert min(device.terms["parameters"] for device in found.devices) > 6 * experts
     config._experts_implementation = "eager"
     with pytest.raises(InputError, match="asks for the values of its tensors"):
-        estimate(describe(config), Parallelism(pp=2), sequence=32, microbatches=4)
+        estimated(describe(config), pp=2, sequence=32, microbatches=4)
 
 
 def test_a_family_without_closed_form_is_traced() -> None:
-    found = estimate(describe(tiny_config("bloom")), Parallelism(pp=2), sequence=32, microbatches=4)
+    found = estimated(describe(tiny_config("bloom")), pp=2, sequence=32, microbatches=4)
     assert min(peaks(found)) > 0
     with pytest.raises(InputError, match="'bloom' has layers that are not known in closed form"):
-        estimate(describe(tiny_config("bloom")), Parallelism(tp=2), sequence=32)
+        estimated(describe(tiny_config("bloom")), tp=2, sequence=32)
 
 
 # --- what a peak consists of -----------------------------------------------------------------------------------------
@@ -117,7 +127,7 @@ RUNS = [
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_terms_add_up(model, run) -> None:
-    for device in estimate(model, Parallelism(dp=2, pp=4, zero=1), sequence=2048, **run).devices:
+    for device in estimated(model, dp=2, pp=4, data_parallel="shard-optimizer", sequence=2048, **run).devices:
         assert sum(device.terms.values()) == device.memory.peak
         assert set(device.terms) == set(TERMS) and min(device.terms.values()) >= 0
         assert device.peak_allocated - device.memory.peak < 512
@@ -126,9 +136,7 @@ def test_terms_add_up(model, run) -> None:
 
 def test_1f1b_is_a_staircase(model) -> None:
     """min(m, p - i) microbatches of a stage (reference, 3.5): each device holds one stage's activations less."""
-    found = estimate(
-        model, Parallelism(pp=4), sequence=4096, microbatches=8, vocabulary="first-last", kernels="megatron"
-    )
+    found = estimated(model, pp=4, sequence=4096, microbatches=8, vocabulary="first-last", kernels="megatron")
     held = [device.terms["activations"] for device in found.devices]
     stage = 8 * 4096 * 4096 * (12 + 4 * 8 / 32 + 6 * 14336 / 4096) + 8 * (4096 * 32 * 4 + 2 * 4096 * 4)
     steps = [more - less for more, less in pairwise(held)]
@@ -138,32 +146,29 @@ def test_1f1b_is_a_staircase(model) -> None:
 
 def test_few_microbatches_hold_less(model) -> None:
     few, many = (
-        estimate(model, Parallelism(pp=4), sequence=2048, microbatches=count, vocabulary="first-last")
-        for count in (2, 16)
+        estimated(model, pp=4, sequence=2048, microbatches=count, vocabulary="first-last") for count in (2, 16)
     )
     assert few.devices[0].terms["activations"] < 0.6 * many.devices[0].terms["activations"]
     assert few.devices[3].terms["activations"] == many.devices[3].terms["activations"]
 
 
 def test_a_program_that_is_planned_is_taken_as_it_stands(model) -> None:
-    named = estimate(model, Parallelism(pp=4), sequence=2048, microbatches=8, schedule="zbv", vocabulary="vocab-2")
+    named = estimated(model, pp=4, sequence=2048, microbatches=8, schedule="zbv", vocabulary="vocab-2")
     _, program = plan_program("zbv", 4, 8, "vocab-2")
-    given = estimate(
-        model, Parallelism(pp=4), sequence=2048, schedule=program, vocabulary="vocab-2", layers_per_stage=[4] * 8
-    )
+    given = estimated(model, pp=4, sequence=2048, schedule=program, vocabulary="vocab-2", layers_per_stage=[4] * 8)
     assert given.layers_per_stage == named.layers_per_stage
     assert peaks(given) == pytest.approx(peaks(named), rel=0.1)  # arranged by other costs
 
 
 def test_uneven_layers_and_tied_weights(tiny) -> None:
-    uneven = estimate(tiny, Parallelism(pp=2), sequence=32, layers_per_stage=(3, 1), vocabulary="first-last")
+    uneven = estimated(tiny, pp=2, sequence=32, layers_per_stage=(3, 1), vocabulary="first-last")
     assert [device.layers for device in uneven.devices] == [3, 1]
     parameters = []
     for tied in (False, True):
         description = describe(tiny_config("llama", tied=tied))
-        found = estimate(description, Parallelism(pp=2), sequence=32, vocabulary="first-last", dtypes=SINGLE)
+        found = estimated(description, pp=2, sequence=32, vocabulary="first-last", dtypes=SINGLE)
         parameters.append([device.terms["parameters"] for device in found.devices])
-        sharded = estimate(description, Parallelism(pp=2), sequence=32, vocabulary="vocab-2", dtypes=SINGLE)
+        sharded = estimated(description, pp=2, sequence=32, vocabulary="vocab-2", dtypes=SINGLE)
         parameters.append([device.terms["parameters"] for device in sharded.devices])
     whole, shards, tied_whole, tied_shards = parameters
     assert whole == tied_whole  # the one matrix is on both devices
@@ -174,9 +179,10 @@ def test_sharding_takes_what_it_says(model) -> None:
     """18, 6 + 12/8, 2 + 16/8 and 18/8 bytes for each of 8 B parameters, and what is whole for a moment."""
     elements, largest = 8_030_261_248, 128256 * 4096
     for zero, per_parameter in ((0, 18), (1, 6 + 12 / 8), (2, 2 + 16 / 8), (3, 18 / 8)):
-        found = estimate(
+        found = estimated(
             model,
-            Parallelism(dp=8, zero=zero),
+            dp=8,
+            data_parallel=DATA_PARALLEL[zero],
             sequence=1024,
             vocabulary="first-last",
             kernels="megatron",
@@ -191,15 +197,17 @@ def test_sharding_takes_what_it_says(model) -> None:
 def test_cutting_the_sequence_or_the_microbatch_is_the_same(model) -> None:
     """NVIDIA/Megatron-LM PR #7220: half the tokens by context parallelism or by a smaller microbatch."""
     plain = {"vocabulary": "first-last", "kernels": "megatron", "framework": replace(MEGATRON, attention_copies=False)}
-    by_context = estimate(model, Parallelism(tp=2, cp=2, zero=1), sequence=8192, microbatch_size=2, **plain)
-    by_size = estimate(model, Parallelism(tp=2, dp=2, zero=1), sequence=8192, microbatch_size=1, **plain)
+    by_context = estimated(
+        model, tp=2, cp=2, data_parallel="shard-optimizer", sequence=8192, microbatch_size=2, **plain
+    )
+    by_size = estimated(model, tp=2, dp=2, data_parallel="shard-optimizer", sequence=8192, microbatch_size=1, **plain)
     ours, other = by_context.devices[0].memory, by_size.devices[0].memory
     assert ours.terms["activations"] == pytest.approx(other.terms["activations"], rel=1e-3)
 
 
 def test_fewer_heads_of_keys_than_ranks(model) -> None:
     """Each of 16 ranks holds one of 8 heads; the vocabulary is padded to a multiple of 128 * 16."""
-    (found,) = estimate(model, Parallelism(tp=16), sequence=2048, vocabulary="first-last", kernels="megatron").devices
+    (found,) = estimated(model, tp=16, sequence=2048, vocabulary="first-last", kernels="megatron").devices
     h, f, d, t = 4096, 14336, 128, 16
     layer = (2 * h * h + 2 * h * d * t + 3 * h * f) // t + 2 * h
     assert found.terms["parameters"] == 2 * (32 * layer + h + 2 * 129024 // t * h)
@@ -207,13 +215,13 @@ def test_fewer_heads_of_keys_than_ranks(model) -> None:
 
 def test_checkpointing_and_offload_need_less(model) -> None:
     choices = ("none", "selective", "full")
-    runs = {choice: peaks(estimate(model, sequence=4096, checkpointing=choice))[0] for choice in choices}
+    runs = {choice: peaks(estimated(model, sequence=4096, checkpointing=choice))[0] for choice in choices}
     assert runs["full"] < runs["selective"] < runs["none"]
-    mixed = estimate(model, sequence=4096, checkpointing=["full"] * 16 + ["none"] * 16)
+    mixed = estimated(model, sequence=4096, checkpointing=["full"] * 16 + ["none"] * 16)
     assert runs["full"] < peaks(mixed)[0] < runs["none"]
-    offloaded = estimate(model, sequence=4096, offloaded=1.0).devices[0]
+    offloaded = estimated(model, sequence=4096, offloaded=1.0).devices[0]
     assert offloaded.terms["optimizer"] < 1 << 20
-    foreach = estimate(model, sequence=4096, checkpointing="full", foreach=True)
+    foreach = estimated(model, sequence=4096, checkpointing="full", foreach=True)
     assert foreach.devices[0].binding_event == "optimizer step"
 
 
@@ -221,14 +229,14 @@ def test_an_optimizer_that_keeps_less_needs_less(model) -> None:
     """Llama 3.1 8B: 6.98 B of its parameters are matrices of layers."""
     matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     kept = {
-        name: estimate(model, sequence=4096, optimizer=name).devices[0].terms["optimizer"]
+        name: estimated(model, sequence=4096, optimizer=name).devices[0].terms["optimizer"]
         for name in ("adamw", "muon", "sgd", "adafactor")
     }
     assert kept["adamw"] - kept["muon"] == 4 * (matrices + 32 * 7)  # and a number of steps for each
     assert kept["sgd"] == 4 * 8_030_261_248
     assert kept["adafactor"] < 20 << 20
     with pytest.raises(InputError, match=r"optimizer is 'lion', expected one of adamw, muon, adafactor, sgd"):
-        estimate(model, sequence=4096, optimizer="lion")
+        estimated(model, sequence=4096, optimizer="lion")
 
 
 # --- card ------------------------------------------------------------------------------------------------------------
@@ -246,7 +254,7 @@ def test_verdicts_follow_the_range() -> None:
 
 def test_on_a_cpu_tensors_are_all(tiny) -> None:
     cpu = replace(KNOWN["H200"], torch_device="cpu", memory_bytes=GIB)
-    found = estimate(tiny, Parallelism(pp=2), sequence=32, hardware=cpu)
+    found = estimated(tiny, pp=2, sequence=32, hardware=cpu)
     assert found.dtypes == SINGLE and found.verdict == "fits" and found.fits
     for device in found.devices:
         assert device.process == process_memory(device.memory.peak, HOST, communicators=device.process.communicators)
@@ -255,20 +263,20 @@ def test_on_a_cpu_tensors_are_all(tiny) -> None:
 
 def test_a_measured_context_takes_the_place_of_the_range(tiny) -> None:
     measured = replace(KNOWN["H200"], context_bytes=500 << 20)
-    plain, known = (estimate(tiny, sequence=32, hardware=one).devices[0] for one in (KNOWN["H200"], measured))
+    plain, known = (estimated(tiny, sequence=32, hardware=one).devices[0] for one in (KNOWN["H200"], measured))
     assert plain.process.process.least - known.process.process.least == 100 << 20
     assert plain.process.process.most - known.process.process.most == 300 << 20
     assert plain.peak_reserved == known.peak_reserved
 
 
 def test_without_a_card_there_is_no_verdict(tiny) -> None:
-    found = estimate(tiny, sequence=32)
+    found = estimated(tiny, sequence=32)
     assert found.verdict is None and found.fits is None and found.to_dict()["fits"] is None
 
 
 def test_the_worst_device_decides(model) -> None:
     def of(memory: int) -> Estimate:
-        return estimate(model, Parallelism(pp=4), sequence=4096, vocabulary="first-last", memory=memory)
+        return estimated(model, pp=4, sequence=4096, vocabulary="first-last", memory=memory)
 
     verdicts = [device.verdict for device in of(64 * GIB).devices]
     assert verdicts[0] != "fits" and of(64 * GIB).verdict == verdicts[0]
@@ -279,13 +287,13 @@ def test_communicators(model) -> None:
     """Ours: one per ordered pair of neighbours and per kind of collective; Megatron-LM's: the groups of a step."""
 
     def count(**run) -> list[int]:
-        found: list[DeviceEstimate] = list(estimate(model, sequence=1024, **run).devices)
+        found: list[DeviceEstimate] = list(estimated(model, sequence=1024, **run).devices)
         return [device.process.communicators for device in found]
 
-    assert count(parallelism=Parallelism(pp=4), vocabulary="first-last") == [2, 4, 4, 2]
-    assert count(parallelism=Parallelism(pp=4, dp=2), vocabulary="first-last") == [3, 5, 5, 3]
-    assert count(parallelism=Parallelism(tp=4, pp=2, dp=2), vocabulary="first-last", kernels="megatron") == [5, 5]
-    assert count(parallelism=Parallelism(), vocabulary="first-last") == [0]
+    assert count(pp=4, vocabulary="first-last") == [2, 4, 4, 2]
+    assert count(pp=4, dp=2, vocabulary="first-last") == [3, 5, 5, 3]
+    assert count(tp=4, pp=2, dp=2, vocabulary="first-last", kernels="megatron") == [5, 5]
+    assert count(vocabulary="first-last") == [0]
 
 
 # --- speed -----------------------------------------------------------------------------------------------------------
@@ -297,24 +305,25 @@ def test_a_search_can_ask_often() -> None:
     _, program = plan_program("1f1b", 16, 64, "vocab-2")
     layers = [8] * 14 + [7] * 2
     run = {"schedule": program, "vocabulary": "vocab-2", "layers_per_stage": layers}
-    parallelism = Parallelism(dp=8, tp=8, pp=16, zero=1)
-    estimate(big, parallelism, sequence=8192, **run)
+    axes = {"dp": 8, "tp": 8, "pp": 16, "data_parallel": "shard-optimizer"}
+    shared = ModelBytes(big)
+    estimated(shared, **axes, sequence=8192, **run)
     start = time.process_time()
     for size in (2, 4, 8):
-        estimate(big, parallelism, sequence=8192, microbatch_size=size, **run)
+        estimated(shared, **axes, sequence=8192, microbatch_size=size, **run)
     assert time.process_time() - start < 1.0
 
 
 # --- wrong input -----------------------------------------------------------------------------------------------------
 
 WRONG = [
-    ({"sequence": 0}, "sequence is 0, expected a whole number of at least 1"),
-    ({"microbatch_size": 0}, "microbatch_size is 0"),
-    ({"microbatches": 0}, "microbatches is 0"),
-    ({"parallelism": Parallelism(cp=3)}, "sequence is 64, expected a multiple of cp = 3"),
-    ({"parallelism": Parallelism(tp=3)}, "tp is 3, expected a divisor of the model's 4 attention heads"),
-    ({"parallelism": Parallelism(pp=5)}, "5 with 5 stages, but the model has 4 layers"),
-    ({"parallelism": Parallelism(tp=2), "traced": True}, "traced: with tp = 2 and cp = 1, expected 1 for both"),
+    ({"sequence": 0}, "sequence_length: 0, expected a whole number of at least 1"),
+    ({"microbatch_size": 0}, "microbatch_size: 0"),
+    ({"microbatches": 0}, "microbatches: 0"),
+    ({"cp": 3}, "sequence is 64, expected a multiple of cp = 3"),
+    ({"tp": 3}, "tp is 3, expected a divisor of the model's 4 attention heads"),
+    ({"pp": 5}, "5 with 5 stages, but the model has 4 layers"),
+    ({"tp": 2, "traced": True}, "traced: with tp = 2 and cp = 1, expected 1 for both"),
     ({"schedule": "2f2b"}, "schedule '2f2b' is unknown, did you mean"),
     ({"vocabulary": "all"}, "vocabulary mode 'all' is unknown"),
     ({"kernels": "triton"}, "kernels is 'triton', expected one of transformers, fused, megatron, transformer-engine"),
@@ -327,7 +336,7 @@ WRONG = [
 @pytest.mark.parametrize(("wrong", "sentence"), WRONG, ids=lambda value: str(value)[:40])
 def test_wrong_input_is_told_in_a_sentence(tiny, wrong, sentence) -> None:
     with pytest.raises(InputError) as error:
-        estimate(tiny, **{"sequence": 64, **wrong})
+        estimated(tiny, **{"sequence": 64, **wrong})
     assert sentence in str(error.value)
 
 
@@ -356,4 +365,4 @@ def test_layers_may_differ_in_the_sizes_of_their_heads() -> None:
     )
     description = describe(config)
     assert [layer.query_size for layer in layers_of(description)] == [16, 32, 16, 32]
-    assert estimate(description, Parallelism(pp=2), sequence=32, microbatches=4).devices[0].peak_allocated > 0
+    assert estimated(description, pp=2, sequence=32, microbatches=4).devices[0].peak_allocated > 0

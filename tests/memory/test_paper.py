@@ -6,8 +6,8 @@ import pytest
 from transformers import LlamaConfig
 
 from evenpipe.memory.paper import PaperShape, paper_estimate, paper_shape
-from evenpipe.memory.parallelism import Parallelism
 from evenpipe.model import describe
+from evenpipe.recipe.parallelism import Parallelism
 
 GIB = 2**30
 LLAMA_8B = PaperShape(
@@ -27,14 +27,14 @@ AUTHORS = [
 @pytest.mark.parametrize("case", AUTHORS)
 def test_the_authors_values(case) -> None:
     tp, cp, pp, size, gpus, states, activations = case
-    parallelism = Parallelism(dp=gpus // (tp * cp * pp), tp=tp, cp=cp, pp=pp, zero=1)
+    parallelism = Parallelism(dp=gpus // (tp * cp * pp), tp=tp, cp=cp, pp=pp, data_parallel="shard-optimizer")
     found = paper_estimate(LLAMA_8B, parallelism, sequence=8192, microbatch_size=size)
     assert found.states / GIB == pytest.approx(states, rel=1e-9)
     assert found.activations / GIB == pytest.approx(activations, rel=1e-9)
 
 
 def test_it_rejects_what_is_above_80_percent() -> None:
-    found = paper_estimate(LLAMA_8B, Parallelism(dp=2, tp=2, zero=1), sequence=8192)
+    found = paper_estimate(LLAMA_8B, Parallelism(dp=2, tp=2, data_parallel="shard-optimizer"), sequence=8192)
     assert found.fits(int(found.total / 0.79)) and not found.fits(int(found.total / 0.81))
 
 

@@ -12,10 +12,13 @@ from transformers import LlamaConfig
 
 from evenpipe.costs.hardware import KNOWN
 from evenpipe.memory.estimate import Estimate, estimate
+from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.memory.paper import paper_estimate, paper_shape
-from evenpipe.memory.parallelism import Parallelism
 from evenpipe.memory.verdict import Verdict
 from evenpipe.model import Description, describe
+from evenpipe.recipe.batch_shape import BatchShape
+from evenpipe.recipe.parallelism import Parallelism
+from evenpipe.recipe.recipe import Recipe
 
 HERE = Path(__file__).parent / "published"
 MIB, GIB = 2**20, 2**30
@@ -59,10 +62,13 @@ def on_b200(description: Description, row: dict[str, str]) -> Estimate:
     dp, tp, cp, pp = (int(row[name]) for name in ("dp", "tp", "cp", "pp"))
     return estimate(
         description,
-        Parallelism(dp=dp, tp=tp, cp=cp, pp=pp, zero=1, cp_exchange="all-to-all"),
-        sequence=int(row["sequence"]),
-        microbatches=4,
-        vocabulary="first-last",
+        Recipe(
+            parallelism=Parallelism(
+                dp=dp, tp=tp, cp=cp, pp=pp, data_parallel="shard-optimizer", cp_exchange="all-to-all"
+            ),
+            batch=BatchShape(microbatches=4, sequence_length=int(row["sequence"])),
+            vocabulary="first-last",
+        ),
         kernels="transformer-engine",
         hardware=KNOWN["B200"],
     )
@@ -118,7 +124,7 @@ class Cell:
 @pytest.fixture(scope="module")
 def cells() -> list[Cell]:
     description = llama((4096, 14336, 32, 8), 32, 128256)
-    shape = paper_shape(description)
+    source, shape = ModelBytes(description), paper_shape(description)
     found = []
     for row in rows("llama-3.1-8b.csv"):
         tp, cp, pp, size, sequence = (int(row[name]) for name in ("tp", "cp", "pp", "microbatch_size", "sequence"))
@@ -127,14 +133,15 @@ def cells() -> list[Cell]:
             gpus = per_node * nodes
             if not row[str(nodes)] or gpus % (tp * cp * pp):
                 continue  # not tried; or a dash for a layout of more GPUs than there are
-            parallelism = Parallelism(dp=gpus // (tp * cp * pp), tp=tp, cp=cp, pp=pp, zero=1)
+            parallelism = Parallelism(dp=gpus // (tp * cp * pp), tp=tp, cp=cp, pp=pp, data_parallel="shard-optimizer")
             said = estimate(
-                description,
-                parallelism,
-                sequence=sequence,
-                microbatch_size=size,
-                microbatches=8,  # of up to 128: as full as it gets
-                vocabulary="first-last",
+                source,
+                Recipe(
+                    parallelism=parallelism,
+                    # of up to 128 microbatches: as full as it gets
+                    batch=BatchShape(microbatches=8, microbatch_size=size, sequence_length=sequence),
+                    vocabulary="first-last",
+                ),
                 kernels="megatron",
                 memory=memory,
             ).verdict

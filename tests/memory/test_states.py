@@ -19,9 +19,10 @@ from evenpipe.memory.parameters import Held, Parameters
 from evenpipe.memory.states import SINGLE, Dtypes, state_bytes
 from evenpipe.model import build_stage, describe
 from evenpipe.optimizers.held import HeldParameter
+from evenpipe.parallel.tensor_placement import TensorPlacement
 from evenpipe.runtime.accounting import ByteCounter
-from evenpipe.train.config import OptimizerConfig
 from evenpipe.train.optimization import make_optimizer
+from evenpipe.train.run_sections import OptimizerConfig
 
 LLAMA_8B = LlamaConfig(
     vocab_size=128256,
@@ -243,7 +244,9 @@ def test_state_of_every_optimizer_is_what_it_keeps(optimizer: str, family: str) 
         parameter.grad = torch.randn_like(parameter)
     pipeline = SimpleNamespace(
         named_parameters=named.items,
-        held_parameters=lambda: [HeldParameter(name, one, tuple(one.shape), None) for name, one in named.items()],
+        held_parameters=lambda: [
+            HeldParameter(name, one, TensorPlacement(tuple(one.shape)), None) for name, one in named.items()
+        ],
         description=description,
     )
     made = make_optimizer(pipeline, OPTIMIZERS[optimizer])

@@ -17,7 +17,7 @@ from evenpipe.memory.alike import kinds_of_layers
 from evenpipe.memory.bench import Bench
 from evenpipe.memory.bytes import StageBytes
 from evenpipe.memory.stretches import Profile, Stretch, joined, window
-from evenpipe.memory.traced import StageTracer, trace_stage
+from evenpipe.memory.traced import StageTracer
 from evenpipe.memory.tracker import Tracker
 from evenpipe.model import build_stage, describe, describe_modules, fill_parameters
 
@@ -180,19 +180,10 @@ def test_stretches_one_after_the_other() -> None:
 def units(description, tokens: int, compute_dtype=torch.bfloat16, **options) -> float:
     """Stored bytes per layer in units of tokens x hidden size, its input among them: what two layers more store."""
 
+    tracer = StageTracer(description, microbatch_size=1, sequence=tokens, compute_dtype=compute_dtype)
+
     def stored(layers: int) -> int:
-        found = trace_stage(
-            description,
-            0,
-            layers,
-            is_first=False,
-            is_last=False,
-            microbatch_size=1,
-            sequence=tokens,
-            compute_dtype=compute_dtype,
-            **options,
-        )
-        return found.stored
+        return tracer.stage(0, layers, is_first=False, is_last=False, **options).stored
 
     return (stored(3) - stored(1)) / 2 / (tokens * description.hidden_size)
 
@@ -219,28 +210,18 @@ def test_full_checkpointing_keeps_two_bytes_per_element() -> None:
 def test_W_needs_the_inputs_and_output_gradients_of_linear_layers() -> None:
     """arXiv 2401.10241 in our queue: 12 + 4r + 6q per layer, in whatever dtype of two bytes."""
 
+    tracer = StageTracer(llama(), microbatch_size=1, sequence=256, compute_dtype=torch.bfloat16, split=True)
+
     def queued(layers: int) -> int:
-        found = trace_stage(
-            llama(),
-            0,
-            layers,
-            is_first=False,
-            is_last=False,
-            microbatch_size=1,
-            sequence=256,
-            compute_dtype=torch.bfloat16,
-            split=True,
-        )
-        return found.queued
+        return tracer.stage(0, layers, is_first=False, is_last=False).queued
 
     assert (queued(3) - queued(1)) / 2 / (256 * 512) == pytest.approx(12 + 4 / 4 + 6 * 3.5, abs=1e-9)
 
 
 def test_a_model_of_eight_billion_parameters_takes_no_memory_and_little_time() -> None:
     description = llama(layers=32, hidden=4096, mlp=14336, heads=32, key_value_heads=8)
-    found = traced_8b = trace_stage(
-        description, 0, 32, is_first=True, is_last=True, microbatch_size=1, sequence=4096, compute_dtype=torch.bfloat16
-    )
+    tracer = StageTracer(description, microbatch_size=1, sequence=4096, compute_dtype=torch.bfloat16)
+    found = traced_8b = tracer.stage(0, 32, is_first=True, is_last=True)
     assert (
         found.gradients
         == 4

@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from evenpipe.processes.supervisor import end, send
+
 GROUP_TIMEOUT = datetime.timedelta(seconds=600)
 """Limit of every collective and message; tests that make groups of their own pass it on (groups do not inherit it)."""
 
@@ -100,11 +102,8 @@ def run_outcomes(function: Callable[..., Any], processes: int, *arguments: Any, 
             ended = _wait_for(children)
         finally:
             for child in children:
-                if child.pid is not None and child.exitcode is None:
-                    child.kill()
-            for child in children:
-                if child.pid is not None:
-                    child.join()
+                send(child, signal.SIGKILL)
+            end(children, 0.0)
         return [
             _outcome(rank, child, Path(folder), ended.get(rank, time.monotonic()) - started)
             for rank, child in enumerate(children)

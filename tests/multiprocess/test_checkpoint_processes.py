@@ -7,7 +7,7 @@ import resource
 import shutil
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,18 +20,10 @@ from torch.distributed import distributed_c10d
 from evenpipe.checkpoints.checkpoint import find_latest, load, open_checkpoint, prepare_folder, save
 from evenpipe.checkpoints.manifest import MANIFEST, read_manifest
 from evenpipe.errors import InputError, RunError
+from evenpipe.parallel.tensor_placement import Cut, Held, TensorPlacement
 
 HIDDEN = 8
 EMBEDDING, HEAD, BIAS, NORM = "model.embed_tokens.weight", "lm_head.weight", "lm_head.bias", "model.norm.weight"
-
-
-@dataclass
-class Shard:
-    parameter: nn.Parameter
-    start_row: int | None
-    shape: tuple[int, ...]
-    saved_here: bool = True
-    mesh: None = None
 
 
 def shapes(vocabulary: int, tied: bool) -> dict[str, tuple[int, ...]]:
@@ -54,39 +46,39 @@ class Run:
     def __init__(
         self, vocabulary: int, tied: bool, spread: bool, rank: int, size: int, *, seed: int = 0, dtype=torch.float32
     ) -> None:
-        self.shards: dict[str, Shard] = {}
+        self.shards: dict[str, Held] = {}
         last = size - 1
         for name, shape in shapes(vocabulary, tied).items():
             value = whole(name, shape, seed).to(dtype)
             if shape[0] == vocabulary and spread:
-                rows = -(-vocabulary // size)
-                start = min(vocabulary, rows * rank)
-                self.shards[name] = Shard(nn.Parameter(value[start : start + rows].clone()), start, shape)
+                placement = TensorPlacement(shape, (Cut(("pp",), rank, size),))
+                (box,) = placement.boxes()
+                self.shards[name] = Held(nn.Parameter(value[box.whole].clone()), placement)
                 continue
             holders = {EMBEDDING: [0, last] if tied else [0], HEAD: [last], BIAS: [last], NORM: [last]}
             layer_holder = [int(name.split(".")[2]) * size // 4] if "layers" in name else []
             if rank in holders.get(name, layer_holder):
                 second = name == EMBEDDING and rank == last != 0
-                self.shards[name] = Shard(nn.Parameter(value), None, shape, saved_here=not second)
-        self.optimizer = torch.optim.AdamW([shard.parameter for shard in self.shards.values()], lr=0.01)
+                placement = TensorPlacement(shape, copied_along=frozenset({"pp"} if second else ()))
+                self.shards[name] = Held(nn.Parameter(value), placement)
+        self.optimizer = torch.optim.AdamW([shard.tensor for shard in self.shards.values()], lr=0.01)
 
     def rows(self, name: str, value: Tensor) -> Tensor:
-        shard = self.shards[name]
-        start = shard.start_row or 0
-        return value[start : start + shard.parameter.shape[0]]
+        (box,) = self.shards[name].placement.boxes()
+        return value[box.whole]
 
     def take_step(self, step: int) -> None:
         for name, shard in self.shards.items():
-            shard.parameter.grad = (
-                self.rows(name, whole(name, shard.shape, 100 + step)).to(shard.parameter.dtype).clone()
+            shard.tensor.grad = (
+                self.rows(name, whole(name, shard.placement.shape, 100 + step)).to(shard.tensor.dtype).clone()
             )
         self.optimizer.step()
 
     def tensors(self) -> dict[str, Tensor]:
         found = {}
         for name, shard in self.shards.items():
-            found[name] = shard.parameter.detach()
-            found |= {f"{key} of {name}": value for key, value in self.optimizer.state.get(shard.parameter, {}).items()}
+            found[name] = shard.tensor.detach()
+            found |= {f"{key} of {name}": value for key, value in self.optimizer.state.get(shard.tensor, {}).items()}
         return {name: value.clone() for name, value in found.items()}
 
     def assert_equal(self, reference: Run) -> None:
@@ -94,7 +86,11 @@ class Run:
         expected = reference.tensors()
         for key, value in self.tensors().items():
             name = key.split(" of ")[-1]
-            want = self.rows(name, expected[key]) if expected[key].shape == self.shards[name].shape else expected[key]
+            want = (
+                self.rows(name, expected[key])
+                if expected[key].shape == self.shards[name].placement.shape
+                else expected[key]
+            )
             assert value.dtype == want.dtype, key
             assert torch.equal(value, want), key
         assert {key.split(" of ")[0] for key in self.tensors()} - set(self.shards) == {"step", "exp_avg", "exp_avg_sq"}
@@ -156,8 +152,8 @@ def save_with_an_idle_empty_shard(folder: Path) -> list[str]:
     run, other = (Run(9, True, True, rank, size, seed=seed) for seed in (0, 5))
     run.take_step(1)
     if rank == 3:
-        assert run.shards[EMBEDDING].parameter.shape == (0, HIDDEN)
-        del run.optimizer.state[run.shards[EMBEDDING].parameter]
+        assert run.shards[EMBEDDING].tensor.shape == (0, HIDDEN)
+        del run.optimizer.state[run.shards[EMBEDDING].tensor]
     load(open_checkpoint(save(folder, 1, run.shards, run.optimizer, {})), other.shards, other.optimizer)
     reference = Run(9, True, False, 0, 1)
     for step in (1, 2):
@@ -174,15 +170,14 @@ def test_an_empty_shard_needs_no_optimizer_state(tmp_path: Path) -> None:
 
 def save_from_wrong_rows(folder: Path) -> None:
     run = Run(9, True, True, dist.get_rank(), dist.get_world_size())
-    embedding = run.shards[EMBEDDING]
-    embedding.start_row = 5 * dist.get_rank()
-    embedding.parameter = nn.Parameter(torch.zeros(5 - dist.get_rank(), HIDDEN))
+    rows = nn.Parameter(torch.zeros(5 - dist.get_rank(), HIDDEN))
+    run.shards[EMBEDDING] = replace(run.shards[EMBEDDING], tensor=rows)
     save(folder, 1, run.shards, None, {})
 
 
-def test_rows_that_torch_would_save_at_wrong_offsets_are_noticed(tmp_path: Path) -> None:
+def test_rows_that_would_be_saved_at_wrong_offsets_are_noticed(tmp_path: Path) -> None:
     run_processes(save_from_wrong_rows, 2, tmp_path / "as torch.chunk does")
-    with pytest.raises(AssertionError, match=r"process \d holds \(\d+, \(\d, 8\)\), not \d:\d"):
+    with pytest.raises((AssertionError, RunError), match=r"this process holds \(\d, 8\), not \(\d, 8\)"):
         run_processes(save_from_wrong_rows, 3, tmp_path)
 
 
@@ -238,11 +233,11 @@ def fail_on_one(folder: Path, what: str) -> str:
             save(folder, 4, run.shards, run.optimizer, {})
         elif what == "state that is no tensor":
             if second:
-                run.optimizer.state[run.shards[EMBEDDING].parameter]["rounds"] = 3
+                run.optimizer.state[run.shards[EMBEDDING].tensor]["rounds"] = 3
             save(folder, 4, run.shards, run.optimizer, {})
         elif what == "dtype":
             if second:
-                run.shards[NORM].parameter = nn.Parameter(torch.zeros(HIDDEN, dtype=torch.float64))
+                run.shards[NORM] = Held.whole(nn.Parameter(torch.zeros(HIDDEN, dtype=torch.float64)))
                 run.optimizer = None
             load(find_latest(folder).checkpoint, run.shards, run.optimizer)
         elif what.endswith("is lost"):

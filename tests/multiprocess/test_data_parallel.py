@@ -22,7 +22,6 @@ from harness import run_processes
 from test_gradients import described, llama
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from evenpipe import Pipeline
@@ -484,10 +483,9 @@ def through_layouts(folder: Path, tied: bool) -> None:
 def assert_saved_once(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
     """Parameters and two moments, and a number of steps for each parameter."""
     team = Team(pipeline.process_group)
-    state = tensors_to_save(pipeline.parameter_shards(), optimizer, team)
-    local = [one.to_local() if isinstance(one, DTensor) else one for one in state.values()]
+    state = tensors_to_save(pipeline.parameter_shards(), optimizer)
     whole = dict(described(VOCABULARY, pipeline.description.tied, FP64).model.named_parameters())
-    saved = sum(team.gather(sum(tensor.numel() for tensor in local)))
+    saved = sum(team.gather(sum(held.tensor.numel() for held in state.values())))
     assert saved == 3 * sum(parameter.numel() for parameter in whole.values()) + len(whole)
 
 
@@ -555,7 +553,10 @@ def bad_input() -> None:
 
     for text, options in {
         'one named "pp"': {"mesh": mesh((2, 2), "dp", "tp"), "replicas": None},
-        "axes {'tp': 2} beside": {"mesh": mesh((2, 2), "tp", "pp"), "replicas": None},
+        "axes {'sp': 2} beside": {"mesh": mesh((2, 2), "sp", "pp"), "replicas": None},
+        'axis "tp" has length 2, expected 1': {"mesh": mesh((2, 2), "tp", "pp"), "replicas": None},
+        'axis "cp" has length 2, expected 1': {"mesh": mesh((2, 1, 2), "cp", "dp", "pp"), "replicas": None},
+        'axis "ep" has length 4, expected 1': {"mesh": mesh((4, 1), "ep", "pp"), "replicas": None},
         "1 x 2 processes (dp x pp, ranks": {"mesh": mesh((2, 2), "dp", "pp")["pp"], "replicas": None},
         "replicas: 3, expected a divisor of 4": {"replicas": 3},
         "replicas: 0, expected a whole number": {"replicas": 0},

@@ -14,10 +14,9 @@ from harness import run_processes
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig
 
-from evenpipe import OffloadOptions, Pipeline
+from evenpipe import OffloadOptions, Pipeline, Recipe
 from evenpipe.costs.hardware import KNOWN
 from evenpipe.memory.estimate import estimate
-from evenpipe.memory.parallelism import Parallelism
 from evenpipe.model import describe
 from evenpipe.schedule import Order
 
@@ -83,6 +82,11 @@ def count(cases: list[Case]) -> list[tuple[int, Order, int]]:
     return [count_one(case) for case in cases]
 
 
+def offload_of(case: Case) -> OffloadOptions:
+    layers = tuple("keep" if layer in case.kept else "offload" for layer in range(LAYERS))
+    return OffloadOptions(activations=case.offload, layers=layers)
+
+
 def count_one(case: Case) -> tuple[int, Order, int]:
     axes = (case.replicas, DEVICES // case.replicas)
     pipeline = Pipeline(
@@ -94,9 +98,7 @@ def count_one(case: Case) -> tuple[int, Order, int]:
         microbatches=MICROBATCHES,
         checkpointing=case.checkpointing,
         sequence_length=case.tokens,
-        offload=OffloadOptions(
-            activations=case.offload, layers=["keep" if layer in case.kept else "offload" for layer in range(LAYERS)]
-        ),
+        offload=offload_of(case),
         self_check=False,
     )
     optimizer = torch.optim.AdamW(pipeline.parameters(), fused=True)
@@ -124,14 +126,18 @@ def counted() -> dict[Case, list[tuple[int, Order, int]]]:
 def test_estimated_peaks_are_those_counted(case: Case, traced: bool, counted) -> None:
     found = estimate(
         describe(config(case)),
-        Parallelism(dp=case.replicas, pp=DEVICES // case.replicas, zero=3 if case.sharded else 0),
-        sequence=case.tokens,
-        microbatch_size=SEQUENCES,
-        microbatches=MICROBATCHES,
-        schedule=counted[case][0][1],
-        vocabulary=case.mode,
-        checkpointing=case.checkpointing,
-        kept_layers=case.kept,
+        Recipe.of(
+            dp=case.replicas,
+            pp=DEVICES // case.replicas,
+            data_parallel="shard" if case.sharded else "replicate",
+            sequence_length=case.tokens,
+            microbatch_size=SEQUENCES,
+            microbatches=MICROBATCHES,
+            schedule=counted[case][0][1],
+            vocabulary=case.mode,
+            checkpointing=case.checkpointing,
+            offload=offload_of(case),
+        ),
         hardware=CPU,
         traced=traced,
     )

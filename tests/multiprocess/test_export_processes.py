@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,18 +14,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from evenpipe.checkpoints.checkpoint import save
 from evenpipe.errors import RunError
+from evenpipe.parallel.tensor_placement import Cut, Held, TensorPlacement
 from evenpipe.train.export import export_checkpoint
 
 IDS = torch.arange(24).reshape(2, 12) * 5 % 9
-
-
-@dataclass
-class Shard:
-    parameter: nn.Parameter
-    start_row: int | None
-    shape: tuple[int, ...]
-    saved_here: bool = True
-    mesh: None = None
 
 
 def build(tied: bool) -> LlamaForCausalLM:
@@ -52,15 +43,18 @@ def save_as_a_pipeline(folder: Path, tied: bool, spread: bool) -> None:
         shape = tuple(parameter.shape)
         if "layers" in name or name == "model.norm.weight":
             if rank == (int(name.split(".")[2]) if "layers" in name else last):
-                shards[name] = Shard(parameter, None, shape)
+                shards[name] = Held.whole(parameter)
         elif spread:
             rows = nn.Parameter(parameter.detach()[3 * rank : 3 * rank + 3].clone())
-            shards[name] = Shard(rows, 3 * rank, shape)
+            shards[name] = Held(rows, TensorPlacement(shape, (Cut(("pp",), rank, last + 1),)))
         elif rank in (0, last):
             is_embedding = "embed" in name
             if tied or rank == (0 if is_embedding else last):
-                shards[name] = Shard(parameter, None, shape, saved_here=not (tied and rank == last))
-    optimizer = torch.optim.AdamW([shard.parameter for shard in shards.values()])
+                is_copy = tied and rank == last
+                shards[name] = Held(
+                    parameter, TensorPlacement(shape, copied_along=frozenset({"pp"} if is_copy else ()))
+                )
+    optimizer = torch.optim.AdamW([shard.tensor for shard in shards.values()])
     save(folder, 1, shards, optimizer, {"model_config": model.config.to_dict(), "tied": tied})
     if rank == 0:  # one process of several, as at the end of a run: the others know nothing of it
         export_checkpoint(folder, folder / "by one of four")
@@ -85,7 +79,7 @@ def test_a_sharded_checkpoint_becomes_one_model(tmp_path: Path, tied: bool, spre
 
 def export_with_a_file_size_limit(folder: Path) -> str:
     model = build(tied=False)
-    shards = {name: Shard(parameter, None, tuple(parameter.shape)) for name, parameter in model.named_parameters()}
+    shards = {name: Held.whole(parameter) for name, parameter in model.named_parameters()}
     save(folder, 1, shards, None, {"model_config": model.config.to_dict()})
     export_checkpoint(folder, folder / "model")
     earlier = {path.name: path.read_bytes() for path in (folder / "model").iterdir()}

@@ -185,7 +185,9 @@ def test_a_wrong_number_of_processes(processes, message):
         launch(launched.everyone_fails, processes=processes)
 
 
-def test_a_function_that_cannot_be_found_by_name():
+def test_a_function_that_cannot_be_found_by_name(monkeypatch):
+    """In a program with a file; a worker of pytest-xdist has none."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", launched.__file__, raising=False)
     with pytest.raises(InputError, match=r"^launch: the function and its arguments cannot be pickled"):
         launch(lambda: None, processes=2)
 

@@ -15,8 +15,8 @@ from harness import run_processes
 from evenpipe import Pipeline
 from evenpipe.errors import InputError
 from evenpipe.memory.estimate import estimate
-from evenpipe.memory.parallelism import Parallelism
 from evenpipe.model import describe, describe_modules
+from evenpipe.recipe.recipe import Recipe
 
 
 def tied_by_hand():
@@ -65,9 +65,10 @@ def test_a_model_trains_and_is_saved_as_it_is(make, tied, tmp_path) -> None:
 @pytest.mark.parametrize(("make", "tied"), [(tied_by_hand, True), (untied_by_hand, False)])
 def test_an_estimate_counts_the_matrices_that_there_are(make, tied) -> None:
     said = {
-        one: estimate(describe(tiny_config("llama", tied=one)), Parallelism(pp=2), sequence=16) for one in (True, False)
+        one: estimate(describe(tiny_config("llama", tied=one)), Recipe.of(pp=2, sequence_length=16))
+        for one in (True, False)
     }
-    found = estimate(describe(make()), Parallelism(pp=2), sequence=16)
+    found = estimate(describe(make()), Recipe.of(pp=2, sequence_length=16))
     assert found.devices == said[tied].devices and found.devices != said[not tied].devices
 
 

@@ -18,12 +18,13 @@ from test_gradients import llama
 
 from evenpipe import Pipeline
 from evenpipe.costs.hardware import KNOWN
-from evenpipe.memory.parallelism import Parallelism
 from evenpipe.model import describe
-from evenpipe.plan.configurations import Configuration, Layout, problem_of, shape_of, splits
+from evenpipe.plan.configuration import Configuration
 from evenpipe.plan.evaluation import evaluate
-from evenpipe.plan.programs import arranged, program_of
-from evenpipe.schedule import Kind, Order
+from evenpipe.plan.problem import problem_of
+from evenpipe.plan.space import splits
+from evenpipe.recipe.recipe import Recipe
+from evenpipe.schedule import Kind, Order, Placement
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "llama-3.1-70b.json"
 DEVICES, LAYERS, MICROBATCHES = 16, 80, 32
@@ -33,20 +34,16 @@ VOCABULARY, TOKENS = 67, 32
 def planned() -> tuple[Order, tuple[int, ...]]:
     """The order, and the layers of its stages: V-Half, vocab-2, and all copies that cost no time."""
     given = problem_of(describe(MODEL), KNOWN["H200"], gpus=DEVICES, sequence=4096, sequences_per_step=256)
-    placement = shape_of("v-half", (), DEVICES)
-    assert placement is not None
-    one = Configuration(
-        layout=Layout(parallelism=Parallelism(pp=DEVICES), microbatch_size=1, microbatches=256),
+    recipe = Recipe.of(
+        pp=DEVICES,
+        microbatches=256,
+        sequence_length=4096,
         schedule="v-half",
-        options=(),
-        vocabulary="vocab-2",
-        layers_per_stage=splits(LAYERS, placement.placement, "vocab-2", 3.0)[0],
-        checkpointing=("least",),
-        offload="least",
+        layers_per_stage=splits(LAYERS, Placement.v_shape(DEVICES), "vocab-2", 3.0)[0],
     )
-    plan = evaluate(given, one)
+    plan = evaluate(given, Configuration.of(given, recipe, open=("checkpointing", "offload")))
     assert plan.fits and plan.configuration.offload == "free"
-    return program_of(arranged(given, plan.configuration, MICROBATCHES))[0], plan.configuration.layers_per_stage
+    return given.programs.of(plan.configuration.recipe, MICROBATCHES)[0], plan.configuration.layers_per_stage
 
 
 @cache

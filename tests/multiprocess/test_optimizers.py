@@ -2,7 +2,7 @@
 
 The model computes in fp64. AdamW, SGD and Adafactor do too, and are held to 1e-8. Muon orthogonalises in bf16, in torch
 as here. Given the same bits its results have the same bits; but a difference that moves one entry across a border of
-bf16 moves the whole result, by some 0.5 % where entries differ by 1e-6 (`tests/runtime/test_orthogonalisation.py`).
+bf16 moves the whole result, by some 0.5 % where entries differ by 1e-6 (`tests/optimizers/test_orthogonalisation.py`).
 In fp64 layouts differ by 1e-16, and an entry lies so close to a border once in 1e13, so Muon is held to 1e-8 as well. A
 shard that is orthogonalised alone, or a rate for the shape of a shard, is off by more than 1e-3.
 """
@@ -31,8 +31,8 @@ from torch.nn import functional
 import evenpipe
 from evenpipe import Pipeline
 from evenpipe.model import describe
-from evenpipe.train.config import OptimizerConfig
 from evenpipe.train.optimization import make_optimizer
+from evenpipe.train.run_sections import OptimizerConfig
 
 FP64 = torch.float64
 VOCABULARY, TOKENS, STEPS, SEQUENCES, MAX_NORM = 97, 6, 3, 24, 0.5

@@ -14,9 +14,9 @@ from harness import run_processes
 
 from evenpipe.cli.main import main
 from evenpipe.costs.hardware import find_hardware, write_hardware
-from evenpipe.memory.parallelism import Parallelism
 from evenpipe.model import describe
-from evenpipe.plan.configurations import Configuration, Layout, costs_of, problem_of
+from evenpipe.plan.problem import pass_costs, problem_of
+from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Placement
 from evenpipe.train import hardware_profile
 from evenpipe.train import profile as profile_module
@@ -121,15 +121,8 @@ def test_plans_take_the_passes_that_were_measured(capsys: pytest.CaptureFixture[
         dtype="fp32",
     )
     for measured in hardware.passes:
-        one = Configuration(
-            layout=Layout(parallelism=Parallelism(pp=2), microbatch_size=measured.microbatch_size, microbatches=4),
-            schedule="1f1b",
-            options=(),
-            vocabulary="vocab-2",
-            layers_per_stage=(4, 4),
-            checkpointing=("none",),
-        )
-        costs = costs_of(given, one, Placement.linear(2))
+        recipe = Recipe.of(pp=2, microbatch_size=measured.microbatch_size, microbatches=4, layers_per_stage=(4, 4))
+        costs = pass_costs(given, recipe, Placement.linear(2))
         for name in "FBIW":
             took = measured.seconds[name] + 2 * measured.seconds[f"stage_{name}"]
             assert sum(getattr(costs, name)) == pytest.approx(took)

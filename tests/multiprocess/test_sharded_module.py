@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from harness import GROUP_TIMEOUT, run_processes
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from evenpipe.communication.communicator import Communicator
 from evenpipe.communication.communicators import Communicators
 from evenpipe.parallel import ShardedModule
 
@@ -45,10 +45,9 @@ class Stack(nn.Module):
         return self.norm(hidden) * self.scale + self.empty.sum()
 
 
-def joined() -> tuple[DeviceMesh, Communicators]:
+def joined() -> Communicator:
     everyone = range(dist.get_world_size())
-    made = Communicators([("replicas", everyone)], timeout_seconds=GROUP_TIMEOUT.total_seconds())
-    return DeviceMesh.from_group(made["replicas"].group, "cpu", mesh_dim_names=("dp",)), made
+    return Communicators([("dp", everyone)], timeout_seconds=GROUP_TIMEOUT.total_seconds())["dp"]
 
 
 def inputs(step: int, replica: int) -> Tensor:
@@ -57,22 +56,21 @@ def inputs(step: int, replica: int) -> Tensor:
 
 def trained(shared: bool) -> None:
     """Two microbatches per step and three steps of AdamW, against the whole model in one process."""
-    mesh, communicators = joined()
+    shards = joined()
     torch.manual_seed(0)
     stack = Stack(shared=shared).double()
     whole = copy.deepcopy(stack)
     sharded = ShardedModule(
         stack,
         list(stack.layers),
-        mesh=mesh,
-        shards=communicators["replicas"],
+        shards,
         compute_dtype=torch.float64,
         what="the stack",
     )
-    masters = {name: (master, start) for name, master, start, _ in sharded}
+    masters = {name: (held.tensor, held.placement.ranges(0)[0].start) for name, held in sharded}
     named = dict(whole.named_parameters())
     assert masters.keys() == named.keys()
-    assert {name: tuple(shape) for name, _, _, shape in sharded} == {n: tuple(p.shape) for n, p in named.items()}
+    assert {name: held.placement.shape for name, held in sharded} == {n: tuple(p.shape) for n, p in named.items()}
     held = [[master for master, _ in masters.values()], list(named.values())]
     optimizers = [torch.optim.AdamW(parameters, lr=1e-2) for parameters in held]
 
@@ -80,10 +78,10 @@ def trained(shared: bool) -> None:
         for accumulated in range(2):
             sharded.gather()
             sharded.ready()
-            for replica in range(mesh.size()):
+            for replica in range(len(shards.members)):
                 for part in inputs(10 * step + accumulated, replica).chunk(2):
                     whole(part).square().sum().backward()
-            for part in inputs(10 * step + accumulated, mesh.get_local_rank()).chunk(2):
+            for part in inputs(10 * step + accumulated, shards.position).chunk(2):
                 stack(part).square().sum().backward()
             sharded.reduce()
             assert all(isinstance(one, torch.distributed.tensor.DTensor) for one in stack.parameters())
@@ -113,14 +111,13 @@ def in_two_passes() -> None:
 
     bf16 products, fp32 sums over microbatches and over replicas, of values that bf16 sums would round away.
     """
-    mesh, communicators = joined()
+    shards = joined()
     linear = nn.Linear(2, 3, bias=False)
     nn.init.ones_(linear.weight)
     holder = nn.ModuleList([linear])
-    sharded = ShardedModule(
-        holder, [linear], mesh=mesh, shards=communicators["replicas"], compute_dtype=torch.bfloat16, what="a layer"
-    )
-    ((_, master, start, _),) = sharded
+    sharded = ShardedModule(holder, [linear], shards, compute_dtype=torch.bfloat16, what="a layer")
+    ((_, held),) = sharded
+    master, start = held.tensor, held.placement.ranges(0)[0].start
     sharded.gather()
     sharded.ready()
     weight = linear.weight

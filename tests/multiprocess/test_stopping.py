@@ -130,7 +130,7 @@ def test_a_second_signal_ends_at_once_and_says_what_is_lost(tmp_path: Path) -> N
         assert line, "it ended"
     process.send_signal(signal.SIGINT)
     output = finish(process, exit_code=130)
-    assert "no step was saved, so all of them are lost" in output, output
+    assert "no step was saved, so all steps are lost" in output, output
     assert "stopped at" not in output
 
 

@@ -11,27 +11,18 @@ from transformers import LlamaConfig
 
 from evenpipe.costs.hardware import KNOWN, Hardware
 from evenpipe.errors import InputError
-from evenpipe.memory.parallelism import Parallelism
 from evenpipe.model import describe
 from evenpipe.plan.bounds import layout_bound, order_bound, work_bound
+from evenpipe.plan.configuration import Configuration, costs_of
 from evenpipe.plan.configuration_search import head_layers, search_configurations
-from evenpipe.plan.configurations import (
-    Configuration,
-    Layout,
-    Problem,
-    Space,
-    configurations,
-    costs_of,
-    layouts,
-    problem_of,
-    shape_of,
-    splits,
-)
 from evenpipe.plan.evaluation import evaluate, work_of
 from evenpipe.plan.evaluation_cache import EvaluationCache
-from evenpipe.plan.programs import arranged, extended, program_of, short_steps
+from evenpipe.plan.problem import Problem, problem_of
+from evenpipe.plan.programs import Programs, extended, short_steps
 from evenpipe.plan.ranking import Ranking, explained, gains
-from evenpipe.recipe.layout import ModelCosts, build_layout
+from evenpipe.plan.space import Space, configurations, layouts, splits
+from evenpipe.recipe.layout import Layout, ModelCosts
+from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import MODES, Placement
 from evenpipe.simulate import simulate
 
@@ -44,6 +35,9 @@ LLAMA = {
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     | {"num_key_value_heads": 8, "vocab_size": 128256},
 }
+
+
+PROGRAMS = Programs(ModelCosts(layers=(1.0,) * 16, head=1.0))
 
 
 def problem(size: str = "small", gpus: int = 8, memory: float | None = None, **changes: object) -> Problem:
@@ -59,19 +53,27 @@ def small() -> Problem:
 
 
 def configuration(
-    schedule: str, mode: str, devices: int, microbatches: int, *, stages_per_device: int | None = None
+    schedule: str,
+    mode: str,
+    devices: int,
+    microbatches: int,
+    *,
+    stages_per_device: int | None = None,
+    sequence: int = 4096,
 ) -> Configuration:
     options = () if stages_per_device is None else (("stages_per_device", stages_per_device),)
-    shape = shape_of(schedule, options, devices)
+    shape = PROGRAMS.shape(schedule, options, devices)
     assert shape is not None
-    return Configuration(
-        layout=Layout(parallelism=Parallelism(pp=devices), microbatch_size=1, microbatches=microbatches),
+    recipe = Recipe.of(
+        pp=devices,
+        microbatches=microbatches,
+        sequence_length=sequence,
         schedule=schedule,
-        options=options,
+        schedule_options=options,
         vocabulary=mode,
         layers_per_stage=splits(16, shape.placement, mode, 2.0)[0],
-        checkpointing=("none",),
     )
+    return Configuration(recipe=recipe, shape=shape)
 
 
 # --- steps of many microbatches ------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ def test_two_short_steps_say_how_long_a_long_one_takes(small: Problem, schedule:
     one = configuration(schedule, mode, 4, 40, stages_per_device=2 if schedule == "interleaved" else None)
     sizes = short_steps(4, 40, planned=mode not in ("first-last", "redistribute"))
     assert sizes in ((8, 12), (12, 16))
-    programs = {size: program_of(arranged(small, one, size))[1] for size in (*sizes, 40)}
+    programs = {size: small.programs.of(one.recipe, size)[1] for size in (*sizes, 40)}
     costs = costs_of(small, one, programs[40].placement)
     whole = simulate(programs[40], costs).makespan
     least = max(work_of(programs[40], costs))
@@ -104,7 +106,7 @@ def test_memory_does_not_grow_with_the_step(small: Problem, schedule: str, mode:
 
 
 def simulate_peaks(small: Problem, one: Configuration, microbatches: int) -> tuple[int, ...]:
-    program = program_of(arranged(small, one, microbatches))[1]
+    program = small.programs.of(one.recipe, microbatches)[1]
     return simulate(program, costs_of(small, one, program.placement)).timeline.peak_in_flight
 
 
@@ -119,17 +121,9 @@ def test_short_steps_leave_the_same_rest() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved"])
 def test_programs_are_those_of_the_runtime(small: Problem, schedule: str, mode: str) -> None:
     one = configuration(schedule, mode, 4, 9, stages_per_device=2 if schedule == "interleaved" else None)
-    layout = build_layout(
-        devices=4,
-        microbatches=9,
-        schedule=schedule,
-        vocabulary=mode,
-        model=ModelCosts.of(small.description, small.sequence),
-        rows=small.description.vocabulary_size,
-        layers_per_stage=one.layers_per_stage,
-        schedule_options=dict(one.options),
-    )
-    assert program_of(arranged(small, one, 9))[1] == layout.program
+    costs = ModelCosts.of(small.description, small.sequence)
+    layout = Layout.of(one.recipe, costs, small.description.vocabulary_size)
+    assert small.programs.of(one.recipe, 9)[1] == layout.program
 
 
 # --- layouts and splits --------------------------------------------------------------------------------------
@@ -140,7 +134,7 @@ def test_layouts_multiply_up_and_divide(small: Problem) -> None:
     for layout in found:
         parallelism = layout.parallelism
         assert parallelism.gpus == 8 and parallelism.tp * parallelism.cp <= 8
-        assert layout.microbatch_size * layout.microbatches * parallelism.dp == 64
+        assert layout.batch.microbatch_size * layout.microbatches * parallelism.dp == 64
         assert 16 % parallelism.tp == 0 and parallelism.pp <= 16
         assert (parallelism.zero > 0) == (parallelism.replicas > 1)
     assert len(found) == len(set(found))
@@ -234,10 +228,8 @@ def test_processes_and_the_cache_change_nothing(small: Problem, tmp_path: Path) 
 
 def test_devices_compute_again_no_more_than_their_memory_asks_for() -> None:
     given = problem("8B", gpus=4, memory=62, sequences_per_step=32)
-    layout = Layout(parallelism=Parallelism(tp=1, pp=4), microbatch_size=1, microbatches=32)
-    one = replace(
-        configuration("1f1b", "vocab-2", 4, 32), layout=layout, layers_per_stage=(8, 8, 8, 8), checkpointing=("least",)
-    )
+    one = configuration("1f1b", "vocab-2", 4, 32).decided(layers_per_stage=(8, 8, 8, 8))
+    one = replace(one, open=("checkpointing",))
     chosen = evaluate(given, one)
     assert chosen.fits
     policies = chosen.configuration.checkpointing
@@ -248,7 +240,7 @@ def test_devices_compute_again_no_more_than_their_memory_asks_for() -> None:
         if place is not None:
             weaker = {"full": "selective", "selective": "none"}[policies[place]]
             less = (*policies[:place], weaker, *policies[place + 1 :])
-            assert not evaluate(given, replace(one, checkpointing=less)).fits, "one layer less does not fit"
+            assert not evaluate(given, one.decided(checkpointing=less)).fits, "one layer less does not fit"
 
 
 def test_more_memory_is_never_slower() -> None:

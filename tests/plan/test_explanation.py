@@ -12,8 +12,8 @@ from evenpipe.cli.main import COMMANDS, _module
 from evenpipe.costs.hardware import find_hardware
 from evenpipe.errors import InputError
 from evenpipe.model import describe
-from evenpipe.plan.configurations import Problem, problem_of
 from evenpipe.plan.explanation import explain
+from evenpipe.plan.problem import Problem, problem_of
 
 MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
 LLAMA_3_8B = MODELS / "llama-3.1-8b.json"
@@ -41,7 +41,7 @@ def test_the_usual_way_is_late_on_the_device_of_the_output_layer_and_vocab_2_on_
     # Four layers on each device: the last one has the output layer beside them.
     layers = work[1] / 4
     assert work[-1] / layers == pytest.approx(4 + found.head_layers, rel=0.02)
-    balanced = next(one for one in found.others if one.configuration.vocabulary == "vocab-2")
+    balanced = next(one for one in found.others if one.configuration.recipe.vocabulary == "vocab-2")
     assert max(balanced.busy) < 1.01 * min(balanced.busy)
     # No bubble is longer than the ramp: 8 - 1 of 64 + 7 microbatches.
     assert found.usual.seconds / balanced.seconds == pytest.approx(work[-1] / balanced.busy[0], rel=0.1)
@@ -68,10 +68,10 @@ def test_a_large_vocabulary_is_most_of_a_small_model() -> None:
 
 def test_the_layout_is_one_that_fits_and_divides() -> None:
     found = explain(problem(LLAMA_3_8B, 16, sequences_per_step=64), "llama")
-    parallelism = found.usual.configuration.layout.parallelism
+    parallelism = found.usual.configuration.recipe.parallelism
     assert parallelism.gpus == 16
     assert parallelism.pp >= 4
-    assert all(one.fits for one in found.others if one.configuration.vocabulary == "vocab-2")
+    assert all(one.fits for one in found.others if one.configuration.recipe.vocabulary == "vocab-2")
 
 
 def test_nothing_fits_and_it_is_said_by_how_much() -> None:

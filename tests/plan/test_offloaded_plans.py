@@ -13,20 +13,15 @@ import test_configuration_search as searched
 from evenpipe.costs.hardware import KNOWN
 from evenpipe.errors import InputError
 from evenpipe.plan.bounds import order_bound, work_bound
+from evenpipe.plan.configuration import Configuration, costs_of
 from evenpipe.plan.configuration_search import head_layers, search_configurations
-from evenpipe.plan.configurations import (
-    Configuration,
-    Problem,
-    Space,
-    configurations,
-    costs_of,
-    layouts,
-)
 from evenpipe.plan.evaluation import Evaluation, evaluate
 from evenpipe.plan.evaluation_cache import EvaluationCache
-from evenpipe.plan.programs import arranged, program_of, steps_of
+from evenpipe.plan.problem import Problem
 from evenpipe.plan.ranking import Ranking
-from evenpipe.recipe.layout import ModelCosts, build_layout
+from evenpipe.plan.space import Space, configurations, layouts
+from evenpipe.recipe.layout import Layout, ModelCosts
+from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.schedule.passes import OFFLOAD_KINDS
 from evenpipe.schedule.transforms.offload import offloaded
 from evenpipe.simulate import simulate
@@ -54,10 +49,14 @@ def roomy() -> Problem:
     return problem(1000)
 
 
-def configuration(schedule: str, mode: str, microbatches: int = 40, **changes: Any) -> Configuration:
+def configuration(
+    schedule: str, mode: str, microbatches: int = 40, *, offload: str = "free", **changes: Any
+) -> Configuration:
     stages = 2 if schedule in ("interleaved", "po-h") else None
-    one = searched.configuration(schedule, mode, 4, microbatches, stages_per_device=stages)
-    return replace(one, **{"offload": "free", **changes})
+    one = searched.configuration(schedule, mode, 4, microbatches, stages_per_device=stages, sequence=65536)
+    if offload != "least":
+        return replace(one.with_offload(offload), **changes)
+    return replace(one, **changes | {"open": ("offload", *changes.get("open", ()))})
 
 
 @pytest.mark.parametrize("offload", ["free", "all", "scheduled"])
@@ -65,19 +64,9 @@ def configuration(schedule: str, mode: str, microbatches: int = 40, **changes: A
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_programs_are_those_of_the_runtime(roomy: Problem, schedule: str, mode: str, offload: str) -> None:
     one = evaluate(roomy, configuration(schedule, mode, 9, offload=offload)).configuration
-    layout = build_layout(
-        devices=4,
-        microbatches=9,
-        schedule=schedule,
-        vocabulary=mode,
-        model=ModelCosts.of(roomy.description, roomy.sequence),
-        rows=roomy.description.vocabulary_size,
-        layers_per_stage=one.layers_per_stage,
-        schedule_options=dict(one.options),
-        offload=one.offload,
-        **({"copy_time": one.copy_time} if one.copy_time else {}),
-    )
-    assert program_of(arranged(roomy, one, 9))[1] == layout.program
+    costs = ModelCosts.of(roomy.description, roomy.sequence)
+    layout = Layout.of(one.recipe, costs, roomy.description.vocabulary_size)
+    assert roomy.programs.of(one.recipe, 9)[1] == layout.program
     assert bool(offloaded(layout.program.order)) == (offload != "scheduled" or schedule == "po-h")
 
 
@@ -100,33 +89,34 @@ def test_two_short_steps_say_how_long_a_long_one_takes_and_what_it_holds(
 ) -> None:
     found = evaluate(roomy, configuration(schedule, mode))
     one = found.configuration
-    assert steps_of(one) in ((12, 16), (8, 12))
-    program = program_of(arranged(roomy, one, 40))[1]
+    assert one.steps in ((12, 16), (8, 12))
+    program = roomy.programs.of(one.recipe, 40)[1]
     whole = simulate(program, costs_of(roomy, one, program.placement))
     assert found.pipeline_seconds == pytest.approx(whole.makespan, rel=0.005)
-    long = evaluate(roomy, replace(one, layout=replace(one.layout, microbatches=steps_of(one)[0]), offload="free"))
+    fewer = one.decided(batch=replace(one.recipe.batch, microbatches=one.steps[0]))
+    long = evaluate(roomy, fewer)
     assert most(long) == most(found)
 
 
 def test_copies_are_planned_where_memory_is_short_and_nowhere_else(roomy: Problem) -> None:
-    one = configuration("1f1b", "vocab-2", checkpointing=("least",), offload="least")
+    one = configuration("1f1b", "vocab-2", open=("checkpointing",), offload="least")
     plenty = evaluate(roomy, one)
     assert plenty.configuration.offload == "scheduled" and not host(plenty) and not plenty.kept
-    free = evaluate(roomy, replace(one, offload="free"))
+    free = evaluate(roomy, one.with_offload("free"))
     between = (most(free) + most(plenty)) / 2 / GIB
     short = evaluate(problem(between * 1.05), one)
     assert short.fits and short.configuration.offload == "free" and host(short) > 0
     assert set(short.configuration.checkpointing) == {"none"}, "copies come before recomputation"
     assert short.seconds <= 1.02 * plenty.seconds
     assert max(use.peak_bytes for use in short.kept) == most(plenty)
-    without = evaluate(problem(between * 1.05), replace(one, offload="scheduled"))
+    without = evaluate(problem(between * 1.05), one.with_offload("scheduled"))
     assert without.fits and set(without.configuration.checkpointing) != {"none"}
     assert without.seconds > short.seconds
 
 
 def test_a_table_says_what_is_on_the_host_and_why(roomy: Problem) -> None:
-    one = configuration("1f1b", "vocab-2", checkpointing=("least",), offload="least")
-    between = (most(evaluate(roomy, replace(one, offload="free"))) + most(evaluate(roomy, one))) / 2 / GIB * 1.05
+    one = configuration("1f1b", "vocab-2", open=("checkpointing",), offload="least")
+    between = (most(evaluate(roomy, one.with_offload("free"))) + most(evaluate(roomy, one))) / 2 / GIB * 1.05
     space = Space(
         pp=(4,), microbatch_sizes=(1,), schedules=("1f1b",), vocabularies=("vocab-2",), offload=("least", "scheduled")
     )
@@ -139,13 +129,13 @@ def test_a_table_says_what_is_on_the_host_and_why(roomy: Problem) -> None:
 
 
 def test_where_copies_are_not_enough_as_little_as_needed_is_computed_again(roomy: Problem) -> None:
-    one = configuration("1f1b", "vocab-2", checkpointing=("least",), offload="least")
-    free = evaluate(roomy, replace(one, offload="free"))
+    one = configuration("1f1b", "vocab-2", open=("checkpointing",), offload="least")
+    free = evaluate(roomy, one.with_offload("free"))
     tight = evaluate(problem(0.9 * most(free) / GIB), one)
     assert tight.fits and tight.configuration.offload == "free"
     policies = tight.configuration.checkpointing
     assert len(set(policies)) > 1 and policies.count("none") > 0
-    alone = evaluate(problem(0.9 * most(free) / GIB), replace(one, offload="scheduled"))
+    alone = evaluate(problem(0.9 * most(free) / GIB), one.with_offload("scheduled"))
     assert not alone.fits or tight.seconds < alone.seconds
 
 
@@ -197,7 +187,7 @@ def test_a_plan_says_what_the_run_has_to_know(roomy: Problem) -> None:
     time, *others = plan.configuration.copy_time
     assert set(others) == {time}
     assert tables["offload"] == {"host_memory": "64GiB", "activations": "free", "copy_time": time}
-    other = replace(plan, configuration=replace(plan.configuration, copy_time=(0.3, 0.3, 0.3, 0.4)))
+    other = replace(plan, configuration=plan.configuration.with_offload("free", copy_time=(0.3, 0.3, 0.3, 0.4)))
     assert planned_tables(roomy, other, BASE, "planned")["offload"]["copy_time"] == [0.3, 0.3, 0.3, 0.4]
     kept = evaluate(roomy, configuration("1f1b", "vocab-2", 9, offload="none"))
     assert "offload" not in planned_tables(roomy, kept, BASE, "planned")
@@ -229,7 +219,8 @@ def test_seventy_billion_parameters_on_sixteen_devices() -> None:
     best = min(plans, key=most)
     one = best.configuration
     assert (one.schedule, one.offload) == ("v-half", "free")
-    assert best.seconds < 1.03 * evaluate(given, replace(one, offload="none", copy_time=(), copy_seconds=())).seconds
+    without = replace(one.decided(offload=OffloadOptions(activations="none")), copy_seconds=())
+    assert best.seconds < 1.03 * evaluate(given, without).seconds
     kept = [most(plan) for plan in plans if plan.configuration.offload == "none"]
     assert most(best) < 0.85 * min(kept)
 
@@ -254,7 +245,7 @@ def test_moves_are_known_before_a_plan_is_made() -> None:
     assert not configuration("1f1b", "vocab-2", offload="scheduled").moves
     assert configuration("po-h", "vocab-2", offload="scheduled").moves
     assert not configuration("po-h", "vocab-2", offload="none").moves
-    order = program_of(arranged(problem(), configuration("po-h", "vocab-2", 9, offload="none"), 9))[0]
+    order = problem().programs.of(configuration("po-h", "vocab-2", 9, offload="none").recipe, 9)[0]
     assert not any(item and item.kind in OFFLOAD_KINDS for row in order.rows for item in row)
 
 
@@ -262,7 +253,7 @@ def test_moves_are_known_before_a_plan_is_made() -> None:
 
 
 def test_moments_go_to_the_host_where_that_is_faster_than_to_compute_again(roomy: Problem) -> None:
-    one = configuration("1f1b", "vocab-2", checkpointing=("least",), offload="none", host_share=None)
+    one = configuration("1f1b", "vocab-2", open=("checkpointing",), offload="none", host_share=None)
     plenty = evaluate(roomy, one)
     assert plenty.configuration.host_share == 0
     sizes = [needed(evaluate(roomy, replace(one, host_share=share)), roomy) for share in (0.0, 1.0)]
@@ -272,7 +263,7 @@ def test_moments_go_to_the_host_where_that_is_faster_than_to_compute_again(roomy
     assert chosen.fits and 0 < chosen.configuration.host_share < 1
     assert set(chosen.configuration.checkpointing) == {"none"}
     assert chosen.end_seconds > plenty.end_seconds and chosen.pipeline_seconds == plenty.pipeline_seconds
-    less = evaluate(given, replace(one, host_share=chosen.configuration.host_share - 0.25, checkpointing=("none",)))
+    less = evaluate(given, replace(one, host_share=chosen.configuration.host_share - 0.25, open=()))
     assert not less.fits
     again = evaluate(given, replace(one, host_share=0.0))
     assert again.fits and again.seconds > chosen.seconds
@@ -282,7 +273,7 @@ def test_moments_go_to_the_host_where_that_is_faster_than_to_compute_again(roomy
 
 def test_where_computing_again_is_faster_moments_stay() -> None:
     """One microbatch per step: the optimizer is a large part of it."""
-    one = configuration("1f1b", "vocab-2", 1, checkpointing=("least",), offload="none", host_share=None)
+    one = configuration("1f1b", "vocab-2", 1, open=("checkpointing",), offload="none", host_share=None)
     roomy = problem(1000)
     sizes = [needed(evaluate(roomy, replace(one, host_share=share)), roomy) for share in (0.0, 1.0)]
     given = problem((sizes[0] + sizes[1]) / 2 / GIB)

@@ -9,8 +9,8 @@ import pytest
 
 from evenpipe.errors import InputError
 from evenpipe.plan.named_orders import named_orders
-from evenpipe.plan.optimal_order import Problem, solve
-from evenpipe.plan.search import lower_bound, problem_of, search
+from evenpipe.plan.optimal_order import OrderProblem, solve
+from evenpipe.plan.search import lower_bound, order_problem_of, search
 from evenpipe.schedule import EQUAL_COSTS, Costs, DeadlockError, Kind, Order, Placement, check_order, time_order
 
 pytest.importorskip("ortools")
@@ -20,7 +20,7 @@ UNEVEN_3 = Costs(F=(2, 3, 2), I=(2, 3, 4), W=(1, 4, 1), p2p=1)
 FLOATS = Costs(F=0.7, I=0.9, W=0.45, S=0.3, C=0.05, T=0.2, E=0, G=0, p2p=0.1, collectives={"broadcast": 0.25})
 
 
-def best_of_all(problem: Problem) -> float:
+def best_of_all(problem: OrderProblem) -> float:
     """The smallest value over every order: each device's passes in every sequence that its own needs allow.
 
     Names of microbatches are exchangeable over all devices at once, so stage 0 begins with microbatch 0.
@@ -58,20 +58,22 @@ def best_of_all(problem: Problem) -> float:
 
 
 EXHAUSTIVE = [
-    Problem(placement=Placement.linear(2), microbatches=2, costs=EQUAL_COSTS),
-    Problem(placement=Placement.linear(2), microbatches=3, costs=UNEVEN),
-    Problem(placement=Placement.linear(2), microbatches=3, costs=UNEVEN, memory_limit=(2, 1)),
-    Problem(placement=Placement.linear(2), microbatches=2, costs=UNEVEN, split_backward=True),
-    Problem(placement=Placement.linear(2), microbatches=2, costs=UNEVEN, split_backward=True, objective="makespan"),
-    Problem(placement=Placement.v_shape(2), microbatches=1, costs=EQUAL_COSTS, split_backward=True),
-    Problem(
+    OrderProblem(placement=Placement.linear(2), microbatches=2, costs=EQUAL_COSTS),
+    OrderProblem(placement=Placement.linear(2), microbatches=3, costs=UNEVEN),
+    OrderProblem(placement=Placement.linear(2), microbatches=3, costs=UNEVEN, memory_limit=(2, 1)),
+    OrderProblem(placement=Placement.linear(2), microbatches=2, costs=UNEVEN, split_backward=True),
+    OrderProblem(
+        placement=Placement.linear(2), microbatches=2, costs=UNEVEN, split_backward=True, objective="makespan"
+    ),
+    OrderProblem(placement=Placement.v_shape(2), microbatches=1, costs=EQUAL_COSTS, split_backward=True),
+    OrderProblem(
         placement=Placement(2, (0, 0, 1)), microbatches=2, costs=Costs(F=(1, 2, 2), B=(2, 1, 4)), memory_limit=(2, 1)
     ),
 ]
 
 
 @pytest.mark.parametrize("problem", EXHAUSTIVE, ids=str)
-def test_nothing_is_shorter_among_all_orders(problem: Problem) -> None:
+def test_nothing_is_shorter_among_all_orders(problem: OrderProblem) -> None:
     solution = solve(problem, seconds=60)
     assert solution.order is not None
     value = problem.value(time_order(solution.order, problem.costs))
@@ -92,7 +94,7 @@ CLOSED_FORMS = [
 
 @pytest.mark.parametrize(("placement", "microbatches", "split", "limit", "bubble"), CLOSED_FORMS)
 def test_what_is_known_to_be_best_is_found(placement, microbatches, split, limit, bubble) -> None:
-    problem = Problem(
+    problem = OrderProblem(
         placement=placement,
         microbatches=microbatches,
         costs=EQUAL_COSTS,
@@ -109,7 +111,7 @@ def test_what_is_known_to_be_best_is_found(placement, microbatches, split, limit
 @pytest.mark.parametrize("barriers", [0, 1, 2])
 @pytest.mark.parametrize("split", [False, True])
 def test_what_is_found_is_sound_and_never_longer_than_what_has_a_name(barriers: int, split: bool) -> None:
-    problem = Problem(
+    problem = OrderProblem(
         placement=Placement.linear(3), microbatches=3, costs=FLOATS, barriers=barriers, split_backward=split
     )
     named = named_orders(problem)
@@ -123,25 +125,25 @@ def test_what_is_found_is_sound_and_never_longer_than_what_has_a_name(barriers: 
 
 
 def test_a_memory_limit_holds_on_every_device_or_nothing_fits() -> None:
-    problem = Problem(
+    problem = OrderProblem(
         placement=Placement.v_shape(3), microbatches=4, costs=EQUAL_COSTS, split_backward=True, memory_limit=(3, 4, 5)
     )
     result = search(problem, seconds=5)
     assert result is not None
     assert all(peak <= limit for peak, limit in zip(result.timeline.peak_in_flight, (3, 4, 5), strict=True))
-    impossible = Problem(placement=Placement.v_shape(2), microbatches=2, costs=EQUAL_COSTS, memory_limit=(1, 2))
+    impossible = OrderProblem(placement=Placement.v_shape(2), microbatches=2, costs=EQUAL_COSTS, memory_limit=(1, 2))
     assert search(impossible, seconds=5) is None
 
 
 def test_a_search_that_ends_gives_the_same_order_again() -> None:
-    problem = Problem(placement=Placement.linear(3), microbatches=4, costs=UNEVEN_3, split_backward=True)
+    problem = OrderProblem(placement=Placement.linear(3), microbatches=4, costs=UNEVEN_3, split_backward=True)
     first, second = (solve(problem, seconds=60, seed=3) for _ in range(2))
     assert first == second
 
 
 def test_times_that_do_not_fit_a_unit_are_rounded_down() -> None:
     costs = Costs(F=1 / 3, B=(2**0.5, 0.7071067))
-    problem = Problem(placement=Placement.linear(2), microbatches=2, costs=costs)
+    problem = OrderProblem(placement=Placement.linear(2), microbatches=2, costs=costs)
     result = search(problem, seconds=30)
     assert result is not None
     assert result.proved
@@ -150,7 +152,7 @@ def test_times_that_do_not_fit_a_unit_are_rounded_down() -> None:
 
 
 def test_without_anything_named_in_the_placement_the_solver_starts_from_nothing() -> None:
-    result = search(problem_of(devices=2, microbatches=2, placement="1,0,0"), seconds=30)
+    result = search(order_problem_of(devices=2, microbatches=2, placement="1,0,0"), seconds=30)
     assert result is not None
     assert result.named == ()
     assert result.source == "search"
@@ -161,12 +163,12 @@ def test_without_anything_named_in_the_placement_the_solver_starts_from_nothing(
 def test_a_slow_link_of_one_hop_proves_nothing_about_orders_timed_without_it() -> None:
     even = Costs(F=1, B=2, links={"p2p": {"latency": 1}})
     uneven = Costs(F=1, B=2, links={"p2p": {"latency": 1}, "F:0>1": {"latency": 50}})
-    bounds = [lower_bound(problem_of(devices=2, microbatches=3, costs=costs)) for costs in (even, uneven)]
+    bounds = [lower_bound(order_problem_of(devices=2, microbatches=3, costs=costs)) for costs in (even, uneven)]
     assert bounds[0] == bounds[1]
 
 
 def test_when_nothing_takes_time_the_first_order_is_best() -> None:
-    result = search(problem_of(devices=2, microbatches=2, costs=Costs(F=0, B=0)))
+    result = search(order_problem_of(devices=2, microbatches=2, costs=Costs(F=0, B=0)))
     assert result is not None
     assert (result.value, result.gap, result.proved) == (0, 0, True)
     assert "span 0: no order is shorter" in result.text()
@@ -174,7 +176,7 @@ def test_when_nothing_takes_time_the_first_order_is_best() -> None:
 
 def test_the_size_of_a_problem_is_the_number_of_its_passes() -> None:
     for split, mode in product((False, True), ("first-last", "vocab-1", "vocab-2")):
-        problem = problem_of(devices=3, microbatches=5, placement="v", split_backward=split, vocabulary=mode)
+        problem = order_problem_of(devices=3, microbatches=5, placement="v", split_backward=split, vocabulary=mode)
         assert problem.size == sum(map(len, problem.passes()))
 
 
@@ -191,9 +193,9 @@ WRONG = [
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=str)
 def test_what_cannot_be_searched(arguments: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        search(problem_of(**{"devices": 2, "microbatches": 2, **arguments}))
+        search(order_problem_of(**{"devices": 2, "microbatches": 2, **arguments}))
 
 
 def test_stage_passes_take_time() -> None:
     with pytest.raises(InputError, match="F of stage 0 takes no time"):
-        solve(problem_of(devices=2, microbatches=2, costs=Costs(F=0, B=1)))
+        solve(order_problem_of(devices=2, microbatches=2, costs=Costs(F=0, B=1)))

@@ -12,10 +12,11 @@ import pytest
 from transformers import LlamaConfig
 
 from evenpipe.costs.hardware import KNOWN
-from evenpipe.memory.parallelism import Parallelism
 from evenpipe.model import describe
-from evenpipe.plan.configurations import Configuration, Layout, problem_of
+from evenpipe.plan.configuration import Configuration
 from evenpipe.plan.evaluation import timed
+from evenpipe.plan.problem import problem_of
+from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import even_split
 
 # (TP, CP, PP, sequences per microbatch) -> GPUs -> TFLOP/s per GPU
@@ -51,18 +52,16 @@ def test_published_steps(axes: tuple[int, int, int, int]) -> None:
         problem = problem_of(
             model, KNOWN["A100-40G"], gpus=gpus, sequence=SEQUENCE, sequences_per_step=BATCH, kernels="megatron"
         )
-        layout = Layout(
-            parallelism=Parallelism(dp=dp, tp=tp, cp=cp, pp=pp, zero=1 if dp * cp > 1 else 0),
+        recipe = Recipe.of(
+            dp=dp,
+            tp=tp,
+            cp=cp,
+            pp=pp,
+            data_parallel="shard-optimizer" if dp * cp > 1 else "replicate",
             microbatch_size=size,
             microbatches=BATCH // dp // size,
-        )
-        one = Configuration(
-            layout=layout,
-            schedule="1f1b",
-            options=(),
             vocabulary="first-last",
             layers_per_stage=even_split(LAYERS, pp),
-            checkpointing=("none",) * LAYERS,
         )
-        predicted = FLOPS / timed(problem, one).seconds / gpus / 1e12
+        predicted = FLOPS / timed(problem, Configuration.of(problem, recipe)).seconds / gpus / 1e12
         assert predicted == pytest.approx(measured, rel=0.08), (axes, gpus)

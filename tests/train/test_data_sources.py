@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from evenpipe.errors import InputError
-from evenpipe.train.config import DataConfig
+from evenpipe.train.input_sections import DataConfig
 from evenpipe.train.sources import find_documents, find_files
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_run import Shard, flip
+from checkpoint_run import flip
 from safetensors import safe_open
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
@@ -20,6 +20,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Pr
 from evenpipe.checkpoints.checkpoint import save
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import persistent_buffers
+from evenpipe.parallel.tensor_placement import Held
 from evenpipe.train import export as module
 from evenpipe.train.export import export_checkpoint
 
@@ -82,7 +83,7 @@ def build(family: str = "llama", **changes: Any) -> PreTrainedModel:
 def checkpoint_of(model: PreTrainedModel, folder: Path, step: int = 7, **metadata: Any) -> Path:
     """What a run of one process saves: parameters, saved buffers, optimizer state, and the model's config."""
     buffers = {name: torch.nn.Parameter(buffer, requires_grad=False) for name, buffer in persistent_buffers(model)}
-    shards = {name: Shard(parameter) for name, parameter in (*model.named_parameters(), *buffers.items())}
+    shards = {name: Held.whole(parameter) for name, parameter in (*model.named_parameters(), *buffers.items())}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(input_ids=IDS, labels=IDS).loss.backward()
     optimizer.step()
@@ -234,7 +235,7 @@ def test_a_config_that_is_not_that_of_the_parameters(tmp_path: Path, change: Any
     model = build()
     facts = {"model_config": copy.deepcopy(model.config.to_dict()), "tied": False}
     change(facts)
-    shards = {name: Shard(parameter) for name, parameter in model.named_parameters()}
+    shards = {name: Held.whole(parameter) for name, parameter in model.named_parameters()}
     checkpoint = save(tmp_path, 1, shards, None, facts)
     with pytest.raises(InputError, match=says):
         export_checkpoint(checkpoint, tmp_path / "model")
@@ -294,9 +295,9 @@ def test_memory_holds_one_file_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
     most = 0
     real = module.read_tensors
 
-    def counting(opened: Any, index: Any, state: dict[str, torch.Tensor]) -> None:
+    def counting(opened: Any, index: Any, state: dict[str, Held]) -> None:
         nonlocal most
-        read.extend((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes) for tensor in state.values())
+        read.extend((StorageWeakRef(one.tensor.untyped_storage()), one.tensor.nbytes) for one in state.values())
         most = max(most, sum(size for reference, size in read if not reference.expired()))
         real(opened, index, state)
 

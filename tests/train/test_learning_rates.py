@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from evenpipe.train.config import OptimizerConfig
 from evenpipe.train.learning_rates import learning_rate
+from evenpipe.train.run_sections import OptimizerConfig
 
 RATE = 3e-4
 

@@ -14,8 +14,9 @@ from torch import nn
 from evenpipe.errors import InputError
 from evenpipe.host.optimizer import HostAdamW
 from evenpipe.optimizers.held import HeldParameter
-from evenpipe.train.config import OptimizerConfig
+from evenpipe.parallel.tensor_placement import TensorPlacement
 from evenpipe.train.optimization import check_optimizer, make_optimizer, rate_shares
+from evenpipe.train.run_sections import OptimizerConfig
 
 MATRIX, NORM, FROZEN = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2), False)
 
@@ -26,7 +27,7 @@ def pipeline(communicator: Any = None) -> Any:
     return SimpleNamespace(
         named_parameters=lambda: iter(named.items()),
         held_parameters=lambda: (
-            HeldParameter(name, one, tuple(one.shape), communicator) for name, one in named.items()
+            HeldParameter(name, one, TensorPlacement(tuple(one.shape)), communicator) for name, one in named.items()
         ),
         description=SimpleNamespace(
             skeleton=SimpleNamespace(get_submodule=lambda path: nn.Linear(1, 1)),

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from checkpoint_run import save_three
 
-from evenpipe.train.config import Config, DataConfig, ModelConfig, OutputConfig
+from evenpipe.train.config import Config
+from evenpipe.train.input_sections import DataConfig, ModelConfig
+from evenpipe.train.run_sections import OutputConfig
 from evenpipe.train.stopping import say_stop
 
 

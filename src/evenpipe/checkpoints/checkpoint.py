@@ -10,9 +10,8 @@ A checkpoint is a folder `step-00000020`:
                                       the save, which all other files contain too
 
 Tensors have Hugging Face names and are whole: `parameters.model.embed_tokens.weight`,
-`optimizer.exp_avg.model.embed_tokens.weight`. A process with rows of a parameter contributes them as a DTensor
-(Shard(0) on the pipeline axis, on the replica axis, or on both, made only for saving or loading), so a checkpoint of
-one layout loads in any other. Tensors of which every replica has a copy are saved by the first one and loaded by all.
+`optimizer.exp_avg.model.embed_tokens.weight`. A process contributes the boxes that its placement of a tensor gives, so
+a checkpoint of one layout loads in any other. Of several copies the first one is saved, and all are loaded.
 
 Steps of saving: take or check the folder's lock (lock.py) -> write all files into `step-00000020.ID.tmp` -> wait
 for every process -> write the manifest -> wait for the disk -> check the lock -> rename -> wait for the disk -> verify
@@ -32,7 +31,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -41,10 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
-from torch.distributed.tensor import DTensor
 
 import evenpipe
 from evenpipe.checkpoints.agreement import Team, describe_os_error
@@ -73,7 +68,7 @@ from evenpipe.checkpoints.manifest import (
 from evenpipe.checkpoints.settings import SettingsPlan, describe_settings, merge_settings
 from evenpipe.checkpoints.state import (
     LoadPlan,
-    ParameterShard,
+    Parameters,
     State,
     parameter_names,
     plan_load,
@@ -82,10 +77,10 @@ from evenpipe.checkpoints.state import (
 from evenpipe.checkpoints.storage import (
     INDEX,
     RUN,
-    Reader,
     Writer,
     check_marks,
     read_index,
+    read_state,
     run_json,
     tensor_entries,
 )
@@ -94,7 +89,6 @@ from evenpipe.errors import InputError, RunError
 __all__ = [
     "Checkpoint",
     "Found",
-    "ParameterShard",
     "Rejected",
     "find_latest",
     "load",
@@ -111,7 +105,7 @@ _BYTES_PER_TENSOR = 4096
 def save(  # noqa: PLR0917
     folder: str | os.PathLike[str],
     step: int,
-    shards: Mapping[str, ParameterShard],
+    shards: Parameters,
     optimizer: torch.optim.Optimizer | None,
     metadata: Mapping[str, Any],
     process_group: dist.ProcessGroup | None = None,
@@ -141,73 +135,31 @@ def save(  # noqa: PLR0917
     if keep is not None and keep < 1:
         raise InputError(f"keep is {keep}, expected at least 1 checkpoint, or None for all")
     folder, team = Path(folder), Team(process_group)
-    published = folder / f"step-{step:08d}"
     state: State = {}
 
     def collect() -> dict[str, Any]:
-        state.update(tensors_to_save(shards, optimizer, team))
+        state.update(tensors_to_save(shards, optimizer))
         own = describe_settings(optimizer, scheduler, _names(shards))
         if team.rank == 0:
             run_json(metadata, {}, "")
-        size = sum(
-            tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes for tensor in state.values()
-        )
+        size = sum(held.tensor.nbytes for held in state.values())
         return {
             "bytes": size + _BYTES_PER_TENSOR * (len(state) + 1),
             "id": secrets.token_hex(16),
             "settings": own,
         }
 
-    def make_room() -> None:
-        if hold(folder):
-            remove_stale(folder)
-        space = os.statvfs(folder)
-        free = space.f_bavail * space.f_frsize
-        if space.f_blocks and free < needed:
-            raise RunError(f"{_in_words(needed)} are needed and the disk of {str(folder)!r} has {_in_words(free)} left")
-        temporary.mkdir()
-
-    def write() -> dict[str, Any]:
-        pieces = writer.write_part(state, team.rank)
-        files = {path.name: asdict(hash_file(path)) for path in temporary.glob(f"__{team.rank}_*.distcp")}
-        return {"pieces": pieces, "files": files}
-
-    def publish() -> None:
-        try:
-            index = writer.write_index([part["pieces"] for part in parts])
-        except ValueError as error:
-            raise RunError(f"the parts of all processes do not make up whole tensors: {error}") from error
-        files = {name: FileEntry(**entry) for part in parts for name, entry in part["files"].items()}
-        files[INDEX] = hash_file(temporary / INDEX)
-        files[RUN] = write_synced(temporary / RUN, run_json(metadata, settings, save_id))
-        versions = {"evenpipe": evenpipe.__version__, "torch": torch.__version__}
-        manifest = Manifest(step, files, tensor_entries(index), versions, save_id)
-        check_marks(temporary, manifest)
-        write_synced(temporary / MANIFEST, manifest.to_bytes())
-        sync_folder(temporary)
-        check(folder)
-        _put_in_place(temporary, published)
-        sync_folder(folder)
-        try:
-            stands = read_manifest(published).id
-        except DamagedError:
-            stands = None
-        if stands != save_id:
-            raise RunError(f"{str(published)!r} has been replaced by another run")
-
     try:
         collected = team.everywhere(collect)
-        needed, save_id = sum(each["bytes"] for each in collected), collected[0]["id"]
+        new = _NewFolder(folder, step, collected[0]["id"])
         settings = merge_settings([each["settings"] for each in collected])
-        temporary = folder / f"{published.name}.{save_id}.tmp"
-        writer = Writer(temporary, save_id)
         try:
-            team.first(make_room)
-            parts = team.everywhere(write)
-            team.first(publish)
+            team.first(lambda: new.make(sum(each["bytes"] for each in collected)))
+            parts = team.everywhere(lambda: new.write(state, team.rank))
+            team.first(lambda: new.publish(parts, metadata, settings))
         except RunError:
             if team.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
+                shutil.rmtree(new.temporary, ignore_errors=True)
             raise
     except RunError as error:
         raise RunError(
@@ -215,12 +167,64 @@ def save(  # noqa: PLR0917
         ) from error
     if team.rank == 0:
         delete_old(folder, step, keep)
-    return published
+    return new.published
+
+
+class _NewFolder:
+    """The folder of a checkpoint that is being saved, as one process sees it."""
+
+    def __init__(self, folder: Path, step: int, save_id: str) -> None:
+        self._folder, self._step, self._id = folder, step, save_id
+        self.published = folder / f"step-{step:08d}"
+        self.temporary = folder / f"{self.published.name}.{save_id}.tmp"
+        self._writer = Writer(self.temporary, save_id)
+
+    def make(self, needed: int) -> None:
+        """On the first process: take the lock, and make the folder if the disk has room for so many bytes."""
+        folder = self._folder
+        if hold(folder):
+            remove_stale(folder)
+        space = os.statvfs(folder)
+        free = space.f_bavail * space.f_frsize
+        if space.f_blocks and free < needed:
+            raise RunError(f"{_in_words(needed)} are needed and the disk of {str(folder)!r} has {_in_words(free)} left")
+        self.temporary.mkdir()
+
+    def write(self, state: State, rank: int) -> dict[str, Any]:
+        """Write this process's file; return what the index needs to know of it."""
+        pieces = self._writer.write_part(state, rank)
+        files = {path.name: asdict(hash_file(path)) for path in self.temporary.glob(f"__{rank}_*.distcp")}
+        return {"pieces": pieces, "files": files}
+
+    def publish(self, parts: list[dict[str, Any]], metadata: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """On the first process, after all have written: complete the folder and give it its name."""
+        temporary, published = self.temporary, self.published
+        try:
+            index = self._writer.write_index([part["pieces"] for part in parts])
+        except ValueError as error:
+            raise RunError(f"the parts of all processes do not make up whole tensors: {error}") from error
+        files = {name: FileEntry(**entry) for part in parts for name, entry in part["files"].items()}
+        files[INDEX] = hash_file(temporary / INDEX)
+        files[RUN] = write_synced(temporary / RUN, run_json(metadata, settings, self._id))
+        versions = {"evenpipe": evenpipe.__version__, "torch": torch.__version__}
+        manifest = Manifest(self._step, files, tensor_entries(index), versions, self._id)
+        check_marks(temporary, manifest)
+        write_synced(temporary / MANIFEST, manifest.to_bytes())
+        sync_folder(temporary)
+        check(self._folder)
+        _put_in_place(temporary, published)
+        sync_folder(self._folder)
+        try:
+            stands = read_manifest(published).id
+        except DamagedError:
+            stands = None
+        if stands != self._id:
+            raise RunError(f"{str(published)!r} has been replaced by another run")
 
 
 def load(
     checkpoint: Checkpoint,
-    shards: Mapping[str, ParameterShard],
+    shards: Parameters,
     optimizer: torch.optim.Optimizer | None = None,
     process_group: dist.ProcessGroup | None = None,
     *,
@@ -248,7 +252,7 @@ def load(
     where = f"the checkpoint {str(checkpoint.path)!r}"
 
     def prepare() -> tuple[LoadPlan, SettingsPlan]:
-        plan = plan_load(checkpoint.manifest, shards, optimizer, team)
+        plan = plan_load(checkpoint.manifest, shards, optimizer)
         return plan, SettingsPlan(checkpoint.settings, optimizer, scheduler, _names(shards), where)
 
     plan, settings = _value(team, prepare)
@@ -272,21 +276,20 @@ def load(
 
 
 def read_tensors(checkpoint: Checkpoint, index: Metadata, state: State) -> None:
-    """Read tensors of a checkpoint, by key, into the given plain tensors or DTensors. No communication.
+    """Fill tensors, by key, from a checkpoint. No communication.
 
     Raises:
         RunError: a file cannot be read.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load_state_dict(state, storage_reader=Reader(checkpoint.path, index), no_dist=True)
-    except CheckpointException as exception:
-        raise RunError(f"the checkpoint {str(checkpoint.path)!r} cannot be read: {_describe(exception)}") from exception
+        read_state(checkpoint.path, index, state)
+    except Exception as error:  # of torch, for a file that has changed since it was verified
+        what = describe_os_error(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise RunError(f"the checkpoint {str(checkpoint.path)!r} cannot be read: {what}") from error
 
 
-def _names(shards: Mapping[str, ParameterShard]) -> dict[nn.Parameter, str]:
-    return {shard.parameter: name for name, shard in shards.items()}
+def _names(shards: Parameters) -> dict[nn.Parameter, str]:
+    return {shard.tensor: name for name, shard in shards.items()}
 
 
 def _put_in_place(temporary: Path, published: Path) -> None:
@@ -307,14 +310,6 @@ def _put_in_place(temporary: Path, published: Path) -> None:
             replaced.rename(published)
         check(published.parent)  # raises the better explanation
         raise
-
-
-def _describe(exception: CheckpointException) -> str:
-    """Return the cause in words. `except Exception` does not catch torch's exception, which may hide a Ctrl-C."""
-    _, (error, _) = min(exception.failures.items(), key=lambda item: item[0])
-    if isinstance(error, KeyboardInterrupt):
-        raise error from exception
-    return describe_os_error(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def _value(team: Team, work: Callable[[], Any]) -> Any:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -33,12 +33,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
 from evenpipe.checkpoints.manifest import MANIFEST, DamagedError, Manifest, TensorEntry
 from evenpipe.communication.messages import dtype_name, dtype_of
 from evenpipe.errors import InputError
+from evenpipe.parallel.tensor_placement import Held
 
 INDEX = ".metadata"
 RUN = "run.json"
@@ -72,14 +81,19 @@ class Writer(FileSystemWriter):
         self.save_id = save_id
         self.fs = _MarkedFiles(save_id)
 
-    def write_part(self, state: Mapping[str, torch.Tensor], rank: int) -> list[dict[str, Any]]:
+    def write_part(self, state: Mapping[str, Held[torch.Tensor]], rank: int) -> list[dict[str, Any]]:
         """Write the tensors of this process; return a description of their places, as JSON, for `write_index`."""
-        planner = DefaultSavePlanner()
-        planner.set_up_planner(dict(state))
-        plan = planner.create_local_plan()
-        plan = self.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]  # names the file by the index in the list
+        items, tensors = [], {}
+        for key, held in state.items():
+            kind = WriteItemType.SHARD if held.placement.cuts else WriteItemType.TENSOR
+            properties, shape = TensorProperties.create_from_tensor(held.tensor), torch.Size(held.placement.shape)
+            for index, chunk, tensor in _chunks(key, held):
+                items.append(WriteItem(index, kind, tensor_data=TensorWriteData(chunk, properties, shape)))
+                tensors[index] = tensor
+        # It names the file by the index in the list.
+        plan = self.prepare_global_plan([SavePlan([])] * rank + [SavePlan(items)])[rank]
         with _disk_errors(self.path):
-            results = {result.index: result for result in self.write_data(planner.finish_plan(plan), planner).wait()}
+            results = {result.index: result for result in self.write_data(plan, _Sources(tensors)).wait()}
         return [_piece_to_json(item, results[item.index]) for item in plan.items]
 
     def write_index(self, parts: Sequence[list[dict[str, Any]]]) -> Metadata:
@@ -107,6 +121,17 @@ class Writer(FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id)  # torch would add the path, as a class that differs between Pythons
+
+
+class _Sources(DefaultSavePlanner):
+    """Knows the tensors to write."""
+
+    def __init__(self, tensors: Mapping[MetadataIndex, torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        return self._tensors[write_item.index]
 
 
 class _MarkedFiles(FileSystem):
@@ -167,16 +192,41 @@ def read_run(folder: Path, manifest: Manifest) -> tuple[dict[str, Any], dict[str
     return metadata, settings
 
 
-class Reader(FileSystemReader):
-    """Reads from a verified folder with the index of `read_index`."""
+def read_state(folder: Path, index: Metadata, state: Mapping[str, Held[torch.Tensor]]) -> None:
+    """Fill tensors, by key, from a verified folder with the index of `read_index`, whatever the parts that were saved.
+    No communication. Raises whatever torch does."""
+    items, tensors = [], {}
+    for key, held in state.items():
+        chunks = []
+        for place, chunk, tensor in _chunks(key, held):
+            chunks.append(chunk)
+            tensors[place] = tensor
+        entry = index.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        items += create_read_items_for_chunk_list(key, entry, chunks)
+    reader = FileSystemReader(folder)
+    reader.set_up_storage_reader(index, is_coordinator=True)
+    reader.read_data(LoadPlan(items), _Destinations(tensors)).wait()
 
-    def __init__(self, folder: Path, index: Metadata) -> None:
-        super().__init__(folder)
-        self._index = index
 
-    def read_metadata(self) -> Metadata:
-        # Without further arguments: torch would otherwise try an index for this rank too, unpickling it.
-        return self._index
+class _Destinations(DefaultLoadPlanner):
+    """Knows the tensors to read into."""
+
+    def __init__(self, tensors: Mapping[MetadataIndex, torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        whole = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self._tensors[read_item.dest_index][tuple(slice(first, first + length) for first, length in whole)]
+
+
+def _chunks(key: str, held: Held[torch.Tensor]) -> Iterator[tuple[MetadataIndex, ChunkStorageMetadata, torch.Tensor]]:
+    """Yield the boxes of a tensor: names, places in the whole, and views."""
+    for box in held.placement.boxes():
+        offsets = torch.Size(box.offsets)
+        chunk = ChunkStorageMetadata(offsets, torch.Size(box.sizes))
+        yield MetadataIndex(key, offsets), chunk, held.tensor[box.local]
 
 
 def read_index(folder: Path, manifest: Manifest) -> Metadata:

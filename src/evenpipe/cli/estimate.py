@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from evenpipe.cli.lists import whole_numbers
 from evenpipe.cli.printing import say, say_json
-from evenpipe.cli.schedule_arguments import add_json, add_offload, numbers, offload, refuse_too_large
+from evenpipe.cli.schedule_arguments import add_json, add_offload, offload, options, refuse_too_large
 from evenpipe.errors import InputError
 from evenpipe.given import plain, write_text
 
 if TYPE_CHECKING:
+    from evenpipe.costs.hardware import Hardware
     from evenpipe.memory.estimate import Estimate
+    from evenpipe.memory.paper import PaperEstimate
+    from evenpipe.memory.states import Dtypes
+    from evenpipe.model import Description
+    from evenpipe.recipe.parallelism import Parallelism
+    from evenpipe.recipe.recipe import Recipe
 
 SEQUENCE = 4096
 """Default tokens per sequence, if the model takes as many."""
@@ -28,7 +35,29 @@ AXES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model, the layout, the schedule, the kernels and the GPU."""
     parser.add_argument("--model", metavar="MODEL", required=True, help="hub name, folder or config.json")
-    layout = parser.add_argument_group("layout: GPUs = dp x tp x cp x pp")
+    _add_layout(parser.add_argument_group("layout: GPUs = dp x tp x cp x pp"))
+    _add_batch(parser.add_argument_group("batch and schedule"))
+    _add_what_runs(parser.add_argument_group("what runs"))
+    card = parser.add_argument_group("the card")
+    card.add_argument("--gpu-memory", metavar="SIZE", help="memory of one GPU, such as 80GiB")
+    card.add_argument(
+        "--hardware", metavar="NAME|FILE.toml", help="A100-40G, A100-80G, H100-80G, H200, B200, or a measured file"
+    )
+    parser.add_argument(
+        "--compare-to-paper", action="store_true", help="also print the estimate by the formula of arXiv 2411.06465"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE.svg", help="also draw the memory of each device")
+    add_json(parser)
+    parser.epilog = (
+        "Estimates the peak memory of every device from the config. Tensors are counted one by one along the\n"
+        "schedule; the memory of the driver, communicators and the allocator is a range.\n\n"
+        "fits: even at the upper end of that range. does not fit: not even at the lower end. at risk:\n"
+        "between them.\n\n"
+        "exit codes: 0 it fits, is at risk, or no GPU is given; 1 it does not fit; 2 the input is wrong"
+    )
+
+
+def _add_layout(layout: argparse._ArgumentGroup) -> None:
     for name, words in AXES.items():
         layout.add_argument(f"--{name}", metavar="N", type=int, default=1, help=words)
     layout.add_argument(
@@ -48,7 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="context parallelism exchanges keys and values, or heads for tokens (default: %(default)s)",
     )
     layout.add_argument("--layers-per-stage", metavar="N,N,...", help="one per stage (default: an even split)")
-    batch = parser.add_argument_group("batch and schedule")
+
+
+def _add_batch(batch: argparse._ArgumentGroup) -> None:
     batch.add_argument("--sequence", metavar="TOKENS", type=int, help=f"length of a sequence (default: {SEQUENCE})")
     batch.add_argument("--microbatch-size", metavar="N", type=int, default=1, help="sequences (default: 1)")
     batch.add_argument("--microbatches", metavar="M", type=int, help="of a step and replica (default: 4 per device)")
@@ -71,7 +102,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="first-last, redistribute, interlaced, vocab-1, vocab-2 or balanced (= vocab-2, the default)",
     )
     add_offload(batch)
-    what = parser.add_argument_group("what runs")
+
+
+def _add_what_runs(what: argparse._ArgumentGroup) -> None:
     what.add_argument(
         "--kernels",
         metavar="NAME",
@@ -106,23 +139,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the stages on tensors without storage instead of using closed forms (tp = cp = 1)",
     )
-    card = parser.add_argument_group("the card")
-    card.add_argument("--gpu-memory", metavar="SIZE", help="memory of one GPU, such as 80GiB")
-    card.add_argument(
-        "--hardware", metavar="NAME|FILE.toml", help="A100-40G, A100-80G, H100-80G, H200, B200, or a measured file"
-    )
-    parser.add_argument(
-        "--compare-to-paper", action="store_true", help="also print the estimate by the formula of arXiv 2411.06465"
-    )
-    parser.add_argument("-o", "--output", metavar="FILE.svg", help="also draw the memory of each device")
-    add_json(parser)
-    parser.epilog = (
-        "Estimates the peak memory of every device from the config. Tensors are counted one by one along the\n"
-        "schedule; the memory of the driver, communicators and the allocator is a range.\n\n"
-        "fits: even at the upper end of that range. does not fit: not even at the lower end. at risk:\n"
-        "between them.\n\n"
-        "exit codes: 0 it fits, is at risk, or no GPU is given; 1 it does not fit; 2 the input is wrong"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -131,52 +147,21 @@ def run(arguments: argparse.Namespace) -> int:
     from evenpipe.costs.hardware import find_hardware
     from evenpipe.memory import estimate_report
     from evenpipe.memory.estimate import estimate
-    from evenpipe.memory.paper import paper_estimate, paper_shape
-    from evenpipe.memory.parallelism import Parallelism
     from evenpipe.memory.sizes import parse_size
-    from evenpipe.memory.states import ELEMENT_BYTES, Dtypes
 
     if arguments.output is not None:
         _check_output(arguments.output)
     memory = None if arguments.gpu_memory is None else parse_size(arguments.gpu_memory, "--gpu-memory")
     hardware = None if arguments.hardware is None else find_hardware(arguments.hardware)
-    parallelism = Parallelism(
-        **{name: getattr(arguments, name) for name in AXES},
-        sequence_parallel=not arguments.no_sequence_parallel,
-        cp_exchange=arguments.cp_exchange,
-        zero=arguments.zero,
-    )
+    parallelism = _parallelism(arguments)
     arguments.devices = parallelism.pp
     refuse_too_large(arguments)
-    dtypes = Dtypes(
-        compute=arguments.compute_dtype or ("fp32" if hardware and hardware.torch_device == "cpu" else "bf16"),
-        gradients=arguments.gradient_dtype,
-        masters=arguments.master_dtype,
-        moments=arguments.moment_dtype,
-    )
+    dtypes = _dtypes(arguments, hardware)
     description = read_model(arguments.model)
-    sequence = arguments.sequence
-    if sequence is None:
-        sequence = min(SEQUENCE, description.maximum_length or SEQUENCE)
-    limit, split = numbers("memory-limit", arguments.memory_limit), arguments.layers_per_stage
-    options = {
-        "stages_per_device": arguments.stages_per_device,
-        "group_size": arguments.group_size,
-        "memory_limit": tuple(limit) if isinstance(limit, list) else limit,
-    }
     found = estimate(
         description,
-        parallelism,
-        sequence=sequence,
-        microbatch_size=arguments.microbatch_size,
-        microbatches=arguments.microbatches,
-        schedule=arguments.schedule,
-        options={name: value for name, value in options.items() if value is not None},
-        vocabulary=arguments.vocabulary,
+        _recipe(arguments, parallelism, description.maximum_length),
         kernels=arguments.kernels,
-        checkpointing=arguments.checkpointing,
-        offload=offload(arguments),
-        layers_per_stage=None if split is None else whole_numbers("layers-per-stage", split),
         dtypes=dtypes,
         hardware=hardware,
         memory=memory,
@@ -185,17 +170,8 @@ def run(arguments: argparse.Namespace) -> int:
         foreach=arguments.foreach_optimizer,
         traced=arguments.traced,
     )
-    paper = None
-    if arguments.compare_to_paper:
-        stages = max(len(device.stages) for device in found.devices)
-        paper = paper_estimate(
-            paper_shape(description),
-            parallelism,
-            sequence=sequence,
-            microbatch_size=arguments.microbatch_size,
-            stages_per_device=stages,
-            gradient_bytes=ELEMENT_BYTES[dtypes.gradients],
-        )
+    found = replace(found, schedule=arguments.schedule)
+    paper = _paper(description, found) if arguments.compare_to_paper else None
     if arguments.output is not None:
         _draw(found, arguments)
     if arguments.json:
@@ -210,6 +186,75 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if found.verdict == "does not fit" else 0
 
 
+def _parallelism(arguments: argparse.Namespace) -> Parallelism:
+    from evenpipe.recipe.parallelism import DATA_PARALLEL, Parallelism
+
+    return Parallelism(
+        **{name: getattr(arguments, name) for name in AXES},
+        data_parallel=DATA_PARALLEL[arguments.zero],
+        sequence_parallel=not arguments.no_sequence_parallel,
+        cp_exchange=arguments.cp_exchange,
+    )
+
+
+def _recipe(arguments: argparse.Namespace, parallelism: Parallelism, longest: int | None) -> Recipe:
+    """Return the recipe of the arguments; `longest`: most tokens of a sequence in the model."""
+    from evenpipe.recipe.batch_shape import BatchShape
+    from evenpipe.recipe.given_schedule import MICROBATCHES_PER_DEVICE
+    from evenpipe.recipe.offload import OffloadOptions
+    from evenpipe.recipe.recipe import Recipe
+    from evenpipe.schedule import generate
+
+    split, sequence = arguments.layers_per_stage, arguments.sequence
+    if sequence is None:
+        sequence = min(SEQUENCE, longest or SEQUENCE)
+    elif sequence < 1:
+        raise InputError(f"sequence is {sequence}, expected a whole number of at least 1")
+    schedule, given = arguments.schedule, options(arguments)
+    if schedule.endswith(".csv"):  # its passes; transfers are placed anew
+        count = arguments.microbatches or MICROBATCHES_PER_DEVICE * parallelism.pp
+        schedule, given = generate(schedule, parallelism.pp, count, **given), {}
+    return Recipe(
+        parallelism=parallelism,
+        batch=BatchShape(
+            microbatches=arguments.microbatches,
+            microbatch_size=arguments.microbatch_size,
+            sequence_length=sequence,
+        ),
+        schedule=schedule,
+        schedule_options=tuple(given.items()),
+        vocabulary=arguments.vocabulary,
+        checkpointing=arguments.checkpointing,
+        offload=OffloadOptions(activations=offload(arguments)),
+        layers_per_stage=None if split is None else whole_numbers("layers-per-stage", split),
+    )
+
+
+def _dtypes(arguments: argparse.Namespace, hardware: Hardware | None) -> Dtypes:
+    from evenpipe.memory.states import Dtypes
+
+    return Dtypes(
+        compute=arguments.compute_dtype or ("fp32" if hardware and hardware.torch_device == "cpu" else "bf16"),
+        gradients=arguments.gradient_dtype,
+        masters=arguments.master_dtype,
+        moments=arguments.moment_dtype,
+    )
+
+
+def _paper(description: Description, found: Estimate) -> PaperEstimate:
+    from evenpipe.memory.paper import paper_estimate, paper_shape
+    from evenpipe.memory.states import ELEMENT_BYTES
+
+    return paper_estimate(
+        paper_shape(description),
+        found.recipe.parallelism,
+        sequence=found.settings.sequence,
+        microbatch_size=found.settings.microbatch_size,
+        stages_per_device=max(len(device.stages) for device in found.devices),
+        gradient_bytes=ELEMENT_BYTES[found.dtypes.gradients],
+    )
+
+
 def _check_output(name: str) -> None:
     """Raise InputError, before any computation, if the picture cannot be written."""
     from evenpipe.draw import check_file
@@ -222,6 +267,6 @@ def _check_output(name: str) -> None:
 def _draw(found: Estimate, arguments: argparse.Namespace) -> None:
     from evenpipe.draw import Bars, bars_svg
 
-    bars = Bars(f"{found.schedule}, {found.vocabulary}", tuple(device.terms for device in found.devices))
+    bars = Bars(f"{found.schedule}, {found.recipe.vocabulary}", tuple(device.terms for device in found.devices))
     text = bars_svg([bars], title=f"Memory of every device: {arguments.model}", limit=found.memory)
     write_text(arguments.output, text)

@@ -58,8 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     from evenpipe.costs.hardware import find_hardware
     from evenpipe.draw import check_file, draw, terminal
     from evenpipe.memory.sizes import parse_size
-    from evenpipe.plan.configurations import problem_of
     from evenpipe.plan.explanation import explain
+    from evenpipe.plan.problem import problem_of
 
     if arguments.output is not None:
         check_file(arguments.output)

@@ -18,7 +18,8 @@ from evenpipe.given import plain
 if TYPE_CHECKING:
     from evenpipe.model import Description
     from evenpipe.plan.configuration_search import Found
-    from evenpipe.plan.configurations import Problem, Space
+    from evenpipe.plan.problem import Problem
+    from evenpipe.plan.space import Space
 
 BATCH_TOKENS = 2**22
 """Default tokens of a step, or one sequence per GPU if that is more."""
@@ -139,7 +140,7 @@ def _problem(arguments: argparse.Namespace) -> tuple[Problem, Mapping[str, Any]]
     from evenpipe.cli.model_argument import read_model
     from evenpipe.costs.hardware import find_hardware
     from evenpipe.memory.sizes import parse_size
-    from evenpipe.plan.configurations import problem_of
+    from evenpipe.plan.problem import problem_of
 
     hardware = find_hardware(arguments.hardware)
     memory = None if arguments.gpu_memory is None else parse_size(arguments.gpu_memory, "--gpu-memory")
@@ -183,7 +184,7 @@ def _problem(arguments: argparse.Namespace) -> tuple[Problem, Mapping[str, Any]]
 def _space(arguments: argparse.Namespace, problem: Problem) -> Space:
     from dataclasses import replace
 
-    from evenpipe.plan.configurations import RUNNABLE, Space
+    from evenpipe.plan.space import RUNNABLE, Space
 
     only = arguments.runnable or problem.hardware.torch_device == "cpu"
     given: dict[str, Any] = {}

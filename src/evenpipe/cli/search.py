@@ -55,13 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Search, print the result and write the order."""
-    from evenpipe.plan.search import problem_of, search
+    from evenpipe.plan.search import order_problem_of, search
     from evenpipe.schedule.files import read_costs, write_schedule
 
     if arguments.output is not None:
         _check_output(arguments.output)
     refuse_too_large(arguments)
-    problem = problem_of(
+    problem = order_problem_of(
         devices=arguments.devices,
         microbatches=arguments.microbatches,
         stages_per_device=arguments.stages_per_device,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from evenpipe.communication.arrivals import arrivals_on
 from evenpipe.communication.communicator import Communicator, Traffic
-from evenpipe.communication.nccl import NcclOptions, quieten
+from evenpipe.communication.nccl import NcclOptions, quietly
 from evenpipe.communication.staging import Staging
 from evenpipe.processes.watch import Watch
 from evenpipe.processes.worker import bound_device
@@ -70,40 +70,46 @@ class Communicators:
         others = tuple(other for other in range(world) if other != rank)  # creating a group involves all of them
         arrivals = None
         if by_nccl:
-            quieten()
             arrivals = arrivals_on(self.torch_device) if watch else None
             with watch.during("the making of communicators", "default", others) if watch else nullcontext():
                 _wait_for_all()
-        for name, members in groups:
-            group = None
-            if len(members) > 1:
-                # A group does not inherit the timeout of the default one. Eager initialisation (device_id) gives NCCL
-                # one communicator per group from the start, and none per pair at the first message. NCCL's own action
-                # after the limit names no process: the watch comes first.
-                timeout = timedelta(seconds=timeout_seconds + (NCCL_LATER_SECONDS if by_nccl else 0.0))
-                with watch.during(f"communicator {name}", "default", others) if watch else nullcontext():
-                    group = dist.new_group(
-                        list(members),
-                        timeout=timeout,
-                        backend="nccl" if by_nccl else "gloo",
-                        pg_options=nccl.of_group(timeout) if by_nccl else None,
-                        group_desc=name,
-                        device_id=self.torch_device if by_nccl else None,
+        # A group does not inherit the timeout of the default one. NCCL's own action after the limit names no process:
+        # the watch comes first.
+        timeout = timedelta(seconds=timeout_seconds + (NCCL_LATER_SECONDS if by_nccl else 0.0))
+        with quietly() if by_nccl else nullcontext():
+            for name, members in groups:
+                group = None
+                if len(members) > 1:
+                    with watch.during(f"communicator {name}", "default", others) if watch else nullcontext():
+                        group = self._make_group(name, members, timeout, nccl if by_nccl else None)
+                if watch is not None and not by_nccl and group is not None and rank in members:
+                    watch.check_members(group, name, members)
+                if rank in members:
+                    assert name not in self._by_name, f"process {rank} belongs to two groups named {name}"
+                    self._by_name[name] = Communicator(
+                        name,
+                        tuple(members),
+                        rank,
+                        group,
+                        timeout_seconds=timeout_seconds,
+                        staging=staging,
+                        watch=watch,
+                        arrivals=arrivals,
                     )
-            if watch is not None and not by_nccl and group is not None and rank in members:
-                watch.check_members(group, name, members)
-            if rank in members:
-                assert name not in self._by_name, f"process {rank} belongs to two groups named {name}"
-                self._by_name[name] = Communicator(
-                    name,
-                    tuple(members),
-                    rank,
-                    group,
-                    timeout_seconds=timeout_seconds,
-                    staging=staging,
-                    watch=watch,
-                    arrivals=arrivals,
-                )
+
+    def _make_group(
+        self, name: str, members: Sequence[int], timeout: timedelta, nccl: NcclOptions | None
+    ) -> dist.ProcessGroup | None:
+        """Make a group of NCCL, or without its options of gloo. Eager initialisation (device_id) gives NCCL one
+        communicator per group from the start, and none per pair at the first message."""
+        return dist.new_group(
+            list(members),
+            timeout=timeout,
+            backend="gloo" if nccl is None else "nccl",
+            pg_options=None if nccl is None else nccl.of_group(timeout),
+            group_desc=name,
+            device_id=None if nccl is None else self.torch_device,
+        )
 
     def __getitem__(self, name: str) -> Communicator:
         return self._by_name[name]

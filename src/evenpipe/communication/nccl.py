@@ -7,6 +7,8 @@ no effect with gloo: on CPUs, and if processes share a GPU.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -56,11 +58,20 @@ class NcclOptions:
         return options
 
 
-def quieten() -> None:
-    """Silence a warning of torch. Call it before groups are made: each reads the environment.
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Silence a warning of torch about groups that are made within: each reads the environment then.
 
     torch warns about unbatched sends on eagerly connected groups, because these wait for all other operations of their
     communicator, and recommends separate groups. Hops have separate groups by default; if a user wants fewer, the
     checker of schedules knows that they wait for each other.
     """
-    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+    name = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        del os.environ[name]

@@ -32,7 +32,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from evenpipe.errors import RunError
 from evenpipe.host.copies import Copies, Ticket
-from evenpipe.host.pool import PAGE, HostPool, Slot
+from evenpipe.host.pool import HostPool, Slot
+from evenpipe.recipe.offload import PAGE
 from evenpipe.schedule.passes import StageUnit
 
 _PLAIN = (Tensor, nn.Parameter)

@@ -25,9 +25,8 @@ from typing import IO, Protocol
 import torch
 
 from evenpipe.errors import InputError
+from evenpipe.recipe.offload import PAGE
 
-PAGE = 4096
-"""Bytes of a page. Slots are whole pages."""
 SLAB = 64 * 2**20
 """Bytes of the smallest slab, if the limit leaves room for one."""
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
@@ -58,20 +58,12 @@ class Switch:
     torch keeps products where hooks on saved tensors do not see them."""
 
 
-def checkpointing_of_layers(given: str | Sequence[str], layers: int) -> tuple[str, ...]:
-    """Return one choice for each layer of the model.
-
-    Raises:
-        InputError: an unknown choice, or not one per layer.
-    """
-    accepted = ", ".join(f'"{choice}"' for choice in CHOICES)
-    choices = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,) * layers
+def check_choices(choices: Iterable[str]) -> None:
+    """Raise InputError for an unknown choice of checkpointing."""
     for choice in choices:
         if choice not in CHOICES:
+            accepted = ", ".join(f'"{one}"' for one in CHOICES)
             raise InputError(f"checkpointing: {choice!r}, expected one of {accepted}, or one of these per layer")
-    if len(choices) != layers:
-        raise InputError(f"checkpointing: {len(choices)} choices, expected one for each of the model's {layers} layers")
-    return choices
 
 
 def checkpoint_layer(layer: nn.Module, choice: str, switch: Switch, torch_device: torch.device) -> None:

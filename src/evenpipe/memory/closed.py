@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from typing import Any, Literal
 
 from torch import nn
 
 from evenpipe.errors import InputError
 from evenpipe.memory.blocks import Block
 from evenpipe.memory.bytes import StageBytes
-from evenpipe.memory.cut import Sizes, sizes_of
+from evenpipe.memory.cut import Portion, Sizes, sizes_of
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.layers import SMALLEST_MOVED, LayerBytes, check_has_closed_form, given, layer_bytes
 from evenpipe.memory.sketch import Tape, held
@@ -41,31 +42,25 @@ class ClosedForms:
         for shape in set(self.shapes):
             check_has_closed_form(shape)
         self._start = start_of(description)
+        self._layer = lru_cache(maxsize=4096)(layer_bytes)  # most layers of a model are alike
 
     def stage(
         self,
         first: int,
         last: int,
+        portion: Portion,
         *,
         is_first: bool,
         is_last: bool,
-        microbatch_size: int,
-        sequence: int,
-        element: int = 4,
         checkpointing: str | Sequence[str] = "none",
         kept_layers: Collection[int] = (),
         kernels: Kernels = PRESETS["transformers"],
-        tp: int = 1,
-        sequence_parallel: bool = True,
-        cp: int = 1,
     ) -> StageBytes:
         """Return the bytes of layers [first, last) with the ends that the stage owns.
 
         Args:
-            element: bytes of an activation.
             checkpointing: of `layers.REGIONS`, for all layers of the model or one for each of them.
             kept_layers: layers that are not copied to the host.
-            tp, sequence_parallel, cp: as in `Parallelism`.
 
         Raises:
             InputError: as `layer_bytes`.
@@ -74,27 +69,22 @@ class ClosedForms:
         choices = [checkpointing] * len(shapes) if isinstance(checkpointing, str) else list(checkpointing)
         if len(choices) != len(shapes):
             raise InputError(f"checkpointing: {len(choices)} choices, expected one for each of {len(shapes)} layers.")
-        tokens, cut = microbatch_size * sequence, sequence_parallel and tp > 1
+        cut: dict[str, Any] = {
+            "tokens": portion.microbatch_size * portion.sequence,
+            "sequence": portion.sequence,
+            "element": portion.element,
+            "tp": portion.tp,
+            "sequence_parallel": portion.sequence_parallel and portion.tp > 1,
+            "cp": portion.cp,
+        }
 
         def layers(choices: Sequence[str]) -> list[LayerBytes]:
             return [
-                layer_bytes(
-                    shape,
-                    kernels,
-                    tokens=tokens,
-                    sequence=sequence,
-                    element=element,
-                    tp=tp,
-                    sequence_parallel=cut,
-                    cp=cp,
-                    checkpointing=choice,
-                )
+                self._layer(shape, kernels, **cut, checkpointing=choice)
                 for shape, choice in zip(shapes[first:last], choices, strict=True)
             ]
 
-        sizes = sizes_of(
-            shapes[0], tokens=tokens, sequence=sequence, element=element, tp=tp, sequence_parallel=cut, cp=cp
-        )
+        sizes, element = sizes_of(shapes[0], **cut), portion.element
         made: dict[str, int] = {}
         for shape in set(shapes):
             made |= given(shape, kernels, sizes)

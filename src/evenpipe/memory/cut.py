@@ -8,6 +8,22 @@ from evenpipe.errors import InputError
 from evenpipe.model.shape import LayerShape
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Portion:
+    """One GPU's part of a microbatch."""
+
+    microbatch_size: int
+    """Sequences."""
+    sequence: int
+    """Tokens of a sequence, before context parallelism."""
+    element: int = 4
+    """Bytes of an activation."""
+    tp: int = 1
+    sequence_parallel: bool = True
+    """As in `Parallelism`, like `tp` and `cp`."""
+    cp: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Sizes of one microbatch on one GPU."""

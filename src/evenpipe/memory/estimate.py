@@ -1,6 +1,6 @@
 """Memory of every device of a training run, from a model, a layout, and a GPU.
 
-    found = estimate(describe("Qwen/Qwen3-8B"), Parallelism(dp=2, tp=2, pp=2), sequence=8192, memory=80 * 2**30)
+    found = estimate(describe("Qwen/Qwen3-8B"), Recipe.of(dp=2, tp=2, pp=2, sequence_length=8192), memory=80 * 2**30)
     found.verdict, found.devices[0].peak_allocated, found.devices[0].binding_event
 
 Bytes of stages come from closed forms, or from a trace of the stage if the model has none (always with `traced=True`);
@@ -9,15 +9,15 @@ the program is the one that `evenpipe train` would run, and each of its rows is 
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from evenpipe.costs.hardware import Hardware
 from evenpipe.errors import InputError
 from evenpipe.model import Description
-from evenpipe.schedule import Schedule, vocabulary_mode
+from evenpipe.model.flops import usual_length
+from evenpipe.recipe.recipe import Recipe
 
 from .bytes import DeviceMemory
 from .device import DeviceBytes
@@ -25,11 +25,9 @@ from .framework import FRAMEWORKS, Framework
 from .host import copied_bytes, host_bytes
 from .kernels import PRESETS, Kernels
 from .model_bytes import ModelBytes
-from .parallelism import Parallelism
-from .programs import Planned, planned
-from .replay import replay
+from .programs import Planned
 from .reserved import ProcessMemory, overheads_of, process_memory
-from .run import Run
+from .settings import Settings
 from .states import MIXED, SINGLE, Dtypes
 from .verdict import Verdict, verdict_of, worst
 
@@ -97,20 +95,23 @@ class Estimate:
     """All devices of a pipeline."""
 
     devices: tuple[DeviceEstimate, ...]
-    parallelism: Parallelism
     schedule: str
-    vocabulary: str
-    microbatches: int
+    """Its name; "given" for an order or a program."""
     layers_per_stage: tuple[int, ...]
-    run: Run
-    """Sizes, precisions, kernels."""
+    settings: Settings
+    """The recipe, precisions, kernels."""
     memory: int | None
     """Bytes of a GPU."""
 
     @property
+    def recipe(self) -> Recipe:
+        """How the model is spread."""
+        return self.settings.recipe
+
+    @property
     def dtypes(self) -> Dtypes:
         """Precisions."""
-        return self.run.dtypes
+        return self.settings.dtypes
 
     @property
     def verdict(self) -> Verdict | None:
@@ -130,14 +131,14 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
-        axes = {name: getattr(self.parallelism, name) for name in ("dp", "tp", "cp", "pp", "zero")}
+        parallelism = self.recipe.parallelism
         return {
-            "parallelism": {**axes, "gpus": self.parallelism.gpus},
+            "parallelism": {name: getattr(parallelism, name) for name in ("dp", "tp", "cp", "pp", "zero", "gpus")},
             "schedule": self.schedule,
-            "vocabulary": self.vocabulary,
-            "microbatches": self.microbatches,
-            "microbatch_size": self.run.microbatch_size,
-            "sequence": self.run.sequence,
+            "vocabulary": self.recipe.vocabulary,
+            "microbatches": self.recipe.microbatches,
+            "microbatch_size": self.settings.microbatch_size,
+            "sequence": self.settings.sequence,
             "dtypes": asdict(self.dtypes),
             "layers_per_stage": list(self.layers_per_stage),
             "devices": [device.to_dict() for device in self.devices],
@@ -148,20 +149,10 @@ class Estimate:
 
 
 def estimate(
-    description: Description,
-    parallelism: Parallelism | None = None,
+    model: Description | ModelBytes,
+    recipe: Recipe | None = None,
     *,
-    sequence: int,
-    microbatch_size: int = 1,
-    microbatches: int | None = None,
-    schedule: Schedule = "1f1b",
-    options: Mapping[str, Any] | None = None,
-    vocabulary: str = "balanced",
     kernels: Kernels | str = "transformers",
-    checkpointing: str | Sequence[str] = "none",
-    layers_per_stage: Sequence[int] | None = None,
-    offload: str | float = "scheduled",
-    kept_layers: Collection[int] = (),
     dtypes: Dtypes | None = None,
     hardware: Hardware | None = None,
     memory: int | None = None,
@@ -174,17 +165,10 @@ def estimate(
     """Estimate the memory of every device.
 
     Args:
-        sequence: tokens of a sequence, before context parallelism.
-        microbatch_size: sequences of a microbatch.
-        microbatches: per step and replica; None: 4 per device, or those of the program.
-        schedule: a name with its generator's `options`, an order, or a program.
-        vocabulary: the mode.
-        kernels: the implementations, or the name of a preset.
-        checkpointing: "none", "full" or "selective" for all layers or one for each; in closed form also Megatron-LM's
+        model: its description; for estimates of many recipes its `ModelBytes`, which share what they compute.
+        recipe: a program in it stays unchanged. In closed form, checkpointing may also be one of Megatron-LM's
             selective choices (`layers.REGIONS`).
-        layers_per_stage: None: split evenly, and by cost with "redistribute".
-        offload: which activations go to the host, as for `plan_order`; a program stays unchanged.
-        kept_layers: layers whose activations are not copied to the host.
+        kernels: the implementations, or the name of a preset.
         dtypes: None: bf16 with fp32 masters and gradients, on a CPU fp32 throughout.
         hardware: None: some NVIDIA GPU.
         memory: bytes of a GPU; None: those of the hardware. Without either there is no verdict.
@@ -198,37 +182,21 @@ def estimate(
     Raises InputError for sizes that do not divide, for unknown names, and if a model has no closed form and the layout
     cannot be traced.
     """
-    parallelism = parallelism or Parallelism()
-    for name, value in (("sequence", sequence), ("microbatch_size", microbatch_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} is {value!r}, expected a whole number of at least 1")
-    if sequence % parallelism.cp:
-        raise InputError(f"sequence is {sequence}, expected a multiple of cp = {parallelism.cp}")
+    source = model if isinstance(model, ModelBytes) else ModelBytes(model)
+    description, recipe = source.description, recipe or Recipe()
+    if recipe.batch.sequence_length is None:
+        recipe = replace(recipe, batch=replace(recipe.batch, sequence_length=usual_length(description)))
     chosen = _kernels(kernels)
     on_cpu = hardware is not None and hardware.torch_device == "cpu"
     if memory is None and hardware is not None:
         memory = hardware.memory_bytes
-    plan = planned(
-        description,
-        schedule,
-        sequence=sequence,
-        devices=parallelism.pp,
-        microbatches=microbatches,
-        vocabulary=vocabulary,
-        layers_per_stage=layers_per_stage,
-        options=options,
-        offload=offload,
-    )
-    run = Run(
-        parallelism=parallelism,
-        sequence=sequence,
-        microbatch_size=microbatch_size,
+    settings = Settings(
+        recipe=recipe,
+        checkpointing=recipe.checkpointing_of(description.layers),
+        kept_layers=recipe.offload.kept_layers(description.layers),
         kernels=chosen,
-        checkpointing=_choices(checkpointing, description.layers),
-        kept_layers=frozenset(kept_layers),
         dtypes=dtypes or (SINGLE if on_cpu else MIXED),
         framework=framework or _framework(kernels, chosen),
-        vocabulary=plan.mode,
         on_cpu=on_cpu,
         overheads=overheads_of(hardware),
         optimizer=optimizer,
@@ -236,36 +204,25 @@ def estimate(
         foreach=foreach,
         traced=traced,
     )
-    source = model_bytes(description)
-    source.parameters.check(parallelism.tp)
+    plan = source.planned(recipe)
+    source.parameters.check(recipe.parallelism.tp)
     return Estimate(
-        devices=tuple(_device(source, plan, run, device, memory) for device in range(plan.program.devices)),
-        parallelism=parallelism,
-        schedule=schedule if isinstance(schedule, str) else "given",
-        vocabulary=vocabulary_mode(vocabulary),
-        microbatches=plan.program.microbatches,
+        devices=tuple(_device(source, plan, settings, device, memory) for device in range(plan.program.devices)),
+        schedule=recipe.schedule if isinstance(recipe.schedule, str) else "given",
         layers_per_stage=plan.layers_per_stage,
-        run=run,
+        settings=settings,
         memory=memory,
     )
 
 
-def _device(source: ModelBytes, plan: Planned, run: Run, device: int, memory: int | None) -> DeviceEstimate:
-    held = DeviceBytes.of(source, plan, run, device)
-    found = replay(
-        plan.program,
-        device,
-        held.stages,
-        held.vocabulary,
-        held.state,
-        batch=held.fixed,
-        gradients_exist=run.framework.gradients_exist,
-    )
+def _device(source: ModelBytes, plan: Planned, settings: Settings, device: int, memory: int | None) -> DeviceEstimate:
+    held = DeviceBytes.of(source, plan, settings, device)
+    found = plan.replay(device, settings.framework).memory(held.stages, held.vocabulary, held.state, batch=held.fixed)
     process = process_memory(
         found.peak,
-        run.overheads,
-        communicators=plan.communicators(device, run.parallelism, run.framework),
-        context_parallel=run.parallelism.cp > 1,
+        settings.overheads,
+        communicators=plan.communicators(device, settings.parallelism, settings.framework),
+        context_parallel=settings.parallelism.cp > 1,
     )
     placement = plan.program.placement
     stages = placement.stages_of(device)
@@ -295,29 +252,3 @@ def _kernels(kernels: Kernels | str) -> Kernels:
 def _framework(given: Kernels | str, kernels: Kernels) -> Framework:
     names = [given] if isinstance(given, str) else [name for name, preset in PRESETS.items() if preset == kernels]
     return FRAMEWORKS[names[0] if names else "transformers"]
-
-
-def _choices(checkpointing: str | Sequence[str], layers: int) -> tuple[str, ...]:
-    choices = (checkpointing,) * layers if isinstance(checkpointing, str) else tuple(checkpointing)
-    if len(choices) == 1:
-        choices *= layers
-    if len(choices) != layers:
-        raise InputError(f"checkpointing: {len(choices)} choices, expected one for each of the model's {layers} layers")
-    return choices
-
-
-# --- cache of models ---------------------------------------------------------------------------------------------
-
-KEPT_MODELS = 4
-_models: OrderedDict[int, tuple[Description, ModelBytes]] = OrderedDict()
-
-
-def model_bytes(description: Description) -> ModelBytes:
-    """Return the cached bytes of a model: estimates of many layouts of one model share them."""
-    key = id(description)
-    found = _models.get(key)
-    if found is None or found[0] is not description:
-        _models[key] = found = (description, ModelBytes(description))
-        if len(_models) > KEPT_MODELS:
-            _models.popitem(last=False)
-    return found[1]

@@ -21,7 +21,7 @@ def text(description: Description, found: Estimate, paper: PaperEstimate | None 
 
 
 def _head(description: Description, found: Estimate) -> list[str]:
-    parallelism, run = found.parallelism, found.run
+    parallelism, settings = found.recipe.parallelism, found.settings
     elements = sum(parameter.numel() for parameter in description.skeleton.parameters())
     axes = [f"{name} {size}" for name in ("dp", "tp", "cp", "pp") if (size := getattr(parallelism, name)) > 1]
     if parallelism.zero:
@@ -31,8 +31,9 @@ def _head(description: Description, found: Estimate) -> list[str]:
         f"{description.architecture}: {count(description.layers, 'layer')}, {elements / 1e9:.3g} B parameters,"
         f" vocabulary {description.vocabulary_size}",
         f"{count(parallelism.gpus, 'GPU')}{': ' + ', '.join(axes) if axes else ''}",
-        f"{found.schedule}, {found.vocabulary}, {count(found.microbatches, 'microbatch')} of {run.microbatch_size} x"
-        f" {run.sequence} tokens, {dtypes.compute} with gradients in {dtypes.gradients}",
+        f"{found.schedule}, {found.recipe.vocabulary}, {count(found.recipe.microbatches, 'microbatch')} of"
+        f" {settings.microbatch_size} x {settings.sequence} tokens,"
+        f" {dtypes.compute} with gradients in {dtypes.gradients}",
     ]
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from evenpipe.errors import InputError
 from evenpipe.memory.attention import is_eager
@@ -107,7 +106,6 @@ def check_has_closed_form(shape: LayerShape) -> None:
         raise InputError("dropout: it is not 0 in this model's config, and its masks have no closed form.")
 
 
-@lru_cache(maxsize=4096)
 def layer_bytes(
     shape: LayerShape,
     kernels: Kernels,
@@ -152,14 +150,14 @@ _HOLDERS = (True, True), (True, False), (False, True), (False, False)
 
 def _measured(shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: str) -> LayerBytes:
     """Run the layer, once for its saved tensors and once for each kind of backward."""
-    bare, kept = (Run(shape, kernels, sizes, checkpointing) for _ in range(2))
+    bare, kept = (LayerRun(shape, kernels, sizes, checkpointing) for _ in range(2))
     bare.tape.recording = False
     bare.forward()
     kept.forward()
     tensors = _by_name(kept.saved_storages())
     peaks = {}
     for holds in _HOLDERS:
-        fused, split = (Run(shape, kernels, sizes, checkpointing, split=is_split) for is_split in (False, True))
+        fused, split = (LayerRun(shape, kernels, sizes, checkpointing, split=is_split) for is_split in (False, True))
         fused.forward()
         split.forward()
         peaks[holds] = fused.backward(*holds), split.backward(*holds)
@@ -190,7 +188,7 @@ def _measured(shape: LayerShape, kernels: Kernels, sizes: Sizes, checkpointing: 
     )
 
 
-class Run:
+class LayerRun:
     """One layer on its own tape."""
 
     def __init__(

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import OrderedDict
 
 import torch
 
 from evenpipe.errors import InputError
 from evenpipe.model import Description
 from evenpipe.model.shape import LayerShape
+from evenpipe.recipe.recipe import Recipe
+from evenpipe.schedule import Program
 
 from .bytes import StageBytes
 from .closed import ClosedForms
+from .cut import Portion
 from .parameters import Parameters
-from .run import Run
+from .programs import Planned, planned
+from .settings import Settings
 from .traced import StageTracer
 
 KEPT_STAGES = 4096
+KEPT_PROGRAMS = 64
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -32,10 +37,22 @@ class ModelBytes:
             self._closed = ClosedForms(description)
         except InputError as error:
             self._why_not = str(error)
+        self._programs: OrderedDict[tuple[int, tuple[int, ...] | None], Planned] = OrderedDict()
         self._stages: dict[tuple[object, ...], StageBytes] = {}
         self._tracers: dict[tuple[object, ...], StageTracer] = {}
 
-    def closed_stage(self, bounds: tuple[int, int], ends: tuple[bool, bool], run: Run) -> StageBytes:
+    def planned(self, recipe: Recipe) -> Planned:
+        """Return the program of a recipe, as `programs.planned`; given programs are cached."""
+        if not isinstance(recipe.schedule, Program):
+            return planned(self.description, recipe)
+        key = (id(recipe.schedule), recipe.layers_per_stage)  # held, so that the id stays unique: comparing takes long
+        if key not in self._programs:
+            self._programs[key] = planned(self.description, recipe)
+            if len(self._programs) > KEPT_PROGRAMS:
+                self._programs.popitem(last=False)
+        return self._programs[key]
+
+    def closed_stage(self, bounds: tuple[int, int], ends: tuple[bool, bool], settings: Settings) -> StageBytes:
         """Return a stage in closed form.
 
         bounds: first layer (inclusive) and last (exclusive). ends: whether it is the first and the last stage. Raises
@@ -44,28 +61,29 @@ class ModelBytes:
         if self._closed is None:
             raise InputError(self._why_not)
         first, last = bounds
-        sizes: dict[str, Any] = {
-            "microbatch_size": run.microbatch_size,
-            "sequence": run.sequence,
-            "element": run.element,
-            "kernels": run.kernels,
-            "tp": run.parallelism.tp,
-            "sequence_parallel": run.parallelism.sequence_parallel,
-            "cp": run.parallelism.cp,
-        }
-        kept = tuple(layer in run.kept_layers for layer in range(first, last))
-        key = (*self._like(first, last), run.checkpointing[first:last], kept, ends, *sizes.values())
+        parallelism = settings.parallelism
+        portion = Portion(
+            microbatch_size=settings.microbatch_size,
+            sequence=settings.sequence,
+            element=settings.element,
+            tp=parallelism.tp,
+            sequence_parallel=parallelism.sequence_parallel,
+            cp=parallelism.cp,
+        )
+        kept = tuple(layer in settings.kept_layers for layer in range(first, last))
+        key = (*self._like(first, last), settings.checkpointing[first:last], kept, ends, portion, settings.kernels)
         if key not in self._stages:
             if len(self._stages) >= KEPT_STAGES:
                 self._stages.clear()
             self._stages[key] = self._closed.stage(
                 first,
                 last,
+                portion,
                 is_first=ends[0],
                 is_last=ends[1],
-                checkpointing=run.checkpointing,
-                kept_layers=run.kept_layers,
-                **sizes,
+                checkpointing=settings.checkpointing,
+                kept_layers=settings.kept_layers,
+                kernels=settings.kernels,
             )
         return self._stages[key]
 
@@ -75,26 +93,28 @@ class ModelBytes:
         shapes = self._closed.shapes[first:last]
         return (len(shapes), shapes[0] if len(set(shapes)) == 1 else shapes)
 
-    def traced_stage(self, bounds: tuple[int, int], ends: tuple[bool, bool], run: Run, *, split: bool) -> StageBytes:
+    def traced_stage(
+        self, bounds: tuple[int, int], ends: tuple[bool, bool], settings: Settings, *, split: bool
+    ) -> StageBytes:
         """Return a stage from running it without memory. Arguments as above; split: some of its backwards are I and
         W."""
-        key = (run.microbatch_size, run.sequence, run.dtypes, run.kernels, split)
+        key = (settings.microbatch_size, settings.sequence, settings.dtypes, settings.kernels, split)
         if key not in self._tracers:
             self._tracers[key] = StageTracer(
                 self.description,
-                microbatch_size=run.microbatch_size,
-                sequence=run.sequence,
-                compute_dtype=TORCH[run.dtypes.compute],
-                parameter_dtype=TORCH[run.dtypes.masters],
+                microbatch_size=settings.microbatch_size,
+                sequence=settings.sequence,
+                compute_dtype=TORCH[settings.dtypes.compute],
+                parameter_dtype=TORCH[settings.dtypes.masters],
                 split=split,
-                kernels=run.kernels,
+                kernels=settings.kernels,
             )
         return self._tracers[key].stage(
             *bounds,
             is_first=ends[0],
             is_last=ends[1],
-            checkpointing=run.checkpointing,
-            kept_layers=run.kept_layers,
+            checkpointing=settings.checkpointing,
+            kept_layers=settings.kept_layers,
         )
 
     @property

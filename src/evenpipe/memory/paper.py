@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from evenpipe.errors import InputError
 from evenpipe.model import Description
-
-from .parallelism import Parallelism
+from evenpipe.recipe.parallelism import Parallelism
 
 FEASIBLE = 0.8
 """Share of a GPU's memory below which none of the paper's 454 runs failed."""

@@ -8,22 +8,17 @@ Communication and the overhead of an allocator are not tensors and are counted e
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenpipe.memory.bytes import DeviceMemory, StageBytes, StateBytes, VocabularyBytes
-from evenpipe.memory.moments import Walk
 from evenpipe.memory.things import NO_STAGE, TERMS, Thing
 from evenpipe.memory.walk import walk
 from evenpipe.schedule import Program
 
 OPTIMIZER_STEP = "optimizer step"
-
-KEPT_WALKS = 256
-"""Number of cached walks: a search uses the same program again with other sizes."""
 
 
 def replay(
@@ -49,15 +44,15 @@ def replay(
         buffers_exist: as after the first step; matters if the vocabulary's bytes have `handed_on` or `room`.
         curve: also the bytes after every item of the row.
     """
-    found = _arrays(program, device, gradients_exist=gradients_exist, buffers_exist=buffers_exist)
+    found = Replay(program, device, gradients_exist=gradients_exist, buffers_exist=buffers_exist)
     return found.memory(stages, vocabulary, state, batch=batch, curve=curve)
 
 
-class _Arrays:
-    """A walk as arrays."""
+class Replay:
+    """A walk as arrays, for any sizes."""
 
-    def __init__(self, program: Program, device: int, walked: Walk, *, gradients_exist: bool) -> None:
-        self._program = program  # held, so that its id stays unique
+    def __init__(self, program: Program, device: int, *, gradients_exist: bool, buffers_exist: bool = True) -> None:
+        walked = walk(program, device, gradients_exist=gradients_exist, buffers_exist=buffers_exist)
         self._walk = walked
         self._gradients_exist = gradients_exist
         self._counts = np.array([moment.counts for moment in walked.moments], dtype=np.int64)
@@ -73,8 +68,9 @@ class _Arrays:
         state: StateBytes,
         *,
         batch: int,
-        curve: bool,
+        curve: bool = False,
     ) -> DeviceMemory:
+        """Arguments as for `replay`."""
         things = self._walk.things
         sizes = np.array([_size(thing, stages, vocabulary) for thing in things], dtype=np.int64)
         always = state.parameters + state.copies + state.unsharded + state.optimizer + batch
@@ -111,22 +107,6 @@ class _Arrays:
             "buffers": batch,
             "transient": 0,
         }
-
-
-_kept: OrderedDict[tuple[int, int, bool, bool], _Arrays] = OrderedDict()
-
-
-def _arrays(program: Program, device: int, *, gradients_exist: bool, buffers_exist: bool) -> _Arrays:
-    key = (id(program), device, gradients_exist, buffers_exist)
-    found = _kept.get(key)
-    if found is None:
-        walked = walk(program, device, gradients_exist=gradients_exist, buffers_exist=buffers_exist)
-        found = _kept[key] = _Arrays(program, device, walked, gradients_exist=gradients_exist)
-        if len(_kept) > KEPT_WALKS:
-            _kept.popitem(last=False)
-    else:
-        _kept.move_to_end(key)
-    return found
 
 
 # --- sizes ----------------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from evenpipe.costs.hardware import Hardware
+from evenpipe.recipe.parallelism import Parallelism
 
 from .framework import MIB, Framework
-from .parallelism import Parallelism
 
 BLOCK = 512
 """torch's allocator gives out multiples of this many bytes."""

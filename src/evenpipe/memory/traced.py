@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from evenpipe.errors import InputError
-from evenpipe.layers.checkpointing import checkpointing_of_layers
+from evenpipe.layers.checkpointing import check_choices
 from evenpipe.memory.alike import kinds_of_layers
 from evenpipe.memory.bench import Bench, Trace
 from evenpipe.memory.bytes import StageBytes
@@ -29,39 +29,6 @@ from evenpipe.memory.fakes import empty_stage, give_storage, without_memory
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.stretches import window
 from evenpipe.model import Description
-
-
-def trace_stage(
-    description: Description,
-    first: int,
-    last: int,
-    *,
-    is_first: bool,
-    is_last: bool,
-    microbatch_size: int,
-    sequence: int,
-    compute_dtype: torch.dtype = torch.float32,
-    parameter_dtype: torch.dtype = torch.float32,
-    checkpointing: str | Sequence[str] = "none",
-    kept_layers: Collection[int] = (),
-    split: bool = False,
-    recompute: bool = False,
-    kernels: Kernels = PRESETS["transformers"],
-) -> StageBytes:
-    """Return the bytes of one stage, as `StageTracer.stage`; for several stages of a model keep a tracer."""
-    tracer = StageTracer(
-        description,
-        microbatch_size=microbatch_size,
-        sequence=sequence,
-        compute_dtype=compute_dtype,
-        parameter_dtype=parameter_dtype,
-        split=split,
-        recompute=recompute,
-        kernels=kernels,
-    )
-    return tracer.stage(
-        first, last, is_first=is_first, is_last=is_last, checkpointing=checkpointing, kept_layers=kept_layers
-    )
 
 
 class StageTracer:
@@ -112,7 +79,9 @@ class StageTracer:
         Raises:
             InputError: the stage cannot be run without values.
         """
-        choices = checkpointing_of_layers(checkpointing, self._description.layers)[first:last]
+        every = (checkpointing,) * self._description.layers if isinstance(checkpointing, str) else tuple(checkpointing)
+        check_choices(every)
+        choices = every[first:last]
         moves = tuple(layer not in kept_layers for layer in range(first, last))
         found = self._stage(first, choices, moves, is_first=is_first, is_last=is_last)
         if self._recompute and any(choice != "none" for choice in choices):

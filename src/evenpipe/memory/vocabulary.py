@@ -8,14 +8,13 @@ small ids are frequent, and the first shard owns most of them.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 from evenpipe.memory.bytes import VocabularyBytes
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.letters import Letters, Machine, VocabularyShape
 from evenpipe.schedule import Placement
 from evenpipe.schedule.planning import BARRIERS, vocabulary_mode
-from evenpipe.vocabulary import Shard, split
+from evenpipe.vocabulary import split
 from evenpipe.vocabulary.kernels.plain import cached_rows
 
 INDEX = 8
@@ -46,14 +45,14 @@ def vocabulary_bytes(
     barriers = BARRIERS[vocabulary_mode(mode)]
     if barriers:
         parts = placement.devices * tensor_parallel
-        shard = _shards(shape.rows, parts)[device * tensor_parallel]
+        shard = split(shape.rows, parts)[device * tensor_parallel]
         letters = Letters.of(shape, shard, placement.devices, token_share, machine)
         found = _sharded(letters, shape, one_barrier=barriers == 1)
         if device != placement.first_device:
             found = replace(found, rows_all=0)
         return found
     first, last = device == placement.first_device, device == placement.last_device
-    shard = _shards(shape.rows, tensor_parallel)[0]
+    shard = split(shape.rows, tensor_parallel)[0]
     letters = Letters.of(shape, shard, 1, 1.0, machine)
     found = VocabularyBytes()
     if last:
@@ -67,11 +66,6 @@ def vocabulary_bytes(
             embedding_gradients=0 if held_twice else of_embedding.embedding_gradients,
         )
     return found
-
-
-@cache
-def _shards(rows: int, parts: int) -> list[Shard]:
-    return split(rows, parts)
 
 
 def batch_bytes(tokens: int, *, machine: Machine = "gpu", shards: int = 1, accumulator: int = 4) -> int:

@@ -37,9 +37,12 @@ ARRANGING_SEQUENCE = 2048
 def arranging_flops(description: Description, sequence: int | None = None) -> tuple[tuple[float, ...], float]:
     """Return the forward FLOPs per token of every layer and of the output layer, by which orders are arranged and
     layers are split if no times are known. `sequence` is in tokens."""
-    if sequence is None:
-        sequence = min(ARRANGING_SEQUENCE, description.maximum_length or ARRANGING_SEQUENCE)
-    return tuple(layer_flops(description, sequence)), head_flops(description)
+    return tuple(layer_flops(description, sequence or usual_length(description))), head_flops(description)
+
+
+def usual_length(description: Description) -> int:
+    """Return the tokens of a sequence where no number is given."""
+    return min(ARRANGING_SEQUENCE, description.maximum_length or ARRANGING_SEQUENCE)
 
 
 def _matrices(description: Description, index: int) -> float:

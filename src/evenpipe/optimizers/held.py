@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from evenpipe.communication.communicator import Communicator
 from evenpipe.model import Description
+from evenpipe.parallel.tensor_placement import TensorPlacement, chunk
 
 NEEDED_BY = "the optimizer"
 
@@ -21,10 +22,14 @@ class HeldParameter:
 
     name: str
     parameter: nn.Parameter
-    shape: tuple[int, ...]
-    """Shape of the whole parameter."""
+    placement: TensorPlacement
     communicator: Communicator | None
     """Communicator of all processes with rows of the parameter; None: this process has all rows."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter."""
+        return self.placement.shape
 
 
 class HoldsParameters(Protocol):
@@ -60,9 +65,8 @@ class Visit:
         communicator = held.communicator
         assert communicator is not None
         self._communicator, self._root, self._name = communicator, communicator.members[host], held.name
-        count, members = held.shape[0], len(communicator.members)
-        chunk = -(-count // members)
-        self._counts = [max(0, min(chunk, count - member * chunk)) for member in range(members)]
+        members = len(communicator.members)
+        self._counts = [len(chunk(held.shape[0], member, members)) for member in range(members)]
         self._tensor = rows.contiguous()
         self.is_here = communicator.rank == self._root
         """Whether this process is the host."""

@@ -1,9 +1,17 @@
-"""The mesh and the communication outside the program: which processes form a pipeline and which are replicas, sums of
-gradients over replicas, parameters in shards over them, and gradient clipping over all."""
+"""The grid of processes and the communication outside the program: which processes form a pipeline and which are
+replicas, sums of gradients over replicas, parameters in shards over them, and gradient clipping over all."""
 
 from evenpipe.parallel.clipping import clip_gradients, total_norm
 from evenpipe.parallel.fsdp import ShardedModule
 from evenpipe.parallel.gradients import ReplicatedGradients
-from evenpipe.parallel.grid import Grid, process_grid
+from evenpipe.parallel.grid import Grid, check_built, process_grid
 
-__all__ = ["Grid", "ReplicatedGradients", "ShardedModule", "clip_gradients", "process_grid", "total_norm"]
+__all__ = [
+    "Grid",
+    "ReplicatedGradients",
+    "ShardedModule",
+    "check_built",
+    "clip_gradients",
+    "process_grid",
+    "total_norm",
+]

@@ -17,9 +17,10 @@ process's rows of each parameter, split over the replicas as by `torch.chunk`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,21 +29,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle, fully_shard
 from torch.distributed.tensor import DTensor
 
-from evenpipe.parallel.gradients import Pending
+from evenpipe.communication.communicator import Communicator, Handle
+from evenpipe.parallel.tensor_placement import Cut, Held, TensorPlacement
 
 BUCKET_ELEMENTS = 1 << 24
 """Approximate number of elements that are reduced together: bounds the memory of the buffers, which is twice that of
 one bucket."""
-
-
-class Shards(Protocol):
-    """The communicator of the processes that hold shards of the same parameters: this device in every pipeline."""
-
-    def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
-        """Put member i's tensor into row i of the output, on every member; the tensor may be the member's own row."""
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
-        """Add the members' tensors [members, ...] and put row i of the sum into member i's output."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,12 +42,9 @@ class _Sharded:
     """One parameter."""
 
     name: str
-    shape: torch.Size
-    """Shape of the whole parameter."""
     master: nn.Parameter
     """This process's rows."""
-    start: int
-    """First of these rows."""
+    placement: TensorPlacement
     chunk: int
     """Rows of every replica except the last ones."""
     shard: nn.Parameter
@@ -86,7 +75,7 @@ class _Sharded:
 class _Reduction:
     """A reduce-scatter in progress."""
 
-    handle: Pending
+    handle: Handle
     output: Tensor
     """[elements of this process's rows, padded; then for each parameter how many replicas have a gradient]."""
     parameters: Sequence[_Sharded]
@@ -109,8 +98,7 @@ class ShardedModule:
         module: with its whole parameters, the same on all replicas.
         units: children (at any depth) that are gathered one by one, to bound the memory of the gathering; parameters
             outside of them are gathered together.
-        mesh: one axis, the replicas, in the order of their ranks.
-        shards: over the same processes: every process gives and receives shards.
+        shards: over the replicas, in the order of their ranks: every process gives and receives shards.
         compute_dtype: of the whole parameters.
         what: for messages.
     """
@@ -119,28 +107,31 @@ class ShardedModule:
         self,
         module: nn.Module,
         units: Sequence[nn.Module],
+        shards: Communicator,
         *,
-        mesh: DeviceMesh,
-        shards: Shards,
         compute_dtype: torch.dtype,
         what: str,
     ) -> None:
         self._shards = shards
         self._what = what
-        self._replicas = mesh.size()
+        self._replicas = len(shards.members)
         self._compute_dtype = compute_dtype
         names = {parameter: name for name, parameter in module.named_parameters()}
         shapes = {name: parameter.shape for parameter, name in names.items()}
+        assert shards.group is not None
+        device_type = next((parameter.device.type for parameter in module.parameters()), "cpu")
+        mesh = DeviceMesh.from_group(shards.group, device_type, mesh_dim_names=("dp",))
         self._holders = [self._hold(unit, inside, mesh) for unit, inside in _units(module, units)]
         self._reductions: list[_Reduction] = []
         self._parameters: list[_Sharded] = []
+        cut = Cut(("dp",), shards.position, self._replicas)
         for name, sharded in module.named_parameters():
             assert isinstance(sharded, DTensor)
             local = cast(DTensor, sharded.detach()).to_local()
             master = nn.Parameter(local, requires_grad=sharded.requires_grad)
+            placement = TensorPlacement(tuple(shapes[name]), (cut,))
             chunk = -(-shapes[name][0] // self._replicas)
-            start = min(chunk * mesh.get_local_rank(), shapes[name][0])
-            self._parameters.append(_Sharded(name, shapes[name], master, start, chunk, sharded))
+            self._parameters.append(_Sharded(name, master, placement, chunk, sharded))
         self._module = module
 
     def _hold(self, module: nn.Module, elsewhere: Sequence[nn.Module], mesh: DeviceMesh) -> _Holder:
@@ -157,9 +148,9 @@ class ShardedModule:
         holder.set_custom_all_gather(gather)  # type: ignore[arg-type]  # its base class has no public name
         return _Holder(holder, gather)
 
-    def __iter__(self) -> Iterator[tuple[str, nn.Parameter, int, torch.Size]]:
-        """Yield (name, this process's rows, the first of them, shape of the whole)."""
-        return ((one.name, one.master, one.start, one.shape) for one in self._parameters)
+    def __iter__(self) -> Iterator[tuple[str, Held[nn.Parameter]]]:
+        """Yield (name, this process's rows)."""
+        return ((one.name, Held(one.master, one.placement)) for one in self._parameters)
 
     def follow_flags(self) -> None:
         """Make parameters trainable if their masters are trainable now. Between steps, on all replicas."""
@@ -192,7 +183,7 @@ class ShardedModule:
         (parameter,) = (one for one in self._parameters if one.name == name)
         if parameter.gradient is None:
             parameter.gradient = torch.zeros(
-                parameter.shape, dtype=parameter.master.dtype, device=parameter.master.device
+                parameter.placement.shape, dtype=parameter.master.dtype, device=parameter.master.device
             )
         return parameter.gradient
 
@@ -206,7 +197,7 @@ class ShardedModule:
             if not parameter.master.requires_grad:
                 continue
             bucket.append(parameter)
-            elements += parameter.shape.numel()
+            elements += math.prod(parameter.placement.shape)
             if elements >= BUCKET_ELEMENTS:
                 self._reductions.append(self._reduce(bucket))
                 bucket, elements = [], 0
@@ -227,7 +218,7 @@ class ShardedModule:
 
     def _reduce(self, parameters: list[_Sharded]) -> _Reduction:
         first = parameters[0].master
-        sizes = [one.chunk * one.shape[1:].numel() for one in parameters]
+        sizes = [one.chunk * math.prod(one.placement.shape[1:]) for one in parameters]
         rows = torch.zeros(
             (self._replicas, sum(sizes) + len(parameters)), dtype=first.dtype, device=first.device
         )  # zeros: the padding of the last replicas' rows
@@ -260,7 +251,7 @@ class ShardedModule:
             for index, parameter in enumerate(reduction.parameters):
                 master = parameter.master
                 summed = reduction.output[start : start + master.numel()].view(master.shape)
-                start += parameter.chunk * parameter.shape[1:].numel()
+                start += parameter.chunk * math.prod(parameter.placement.shape[1:])
                 if parameter in reduction.missing and not counts[index]:
                     continue
                 if master.grad is None:
@@ -273,10 +264,10 @@ class ShardedModule:
 class _AllGather:
     """FSDP2's all-gather, through our communicator: its waits are watched, and processes may share a GPU."""
 
-    def __init__(self, shards: Shards, what: str) -> None:
+    def __init__(self, shards: Communicator, what: str) -> None:
         self._shards = shards
         self._what = what
-        self._pending: Pending | None = None
+        self._pending: Handle | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)

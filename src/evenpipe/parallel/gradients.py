@@ -17,34 +17,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from evenpipe.communication.communicator import Communicator, Handle
+
 ALONE_ELEMENTS = 1 << 18
 """Larger gradients are summed in place; smaller ones of a part are copied into one bucket."""
-
-
-class Pending(Protocol):
-    """A collective in progress."""
-
-    def wait(self, needed_by: str = "", /) -> None:
-        """Return when the result may be read."""
-
-
-class Sums(Protocol):
-    """The communicator of the processes that hold the same parameters: this device in every pipeline."""
-
-    def all_reduce(self, tensor: Tensor, what: str) -> Pending:
-        """Add the members' tensors; each gets the sum in its own tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
     """One sum in progress."""
 
-    handle: Pending
+    handle: Handle
     buffer: Tensor
     parameters: Sequence[nn.Parameter]
     """Parameters whose gradients are in the buffer, one after the other; a single one has its own shape."""
@@ -63,11 +50,11 @@ class _Part:
 class ReplicatedGradients:
     """Sums the gradients of this device's parameters over all replicas, part by part."""
 
-    def __init__(self, parts: Mapping[str, Iterable[nn.Parameter]], sums: Sums, *, is_first: bool) -> None:
+    def __init__(self, parts: Mapping[str, Iterable[nn.Parameter]], sums: Communicator, *, is_first: bool) -> None:
         """
         Args:
             parts: parameters by part; each parameter in one part. The same on all replicas, in the same order.
-            sums: over the data axis: contributes to and receives every sum.
+            sums: over replicas: contributes to and receives every sum.
             is_first: whether this is the replica that keeps sums of earlier steps.
         """
         self._all = {name: list(parameters) for name, parameters in parts.items()}

@@ -1,72 +1,152 @@
-"""Which processes form a pipeline, how many pipelines there are side by side, and the position of this process.
+"""All processes as a grid with named axes, and the lines and groups in it.
 
-axis "pp" --->        device 0   device 1   device 2
-axis "dp"  replica 0     0          1          2        each row is a pipeline with the whole model and its own data;
-   |       replica 1     3          4          5        each column holds the same parameters and sums their gradients
-   v
+    dp   replicas: pipelines side by side, each with the whole model and its own data
+    pp   devices of a pipeline
+    cp   pieces of every sequence
+    tp   parts of every matrix
+    ep   members of a block of neighbouring replicas that spread experts among them: replica = block * ep + member
+    edp  these blocks, in which a member has the same experts
+
+    axis "pp" --->        device 0   device 1   device 2
+    axis "dp"  replica 0     0          1          2        each row is a pipeline; each column holds the same
+       |       replica 1     3          4          5        parameters and sums their gradients
+       v
+
+The more two processes exchange, the nearer they are to each other: without a mesh, ranks count tp first, then cp, ep,
+pp, edp.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from evenpipe.errors import InputError
 
-PIPELINE_AXIS, DATA_AXIS = "pp", "dp"
+AXES = ("dp", "pp", "cp", "tp")
+"""The order in which all processes are listed: replica by replica, in each by device, and so on."""
+_CUT = ("edp", "ep", "pp", "cp", "tp")
+"""The same with "dp" cut in two. No other axis has parts."""
+_PARTS = {axis: ("edp", "ep") if axis == "dp" else (axis,) for axis in (*AXES, "edp", "ep")}
+_FAR_TO_NEAR = ("edp", "pp", "ep", "cp", "tp")
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """All processes, by replica and device. The numbers are global ranks."""
+    """All processes, by their coordinates. Make one with `from_sizes`, `from_mesh` or `process_grid`."""
 
-    pipelines: tuple[tuple[int, ...], ...]
-    """[replica][device]; the same on every process."""
-    replica: int
-    """The pipeline of this process."""
-    device: int
-    """The position of this process in it."""
+    sizes: Mapping[str, int]
+    """Of edp, ep, pp, cp and tp."""
+    ranks: tuple[int, ...]
+    """All processes in the order of `AXES`; the same on every process."""
+    rank: int
+    """This process."""
+    _own: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
-    @property
-    def devices(self) -> int:
-        """Number of devices of one pipeline."""
-        return len(self.pipelines[0])
+    def __post_init__(self) -> None:
+        place, own = self.ranks.index(self.rank), {}
+        for axis in reversed(_CUT):
+            place, own[axis] = divmod(place, self.sizes[axis])
+        object.__setattr__(self, "_own", own)
 
-    @property
-    def replicas(self) -> int:
-        """Number of pipelines side by side."""
-        return len(self.pipelines)
+    @classmethod
+    def from_sizes(cls, rank: int, *, dp: int = 1, pp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1) -> Grid:
+        """Return the grid of processes 0, 1, 2, ..., neighbours along the axes that exchange most.
 
-    @property
-    def pipeline(self) -> tuple[int, ...]:
-        """This process's own pipeline, by device."""
-        return self.pipelines[self.replica]
+        Raises:
+            InputError: ep is not a divisor of dp.
+        """
+        sizes = _cut_sizes({"dp": dp, "pp": pp, "cp": cp, "tp": tp, "ep": ep})
+        strides, stride = {}, 1
+        for axis in reversed(_FAR_TO_NEAR):
+            strides[axis] = stride
+            stride *= sizes[axis]
+        places = itertools.product(*(range(0, sizes[axis] * strides[axis], strides[axis]) for axis in _CUT))
+        return cls(sizes, tuple(map(sum, places)), rank)
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """All processes: those of the first pipeline by device, then those of the next."""
-        return tuple(rank for pipeline in self.pipelines for rank in pipeline)
+    @classmethod
+    def from_mesh(cls, rank: int, mesh: DeviceMesh, world_size: int, *, ep: int = 1) -> Grid:
+        """Return the grid of a mesh with an axis "pp" and any other ones of the grid, in any order.
 
-    def column(self, device: int) -> tuple[int, ...]:
-        """The processes with this position in all pipelines, by rank."""
-        return tuple(sorted(pipeline[device] for pipeline in self.pipelines))
+        Args:
+            ep: members of a block of replicas, if the mesh has no axis "ep". If it has one, its "dp" are the blocks.
+
+        Raises:
+            InputError: the mesh has no axis "pp", one of another name that is longer than 1, or other processes than
+                all; or ep is not a divisor of dp.
+        """
+        names = mesh.mesh_dim_names or ()
+        if "pp" not in names:
+            raise InputError(f'mesh: axes are {names}, expected one named "pp" (the pipeline)')
+        axes = ("dp", "ep", "pp", "cp", "tp")
+        sizes = dict.fromkeys(axes, 1) | dict(zip(names, mesh.mesh.shape, strict=True))
+        strangers = {name: size for name, size in sizes.items() if name not in axes and size > 1}
+        if strangers:
+            raise InputError(f"mesh: axes {strangers} beside {', '.join(axes)} are unknown, expected length 1")
+        order = [name for name in names if name not in axes] + [name for name in axes if name in names]
+        ranks = mesh.mesh.permute([names.index(name) for name in order]).flatten().tolist()
+        if sorted(ranks) != list(range(world_size)):
+            shown = [axis for axis in axes if axis in ("dp", "pp") or sizes[axis] > 1]
+            raise InputError(
+                f"mesh: {' x '.join(str(sizes[axis]) for axis in shown)} processes ({' x '.join(shown)}, ranks"
+                f" {sorted(ranks)}), expected each of the {world_size} processes once"
+            )
+        sizes |= {"dp": sizes["dp"] * sizes["ep"]} if "ep" in names else {"ep": ep}
+        return cls(_cut_sizes(sizes), tuple(ranks), rank)
+
+    def size(self, axis: str) -> int:
+        """Return the length of an axis."""
+        return math.prod(self.sizes[part] for part in _PARTS[axis])
+
+    def coordinate(self, axis: str) -> int:
+        """Return the position of this process along an axis."""
+        return _joint(_PARTS[axis], self._own, self.sizes)
+
+    def at(self, **coordinates: int) -> int:
+        """Return the process with these coordinates, and those of this process along all other axes."""
+        place = dict(self._own)
+        for axis, coordinate in coordinates.items():
+            first, *members = _PARTS[axis]
+            for part in members:
+                place[part] = coordinate % self.sizes[part]
+            place[first] = coordinate // math.prod(self.sizes[part] for part in members)
+        return self.ranks[_joint(_CUT, place, self.sizes)]
+
+    def line(self, axis: str, **coordinates: int) -> tuple[int, ...]:
+        """Return the processes along an axis through this process, or through that at `coordinates`."""
+        return self.group(axis, **coordinates)
+
+    def group(self, *axes: str, **coordinates: int) -> tuple[int, ...]:
+        """Return the processes that differ from this one, or from that at `coordinates`, only along these axes; the
+        first axis changes last."""
+        ranges = (range(self.size(axis)) for axis in axes)
+        return tuple(
+            self.at(**coordinates, **dict(zip(axes, place, strict=True))) for place in itertools.product(*ranges)
+        )
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """Return all groups over these axes, which share out all processes, in the same order on every process."""
+        covered = {part for axis in axes for part in _PARTS[axis]}
+        others = [part for part in _CUT if part not in covered]
+        places = itertools.product(*(range(self.sizes[part]) for part in others))
+        return [self.group(*axes, **dict(zip(others, place, strict=True))) for place in places]
 
 
 def process_grid(mesh: DeviceMesh | None, replicas: int | None = None) -> Grid:
-    """Return the position of this process.
+    """Return the grid of all processes of torch.distributed; without it, that of one process.
 
     Args:
-        mesh: with an axis "pp", and "dp" for several pipelines, in any order. None: all processes, neighbours in one
-            pipeline.
+        mesh: with an axis "pp", and other ones, in any order. None: all processes, neighbours in one pipeline.
         replicas: pipelines side by side; None: as many as in the mesh, one without a mesh.
 
-    Without an initialised process group it is one pipeline of one device.
-
     Raises:
-        InputError: the mesh has no axis "pp", another axis longer than 1, other processes than all, or another number
-            of replicas; or `replicas` does not divide the processes.
+        InputError: the mesh has no axis "pp", an unknown axis longer than 1, other processes than all, or another
+            number of replicas; or `replicas` does not divide the processes.
     """
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     if replicas is not None and (not isinstance(replicas, int) or replicas < 1):
@@ -75,33 +155,34 @@ def process_grid(mesh: DeviceMesh | None, replicas: int | None = None) -> Grid:
         count = replicas or 1
         if world_size % count:
             raise InputError(f"replicas: {count}, expected a divisor of {world_size}, the number of processes")
-        devices = world_size // count
-        rows = [list(range(first, first + devices)) for first in range(0, world_size, devices)]
-    else:
-        rows = _rows(mesh)
-        if replicas not in (None, len(rows)):
-            raise InputError(
-                f'replicas: {replicas}, expected {len(rows)}, the length of the mesh\'s axis "dp", or None'
-            )
-        held = sorted(member for row in rows for member in row)
-        if held != list(range(world_size)):
-            raise InputError(
-                f"mesh: {len(rows)} x {len(rows[0])} processes (dp x pp, ranks {held}), expected each of the"
-                f" {world_size} processes once"
-            )
-    replica = next(index for index, row in enumerate(rows) if rank in row)
-    return Grid(tuple(map(tuple, rows)), replica, rows[replica].index(rank))
+        return Grid.from_sizes(rank, dp=count, pp=world_size // count)
+    grid = Grid.from_mesh(rank, mesh, world_size)
+    if replicas not in (None, grid.size("dp")):
+        raise InputError(
+            f'replicas: {replicas}, expected {grid.size("dp")}, the length of the mesh\'s axis "dp", or None'
+        )
+    return grid
 
 
-def _rows(mesh: DeviceMesh) -> list[list[int]]:
-    """Return ranks by (dp, pp)."""
-    names = mesh.mesh_dim_names or ()
-    if PIPELINE_AXIS not in names:
-        raise InputError(f'mesh: axes are {names}, expected one named "pp" (the pipeline)')
-    others = [name for name in names if name not in (PIPELINE_AXIS, DATA_AXIS)]
-    longer = {name: size for name in others if (size := mesh.size(names.index(name))) > 1}
-    if longer:
-        raise InputError(f'mesh: axes {longer} beside "pp" and "dp" are not supported yet, expected length 1')
-    axes = [*others, DATA_AXIS, PIPELINE_AXIS] if DATA_AXIS in names else [*others, PIPELINE_AXIS]
-    ranks = mesh.mesh.permute([names.index(name) for name in axes])
-    return ranks.reshape(-1, ranks.shape[-1]).tolist()
+def check_built(grid: Grid) -> None:
+    """Raise InputError for an axis along which a pipeline cannot run."""
+    for axis in ("cp", "tp", "ep"):
+        if grid.size(axis) > 1:
+            raise InputError(
+                f'mesh: its axis "{axis}" has length {grid.size(axis)}, expected 1: only "pp" and "dp" run'
+            )
+
+
+def _cut_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes with "dp" cut in blocks and members."""
+    if sizes["dp"] % sizes["ep"]:
+        raise InputError(f"ep: {sizes['ep']}, expected a divisor of {sizes['dp']}, the number of replicas")
+    return {**{axis: sizes[axis] for axis in _CUT[1:]}, "edp": sizes["dp"] // sizes["ep"]}
+
+
+def _joint(axes: Sequence[str], place: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    """Return the number of a place, counted along the last axis first."""
+    number = 0
+    for axis in axes:
+        number = number * sizes[axis] + place[axis]
+    return number

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from evenpipe.communication.communicator import Communicator
 from evenpipe.communication.communicators import Communicators
 from evenpipe.communication.messages import broadcast_value
 from evenpipe.communication.nccl import NcclOptions
 from evenpipe.communication.shared import Shared
-from evenpipe.parallel import Grid
+from evenpipe.parallel.grid import Grid
 from evenpipe.processes.watch import Watch
-from evenpipe.recipe.layout import Layout
 
 
 class Groups:
-    """Made on every process of all pipelines, collectively.
+    """Made on every process, collectively: the lines and groups of the grid that communicate, by the names of their
+    axes, "pp" and "dp", and "everyone".
 
-    Members of `pipeline` are in the order of devices, those of `everyone` pipeline by pipeline, those of `replicas` in
-    the order of their ranks.
+    Members of a line "pp" are in the order of devices, those of everyone in that of the grid, those of a line "dp" in
+    the order of their ranks, as FSDP2 numbers them.
     """
 
     def __init__(
         self,
         grid: Grid,
-        layout: Layout,
+        program: Mapping[str, Sequence[int]],
         *,
-        tied_twice: bool,
+        tied: tuple[int, int] | None,
         timeout_seconds: float,
         torch_device: torch.device,
         watch: Watch,
@@ -39,7 +37,8 @@ class Groups:
     ) -> None:
         """
         Args:
-            tied_twice: whether both the first and the last device hold the matrix of a model with tied weights.
+            program: devices by communicator of the program.
+            tied: the two devices that both hold the matrix of a model with tied weights, if two do.
             nccl: as for `Communicators`.
         """
         self._grid = grid
@@ -57,60 +56,39 @@ class Groups:
         """The first and the last device that hold the same rows, on these two, if a matrix is held twice."""
         if len(grid.ranks) == 1:
             return
+        lines = {axis: grid.groups(axis) for axis in ("pp", "dp") if grid.size(axis) > 1}
         listed: list[tuple[str, Sequence[int]]] = []
-        if grid.devices > 1:
-            placement = layout.program.placement
-            devices = [*sorted(layout.communicators.items()), ("control", tuple(range(grid.devices)))]
-            listed += [
-                (name, [pipeline[device] for device in held]) for name, held in devices for pipeline in grid.pipelines
-            ]
+        if "pp" in lines:
+            for name, devices in sorted(program.items()):
+                listed += [(name, [line[device] for device in devices]) for line in lines["pp"]]
+            listed += [("pp", line) for line in lines["pp"]]
+        if "dp" in lines:
+            lines["dp"] = [tuple(sorted(line)) for line in lines["dp"]]
+        if tied is not None:
             # Not within one pipeline: with shards over replicas, those at the same position hold the same rows.
-            if tied_twice:
-                columns = grid.column(placement.first_device), grid.column(placement.last_device)
-                listed += [("tied", pair) for pair in zip(*columns, strict=True)]
-        if grid.replicas > 1:
-            listed += [("replicas", grid.column(device)) for device in range(grid.devices)]
-        if grid.replicas > 1 and (grid.devices > 1 or grid.ranks != grid.column(0)):
+            columns = (sorted(grid.line("dp", pp=device)) for device in tied)
+            listed += [("tied", pair) for pair in zip(*columns, strict=True)]
+        listed += [("dp", line) for line in lines.get("dp", ())]
+        if grid.ranks not in (line for found in lines.values() for line in found):
             listed.append(("everyone", grid.ranks))
         made = self.communicators = Communicators(
             listed, timeout_seconds=timeout_seconds, torch_device=torch_device, watch=watch, nccl=nccl
         )
         by_name = {communicator.name: communicator for communicator in made}
-        self.pipeline, self.replicas = by_name.get("control"), by_name.get("replicas")
+        self.pipeline, self.replicas = by_name.get("pp"), by_name.get("dp")
         self.everyone = by_name.get("everyone") or self.pipeline or self.replicas
         self.tied = by_name.get("tied")
         made.warm_up()
+
+    def over(self, *axes: str) -> Communicator | None:
+        """The communicator of the processes that differ from this one only along these axes; None if there are none."""
+        lines = {(): None, ("pp",): self.pipeline, ("dp",): self.replicas}
+        return lines.get(axes, self.everyone)
 
     def close(self) -> None:
         """Destroy the communicators. Collective, when no operation is pending."""
         if self.communicators is not None:
             self.communicators.close()
-
-    def replica_mesh(self) -> DeviceMesh | None:
-        """Return this device in every pipeline, as an axis for FSDP2; None for one pipeline."""
-        return None if self.replicas is None else self._mesh([self.replicas], self.replicas.members, "dp")
-
-    def row_mesh(self, *, sharded: bool) -> DeviceMesh | None:
-        """Return the mesh of the rows of the vocabulary, for checkpoints: over the pipeline, then over its replicas if
-        they are sharded. None for a single process that holds all."""
-        replicas = self.replicas if sharded else None
-        if self.pipeline is None:
-            return self.replica_mesh() if sharded else None
-        if replicas is None:
-            return self._mesh([self.pipeline], self.pipeline.members, "pp")
-        columns = [self._grid.column(device) for device in range(self._grid.devices)]
-        return self._mesh([self.pipeline, replicas], columns, "pp", "dp")
-
-    def of_rows(self, mesh: DeviceMesh | None) -> Communicator | None:
-        """The communicator of the processes in a mesh of rows, one of the two above; None for a single process."""
-        if mesh is None:
-            return None
-        by_axes = {("dp",): self.replicas, ("pp",): self.pipeline, ("pp", "dp"): self.everyone}
-        return by_axes[mesh.mesh_dim_names]  # type: ignore[index]
-
-    def _mesh(self, communicators: Sequence[Communicator], ranks: Sequence[Any], *names: str) -> DeviceMesh:
-        groups = [communicator.group for communicator in communicators if communicator.group is not None]
-        return DeviceMesh.from_group(groups, self._torch_device.type, mesh=torch.tensor(ranks), mesh_dim_names=names)
 
     # --- messages ------------------------------------------------------------------------------------------------
 
@@ -131,10 +109,10 @@ class Groups:
         self.everyone.all_gather(table, own, "figures of all devices").wait("the caller")
         return table.tolist()
 
-    def sum(self, number: Tensor, *, over_replicas: bool) -> Tensor:
-        """Return the sum of a scalar over the pipeline, or over everyone: the same bits on every process, since all
-        gather and add in the same order."""
-        communicator = self.everyone if over_replicas else self.pipeline
+    def sum(self, number: Tensor, *axes: str) -> Tensor:
+        """Return the sum of a scalar over these axes: the same bits on every process, since all gather and add in the
+        same order."""
+        communicator = self.over(*axes)
         if communicator is None:
             return number
         table = number.new_empty(len(communicator.members))
@@ -149,7 +127,7 @@ class Groups:
             assert own is not None
             return Shared(own, None)
         tensor = torch.empty(shape, dtype=dtype, device=self._torch_device) if own is None else own.contiguous()
-        return Shared(tensor, self.pipeline.broadcast(tensor, self._grid.pipeline[source], "the loss"))
+        return Shared(tensor, self.pipeline.broadcast(tensor, self._grid.at(pp=source), "the loss"))
 
     def share_sum(self, own: Tensor | None, source: int, dtype: torch.dtype) -> Shared:
         """Share the sum of a scalar of every pipeline's device `source` with everyone: all gather and add the same
@@ -159,4 +137,4 @@ class Groups:
         number = torch.zeros((), dtype=dtype, device=self._torch_device) if own is None else own.contiguous()
         table = number.new_empty(len(members))
         handle = self.everyone.all_gather(table, number, "the loss of all replicas")
-        return Shared(table, handle, [members.index(pipeline[source]) for pipeline in self._grid.pipelines])
+        return Shared(table, handle, [members.index(rank) for rank in self._grid.line("dp", pp=source)])

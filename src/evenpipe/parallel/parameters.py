@@ -7,52 +7,21 @@ over microbatches is rounded to the narrower one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from evenpipe.communication.communicator import Communicator
-from evenpipe.parallel import ShardedModule
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterShard:
-    """A parameter as this process holds it: whole, or some rows of it."""
-
-    parameter: nn.Parameter
-    """The master, with its gradient."""
-    start_row: int | None
-    """First row here, for a shard of rows; None: the whole parameter."""
-    shape: tuple[int, ...]
-    """Shape of the whole parameter."""
-    saved_here: bool
-    """False for a copy that another process saves: a tied matrix that two devices hold whole, and everything that
-    another replica also holds. It is loaded here anyway."""
-    mesh: DeviceMesh | None = None
-    """Processes that the rows are spread over, by `torch.chunk`'s rule along its first axis and again along its second;
-    None: all processes that save a checkpoint together, or only this one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sharding:
-    """The processes over which parameters are sharded: those at this position in all pipelines."""
-
-    mesh: DeviceMesh
-    communicator: Communicator
-
-    def shard(
-        self, module: nn.Module, units: Sequence[nn.Module], compute_dtype: torch.dtype, what: str
-    ) -> ShardedModule:
-        return ShardedModule(
-            module, units, mesh=self.mesh, shards=self.communicator, compute_dtype=compute_dtype, what=what
-        )
+from evenpipe.parallel.fsdp import ShardedModule
+from evenpipe.parallel.tensor_placement import Cut
 
 
 class Matrix:
     """Rows of a vocabulary matrix (or entries of its bias): the master, and the tensor that products read."""
+
+    cuts: tuple[Cut, ...] = ()
+    """Of these rows, over replicas."""
 
     def __init__(self, parameter: nn.Parameter, compute_dtype: torch.dtype) -> None:
         self.parameter = parameter
@@ -82,11 +51,12 @@ class Matrix:
 class ShardedMatrix(Matrix):
     """The same with rows spread once more, over replicas: whole only while a step needs them."""
 
-    def __init__(self, rows: nn.Parameter, compute_dtype: torch.dtype, sharding: Sharding, what: str) -> None:
+    def __init__(self, rows: nn.Parameter, compute_dtype: torch.dtype, shards: Communicator, what: str) -> None:
         self._module = nn.Module()
         self._module.register_parameter("weight", rows)
-        self.sharded = sharding.shard(self._module, [], compute_dtype, what)
-        ((_, self.parameter, self.start, _),) = self.sharded
+        self.sharded = ShardedModule(self._module, [], shards, compute_dtype=compute_dtype, what=what)
+        ((_, held),) = self.sharded
+        self.parameter, self.cuts = held.tensor, held.placement.cuts
 
     @property
     def weight(self) -> Tensor:

@@ -20,12 +20,13 @@ from evenpipe.costs.work import LayerWork
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.reserved import CUDA, communicators_of, process_memory
 from evenpipe.memory.sizes import GIB
+from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Placement
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.simulate import best_bound
 from evenpipe.simulate.bounds import either_backward
 
-from .configurations import LEAST, Configuration, Layout, Problem, Shape, costs_of, layer_times, shape_of
+from .configuration import LEAST, Configuration, costs_of
 from .device_memory import state_floor
 from .evaluation import (
     end_seconds,
@@ -33,7 +34,8 @@ from .evaluation import (
     least_work,
     parameters_per_device,
 )
-from .programs import InFlight, in_flight, steps_of
+from .problem import Problem, layer_times
+from .programs import InFlight
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +48,14 @@ class Bound:
     device: int = 0
 
 
-def layout_bound(problem: Problem, layout: Layout, host_share: float = 0.0) -> Bound:
+def layout_bound(problem: Problem, layout: Recipe, host_share: float = 0.0) -> Bound:
     """Return the bound of all configurations of a layout. host_share: the largest share of the optimizer's moments on
     the host."""
     parallelism = layout.parallelism
     setting = problem.setting(layout)
     description = problem.description
     work = min(
-        sum(time.forward + time.backward for time in layer_times(problem, layout, mode))
+        sum(time.forward + time.backward for time in layer_times(problem, replace(layout, vocabulary=mode)))
         for mode in ("first-last", "vocab-2")
     )
     # Without waves: a shard of the output layer may fill its last wave better than the whole layer.
@@ -72,48 +74,40 @@ def layout_bound(problem: Problem, layout: Layout, host_share: float = 0.0) -> B
 
 def work_bound(problem: Problem, configuration: Configuration) -> Bound:
     """Return the bound of one configuration: the work of its busiest device, including recomputation."""
-    shape = _shape(configuration)
-    costs = costs_of(problem, configuration, shape.placement)
-    again, lacking, device = _memory_floor(problem, configuration, shape)
-    busy = least_work(costs, shape.placement, configuration.vocabulary)
-    work = max(done + more for done, more in zip(busy, again, strict=True)) * configuration.layout.microbatches
-    return Bound(work + end_seconds(problem, configuration, shape.placement), lacking, device)
+    placement = configuration.shape.placement
+    costs = costs_of(problem, configuration, placement)
+    again, lacking, device = _memory_floor(problem, configuration)
+    busy = least_work(costs, placement, configuration.recipe.vocabulary)
+    work = max(done + more for done, more in zip(busy, again, strict=True)) * configuration.recipe.microbatches
+    return Bound(work + end_seconds(problem, configuration, placement), lacking, device)
 
 
 def order_bound(problem: Problem, configuration: Configuration) -> float:
     """Return a bound of one configuration without recomputation: no order of its passes that holds as few microbatches
     is shorter."""
-    shape, barriers = _shape(configuration), BARRIERS[configuration.vocabulary]
+    shape, barriers = configuration.shape, BARRIERS[configuration.recipe.vocabulary]
     stages = shape.placement.stages // shape.placement.devices
     costs = costs_of(problem, configuration, shape.placement)
     bound = best_bound(
         shape.placement,
-        configuration.layout.microbatches,
+        configuration.recipe.microbatches,
         either_backward(costs, shape.placement) if shape.split else costs,
         split=shape.split,
         barriers=barriers,
-        memory_limit=[held + barriers * stages for held in _in_flight(configuration).stages],
+        memory_limit=[held + barriers * stages for held in _in_flight(problem, configuration).stages],
         proved=True,
     )
     return bound.value + end_seconds(problem, configuration, shape.placement)
 
 
-def _in_flight(configuration: Configuration) -> InFlight:
-    layout = configuration.layout
-    devices = layout.parallelism.pp
-    microbatches = steps_of(configuration)[0]
-    return in_flight(
-        configuration.schedule, configuration.options, devices, microbatches, configuration.layers_per_stage
+def _in_flight(problem: Problem, configuration: Configuration) -> InFlight:
+    recipe, microbatches = configuration.recipe, configuration.steps[0]
+    return problem.programs.in_flight(
+        configuration.schedule, recipe.schedule_options, recipe.devices, microbatches, configuration.layers_per_stage
     )
 
 
-def _shape(configuration: Configuration) -> Shape:
-    shape = shape_of(configuration.schedule, configuration.options, configuration.layout.parallelism.pp)
-    assert shape is not None, "the space has no schedules without an order"
-    return shape
-
-
-def usable(problem: Problem, layout: Layout, *, transfers: int = 0) -> float:
+def usable(problem: Problem, layout: Recipe, *, transfers: int = 0) -> float:
     """Return the bytes that a device has for tensors, if everything else is as large as was ever seen. transfers:
     communicators of the pipeline."""
     if problem.hardware.torch_device == "cpu":
@@ -128,23 +122,22 @@ def usable(problem: Problem, layout: Layout, *, transfers: int = 0) -> float:
     return (problem.memory_bytes - beside[0]) / (beside[1] - beside[0]) * GIB
 
 
-def _memory_floor(problem: Problem, configuration: Configuration, shape: Shape) -> tuple[list[float], int, int]:
+def _memory_floor(problem: Problem, configuration: Configuration) -> tuple[list[float], int, int]:
     """Return the least seconds of recomputation of each device per microbatch; and the bytes that a device lacks even
     so, and which."""
-    layout = configuration.layout
-    setting = problem.setting(layout)
-    devices = layout.parallelism.pp
-    barriers = BARRIERS[configuration.vocabulary]
-    parameters = parameters_per_device(problem, configuration, shape.placement)
+    recipe, shape = configuration.recipe, configuration.shape
+    setting, devices = problem.setting(recipe), recipe.devices
+    barriers = BARRIERS[recipe.vocabulary]
+    parameters = parameters_per_device(problem, recipe, shape.placement)
     share = configuration.host_share
-    always, gradients = state_floor(problem, layout, 1.0 if share is None else share)
-    flight = _in_flight(configuration)
-    logits = _logits(problem, configuration, shape, setting)
+    always, gradients = state_floor(problem, recipe, 1.0 if share is None else share)
+    flight = _in_flight(problem, configuration)
+    logits = _logits(problem, configuration, setting)
     saved = tuple(map(min, zip(*(saved_floor(work, setting) for work in problem.kinds), strict=True)))
     if configuration.moves:  # any amount may be on the host
         saved = (0.0, 0.0, 0.0)
     turns_back = shape.placement == Placement.v_shape(devices)
-    times = layer_times(problem, layout, configuration.vocabulary)
+    times = layer_times(problem, recipe)
     only = configuration.checkpointing[0]
     again = [0.0] * devices
     tolerance = 0.1 * problem.memory_bytes if shape.by_costs else 0.0
@@ -153,9 +146,9 @@ def _memory_floor(problem: Problem, configuration: Configuration, shape: Shape) 
         # Each barrier keeps every stage's activation of one microbatch more; for looped stages, of one stage.
         more = barriers * (len(layers) if turns_back else len(layers) / len(stages))
         hops = 0 if devices == 1 else 2 if device in (0, devices - 1) else 4
-        room = usable(problem, layout, transfers=hops + (4 if barriers and devices > 1 else 0))
+        room = usable(problem, recipe, transfers=hops + (4 if barriers and devices > 1 else 0))
         room -= parameters[device] * always + logits[device]
-        moments, most = flight.moments[device], len(layers) * layout.microbatches
+        moments, most = flight.moments[device], len(layers) * recipe.microbatches
         per_layer = gradients * parameters[device] / max(1, len(layers))
         none, selective, full = (
             max(
@@ -180,15 +173,16 @@ def _memory_floor(problem: Problem, configuration: Configuration, shape: Shape) 
     return again, 0, 0
 
 
-def _logits(problem: Problem, configuration: Configuration, shape: Shape, setting: Setting) -> list[float]:
+def _logits(problem: Problem, configuration: Configuration, setting: Setting) -> list[float]:
     """Return the bytes of one microbatch's logits, or of tensors of that size, per device."""
-    devices = shape.placement.devices
+    placement = configuration.shape.placement
+    devices = placement.devices
     if setting.loss == "chunked":
         return [0.0] * devices
     whole = float(setting.tokens * problem.description.vocabulary_size // setting.tensor * setting.element)
-    if BARRIERS[configuration.vocabulary]:
+    if BARRIERS[configuration.recipe.vocabulary]:
         return [whole / devices] * devices
-    return [whole if device == shape.placement.last_device else 0.0 for device in range(devices)]
+    return [whole if device == placement.last_device else 0.0 for device in range(devices)]
 
 
 def saved_floor(work: LayerWork, setting: Setting) -> tuple[float, float, float]:

@@ -22,16 +22,19 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
 from evenpipe.costs.analytic import whole_head_time
+from evenpipe.recipe.recipe import Recipe
 
 from .bounds import layout_bound, order_bound, work_bound
-from .configurations import Configuration, Layout, Problem, Space, configurations, layer_times, layouts
+from .configuration import Configuration
 from .evaluation import Evaluation, evaluate
 from .evaluation_cache import EvaluationCache
+from .problem import Problem, layer_times
+from .space import Space, configurations, layouts
 
 TOGETHER = 8
 """Configurations that are evaluated at the same time."""
@@ -52,7 +55,7 @@ class Rejected:
     """A configuration, or a whole layout, whose device `device` lacks `lacking` bytes at least; found without a full
     evaluation. seconds: lower bound on its step."""
 
-    layout: Layout
+    layout: Recipe
     configuration: Configuration | None
     seconds: float
     lacking: int
@@ -115,7 +118,7 @@ class _Search:
         self.cache = cache
         self.found = Found(problem, space)
         self.numbers = count()
-        self.heap: list[tuple[float, int, Layout | Configuration]] = []
+        self.heap: list[tuple[float, int, Recipe | Configuration]] = []
         self.sharp: set[Configuration] = set()  # those with the bound of `order_bound`
         self.times: list[float] = []  # times of the plans that fit, ascending
         self.best_of: dict[str, float] = {}  # by vocabulary mode
@@ -143,7 +146,7 @@ class _Search:
             if progress is not None:
                 progress(self.found.evaluated, len(self.heap), self.times[0] if self.times else math.inf)
 
-    def _push(self, bound: float, node: Layout | Configuration) -> None:
+    def _push(self, bound: float, node: Recipe | Configuration) -> None:
         heapq.heappush(self.heap, (bound, next(self.numbers), node))
 
     def _next(self) -> list[Configuration]:
@@ -153,7 +156,7 @@ class _Search:
             seconds, _, node = heapq.heappop(self.heap)
             if seconds >= self._horizon():
                 self.heap.clear()
-            elif isinstance(node, Layout):
+            elif isinstance(node, Recipe):
                 self._open(node)
             elif seconds * self._loss(node) >= self._limit_of(node) or self._skip(node):
                 continue
@@ -185,7 +188,7 @@ class _Search:
             return self._limit()
         return max(self._limit(), WORTH * self.best_of.get(mode, math.inf))
 
-    def _open(self, layout: Layout) -> None:
+    def _open(self, layout: Recipe) -> None:
         """Compute bounds of all configurations of a layout."""
         for one in configurations(self.problem, self.space, layout, head_layers(self.problem, layout)):
             bound = work_bound(self.problem, one)
@@ -197,7 +200,7 @@ class _Search:
 
     def _skip(self, one: Configuration) -> bool:
         size = self.too_large.get(_all_but_size(one))
-        return size is not None and one.layout.microbatch_size >= size
+        return size is not None and one.recipe.batch.microbatch_size >= size
 
     def _take(self, evaluation: Evaluation) -> None:
         found, one = self.found, evaluation.configuration
@@ -205,7 +208,7 @@ class _Search:
         if not evaluation.fits:
             found.failed.append(evaluation)
             if not evaluation.fault:
-                key, size = _all_but_size(one), one.layout.microbatch_size
+                key, size = _all_but_size(one), one.recipe.batch.microbatch_size
                 self.too_large[key] = min(size, self.too_large.get(key, size))
             return
         if evaluation.late:
@@ -219,27 +222,28 @@ class _Search:
             self.best_of[mode] = min(evaluation.seconds, self.best_of.get(mode, math.inf))
 
 
-def head_layers(problem: Problem, layout: Layout) -> float:
+def head_layers(problem: Problem, layout: Recipe) -> float:
     """Return the time of the whole output layer, in layers."""
     setting = problem.setting(layout)
     description = problem.description
     head = whole_head_time(description.hidden_size, description.vocabulary_size, setting)
-    layer = layer_times(problem, layout, "first-last")[-1]
+    layer = layer_times(problem, replace(layout, vocabulary="first-last"))[-1]
     return head.seconds / (layer.forward + layer.backward)
 
 
 def _mode(one: Configuration) -> str | None:
     """Return the vocabulary mode of a pipeline; None for a single device."""
-    return one.vocabulary if one.layout.parallelism.pp > 1 else None
+    return one.recipe.vocabulary if one.recipe.devices > 1 else None
 
 
 def _family(one: Configuration) -> Any:
-    return one.schedule, one.options, one.vocabulary, one.offload, one.layout.parallelism.pp
+    recipe = one.recipe
+    return one.schedule, recipe.schedule_options, recipe.vocabulary, one.offload, recipe.devices
 
 
 def _all_but_size(one: Configuration) -> Any:
-    keeps = one.checkpointing, one.offload, one.host_share
-    return one.layout.parallelism, one.schedule, one.options, one.vocabulary, one.layers_per_stage, keeps
+    recipe, keeps = one.recipe, (one.checkpointing, one.offload, one.host_share)
+    return recipe.parallelism, one.schedule, recipe.schedule_options, recipe.vocabulary, one.layers_per_stage, keeps
 
 
 # --- processes -----------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from evenpipe.memory.estimate import Estimate, estimate
@@ -10,9 +10,11 @@ from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.optimizers import Trained
 from evenpipe.memory.parameters import Held
 from evenpipe.memory.states import MIXED, SINGLE, state_bytes
+from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Program
 
-from .configurations import Configuration, Layout, Problem
+from .configuration import Configuration
+from .problem import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,8 @@ class DeviceUse:
         return asdict(self)
 
 
-def device_uses(
-    problem: Problem, configuration: Configuration, program: Program, policies: tuple[str, ...]
-) -> tuple[DeviceUse, ...]:
-    """Return the memory of all devices, with one checkpointing policy per layer. Raises InputError for a model that
-    cannot be cut this way."""
+def device_uses(problem: Problem, configuration: Configuration, program: Program) -> tuple[DeviceUse, ...]:
+    """Return the memory of all devices. Raises InputError for a model that cannot be cut this way."""
     return tuple(
         DeviceUse(
             peak_bytes=device.peak_allocated,
@@ -50,35 +49,31 @@ def device_uses(
             event=device.binding_event,
             host_bytes=device.host,
         )
-        for device in _estimated(problem, configuration, program, policies).devices
+        for device in _estimated(problem, configuration, program).devices
     )
 
 
-def copied(
-    problem: Problem, configuration: Configuration, program: Program, policies: tuple[str, ...]
-) -> tuple[int, ...]:
+def copied(problem: Problem, configuration: Configuration, program: Program) -> tuple[int, ...]:
     """Return, by stage, the bytes of a copy of one microbatch's activations to the host; arguments and errors as for
     `device_uses`."""
     found = [0] * program.placement.stages
-    for device in _estimated(problem, configuration, program, policies).devices:
+    for device in _estimated(problem, configuration, program).devices:
         for stage, size in zip(device.stages, device.copied, strict=True):
             found[stage] = size
     return tuple(found)
 
 
-def _estimated(problem: Problem, configuration: Configuration, program: Program, policies: tuple[str, ...]) -> Estimate:
-    layout = configuration.layout
+def _estimated(problem: Problem, configuration: Configuration, program: Program) -> Estimate:
+    recipe = configuration.recipe
     return estimate(
-        problem.description,
-        layout.parallelism,
-        sequence=problem.sequence,
-        microbatch_size=layout.microbatch_size,
-        microbatches=program.microbatches,
-        schedule=program,
-        vocabulary=configuration.vocabulary,
+        problem.bytes,
+        replace(
+            recipe,
+            batch=replace(recipe.batch, microbatches=program.microbatches),
+            schedule=program,
+            schedule_options=(),
+        ),
         kernels=problem.kernels_name,
-        checkpointing=policies,
-        layers_per_stage=configuration.layers_per_stage,
         dtypes=SINGLE if problem.dtype == "fp32" else MIXED,
         hardware=problem.hardware,
         memory=problem.memory_bytes,
@@ -86,7 +81,7 @@ def _estimated(problem: Problem, configuration: Configuration, program: Program,
     )
 
 
-def state_floor(problem: Problem, layout: Layout, host_share: float) -> tuple[float, float]:
+def state_floor(problem: Problem, layout: Recipe, host_share: float) -> tuple[float, float]:
     """Return bytes per parameter: of parameters and optimizer state, which are always present, and of gradients, which
     may come with the first backward. host_share: share of that state on the host."""
     parallelism, framework = layout.parallelism, FRAMEWORKS[problem.kernels_name]

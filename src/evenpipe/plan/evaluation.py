@@ -20,15 +20,18 @@ from typing import Any
 
 from evenpipe.costs.analytic import step_end_seconds
 from evenpipe.errors import InputError
+from evenpipe.recipe.layout import bounds_of
+from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Costs, Placement, Program
 from evenpipe.schedule.costs import PassTimes
 from evenpipe.schedule.passes import Kind
 from evenpipe.schedule.planning import BARRIERS
 from evenpipe.simulate import simulate
 
-from .configurations import LEAST, Configuration, Layout, Problem, costs_of, shape_of
+from .configuration import LEAST, Configuration, costs_of
 from .device_memory import DeviceUse, copied, device_uses, state_floor
-from .programs import arranged, extended, program_of, steps_of
+from .problem import Problem
+from .programs import extended
 
 TRIES = 4
 """Rounds of adding layers to recompute, if the first guess does not fit."""
@@ -37,7 +40,7 @@ SHARES = 4
 """The share of the optimizer's moments on the host is a multiple of 1 over this number."""
 
 COPY_STEPS = 100
-"""`Configuration.copy_time` is rounded up to multiples of 1 over this number: orders are arranged by it, so that few
+"""The relative time of copies is rounded up to multiples of 1 over this number: orders are arranged by it, so that few
 differ."""
 
 
@@ -88,20 +91,19 @@ class Evaluation:
 
     def _share(self, busy: float) -> float:
         """Return `busy` seconds per microbatch as a share of the pass time."""
-        return busy * self.configuration.layout.microbatches / self.pipeline_seconds
+        return busy * self.configuration.recipe.microbatches / self.pipeline_seconds
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON and for the cache."""
-        layout = self.configuration.layout
-        parallelism = layout.parallelism
+        recipe = self.configuration.recipe
         return {
             "name": self.configuration.name,
-            **{axis: getattr(parallelism, axis) for axis in ("dp", "tp", "cp", "pp", "zero")},
-            "microbatch_size": layout.microbatch_size,
-            "microbatches": layout.microbatches,
+            **{axis: getattr(recipe.parallelism, axis) for axis in ("dp", "tp", "cp", "pp", "zero")},
+            "microbatch_size": recipe.batch.microbatch_size,
+            "microbatches": recipe.microbatches,
             "schedule": self.configuration.schedule,
-            "options": dict(self.configuration.options),
-            "vocabulary": self.configuration.vocabulary,
+            "options": recipe.options,
+            "vocabulary": recipe.vocabulary,
             "layers_per_stage": list(self.configuration.layers_per_stage),
             "checkpointing": list(self.configuration.checkpointing),
             "offload": self.configuration.offload,
@@ -137,10 +139,8 @@ def evaluate(problem: Problem, configuration: Configuration, limit: float = math
 def _share_on_host(problem: Problem, resident: Evaluation) -> float:
     """Return the least share, in quarters, with which everything else certainly fits on the devices; else 1."""
     one, uses = resident.configuration, resident.kept or resident.devices
-    shape = shape_of(one.schedule, one.options, one.layout.parallelism.pp)
-    assert shape is not None
-    bytes_each = _moments(problem, one.layout)
-    parameters = parameters_per_device(problem, one, shape.placement)
+    bytes_each = _moments(problem, one.recipe)
+    parameters = parameters_per_device(problem, one.recipe, one.shape.placement)
     lacking = max(-use.spare / (count * bytes_each) for use, count in zip(uses, parameters, strict=True))
     return min(1.0, math.ceil(SHARES * lacking) / SHARES)
 
@@ -148,7 +148,7 @@ def _share_on_host(problem: Problem, resident: Evaluation) -> float:
 def _evaluate(problem: Problem, configuration: Configuration, limit: float) -> Evaluation:
     """Evaluate with a given share of the optimizer."""
     try:
-        held, kept = _memory(problem, configuration, steps_of(configuration)[0])
+        held, kept = _memory(problem, configuration, configuration.steps[0])
     except InputError as error:
         return Evaluation(configuration=configuration, devices=(), fault=str(error))
     if not held.fits:
@@ -159,13 +159,13 @@ def _evaluate(problem: Problem, configuration: Configuration, limit: float) -> E
 def timed(problem: Problem, configuration: Configuration, limit: float = math.inf) -> Evaluation:
     """Evaluate only the time of an evaluated configuration, or of one without copies with one checkpointing policy per
     layer. `limit` as for `evaluate`."""
-    layout, sizes = configuration.layout, steps_of(configuration)
-    program = program_of(arranged(problem, configuration, sizes[0]))[1]
+    recipe, sizes = configuration.recipe, configuration.steps
+    program = problem.programs.of(recipe, sizes[0])[1]
     placement = program.placement
     costs = costs_of(problem, configuration, placement)
-    plain = replace(configuration, checkpointing=("none",) * problem.layers)
+    plain = configuration.decided(checkpointing="none")
     busy = work_of(program, costs)
-    mode = configuration.vocabulary
+    mode = recipe.vocabulary
     without = least_work(costs_of(problem, plain, placement), placement, mode)
     found = Evaluation(
         configuration=configuration,
@@ -177,15 +177,15 @@ def timed(problem: Problem, configuration: Configuration, limit: float = math.in
         ),
         late=True,
     )
-    least = max(busy) * layout.microbatches
+    least = max(busy) * recipe.microbatches
     if least + found.end_seconds < limit:
         times = [simulate(program, costs).makespan]
-        least = max(least, times[0] + max(busy) * (layout.microbatches - sizes[0]))
+        least = max(least, times[0] + max(busy) * (recipe.microbatches - sizes[0]))
         if least + found.end_seconds < limit:
             for size in sizes[1:]:
-                program = program_of(arranged(problem, configuration, size))[1]
+                program = problem.programs.of(recipe, size)[1]
                 times.append(simulate(program, costs).makespan)
-            least = extended(times, sizes, layout.microbatches, max(busy))
+            least = extended(times, sizes, recipe.microbatches, max(busy))
             found = replace(found, late=False)
     return replace(found, seconds=least + found.end_seconds, pipeline_seconds=least)
 
@@ -216,39 +216,36 @@ def least_work(costs: Costs, placement: Placement, mode: str) -> list[float]:
 
 def end_seconds(problem: Problem, configuration: Configuration, placement: Placement) -> float:
     """Return the time after the last pass, on the device with the most parameters. All devices are busy with it."""
-    layout = configuration.layout
-    setting = problem.setting(layout, together=True)
-    most = max(parameters_per_device(problem, configuration, placement))
-    seconds = step_end_seconds(most, setting, zero=layout.parallelism.zero)
+    recipe = configuration.recipe
+    most = max(parameters_per_device(problem, recipe, placement))
+    seconds = step_end_seconds(most, problem.setting(recipe, together=True), zero=recipe.parallelism.zero)
     if not configuration.host_share:
         return seconds
     # Moments on the host are copied in and out at the same time, while the update itself takes less (`HostAdamW`).
-    moved = configuration.host_share * most * _moments(problem, layout)
+    moved = configuration.host_share * most * _moments(problem, recipe)
     return seconds + moved / problem.hardware.host_bandwidth
 
 
-def _moments(problem: Problem, layout: Layout) -> float:
+def _moments(problem: Problem, recipe: Recipe) -> float:
     """Return the bytes per parameter that may be on the host."""
-    return state_floor(problem, layout, 0.0)[0] - state_floor(problem, layout, 1.0)[0]
+    return state_floor(problem, recipe, 0.0)[0] - state_floor(problem, recipe, 1.0)[0]
 
 
-def parameters_per_device(problem: Problem, configuration: Configuration, placement: Placement) -> list[float]:
+def parameters_per_device(problem: Problem, recipe: Recipe, placement: Placement) -> list[float]:
     """Return the number of parameters of each device, all divided by the tensor axis, although norms are not: they are
     a few thousandths."""
     held = [0.0] * placement.devices
-    first = 0
-    for stage, count in enumerate(configuration.layers_per_stage):
-        held[placement.device_of(stage)] += sum(work.parameters for work in problem.works[first : first + count])
-        first += count
+    for stage, (first, last) in enumerate(bounds_of(recipe.layers_per_stage or ())):
+        held[placement.device_of(stage)] += sum(work.parameters for work in problem.works[first:last])
     matrix = float(problem.description.vocabulary_size * problem.description.hidden_size)
-    if BARRIERS[configuration.vocabulary]:
+    if BARRIERS[recipe.vocabulary]:
         matrices = 1 if problem.description.tied else 2
         held = [count + matrices * matrix / placement.devices for count in held]
     else:
         held[placement.first_device] += matrix
         if not problem.description.tied or placement.first_device != placement.last_device:
             held[placement.last_device] += matrix
-    return [count / configuration.layout.parallelism.tp for count in held]
+    return [count / recipe.parallelism.tp for count in held]
 
 
 # --- memory --------------------------------------------------------------------------------------------------
@@ -271,41 +268,37 @@ def _memory(problem: Problem, one: Configuration, microbatches: int) -> tuple[_H
     if one.offload != LEAST:
         return _recomputing(problem, one, microbatches)
     policies = _given(problem, one) or ("none",) * problem.layers
-    scheduled = _held(problem, replace(one, offload="scheduled"), policies, microbatches)
+    scheduled = _held(problem, one.with_offload("scheduled"), policies, microbatches)
     if scheduled.fits:
         return scheduled, ()
-    return _recomputing(problem, replace(one, offload="free"), microbatches)[0], scheduled.devices
+    return _recomputing(problem, one.with_offload("free"), microbatches)[0], scheduled.devices
 
 
 def _given(problem: Problem, one: Configuration) -> tuple[str, ...] | None:
     """Return policies, one per layer; None if they are open."""
-    given = one.checkpointing
-    if given == (LEAST,):
-        return None
-    return given * problem.layers if len(given) == 1 else given
+    return None if "checkpointing" in one.open else one.recipe.checkpointing_of(problem.layers)
 
 
 def _held(problem: Problem, one: Configuration, policies: tuple[str, ...], microbatches: int) -> _Held:
     """Return the memory with these policies."""
-    one = replace(one, checkpointing=policies)
+    one = one.decided(checkpointing=policies)
     if one.moves:
         one = _with_copies(problem, one, microbatches)
-    program = program_of(arranged(problem, one, microbatches))[1]
-    return _Held(one, device_uses(problem, one, program, policies))
+    return _Held(one, device_uses(problem, one, problem.programs.of(one.recipe, microbatches)[1]))
 
 
 def _with_copies(problem: Problem, one: Configuration, microbatches: int) -> Configuration:
     """Return the configuration with the time of a copy of each stage on this hardware, also relative to its forward and
     backward."""
-    program = program_of(arranged(problem, replace(one, offload="none"), microbatches))[1]
-    sizes = copied(problem, one, program, one.checkpointing)
+    program = problem.programs.of(one.with_offload("none").recipe, microbatches)[1]
+    sizes = copied(problem, one, program)
     seconds = tuple(size / problem.hardware.host_bandwidth for size in sizes)
     times = costs_of(problem, one, program.placement).stage_times(program.placement)
     forward, backward = times[Kind.F], times[Kind.B]
     assert forward is not None and backward is not None
     shares = (copy / (ahead + back) for copy, ahead, back in zip(seconds, forward, backward, strict=True))
     rounded = tuple(math.ceil(COPY_STEPS * share) / COPY_STEPS for share in shares)
-    return replace(one, copy_seconds=seconds, copy_time=rounded)
+    return replace(one.with_offload(one.offload, copy_time=rounded), copy_seconds=seconds)
 
 
 def _recomputing(problem: Problem, one: Configuration, microbatches: int) -> tuple[_Held, tuple[DeviceUse, ...]]:
@@ -321,7 +314,7 @@ def _recomputing(problem: Problem, one: Configuration, microbatches: int) -> tup
     if not full.fits:
         return full, none.devices
     selective = _held(problem, one, ("selective",) * layers, microbatches)
-    placement = program_of(arranged(problem, none.configuration, microbatches))[1].placement
+    placement = problem.programs.of(none.configuration.recipe, microbatches)[1].placement
     held = layers_of_devices(one, placement)
     wanted = {
         device: _Wanted.of(none.devices[device], selective.devices[device], full.devices[device], len(held[device]))
@@ -383,8 +376,6 @@ def _policies(layers: int, held: Sequence[Sequence[int]], wanted: dict[int, _Wan
 def layers_of_devices(configuration: Configuration, placement: Placement) -> list[list[int]]:
     """Return the numbers of the layers of each device, in the order of its stages."""
     held: list[list[int]] = [[] for _ in range(placement.devices)]
-    first = 0
-    for stage, count in enumerate(configuration.layers_per_stage):
-        held[placement.device_of(stage)] += range(first, first + count)
-        first += count
+    for stage, bounds in enumerate(bounds_of(configuration.layers_per_stage)):
+        held[placement.device_of(stage)] += range(*bounds)
     return held

@@ -11,20 +11,22 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from .configurations import Configuration, Problem
+from evenpipe.recipe.offload import OffloadOptions
+
+from .configuration import Configuration
 from .device_memory import DeviceUse
 from .evaluation import Evaluation
+from .problem import Problem
 
-ROOMS = ("costs", "memory", "model", "plan", "schedule", "simulate", "vocabulary")
+ROOMS = ("costs", "memory", "model", "plan", "recipe", "schedule", "simulate", "vocabulary")
 """Folders whose sources affect an evaluation."""
 
 _FIELDS = ("seconds", "pipeline_seconds", "end_seconds", "busy", "again", "fault", "late")
-_CHOSEN = ("checkpointing", "offload", "copy_time", "copy_seconds", "host_share")
-"""Fields of the configuration that an evaluation decides."""
+_CHOSEN = ("open", "copy_seconds", "host_share")
+"""Fields of the configuration that an evaluation decides, besides its recipe."""
 
 
 class EvaluationCache:
@@ -90,8 +92,12 @@ def default_folder() -> Path:
 
 
 def _to_entry(evaluation: Evaluation) -> dict[str, Any]:
+    configuration = evaluation.configuration
     entry = {name: getattr(evaluation, name) for name in _FIELDS}
-    entry |= {name: getattr(evaluation.configuration, name) for name in _CHOSEN}
+    entry["configuration"] = {name: getattr(configuration, name) for name in _CHOSEN}
+    offload = configuration.recipe.offload
+    entry["offload"] = {"activations": offload.activations, "copy_time": offload.copy_time}
+    entry["checkpointing"] = configuration.recipe.checkpointing
     for name in ("devices", "kept"):
         entry[name] = [asdict(device) for device in getattr(evaluation, name)]
     if not evaluation.busy:
@@ -100,10 +106,18 @@ def _to_entry(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _from_entry(one: Configuration, entry: dict[str, Any]) -> Evaluation:
-    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
-    configuration = replace(one, **{name: given.pop(name) for name in _CHOSEN})
+    given = _tuples(entry)
+    recipe = replace(
+        one.recipe, checkpointing=given.pop("checkpointing"), offload=OffloadOptions(**_tuples(given.pop("offload")))
+    )
+    configuration = replace(one, recipe=recipe, **_tuples(given.pop("configuration")))
     given |= {name: tuple(DeviceUse(**device) for device in given[name]) for name in ("devices", "kept")}
     return Evaluation(configuration=configuration, **given)
+
+
+def _tuples(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry with tuples in place of JSON's lists."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
 
 
 def _key(problem: Problem) -> str:
@@ -122,7 +136,6 @@ def _key(problem: Problem) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
-@lru_cache(maxsize=1)
 def _sources() -> str:
     """Return a hash of the sources of `ROOMS`."""
     root = Path(__file__).resolve().parent.parent

@@ -14,14 +14,17 @@ from typing import Any
 
 from evenpipe.errors import InputError
 from evenpipe.memory.sizes import gib_text
+from evenpipe.recipe.offload import OffloadOptions
+from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Timeline
 from evenpipe.schedule.words import count
 from evenpipe.simulate import simulate
 
+from .configuration import Configuration, costs_of
 from .configuration_search import head_layers, search_configurations
-from .configurations import LEAST, Configuration, Layout, Problem, Space, costs_of, divisors, layouts, shape_of, splits
 from .evaluation import Evaluation, evaluate
-from .programs import arranged, program_of
+from .problem import Problem
+from .space import Space, divisors, layouts, splits
 
 SHALLOWEST = 4
 """Least number of devices of the pipeline, if there are so many GPUs: shorter ones show little imbalance."""
@@ -81,14 +84,12 @@ class Explanation:
 
     def timelines(self) -> dict[str, Timeline]:
         """Return short steps of the usual mode and of vocab-2 in the same schedule, for a picture. Times in seconds."""
-        chosen = [one for one in self.all if one.configuration.schedule == USUAL[0]]
-        drawn = [one for one in chosen if one.configuration.vocabulary in (USUAL[1], "vocab-2") and not one.fault]
+        chosen = [one.configuration for one in self.all if one.configuration.schedule == USUAL[0] and not one.fault]
         return {
-            f"{one.configuration.schedule}, {one.configuration.vocabulary}": drawn_step(self.problem, one.configuration)
-            for one in drawn
+            f"{one.schedule}, {one.recipe.vocabulary}": drawn_step(self.problem, one)
+            for one in chosen
+            if one.recipe.vocabulary in (USUAL[1], "vocab-2")
         }
-
-    # --- text ----------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
@@ -111,8 +112,8 @@ class Explanation:
         return "\n".join([*self._head(), "", *self._devices(), "", *self._gains()])
 
     def _head(self) -> Iterator[str]:
-        problem, layout = self.problem, self.usual.configuration.layout
-        description, parallelism = problem.description, layout.parallelism
+        problem, layout = self.problem, self.usual.configuration.recipe
+        description, parallelism, batch = problem.description, layout.parallelism, layout.batch
         yield (
             f"{self.name} on {count(problem.gpus, 'GPU')} ({problem.hardware.name}, {gib_text(problem.memory_bytes)}):"
             f" {count(description.layers, 'layer')}, hidden size {description.hidden_size:,},"
@@ -123,7 +124,7 @@ class Explanation:
         )
         yield (
             f"a pipeline of {count(parallelism.pp, 'device')}{f' ({axes})' if axes else ''}; a step of"
-            f" {count(layout.microbatches, 'microbatch')} of {layout.microbatch_size} x {problem.sequence:,} tokens"
+            f" {count(layout.microbatches, 'microbatch')} of {batch.microbatch_size} x {problem.sequence:,} tokens"
         )
         yield (
             f"the output layer takes as long as {self.head_layers:.1f} transformer layers; it and the embedding have as"
@@ -163,7 +164,7 @@ class Explanation:
         """Return a table of the alternatives."""
         rows: list[tuple[str, ...]] = [HEADER]
         for one in self.all:
-            rows.append((_name(one), one.configuration.vocabulary, *self._cells(one)))
+            rows.append((_name(one), one.configuration.recipe.vocabulary, *self._cells(one)))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         yield "Alternatives"
         for row in rows:
@@ -175,7 +176,7 @@ class Explanation:
         best = self.best
         if best is not self.usual and not math.isinf(self.usual.seconds):
             yield (
-                f"  {_name(best)} + {best.configuration.vocabulary}:"
+                f"  {_name(best)} + {best.configuration.recipe.vocabulary}:"
                 f" {self.usual.seconds / best.seconds:.2f} times as fast as {' + '.join(USUAL)}"
             )
 
@@ -236,7 +237,7 @@ def explain(problem: Problem, name: str, *, pp: int | None = None, tp: int | Non
     )
 
 
-def _layout(problem: Problem, pp: int | None, tp: int | None) -> Layout:
+def _layout(problem: Problem, pp: int | None, tp: int | None) -> Recipe:
     """Return the fastest layout with 1F1B and vocab-2, or the one with the most model parallelism if none fits."""
     least = max(2, min(SHALLOWEST, problem.gpus, problem.layers))
     deep = tuple(size for size in divisors(problem.gpus) if least <= size <= problem.layers)
@@ -253,33 +254,30 @@ def _layout(problem: Problem, pp: int | None, tp: int | None) -> Layout:
     )
     best = search_configurations(problem, space, wanted=1).best
     if best is not None:
-        return best.configuration.layout
-    return max(layouts(problem, space), key=lambda one: (one.model_parallel, one.parallelism.tp))
+        return best.configuration.recipe
+    return max(layouts(problem, space), key=lambda one: (one.parallelism.model_parallel, one.parallelism.tp))
 
 
 def _configuration(
-    problem: Problem, layout: Layout, schedule: str, mode: str, offload: str = "scheduled"
+    problem: Problem, layout: Recipe, schedule: str, mode: str, offload: str = "scheduled"
 ) -> Configuration:
-    devices = layout.parallelism.pp
-    shape = shape_of(schedule, (), devices)
+    shape = problem.programs.shape(schedule, (), layout.devices)
     assert shape is not None, f"{schedule} has an order of every size"
-    split = splits(problem.layers, shape.placement, mode, head_layers(problem, layout))[0]
-    return Configuration(
-        layout=layout,
+    recipe = Recipe(
+        parallelism=layout.parallelism,
+        batch=layout.batch,
         schedule=schedule,
-        options=(),
         vocabulary=mode,
-        layers_per_stage=split,
-        checkpointing=(LEAST,),
-        offload=offload,
+        layers_per_stage=splits(problem.layers, shape.placement, mode, head_layers(problem, layout))[0],
+        offload=OffloadOptions(activations=offload),
     )
+    return Configuration(recipe=recipe, shape=shape, open=("checkpointing",))
 
 
 def drawn_step(problem: Problem, configuration: Configuration) -> Timeline:
     """Return a short step of a configuration, in seconds."""
-    devices = configuration.layout.parallelism.pp
-    microbatches = min(configuration.layout.microbatches, DRAWN * devices)
-    _, program = program_of(arranged(problem, configuration, microbatches))
+    recipe = configuration.recipe
+    _, program = problem.programs.of(recipe, min(recipe.microbatches, DRAWN * recipe.devices))
     return simulate(program, costs_of(problem, configuration, program.placement)).timeline
 
 

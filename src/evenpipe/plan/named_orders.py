@@ -14,7 +14,7 @@ from evenpipe.schedule.timeline import Timeline
 from evenpipe.schedule.timing import time_order
 from evenpipe.schedule.transforms.vocabulary import add_vocabulary
 
-from .optimal_order import Problem
+from .optimal_order import OrderProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class NamedOrder:
     value: float
 
 
-def named_orders(problem: Problem) -> list[NamedOrder]:
+def named_orders(problem: OrderProblem) -> list[NamedOrder]:
     """Return every named schedule that has the passes of `problem` in its placement, within its memory; best first, and
     with equal values the one with the lowest memory first.
 
@@ -53,7 +53,7 @@ def _rank(one: NamedOrder) -> tuple[float, int]:
     return one.value, max(one.timeline.peak_in_flight)
 
 
-def _orders(name: str, problem: Problem) -> Iterator[Order]:
+def _orders(name: str, problem: OrderProblem) -> Iterator[Order]:
     """Return the orders of a schedule in the problem's size and placement, if there are any."""
     placement = problem.placement
     known = options_of(name)
@@ -80,7 +80,7 @@ def _orders(name: str, problem: Problem) -> Iterator[Order]:
             yield order
 
 
-def _in_the_same_passes(order: Order, problem: Problem) -> Order | None:
+def _in_the_same_passes(order: Order, problem: OrderProblem) -> Order | None:
     """Return `order` without compound passes, and with its backwards split if the problem's are; None if that is
     impossible."""
     rows = []

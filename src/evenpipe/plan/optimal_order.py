@@ -40,7 +40,7 @@ Where = tuple[int, Kind, int | None, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class OrderProblem:
     """Find the shortest order with these passes.
 
     memory_limit: most stage activations, per device; None for no limit.
@@ -101,7 +101,7 @@ class Solution:
 
 
 def solve(
-    problem: Problem,
+    problem: OrderProblem,
     *,
     hint: Order | None = None,
     bound: float = 0.0,
@@ -148,7 +148,7 @@ class _Model:
     """The variables and constraints of one problem."""
 
     def __init__(
-        self, cp_model: Any, problem: Problem, rows: Sequence[Sequence[Pass]], times: PassTimes, whole: WholeCosts
+        self, cp_model: Any, problem: OrderProblem, rows: Sequence[Sequence[Pass]], times: PassTimes, whole: WholeCosts
     ) -> None:
         self.problem, self.rows = problem, rows
         self.model = cp_model.CpModel()

@@ -8,19 +8,24 @@ more, so the shorter step gives it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Any
 
-from evenpipe.schedule import Costs, Order, Program, generate, plan_program
-from evenpipe.schedule.costs import ASSUMED_COPY, Cost
+from evenpipe.errors import InputError
+from evenpipe.recipe.batch_shape import BatchShape
+from evenpipe.recipe.layout import ModelCosts, arranged, arranging_costs
+from evenpipe.recipe.offload import OffloadOptions
+from evenpipe.recipe.parallelism import Parallelism
+from evenpipe.recipe.recipe import Recipe
+from evenpipe.schedule import SCHEDULES, Costs, Order, Placement, Program, generate
+from evenpipe.schedule.costs import Cost
 from evenpipe.schedule.effects import EFFECTS, Held, changes
-from evenpipe.schedule.passes import Pass, parts_of
-from evenpipe.schedule.planning import BARRIERS, costs_of_work
+from evenpipe.schedule.passes import Kind, Pass, parts_of
 from evenpipe.schedule.timeline import peak_activations
-from evenpipe.schedule.transforms.offload import without_offload
-
-from .configurations import Configuration, Options, Problem, shape_of
+from evenpipe.schedule.transforms.offload import offloaded, without_offload
 
 WAITING, QUEUED = changes({Held.ACTIVATIONS}), changes({Held.WEIGHT_INPUTS})
 """Forwarded stages that wait for B or I, and stages that wait for W."""
@@ -30,61 +35,21 @@ SHORT, LONG = {False: 2, True: 3}, {False: 3, True: 4}
 copies to the host. The lists of the vocabulary transform become periodic from three on: with two, steps of V-shaped
 schedules were off by up to 2 %."""
 
-Arranged = tuple[str, Options, int, int, str, tuple[int, ...], tuple[float, ...], float, str, tuple[float, ...]]
-"""Everything an order depends on: schedule, its options, devices, microbatches, vocabulary mode, layers per stage,
-forward FLOPs per token of each layer, and of the output layer; the choice for activations on the host, as for
-`plan_order`, and the relative time of copies, as `OffloadOptions.copy_time`."""
+Options = tuple[tuple[str, Any], ...]
+"""Options of a generator, as in a `Recipe`."""
 
 
-def arranged(problem: Problem, configuration: Configuration, microbatches: int) -> Arranged:
-    """Return everything that the order of a configuration depends on, for a step of `microbatches`."""
-    offload, options = configuration.offload, configuration.options
-    shape = shape_of(configuration.schedule, options, configuration.layout.parallelism.pp)
-    if offload == "none" and not (shape is not None and shape.moves):
-        offload = "scheduled"  # which is the same
-    return (
-        configuration.schedule,
-        options,
-        configuration.layout.parallelism.pp,
-        microbatches,
-        configuration.vocabulary,
-        configuration.layers_per_stage,
-        problem.flops,
-        problem.head_flops,
-        offload,
-        configuration.copy_time,
-    )
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Properties of a schedule that do not depend on its size."""
 
-
-@lru_cache(maxsize=32)
-def program_of(key: Arranged) -> tuple[Order, Program]:
-    """Return the order and the checked program. Raises InputError if there is none of this size."""
-    schedule, options, devices, microbatches, mode, layers_per_stage, flops, head, offload, copy_time = key
-    costs = costs_of_work(flops, head, layers_per_stage, devices, mode)
-    shape = shape_of(schedule, options, devices)
-    moves = shape is not None and shape.moves
-    if shape is not None:
-        costs = costs.with_copies(shape.placement, copy_time or ASSUMED_COPY)
-    if offload != "scheduled" and not moves:  # an order with copies is the order without copies, plus copies
-        order, _ = program_of((*key[:-2], "scheduled", ()))
-    else:  # modes with the same stage costs have the same order below their vocabulary passes
-        copies = costs.O if moves else None
-        order = _base_order(schedule, options, devices, microbatches, costs.F, costs.B, copies)
-    return plan_program(order, devices, microbatches, mode, costs, offload=offload)
-
-
-@lru_cache(maxsize=64)
-def _base_order(  # noqa: PLR0917 - all of it is the key
-    schedule: str,
-    options: Options,
-    devices: int,
-    microbatches: int,
-    forward: Cost | None,
-    backward: Cost | None,
-    copies: Cost | None,
-) -> Order:
-    costs = Costs(F=forward, B=backward, I=forward, W=forward, O=copies, L=copies)
-    return generate(schedule, devices, microbatches, costs=costs, **dict(options))
+    placement: Placement
+    split: bool
+    """Whether its backwards are split into I and W."""
+    by_costs: bool
+    """Whether its generator plans by costs, so activations in flight are only nearly those of equal stages."""
+    moves: bool
+    """Whether it moves activations to the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +63,90 @@ class InFlight:
     had a backward, so that their gradients exist. Moments that another one exceeds in all three are left out."""
 
 
-@lru_cache(maxsize=512)
-def in_flight(
-    schedule: str, options: Options, devices: int, microbatches: int, layers_per_stage: tuple[int, ...]
-) -> InFlight:
-    """Return the activations in flight of a schedule's order for equal stages, with everything on the device. With the
-    costs of a model some generators hold as much, arranged otherwise."""
-    order = _equal_order(schedule, options, devices, microbatches)
-    rows = [list(order.passes(device)) for device in range(devices)]
-    return InFlight(
-        tuple(int(peak_activations(row)) for row in rows),
-        tuple(_moments(row, layers_per_stage) for row in rows),
+class Programs:
+    """The orders and programs of one model, for the time of a search: equal ones are arranged once."""
+
+    def __init__(self, model: ModelCosts) -> None:
+        self._model = model
+        self.shape = cache(_shape)
+        self.in_flight = lru_cache(maxsize=512)(self._in_flight)
+        self._program = lru_cache(maxsize=32)(self._arranged)
+        self._base_order = lru_cache(maxsize=64)(_base_order)
+        self._equal_order = lru_cache(maxsize=64)(_equal_order)
+
+    def of(self, recipe: Recipe, microbatches: int) -> tuple[Order, Program]:
+        """Return the order and the checked program of a recipe with the name of a schedule, for a step of
+        `microbatches`. Raises InputError if there is none of this size."""
+        offload = OffloadOptions(activations=recipe.offload.activations, copy_time=recipe.offload.copy_time)
+        if offload.activations == "none" and not self._shape_of(recipe).moves:
+            offload = replace(offload, activations="scheduled")  # which is the same
+        return self._program(
+            Recipe(  # everything that an order depends on
+                parallelism=Parallelism(pp=recipe.devices),
+                batch=BatchShape(microbatches=microbatches),
+                schedule=recipe.schedule,
+                schedule_options=recipe.schedule_options,
+                vocabulary=recipe.vocabulary,
+                layers_per_stage=recipe.layers_per_stage,
+                offload=offload,
+            )
+        )
+
+    def _shape_of(self, recipe: Recipe) -> Shape:
+        assert isinstance(recipe.schedule, str)
+        found = self.shape(recipe.schedule, recipe.schedule_options, recipe.devices)
+        assert found is not None, "the space has no schedules without an order"
+        return found
+
+    def _arranged(self, recipe: Recipe) -> tuple[Order, Program]:
+        shape = self._shape_of(recipe)
+        assert recipe.layers_per_stage is not None and isinstance(recipe.schedule, str)
+        costs = arranging_costs(recipe, self._model, shape.placement, recipe.layers_per_stage)
+        if recipe.offload.activations != "scheduled" and not shape.moves:
+            # An order with copies is the order without copies, plus copies.
+            order, _ = self._program(replace(recipe, offload=OffloadOptions()))
+        else:  # modes with the same stage costs have the same order below their vocabulary passes
+            copies = costs.O if shape.moves else None
+            size, times = (recipe.devices, recipe.microbatches), (costs.F, costs.B, copies)
+            order = self._base_order(recipe.schedule, recipe.schedule_options, size, times)
+        return arranged(recipe, costs, order)
+
+    def _in_flight(
+        self, schedule: str, options: Options, devices: int, microbatches: int, layers_per_stage: tuple[int, ...]
+    ) -> InFlight:
+        """Return the activations in flight of a schedule's order for equal stages, with everything on the device. With
+        the costs of a model some generators hold as much, arranged otherwise."""
+        order = self._equal_order(schedule, options, devices, microbatches)
+        rows = [list(order.passes(device)) for device in range(devices)]
+        return InFlight(
+            tuple(int(peak_activations(row)) for row in rows),
+            tuple(_moments(row, layers_per_stage) for row in rows),
+        )
+
+
+def _shape(schedule: str, options: Options, devices: int) -> Shape | None:
+    """Return the shape of a schedule on this many devices; None if it has no order for them."""
+    try:
+        order: Order = generate(schedule, devices, 2 * devices, **dict(options))
+    except InputError:
+        return None
+    return Shape(
+        placement=order.placement,
+        split=any(item.kind is Kind.I for item in order.passes(0)),
+        by_costs="costs" in inspect.signature(SCHEDULES[schedule]).parameters,
+        moves=bool(offloaded(order)),
     )
 
 
-@lru_cache(maxsize=64)
+def _base_order(
+    schedule: str, options: Options, size: tuple[int, int], times: tuple[Cost | None, Cost | None, Cost | None]
+) -> Order:
+    """size: devices and microbatches. times: of forwards, backwards and copies."""
+    forward, backward, copies = times
+    costs = Costs(F=forward, B=backward, I=forward, W=forward, O=copies, L=copies)
+    return generate(schedule, *size, costs=costs, **dict(options))
+
+
 def _equal_order(schedule: str, options: Options, devices: int, microbatches: int) -> Order:
     return without_offload(generate(schedule, devices, microbatches, **dict(options)))
 
@@ -144,12 +178,6 @@ def short_steps(devices: int, microbatches: int, *, planned: bool) -> tuple[int,
     rest = microbatches % devices
     short, long = SHORT[planned] * devices + rest, LONG[planned] * devices + rest
     return (short, long) if microbatches > long else (microbatches,)
-
-
-def steps_of(configuration: Configuration) -> tuple[int, ...]:
-    """Return the same for a configuration."""
-    layout, planned = configuration.layout, bool(BARRIERS[configuration.vocabulary]) or configuration.moves
-    return short_steps(layout.parallelism.pp, layout.microbatches, planned=planned)
 
 
 def extended(times: Sequence[float], sizes: Sequence[int], microbatches: int, least: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -14,8 +14,8 @@ from evenpipe.schedule.words import count
 
 from .bounds import order_bound
 from .configuration_search import Found, Rejected, head_layers
-from .configurations import Problem
 from .evaluation import Evaluation
+from .problem import Problem
 
 REJECTED = 8
 """Number of rejected configurations to explain."""
@@ -37,7 +37,7 @@ def model_flops(problem: Problem) -> float:
     count."""
     tokens = problem.sequence * problem.sequences_per_step
     layers = sum(work.flops + work.attention_flops(problem.sequence) for work in problem.works)
-    return 3.0 * tokens * (layers + problem.head_flops)
+    return 3.0 * tokens * (layers + problem.model_costs.head)
 
 
 def utilization(problem: Problem, plan: Evaluation) -> float:
@@ -182,8 +182,8 @@ class Ranking:
 
 def runnable(plan: Evaluation) -> bool:
     """Return whether `evenpipe train` can run it: data and pipeline parallelism, replicas or full sharding (FSDP2)."""
-    parallelism = plan.configuration.layout.parallelism
-    return parallelism.tp == parallelism.cp == 1 and parallelism.zero in (0, 3)
+    parallelism = plan.configuration.recipe.parallelism
+    return parallelism.tp == parallelism.cp == 1 and parallelism.data_parallel in ("replicate", "shard")
 
 
 # --- gain of vocabulary modes ----------------------------------------------------------------------------------
@@ -213,11 +213,11 @@ def gains(found: Found) -> list[Gain]:
     """Return the best plan of every vocabulary mode among those seen, fastest first, each with the reason for its
     time."""
     best = [plan for mode in found.space.vocabularies if (plan := found.best_of(mode)) is not None]
-    best = [plan for plan in best if plan.configuration.layout.parallelism.pp > 1]
+    best = [plan for plan in best if plan.configuration.recipe.parallelism.pp > 1]
     best.sort(key=lambda plan: plan.seconds)
     return [
         Gain(
-            plan.configuration.vocabulary,
+            plan.configuration.recipe.vocabulary,
             plan,
             plan.seconds / best[0].seconds,
             _why(found.problem, plan, plan.seconds / best[0].seconds),
@@ -238,7 +238,7 @@ def _why(problem: Problem, plan: Evaluation, factor: float) -> str:
         words += ", as on all others"
     else:
         words += f", {_seconds(busy[idlest])} on device {idlest}"
-        if not BARRIERS[one.vocabulary]:
+        if not BARRIERS[one.recipe.vocabulary]:
             words += f": the output layer ({head_words(problem, plan)}) is whole on one device"
     worst = plan.devices[plan.worst] if plan.devices else None
     return words if worst is None else f"{words}; at most {gib_text(worst.peak_bytes)}"
@@ -247,7 +247,7 @@ def _why(problem: Problem, plan: Evaluation, factor: float) -> str:
 def head_words(problem: Problem, plan: Evaluation) -> str:
     """Return the output layer's time in layers, and the number of layers of the last stage."""
 
-    layers = head_layers(problem, plan.configuration.layout)
+    layers = head_layers(problem, plan.configuration.recipe)
     return f"{layers:.1f} layers' time, beside {plan.configuration.layers_per_stage[-1]} layers"
 
 
@@ -289,13 +289,13 @@ def explained(found: Found) -> list[Rejection]:
     candidates: list[tuple[float, str, Evaluation]] = []
     for plan in (*found.failed, *found.plans):
         if plan.kept or (plan.devices and not plan.fits):
-            plain = replace(plan.configuration, checkpointing=("none",))
+            plain = plan.configuration.decided(checkpointing="none")
             seconds = order_bound(found.problem, plain)
             candidates.append((seconds, plan.configuration.name, plan))
     seen: set[tuple[Any, ...]] = set()
     rejections: list[Rejection] = []
     for seconds, name, plan in sorted(candidates, key=lambda one: one[:2]):
-        family = (plan.configuration.layout.parallelism, plan.configuration.vocabulary)
+        family = (plan.configuration.recipe.parallelism, plan.configuration.recipe.vocabulary)
         if family not in seen and len(rejections) < REJECTED:
             seen.add(family)
             rejections.append(_of_plan(found, plan, name, seconds))
@@ -369,16 +369,16 @@ def _fixes(found: Found, failed: Evaluation) -> Iterator[tuple[str, Evaluation]]
 
 def _choices(plan: Evaluation) -> dict[str, Any]:
     one = plan.configuration
-    parallelism = one.layout.parallelism
+    parallelism = one.recipe.parallelism
     values = (
         parallelism.dp,
         parallelism.tp,
         parallelism.cp,
         parallelism.pp,
         parallelism.zero,
-        one.layout.microbatch_size,
+        one.recipe.batch.microbatch_size,
         one.schedule_name,
-        one.vocabulary,
+        one.recipe.vocabulary,
         one.layers_per_stage,
         one.offload,
         one.host_share,

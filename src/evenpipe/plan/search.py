@@ -24,7 +24,7 @@ from evenpipe.schedule.timing import time_order
 from evenpipe.simulate import best_bound
 
 from .named_orders import NamedOrder, named_orders
-from .optimal_order import Problem, Solution, refuse_large, solve
+from .optimal_order import OrderProblem, Solution, refuse_large, solve
 
 SEARCHED = tuple(mode for mode in MODES if mode != "interlaced")
 """Modes that can be searched; in interlaced mode S and T leave no choice."""
@@ -41,7 +41,7 @@ class SearchResult:
     lower bound. proved: the order is best. named: values of the named schedules, best first.
     """
 
-    problem: Problem
+    problem: OrderProblem
     order: Order
     timeline: Timeline
     source: str
@@ -98,7 +98,7 @@ def above(value: float, other: float) -> float:
     return value / other - 1 if other else 0.0
 
 
-def search(problem: Problem, *, seconds: float = 30.0, workers: int = 1, seed: int = 0) -> SearchResult | None:
+def search(problem: OrderProblem, *, seconds: float = 30.0, workers: int = 1, seed: int = 0) -> SearchResult | None:
     """Return the shortest order within the limits of `problem` that can be found in `seconds`; None if none fits.
 
     Starts from the best named schedule, so the result is never worse. Raises InputError as `solve` does, and if the
@@ -134,7 +134,7 @@ def search(problem: Problem, *, seconds: float = 30.0, workers: int = 1, seed: i
     return _result(problem, order, source, named, (solution.bound, EXACT if solution.exact else ROUNDED))
 
 
-def lower_bound(problem: Problem) -> float:
+def lower_bound(problem: OrderProblem) -> float:
     """Return a lower bound on all orders of `problem`, without a search."""
     links = {name: link for name, link in problem.costs.links.items() if name in LINKS}
     return best_bound(
@@ -150,7 +150,7 @@ def lower_bound(problem: Problem) -> float:
 
 
 def _result(
-    problem: Problem, order: Order, source: str, named: list[NamedOrder], bounded: tuple[float, float]
+    problem: OrderProblem, order: Order, source: str, named: list[NamedOrder], bounded: tuple[float, float]
 ) -> SearchResult:
     """`bounded`: the lower bound, and the relative distance to it at which an order counts as best."""
     bound, tolerance = bounded
@@ -168,7 +168,7 @@ def _result(
     )
 
 
-def problem_of(
+def order_problem_of(
     *,
     devices: int,
     microbatches: int,
@@ -179,7 +179,7 @@ def problem_of(
     costs: Costs | None = None,
     memory_limit: float | Sequence[float] | None = None,
     objective: str = "span",
-) -> Problem:
+) -> OrderProblem:
     """Return the problem for the values of a user; costs are equal by default. Raises InputError for impossible
     ones."""
     for name, value in (
@@ -198,7 +198,7 @@ def problem_of(
     limits = None
     if memory_limit is not None:
         limits = tuple(math.floor(limit) for limit in limits_per_device(memory_limit, devices))
-    return Problem(
+    return OrderProblem(
         placement=placement_of(placement, devices, stages_per_device),
         microbatches=microbatches,
         costs=EQUAL_COSTS if costs is None else costs,

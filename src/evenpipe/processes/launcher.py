@@ -32,6 +32,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -41,12 +42,13 @@ import torch
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.processes.bell import STOPS
+from evenpipe.processes.owner import EXIT_CODE, Owner
 from evenpipe.processes.signs import Board, Cause, cause_of
 from evenpipe.processes.stopping import Wish
 from evenpipe.processes.store import FolderStore
 from evenpipe.processes.supervisor import Beats, Ending, end, supervise
 from evenpipe.processes.temporary import temporary_folder
-from evenpipe.processes.watch import EXIT_CODE, Watch
+from evenpipe.processes.watch import Watch
 from evenpipe.processes.worker import (
     SILENCE_SECONDS,
     START_SECONDS,
@@ -132,29 +134,9 @@ def launch(
         store = FolderStore(folder / "store")
         wish = Wish(store, on_stop)
         signals.accept = wish.accept
-        method = _start_method(torch_device)
-        context = multiprocessing.get_context(method)
-        parent = _server_pid() if method == "forkserver" else os.getpid()
-        environments = [_environment(rank, processes, folder / "store") for rank in range(processes)]
-        # The type stubs know no common type of contexts that has Process.
-        children = [
-            context.Process(target=_process, args=(work, environment, folder, limits, parent))  # type: ignore[attr-defined]
-            for environment in environments
-        ]
+        children = _children(work, processes, folder, limits)
         try:
-            with _threads_of_new_processes(), _main_as_it_is():
-                for child in children:
-                    child.start()
-            beats = Beats(store, processes)
-            first = supervise(children, beats, silence_seconds=silence_seconds)
-        except _Interrupted as interrupted:
-            if any(child.pid is None for child in children):
-                _kill_server()  # importing, or about to fork a process that we do not know yet
-            if interrupted.number == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise SystemExit(128 + interrupted.number) from None
-        except (OSError, EOFError) as error:
-            raise RunError(f"the processes could not be started: {error!r}") from error
+            first = _run(children, Beats(store, processes), silence_seconds)
         finally:
             with _signals_ignored():
                 end(children, 0.0 if wish.accepted else SHUTDOWN_SECONDS)  # from here on they ignore SIGTERM
@@ -204,6 +186,36 @@ def _end_if_unguarded() -> None:
 
 
 # -- the parent -------------------------------------------------------------------------------------------------------
+
+
+def _children(work: bytes, processes: int, folder: Path, limits: dict[str, Any]) -> list[BaseProcess]:
+    """Return the processes, not started."""
+    method = _start_method(limits["torch_device"])
+    context = multiprocessing.get_context(method)
+    parent = _server_pid() if method == "forkserver" else os.getpid()
+    environments = [_environment(rank, processes, folder / "store") for rank in range(processes)]
+    # The type stubs know no common type of contexts that has Process.
+    return [
+        context.Process(target=_process, args=(work, environment, folder, limits, parent))  # type: ignore[attr-defined]
+        for environment in environments
+    ]
+
+
+def _run(children: Sequence[BaseProcess], beats: Beats, silence_seconds: float) -> Ending | None:
+    """Start the processes and return when they have ended, as `supervise`. Raises the errors of `launch`."""
+    try:
+        with _threads_of_new_processes(), _main_as_it_is():
+            for child in children:
+                child.start()
+        return supervise(children, beats, silence_seconds=silence_seconds)
+    except _Interrupted as interrupted:
+        if any(child.pid is None for child in children):
+            _kill_server()  # importing, or about to fork a process that we do not know yet
+        if interrupted.number == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + interrupted.number) from None
+    except (OSError, EOFError) as error:
+        raise RunError(f"the processes could not be started: {error!r}") from error
 
 
 def _start_method(torch_device: str | None) -> str:
@@ -368,15 +380,14 @@ def _process(work: bytes, environment: dict[str, str], folder: Path, limits: dic
     watch: Watch | None = None
     known: Cause | None = None
 
-    def note(watch: Watch) -> None:
+    def note(cause: Cause) -> None:
         nonlocal known
-        assert watch.cause is not None
-        known = watch.cause
+        known = cause
         _record(folder, rank, known)
 
     try:
         board = Board(folder / "board", int(os.environ["WORLD_SIZE"]))
-        watch = start_worker(**limits, on_cause=note, board=board).watch
+        watch = start_worker(**limits, owner=Owner(note), board=board).watch
         function, arguments = pickle.loads(work)
         result = _dumps(function(*arguments))
         (folder / f"result-{rank}").write_bytes(result)

@@ -77,6 +77,9 @@ class Store(Protocol):
     def another(self) -> Store:
         """Return a client of the same store for another thread: each handles one request at a time."""
 
+    def close(self) -> None:
+        """End the client's thread, until the next request."""
+
     def patient(self, limit_seconds: float) -> contextlib.AbstractContextManager[None]:
         """Requests within may take this long: for moments in which every process asks the store."""
 
@@ -127,6 +130,9 @@ class FolderStore:
     def another(self) -> FolderStore:
         return self
 
+    def close(self) -> None:
+        pass
+
     def patient(self, limit_seconds: float) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # no request waits
 
@@ -162,7 +168,7 @@ class NetworkStore:
         """
         self.limit_seconds = limit_seconds
         self._store = store.clone()
-        self._questions: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._questions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._answered = threading.Event()
         self._answered.set()
         self._asking = threading.Lock()
@@ -191,6 +197,14 @@ class NetworkStore:
 
     def another(self) -> NetworkStore:
         return NetworkStore(self._store, self.limit_seconds)
+
+    def close(self) -> None:
+        with self._asking:
+            if self._thread is not None:
+                self._questions.put(None)
+                if self._answered.is_set():
+                    self._thread.join()
+                self._thread = None
 
     @contextlib.contextmanager
     def patient(self, limit_seconds: float) -> Iterator[None]:
@@ -227,8 +241,8 @@ class NetworkStore:
         return found[0]
 
     def _run(self) -> None:
-        while True:
-            self._questions.get()()
+        while (question := self._questions.get()) is not None:
+            question()
 
     def _wait(self, answered: threading.Event) -> None:
         waited, last = 0.0, time.monotonic()

@@ -6,7 +6,8 @@ may even blame the wrong one. So each process has a thread that, every quarter o
 1. writes a beat to the store: a counter, and what the main thread waits for;
 2. checks the next process in the ring: if it has died (same machine), or its beat is unchanged for `silence_seconds`,
    it writes the cause;
-3. looks for a cause written by any process. There is only one, the first. A process that sees it ends with exit code 3.
+3. looks for a cause written by any process. There is only one, the first. A process of evenpipe (`owner`) that sees it
+   ends with exit code 3; in any other, it is raised where the main thread waits.
 
 A ring suffices, because in any set of dead processes one follows a live one; so the cost does not grow with their
 number. Beats are compared by change of value against the reader's own clock, and only time during which the reader
@@ -30,15 +31,16 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch.distributed as dist
 
 from evenpipe.errors import RunError
 from evenpipe.given import plain_lines
+from evenpipe.processes.awaited import Awaited
 from evenpipe.processes.bell import STOPS, Bell
+from evenpipe.processes.owner import Owner
 from evenpipe.processes.peers import Peers
 from evenpipe.processes.proof import strangers
 from evenpipe.processes.signs import (
@@ -48,10 +50,8 @@ from evenpipe.processes.signs import (
     Cause,
     Waiting,
     cause_of,
-    is_stopped,
     machine,
     processes,
-    siblings,
     started,
 )
 from evenpipe.processes.store import Store, StoreError, StoreSilentError
@@ -68,24 +68,11 @@ FAREWELL_SECONDS = 1.5
 second signal within that time is the same one: torchrun's agent passes on to its processes what a terminal sent to
 all."""
 
-EXIT_CODE = 3
-
-LATE_SECONDS = 1.0
-"""How much longer than its limit a wait on the host may last before the watch ends it: normally the wait itself
-raises."""
-
 TOO_LONG = re.compile("[Tt]imed out|wait timeout|Application timeout")
 """gloo's message when a wait took too long, and the store's."""
 
 BROKEN = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Application timeout caused")
 """gloo's messages when a peer has died or a wait took too long."""
-
-
-@dataclass(frozen=True, slots=True)
-class _DeviceWait:
-    waiting: Waiting
-    is_done: Callable[[], bool]
-    limit_seconds: float
 
 
 class Watch:
@@ -99,9 +86,8 @@ class Watch:
         *,
         silence_seconds: float = 30.0,
         timeout_seconds: float = float("inf"),
-        on_cause: Callable[[Watch], None] | None = None,
+        owner: Owner | None = None,
         board: Board | None = None,
-        launcher: int | None = None,
     ) -> None:
         """A watch that does nothing until `start()`. Make it before processes meet: it opens a new connection to the
         store, which takes seconds if a name server does not answer, and holds the interpreter's lock meanwhile.
@@ -110,10 +96,8 @@ class Watch:
         silence_seconds: a process without a beat for this long counts as dead, and so does a store without an answer.
             Must exceed the longest operation that keeps Python's interpreter lock.
         timeout_seconds: default limit of one announced wait.
-        on_cause: called once, on any thread, as soon as `cause` is known. Default: the message goes to stderr if the
-            main thread is stuck and the watch has to end the process.
+        owner: may end the process and hear signals. None: neither, in a process of somebody else's own.
         board: shows the launcher what this process waits for.
-        launcher: pid of the launcher, if the run should end with it.
         """
         self.rank, self.world_size, self.silence_seconds = rank, world_size, silence_seconds
         self.cause: Cause | None = None
@@ -121,13 +105,9 @@ class Watch:
         self._store = store
         self._store_of_thread = None if store is None else store.another()
         self._peers: Peers | None = None
-        self._waiting: Waiting | None = None
-        self._limit_seconds = timeout_seconds
-        self._on_device: deque[_DeviceWait] = deque()
-        self._launcher = launcher
+        self._awaited = Awaited(rank, board)
+        self._owner = owner
         self._beat_seconds = BEAT_SECONDS * max(1.0, world_size / 256)  # all beats go to one store
-        self._on_cause = on_cause
-        self._board = board
         self._beat = Beat(0, machine(), os.getpid(), started(os.getpid()) or "")
         self._silent: StoreSilentError | None = None
         """Set while the store does not answer the watch's thread."""
@@ -141,10 +121,11 @@ class Watch:
         self._bell: Bell | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, *, hear_sigterm: bool = False) -> None:
+    def start(self) -> None:
         """Start to beat. All processes start at about the same time.
 
-        hear_sigterm: on SIGTERM, look for the cause and end with it, unless the program handles that signal itself.
+        Under torchrun an owned process looks for the cause on SIGTERM, and ends with it, unless the program handles
+        that signal itself.
         """
         if self._store is None or self.world_size == 1:
             return
@@ -156,7 +137,7 @@ class Watch:
             self._peers = Peers(self._store, self._beat, self.rank, self.world_size)
             peers = Peers(store, self._beat, self.rank, self.world_size)
         self._bell = Bell()
-        if hear_sigterm:
+        if self._owner is not None and self._owner.under_torchrun:
             self._bell.hear(signal.SIGTERM)
         self._thread = threading.Thread(target=self._run, args=(store, peers), name="evenpipe-watch", daemon=True)
         self._thread.start()
@@ -179,6 +160,9 @@ class Watch:
             with contextlib.suppress(StoreError):  # the store may have ended with the process that held it
                 beat = replace(self._beat, count=self._beat.count + 1, done=True)
                 self._store.write(f"beat/{self.rank}", beat.dump())
+        for store in (self._store, self._store_of_thread):
+            if store is not None:
+                store.close()
 
     def hear_stops(self, say: Callable[[int, bool], None] | None) -> bool:
         """From now on the first of the signals STOPS is a request, shown in `asked_to_stop`, and a second one ends the
@@ -210,18 +194,14 @@ class Watch:
         Raises:
             RunError: the run is known to have failed already.
         """
-        self._limit_seconds = self.timeout_seconds if limit_seconds is None else limit_seconds
-        self._waiting = Waiting(what, needed_by, communicator, peers)
-        if self._board is not None:
-            self._board.show(self.rank, self._waiting)
+        limit_seconds = self.timeout_seconds if limit_seconds is None else limit_seconds
+        self._awaited.begin(Waiting(what, needed_by, communicator, peers), limit_seconds)
         if self._cause_known.is_set():
             raise self._error()
 
     def arrived(self) -> None:
         """End the announced wait."""
-        self._waiting = None
-        if self._board is not None:
-            self._board.clear(self.rank)
+        self._awaited.end()
 
     def arrives_when(self, is_done: Callable[[], bool], limit_seconds: float) -> None:
         """The main thread goes on and a GPU waits, at most this long; no library raises there. That wait is over when
@@ -230,17 +210,12 @@ class Watch:
         If the GPU has failed, it stays False. The main thread notices that failure at its next call of CUDA, much
         earlier than the limit, and reports it as the cause.
         """
-        if self._waiting is not None and self._thread is not None:
-            self._on_device.append(_DeviceWait(self._waiting, is_done, limit_seconds))
-        self._waiting = None  # the board keeps showing it until the watch knows better
+        self._awaited.pass_on(None if self._thread is None else is_done, limit_seconds)
 
     @property
     def waiting(self) -> Waiting | None:
         """Return what the main thread waits for, or else the GPU: its first pending transfer."""
-        waiting = self._waiting
-        with contextlib.suppress(IndexError):  # the other thread may remove the last one
-            waiting = waiting or self._on_device[0].waiting
-        return waiting
+        return self._awaited.first
 
     @contextlib.contextmanager
     def during(self, what: str, communicator: str, peers: tuple[int, ...]) -> Iterator[None]:
@@ -317,7 +292,8 @@ class Watch:
             else:
                 self._settle(cause_of(error, self.rank), self._store)
         assert self.cause is not None
-        if self._on_cause is None and self.cause.origin != self.rank and self.cause.text not in str(error):
+        told = self._owner is not None and self._owner.on_cause is not None
+        if not told and self.cause.origin != self.rank and self.cause.text not in str(error):
             print(plain_lines(f"evenpipe: {self._error()}"), file=sys.stderr, flush=True)
 
     # -- the thread --------------------------------------------------------------------------------
@@ -338,11 +314,12 @@ class Watch:
             last_time = now
             if signalled and self.asked_to_stop and self._say is not None:
                 self._say(signalled, True)
-                self._kill_siblings()
+                if self._owner is not None:
+                    self._owner.kill_siblings()
                 os._exit(128 + signalled)
             if signalled and farewell == float("inf"):
                 number, farewell = signalled, now + FAREWELL_SECONDS
-            before, longest = longest, self._limited_wait()
+            before, longest = longest, self._awaited.limited()
             same = longest is not None and before is not None and longest[0] is before[0]
             waited_seconds = waited_seconds + elapsed if same else 0.0
             try:
@@ -380,7 +357,8 @@ class Watch:
                     self._settle(death, store)
                 elif silent_seconds > self.silence_seconds:
                     self._settle(peers.silence_of(neighbour, self.silence_seconds), store)
-                    self._kill_siblings(neighbour)
+                    if self._owner is not None:
+                        self._owner.kill_siblings(neighbour)
             except StoreError as error:
                 # The store ended with its host, or its host cannot be reached. A process that computes may well
                 # complete; one that waits will not, and one whose launcher has died should not.
@@ -391,47 +369,18 @@ class Watch:
                 lost_seconds = lost_seconds + elapsed if self.waiting is not None else 0.0
                 if self._is_orphan() or farewell != float("inf") or lost_seconds > self.silence_seconds:
                     self._learn(self._lost(error))
-        self._kill_siblings()
-        self._end()
-
-    def _kill_siblings(self, which: int | None = None) -> None:
-        """Under torchrun: kill the process `which` of this machine, or else all stopped ones, which ignore other
-        signals and would delay torchrun's end by half a minute. Elsewhere `supervisor` does this."""
-        if self._launcher is None or self._is_orphan():
-            return
-        for rank, pid in siblings().items():
-            if rank == which or (which is None and is_stopped(pid)):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-
-    def _limited_wait(self) -> tuple[Waiting, float] | None:
-        """Return what the main thread waits for, or else the GPU, and the limit in seconds."""
-        if (waiting := self._waiting) is not None:
-            return waiting, self._limit_seconds + LATE_SECONDS
-        on_device = self._first_on_device()
-        return None if on_device is None else (on_device.waiting, on_device.limit_seconds)
-
-    def _first_on_device(self) -> _DeviceWait | None:
-        """Return the first pending transfer of the GPU."""
-        while self._on_device:
-            first = self._on_device[0]
-            if not first.is_done():
-                return first
-            self._on_device.popleft()
-            if self._board is not None and self._waiting is None and not self._on_device:
-                self._board.clear(self.rank)
-        return None
+        if self._owner is not None:
+            self._owner.kill_siblings()
+            self._end(self._owner)
 
     def _after(self, rank: int) -> int:
         return (rank + 1) % self.world_size
 
-    def _end(self) -> None:
+    def _end(self, owner: Owner) -> None:
         """End the process from this thread if the main thread does not."""
         if self._stop.wait(GRACE_SECONDS) or (self._main_knows and self._stop.wait(OWN_WAY_SECONDS)):
             return
-        if self._on_cause is None:
-            print(plain_lines(f"evenpipe: {self._error()}"), file=sys.stderr, flush=True)
-        os._exit(EXIT_CODE)
+        owner.end(self._error())
 
     # -- causes ------------------------------------------------------------------------------------
 
@@ -461,8 +410,8 @@ class Watch:
             if self._cause_known.is_set():
                 return
             self.cause = cause
-            if self._on_cause is not None:
-                self._on_cause(self)
+            if self._owner is not None and self._owner.on_cause is not None:
+                self._owner.on_cause(cause)
             self._cause_known.set()
         if self._bell is not None:
             self._bell.ring()
@@ -482,7 +431,7 @@ class Watch:
         )
 
     def _is_orphan(self) -> bool:
-        return self._launcher is not None and os.getppid() != self._launcher
+        return self._owner is not None and self._owner.is_orphan()
 
     def _lost(self, error: StoreError) -> Cause:
         """Return the cause if the store is gone, or has not answered for too long."""

@@ -3,21 +3,25 @@
 This is the same under torchrun and under `launch`. Outside of both, a process is alone, with no group and a watch that
 does nothing.
 
+`launch`, the commands and `initialise_worker` take a process over for evenpipe until its end (`owner`). A `Pipeline` in
+a process of somebody else's own only borrows a worker while it is open: signals and hooks stay as they are, nothing is
+killed, and the watch's thread ends with the last pipeline.
+
 Processes of `launch` meet in a folder that only their user may enter, and connect to each other on loopback, which no
 other machine reaches. Those of torchrun meet in its store, on a port that is open to everyone who reaches its machine.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
+import multiprocessing.util
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +34,7 @@ from torch.distributed import FileStore, PrefixStore, distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from evenpipe.errors import InputError, RunError
+from evenpipe.processes.owner import Owner
 from evenpipe.processes.peers import Peers
 from evenpipe.processes.signs import Beat, Board, machine, processes, started, words
 from evenpipe.processes.store import FolderStore, NetworkStore, Store, StoreError, StoreSilentError
@@ -58,7 +63,7 @@ LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 counts."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Worker:
     """This process among all."""
 
@@ -71,6 +76,11 @@ class Worker:
     watch: Watch
     store: Store | None
     """Store for texts between processes of this run; None for a process that is alone."""
+    owned: bool
+    """Whether evenpipe runs this process."""
+    borrowers: int = 0
+    """Open pipelines of a process that is not owned."""
+    at_exit: multiprocessing.util.Finalize | None = None
 
     def mark(self, name: str) -> None:
         """Leave a mark for `wait_for_mark` of the others. Raises StoreError if the store is gone."""
@@ -97,6 +107,8 @@ class Worker:
 
 
 _this: Worker | None = None
+_starts = 0
+"""How often this process has started a worker: the key of the meeting."""
 
 
 def initialise_worker(
@@ -106,11 +118,14 @@ def initialise_worker(
     start_seconds: float = START_SECONDS,
     torch_device: torch.device | str | None = None,
 ) -> Worker:
-    """Make this process ready to communicate, once; a second call returns the same worker.
+    """Make this process one that evenpipe runs, ready to communicate, until its end; a second call returns the same
+    worker. Call it before the first `Pipeline`.
 
     Under torchrun (environment variable RANK) it joins the others and opens the default process group, unless it is
     open already: gloo on CPUs, NCCL and gloo if every process has its own GPU, only gloo if processes share one. From
-    then on an uncaught exception ends all processes, with its text.
+    then on an uncaught exception ends all processes, with its text, as does a process that has died or is silent;
+    Ctrl-C ends this one at once; and on a CPU it keeps freed memory for later use, or returns it at once if activations
+    go to the host (glibc only; not if the environment configures its allocator).
 
     timeout_seconds: limit of a wait among live processes.
     silence_seconds: a process without a sign of life for this long counts as dead.
@@ -120,19 +135,24 @@ def initialise_worker(
         one. It becomes the current one.
 
     Raises:
-        InputError: torch_device is not a device of this machine, or not the one that the default group is bound to.
+        InputError: torch_device is not a device of this machine, or not the one that the default group is bound to; or
+            this process has a pipeline already.
         RunError: some processes did not start; names them.
     """
     if _this is not None:
+        if not _this.owned and _this.world_size > 1:
+            raise InputError("initialise_worker: this process has an open pipeline, expected the call before the first")
+        _this.owned = True
         return _this
     worker = start_worker(
         timeout_seconds=timeout_seconds,
         silence_seconds=silence_seconds,
         start_seconds=start_seconds,
         torch_device=torch_device,
+        owner=Owner(),
     )
     if worker.world_size > 1:
-        atexit.register(worker.watch.finish)
+        worker.at_exit = multiprocessing.util.Finalize(None, worker.watch.finish, exitpriority=0)
         before = sys.excepthook
 
         def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -141,6 +161,39 @@ def initialise_worker(
 
         sys.excepthook = report
     return worker
+
+
+def borrow_worker(torch_device: torch.device | str | None = None) -> Worker:
+    """Return the worker of this process for a pipeline, which gives it back when it is closed. If evenpipe does not run
+    the process, it joins the others as `initialise_worker` does, but takes nothing over: others learn of an uncaught
+    exception at the end of the process. Collective. Raises as `initialise_worker`.
+    """
+    worker = _this or start_worker(torch_device=torch_device, owner=None)
+    worker.borrowers += 1
+    if worker.at_exit is None and not worker.owned and worker.world_size > 1:
+        worker.at_exit = multiprocessing.util.Finalize(None, _end, (worker.watch,), exitpriority=0)
+    return worker
+
+
+def give_back(worker: Worker) -> None:
+    """End the watch with the last pipeline that has borrowed the worker, unless evenpipe runs the process."""
+    global _this  # noqa: PLW0603  (one process is one worker)
+    worker.borrowers -= 1
+    if worker.borrowers or worker.owned:
+        return
+    worker.watch.finish()
+    if worker.at_exit is not None:
+        worker.at_exit.cancel()
+    if _this is worker:
+        _this = None
+
+
+def _end(watch: Watch) -> None:
+    """At the end of a process with open pipelines: tell the others why, if it is an exception that nobody caught."""
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, BaseException) and not hasattr(sys, "ps1"):
+        watch.report_exception(error)
+    watch.finish()
 
 
 def current_watch() -> Watch | None:
@@ -163,32 +216,33 @@ def finish_worker() -> None:
 
 def start_worker(
     *,
-    timeout_seconds: float,
-    silence_seconds: float,
-    start_seconds: float,
-    torch_device: torch.device | str | None,
-    on_cause: Callable[[Watch], None] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    silence_seconds: float = SILENCE_SECONDS,
+    start_seconds: float = START_SECONDS,
+    torch_device: torch.device | str | None = None,
+    owner: Owner | None,
     board: Board | None = None,
 ) -> Worker:
-    """As initialise_worker, for a caller that reports exceptions and ends the watch itself."""
-    global _this  # noqa: PLW0603  (one process is one worker)
+    """As initialise_worker, for a caller that reports exceptions and ends the watch itself. Without an owner nothing is
+    taken over."""
+    global _this, _starts  # noqa: PLW0603  (one process is one worker)
+    owned = owner is not None
     timeout = timedelta(seconds=timeout_seconds)
     if not dist.is_initialized() and "RANK" not in os.environ:
-        _this = Worker(0, 1, _own_device(torch_device)[0], timeout_seconds, Watch(None), None)
+        _this = Worker(0, 1, _own_device(torch_device)[0], timeout_seconds, Watch(None), None, owned)
         return _this
     store, groups, rank, world_size = _meeting_place(start_seconds)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler is blocked during a gloo wait
-    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    _starts += 1
+    if owner is not None:
+        owner.take_over()
     watch = Watch(
         store,
         rank,
         world_size,
         silence_seconds=silence_seconds,
         timeout_seconds=timeout_seconds,
-        on_cause=on_cause,
+        owner=owner,
         board=board,
-        launcher=os.getppid() if under_torchrun else None,
     )
     device, identity = torch.device("cpu"), ""
     fault: Exception | None = None
@@ -198,8 +252,8 @@ def start_worker(
     except Exception as error:
         fault = error  # for the others too, once they are here
     with store.patient(silence_seconds):
-        meet(store, rank, world_size, start_seconds)
-    watch.start(hear_sigterm=under_torchrun)
+        meet(store, rank, world_size, start_seconds, owned=owned)
+    watch.start()
     try:
         if fault is not None:
             raise fault
@@ -219,7 +273,7 @@ def start_worker(
     except BaseException as error:
         watch.report_exception(error)
         raise
-    _this = Worker(rank, world_size, device, timeout_seconds, watch, store)
+    _this = Worker(rank, world_size, device, timeout_seconds, watch, store, owned)
     return _this
 
 
@@ -233,23 +287,23 @@ def _meeting_place(start_seconds: float) -> tuple[Store, Any, int, int]:
         store, rank, world_size = distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     else:
         store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=start_seconds)))
-    store = PrefixStore(f"evenpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = PrefixStore(f"evenpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_starts}", store)
     return NetworkStore(store), PrefixStore("groups", store), rank, world_size
 
 
-def meet(store: Store, rank: int, world_size: int, limit_seconds: float) -> None:
+def meet(store: Store, rank: int, world_size: int, limit_seconds: float, *, owned: bool = True) -> None:
     """Wait until all processes are here, before any wait that would not name a missing one.
 
     Raises:
-        RunError: the limit passed, or SIGTERM arrived, as from torchrun when one has failed; names the missing ones. Or
-            a process that was here already has died on this machine.
+        RunError: the limit passed, or SIGTERM arrived in an owned process, as from torchrun when one has failed; names
+            the missing ones. Or a process that was here already has died on this machine.
     """
     own = Beat(0, machine(), os.getpid(), started(os.getpid()) or "")
     deadline, pause = time.monotonic() + limit_seconds, 0.005
     try:
         store.write(f"here/{rank}", own.dump())
         peers = Peers(store, own, rank, world_size, key="here")
-        with _sigterm_noticed() as terminated:
+        with _sigterm_noticed() if owned else contextlib.nullcontext(list[int]()) as terminated:
             while not store.has(f"here/{other}" for other in range(world_size)):
                 fault = None
                 if (death := peers.first_death(peers.here())) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,10 @@ MICROBATCHES_PER_DEVICE = 4
 """Default per step, unless the schedule has a number."""
 
 
-@dataclass(frozen=True, slots=True)
-class GivenSchedule:
-    """A schedule, the microbatches of a step, and the options of its generator."""
-
-    schedule: Schedule
-    microbatches: int
-    options: Mapping[str, Any]
-
-
 def read_schedule(
     given: Path | Schedule | Any, devices: int, microbatches: int | None, options: Mapping[str, Any] | None = None
-) -> GivenSchedule:
-    """Read the schedule `given`.
+) -> tuple[Schedule, int, dict[str, Any]]:
+    """Return the schedule `given`, the microbatches of a step, and the options of its generator.
 
     Args:
         given: as for `Pipeline`.
@@ -47,11 +37,11 @@ def read_schedule(
         count = microbatches or int(getattr(given, "_n_microbatches", count))
         given = from_torch_schedule(given, devices, count, stages_per_device=stages_per_device)
     if isinstance(given, (Order, Program)):
-        return GivenSchedule(given, microbatches or given.microbatches, options)
+        return given, microbatches or given.microbatches, options
     if isinstance(given, (str, Path)):
-        return GivenSchedule(str(given), count, options)
+        return str(given), count, options
     if callable(given):
-        return GivenSchedule(given, count, options)
+        return given, count, options
     raise InputError(
         f"schedule: {type(given).__name__}, expected a name, an Order, a Program, a CSV file, a function of devices and"
         " microbatches that returns an Order, or a schedule of torch.distributed.pipelining"

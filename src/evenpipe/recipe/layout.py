@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
 
 from evenpipe.errors import InputError
 from evenpipe.model import Description, arranging_flops
+from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import (
-    PER_PAIR,
-    SHARING,
     Costs,
     Order,
     Placement,
@@ -20,15 +18,15 @@ from evenpipe.schedule import (
     evaluation_program,
     generate,
     plan_program,
-    vocabulary_mode,
 )
-from evenpipe.schedule.costs import ASSUMED_COPY, Cost
+from evenpipe.schedule.costs import ASSUMED_COPY
 from evenpipe.schedule.layers import even_split, split_by_cost
 from evenpipe.schedule.passes import SHARDING_KINDS, VOCABULARY_KINDS
 from evenpipe.schedule.planning import costs_of_work, order_of_function
 from evenpipe.schedule.registry import options_of
 from evenpipe.schedule.words import count
-from evenpipe.vocabulary import Shard, split
+from evenpipe.vocabulary import Shard
+from evenpipe.vocabulary import split as shards_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +60,44 @@ class Layout:
     """One per device: its rows of the output layer."""
     costs: Costs
 
+    @classmethod
+    def of(cls, recipe: Recipe, model: ModelCosts, rows: int) -> Layout:
+        """Place a model on devices; `rows`: of its embedding and output layer.
+
+        Raises InputError for options that the schedule does not have, more stages than layers, and a split that does
+        not add up.
+        """
+        mode, devices, schedule = recipe.vocabulary, recipe.devices, recipe.schedule
+        base = runnable_order(recipe)
+        split = _layers_per_stage(recipe, model, base.placement)
+        costs = arranging_costs(recipe, model, base.placement, split)
+        # A named schedule is rearranged with costs.
+        order, program = arranged(recipe, costs, schedule if isinstance(schedule, (str, Program)) else base)
+        placement = program.placement
+        if _is_sharded(mode):
+            embedding = head = tuple(shards_of(rows, devices))
+        else:
+            embedding = _whole_on(placement.first_device, rows, devices)
+            head = _whole_on(placement.last_device, rows, devices)
+        return cls(
+            mode=mode,
+            layers=bounds_of(split),
+            program=program,
+            evaluation=evaluation_program(order, costs, recipe.communicators),
+            embedding_shards=embedding,
+            head_shards=head,
+            costs=costs,
+        )
+
     @property
     def communicators(self) -> dict[str, tuple[int, ...]]:
         """Members (devices) of each communicator of both programs, by name."""
         return {**self.evaluation.communicators, **self.program.communicators}
+
+    @property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        """Number of layers of each stage."""
+        return tuple(last - first for first, last in self.layers)
 
     @property
     def sharded(self) -> bool:
@@ -73,95 +105,53 @@ class Layout:
         return _is_sharded(self.mode)
 
 
-def build_layout(
-    *,
-    devices: int,
-    microbatches: int,
-    schedule: Schedule,
-    vocabulary: str,
-    model: ModelCosts,
-    rows: int,
-    layers_per_stage: Sequence[int] | None = None,
-    costs: Costs | None = None,
-    schedule_options: Mapping[str, Any] | None = None,
-    communicators: str = PER_PAIR,
-    offload: str | float = "scheduled",
-    copy_time: Cost = ASSUMED_COPY,
-) -> Layout:
-    """Place a model on devices.
-
-    Args:
-        vocabulary: the mode; "balanced" is "vocab-2".
-        rows: of the embedding and of the output layer.
-        layers_per_stage: None splits evenly, with "redistribute" by cost.
-        costs: pass times for the schedule, one F and B per stage *without* the vocabulary layers; None takes FLOPs.
-        schedule_options: of the generator of a named schedule.
-        communicators: which transfers share one, one of `SHARING`.
-        offload: which activations go to the host, as for `plan_order`.
-        copy_time: of their copies, as `OffloadOptions.copy_time`.
-
-    Raises:
-        InputError: an unknown name, more stages than layers, or a split that does not add up.
-    """
-    mode = vocabulary_mode(vocabulary)
-    if communicators not in SHARING:
-        raise InputError(f"communicators: {communicators!r}, expected one of {', '.join(SHARING)}")
-    options = dict(schedule_options or {})
-    base = runnable_order(schedule, devices, microbatches, options)
-    counts = _layers_per_stage(model, base.placement, mode, layers_per_stage, _more_or_fewer(schedule))
-    bounds = [0]
-    for number in counts:
-        bounds.append(bounds[-1] + number)
-    layers = tuple(pairwise(bounds))
-    costs = (costs or _flop_costs(model, layers, devices, mode)).with_copies(base.placement, copy_time)
-    if isinstance(schedule, str):  # rearranged with costs
-        order, program = plan_program(
-            schedule, devices, microbatches, mode, costs, sharing=communicators, offload=offload, **options
-        )
-    else:
-        given = schedule if isinstance(schedule, Program) else base
-        order, program = plan_program(given, devices, microbatches, mode, costs, sharing=communicators, offload=offload)
-    placement = program.placement
-    if _is_sharded(mode):
-        embedding = head = tuple(split(rows, devices))
-    else:
-        embedding = _whole_on(placement.first_device, rows, devices)
-        head = _whole_on(placement.last_device, rows, devices)
-    return Layout(
-        mode=mode,
-        layers=layers,
-        program=program,
-        evaluation=evaluation_program(order, costs, communicators),
-        embedding_shards=embedding,
-        head_shards=head,
-        costs=costs,
-    )
-
-
-def runnable_order(
-    schedule: Schedule, devices: int, microbatches: int, options: Mapping[str, Any] | None = None
-) -> Order:
-    """Return the order of a schedule at equal costs; `options` are those of a named schedule's generator.
+def runnable_order(recipe: Recipe) -> Order:
+    """Return the order of a recipe at equal costs, without vocabulary passes if the schedule has a name.
 
     Raises InputError if there is none of this size.
     """
-    for name in ("name", "devices", "microbatches", "costs"):
-        if name in (options or {}):
-            raise InputError(f"schedule_options: {name} is not an option of a schedule, but a separate argument")
+    schedule = recipe.schedule
     if isinstance(schedule, str):
-        order = generate(schedule, devices, microbatches, **(options or {}))
-    elif options:
-        raise InputError(f"schedule_options: {', '.join(options)} given, but only a schedule with a name has options")
-    elif isinstance(schedule, Program):
-        order = schedule.order
-    else:
-        order = schedule if isinstance(schedule, Order) else order_of_function(schedule, devices, microbatches)
-    return order
+        return generate(schedule, recipe.devices, recipe.microbatches, **recipe.options)
+    if isinstance(schedule, Program):
+        return schedule.order
+    return schedule if isinstance(schedule, Order) else order_of_function(schedule, recipe.devices, recipe.microbatches)
+
+
+def arranging_costs(recipe: Recipe, model: ModelCosts, placement: Placement, layers_per_stage: Sequence[int]) -> Costs:
+    """Return the pass times by which the order of a recipe is arranged, in this placement."""
+    costs = recipe.costs
+    if costs is None:
+        costs = costs_of_work(model.layers, model.head, layers_per_stage, recipe.devices, recipe.vocabulary)
+    return costs.with_copies(placement, recipe.offload.copy_time)
+
+
+def arranged(recipe: Recipe, costs: Costs, schedule: Schedule) -> tuple[Order, Program]:
+    """Return the order of a recipe and its checked program, arranged by these costs.
+
+    schedule: in place of the recipe's, which has the same passes. Raises InputError as `plan_program`.
+    """
+    return plan_program(
+        schedule,
+        recipe.devices,
+        recipe.microbatches,
+        recipe.vocabulary,
+        costs,
+        sharing=recipe.communicators,
+        offload=recipe.offload.activations,
+        **(recipe.options if isinstance(schedule, str) else {}),
+    )
+
+
+def bounds_of(layers_per_stage: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Return the first layer (inclusive) and the last (exclusive) of each stage."""
+    return tuple(pairwise(accumulate(layers_per_stage, initial=0)))
 
 
 def flop_costs(model: ModelCosts, layout: Layout) -> Costs:
     """Return the pass times of a layout in FLOPs per token, whatever costs arranged it."""
-    costs = _flop_costs(model, layout.layers, layout.program.devices, layout.mode)
+    split, devices = layout.layers_per_stage, layout.program.devices
+    costs = costs_of_work(model.layers, model.head, split, devices, layout.mode)
     return costs.with_copies(layout.program.placement, ASSUMED_COPY)
 
 
@@ -186,31 +176,31 @@ def _whole_on(holder: int, rows: int, devices: int) -> tuple[Shard, ...]:
 
 def _more_or_fewer(schedule: Schedule) -> str:
     """Return what a user can change to have fewer stages."""
-    if not isinstance(schedule, str) or schedule.endswith(".csv"):
+    if not isinstance(schedule, str):
         return "take an order with fewer stages"
     if "stages_per_device" in options_of(schedule):
         return "take fewer devices, or a smaller stages_per_device in schedule_options"
     return "take fewer devices, or a schedule with fewer stages per device"
 
 
-def _layers_per_stage(
-    model: ModelCosts, placement: Placement, mode: str, given: Sequence[int] | None, advice: str
-) -> tuple[int, ...]:
+def _layers_per_stage(recipe: Recipe, model: ModelCosts, placement: Placement) -> tuple[int, ...]:
     layers, stages, devices = len(model.layers), placement.stages, placement.devices
+    given = recipe.layers_per_stage
     if given is not None:
-        if len(given) != stages or sum(given) != layers or min(given) < 0:
-            raise InputError(
-                f"layers_per_stage: {list(given)}, expected {stages} numbers (one per stage) that add up to the"
-                f" model's {layers} layers"
-            )
-        return tuple(given)
+        check_layers_per_stage(given, stages, layers)
+        return given
     if stages > layers:
         has = f"{devices} with {count(stages, 'stage')}, but the model has {count(layers, 'layer')}"
-        raise InputError(f"devices: {has}: expected one for each; {advice}")
-    if mode == "redistribute":
+        raise InputError(f"devices: {has}: expected one for each; {_more_or_fewer(recipe.schedule)}")
+    if recipe.vocabulary == "redistribute":
         return split_by_cost(model.layers, stages, first_extra=0.0, last_extra=model.head)
     return even_split(layers, stages)
 
 
-def _flop_costs(model: ModelCosts, layers: Sequence[tuple[int, int]], devices: int, mode: str) -> Costs:
-    return costs_of_work(model.layers, model.head, [last - first for first, last in layers], devices, mode)
+def check_layers_per_stage(given: tuple[int, ...], stages: int, layers: int) -> None:
+    """Raise InputError unless the numbers spread all layers over all stages."""
+    if len(given) != stages or sum(given) != layers or min(given) < 0:
+        raise InputError(
+            f"layers_per_stage: {list(given)}, expected {stages} numbers (one per stage) that add up to the model's"
+            f" {layers} layers"
+        )

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from numbers import Real
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grad
 
-from evenpipe.communication.nccl import NcclOptions
 from evenpipe.errors import InputError
-from evenpipe.host.options import OffloadOptions
 from evenpipe.model import Description
+from evenpipe.recipe.recipe import Recipe, RecipeOptions
 from evenpipe.runtime.batch import IGNORE_INDEX
-from evenpipe.schedule import Costs
 from evenpipe.vocabulary import LossOptions
 
 COMPUTES_ON = ("cpu", "cuda")
@@ -88,35 +86,23 @@ def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _whole_numbers(value: Any) -> bool:
-    return value is None or (isinstance(value, Sequence) and not isinstance(value, str) and all(map(_whole, value)))
-
-
 _KINDS: Mapping[str, tuple[str, Any]] = {
-    "vocabulary": ("the name of a vocabulary mode", lambda value: isinstance(value, str)),
     "step": ("a whole number of steps, 0 or more", lambda value: _whole(value) and value >= 0),
     "optimizer": ("an optimizer as in torch.optim, or None", _or_none(torch.optim.Optimizer)),
     "extra": ("a table of JSON values, or None", _or_none(Mapping)),
-    "schedule_options": ("a dictionary of options by name, or None", _or_none(Mapping)),
     "mesh": ("a torch.distributed DeviceMesh, or None", _or_none(DeviceMesh)),
+    "recipe": ("a Recipe, or None", _or_none(Recipe)),
     "loss": ("LossOptions, or None", _or_none(LossOptions)),
-    "costs": ("Costs, or None", _or_none(Costs)),
-    "layers_per_stage": ("whole numbers, one per stage, or None", _whole_numbers),
     "seed": (f"a whole number from 0 to {LARGEST_SEED}", lambda value: _whole(value) and 0 <= value <= LARGEST_SEED),
-    "compile_layers": ("True or False", lambda value: isinstance(value, bool)),
-    "nccl": ("NcclOptions, or None", _or_none(NcclOptions)),
-    "offload": ("OffloadOptions, or None", _or_none(OffloadOptions)),
     "self_check": ("True or False", lambda value: isinstance(value, bool)),
 }
 
 
-def check_positive(name: str, value: Any, *, whole: bool = False) -> None:
-    """Raise InputError for anything but a number above 0, or with `whole` a whole number above 0."""
-    number = _whole(value) if whole else isinstance(value, Real) and not isinstance(value, bool)
+def check_positive(name: str, value: Any) -> None:
+    """Raise InputError for anything but a number above 0."""
+    number = isinstance(value, Real) and not isinstance(value, bool)
     if not number or not value > 0:
-        raise InputError(
-            f"{name}: {value!r}, expected {'a whole number of at least 1' if whole else 'a number above 0'}"
-        )
+        raise InputError(f"{name}: {value!r}, expected a number above 0")
 
 
 def device_of_torch(given: torch.device | str) -> torch.device:
@@ -163,12 +149,30 @@ def loss_of_model(given: LossOptions, description: Description) -> LossOptions:
     return replace(given, logit_scale=description.logit_scale, soft_cap=description.soft_cap)
 
 
-def is_sharded(data_parallel: str) -> bool:
-    """Return whether replicas hold only rows of parameters. Raises InputError for an unknown kind of data
-    parallelism."""
-    if data_parallel not in ("replicate", "shard"):
-        raise InputError(f"data_parallel: {data_parallel!r}, expected 'replicate' or 'shard'")
-    return data_parallel == "shard"
+class PipelineOptions(RecipeOptions, total=False):
+    """Options of a pipeline's recipe, as keyword arguments of `Pipeline`."""
+
+    replicas: int | None
+    """The size of `dp`."""
+
+
+def recipe_of(given: Recipe | None, how: PipelineOptions, *, dp: int, pp: int) -> Recipe:
+    """Return the recipe of a pipeline on these processes.
+
+    Raises InputError for a recipe of other sizes, options beside a recipe, and a recipe that cannot run.
+    """
+    options = cast(RecipeOptions, {name: value for name, value in how.items() if name != "replicas"})
+    if given is None:
+        given = Recipe.of(dp=dp, pp=pp, **options)
+    elif how:
+        raise InputError(f"recipe: given together with {', '.join(how)}, expected one or the other")
+    sizes = given.parallelism
+    if (sizes.dp, sizes.pp) != (dp, pp):
+        raise InputError(
+            f"recipe: dp = {sizes.dp} and pp = {sizes.pp}, expected dp = {dp} and pp = {pp}, the sizes of the processes"
+        )
+    given.check_runnable()
+    return given
 
 
 def check_shardable(description: Description) -> None:

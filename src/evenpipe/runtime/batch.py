@@ -206,19 +206,62 @@ def distribute(
         InputError: on every process of all pipelines, if one of the first processes got wrong inputs, or if processes
             disagree on the trainable parameters.
     """
-    fault: InputError | None = None
     is_source = communicator is None or communicator.rank == communicator.members[0]
+    own, header, fault = _agree(
+        inputs if is_source else None,
+        microbatches=microbatches,
+        model=model,
+        replicas=replicas,
+        trained=trained,
+        torch_device=torch_device,
+    )
+    table = _gather(communicator, [*header, *trained.for_devices()], "the size of the batch", torch_device)
+    head = table[0][: len(header)]
+    if not head[0]:
+        if not is_source:
+            fault = InputError("input_ids: refused by the first process of the pipeline; see its error")
+        assert fault is not None
+        raise fault
+    trained.check([numbers[len(header) :] for numbers in table])
+    *_, total_weight, valid_tokens, accumulate = head
+    totals = Totals(_as_float(total_weight), valid_tokens, accumulate)
+    if communicator is not None:
+        return _send(own, head, communicator, torch_device), totals
+    assert own is not None
+    positions, weights = (
+        None if one is None else one.to(torch_device) for one in (own.position_ids, own.token_weights)
+    )
+    return replace(own, position_ids=positions, token_weights=weights), totals
+
+
+def _agree(
+    given: Inputs | None,
+    *,
+    microbatches: int,
+    model: Description,
+    replicas: Communicator | None,
+    trained: Trained,
+    torch_device: torch.device,
+) -> tuple[Inputs | None, list[int], InputError | None]:
+    """Check the inputs on the first process of a pipeline, `given` there only, and agree over replicas on their totals.
+
+    Returns:
+        The inputs with labels and positions, on the CPU; the header of nine numbers, zeros if a batch is refused; and
+        then the reason, if it is known here.
+    """
+    fault: InputError | None = None
+    inputs: Inputs | None = None
     own = [0, 0, 0, 0]
-    if is_source:
+    if given is not None:
         try:
-            check(inputs, microbatches=microbatches, model=model)
-            inputs = with_positions(inputs, model)
+            check(given, microbatches=microbatches, model=model)
+            given = with_positions(given, model)
         except InputError as error:
             fault = error
         else:
-            given = zip(INPUT_NAMES, _fields(inputs), strict=True)
-            on_cpu: dict[str, Any] = {name: tensor.cpu() for name, tensor in given if tensor is not None}
-            inputs = _with_labels(replace(inputs, **on_cpu))
+            fields = zip(INPUT_NAMES, _fields(given), strict=True)
+            on_cpu: dict[str, Any] = {name: tensor.cpu() for name, tensor in fields if tensor is not None}
+            inputs = _with_labels(replace(given, **on_cpu))
             total = _own_total(*_weights(inputs))
             own = [1, _as_integer(total.weight), total.valid_tokens, inputs.accumulate]
     table = _gather(replicas, [*own, trained.fingerprint], "the weight of all batches", torch_device)
@@ -230,32 +273,24 @@ def distribute(
         if len(set(steps)) > 1:
             fault = InputError(f"accumulate: {steps} by replica, expected the same number of steps in all of them")
         else:
+            assert inputs is not None
             weight = sum(_as_float(weight) for _, weight, *_ in table)
             header = _header(inputs, Totals(weight, sum(valid for _, _, valid, *_ in table), inputs.accumulate))
     elif fault is None:
         fault = InputError("input_ids: refused by the first process of another pipeline; see its error")
-    table = _gather(communicator, [*header, *trained.for_devices()], "the size of the batch", torch_device)
-    head = table[0][: len(header)]
-    sequences, tokens, has_positions, has_mask, has_weights, wide, total_weight, valid_tokens, accumulate = head
-    if not sequences:
-        if not is_source:
-            fault = InputError("input_ids: refused by the first process of the pipeline; see its error")
-        assert fault is not None
-        raise fault
-    trained.check([numbers[len(header) :] for numbers in table])
-    totals = Totals(_as_float(total_weight), valid_tokens, accumulate)
-    if communicator is None:
-        positions, weights = (
-            None if one is None else one.to(torch_device) for one in (inputs.position_ids, inputs.token_weights)
-        )
-        return replace(inputs, position_ids=positions, token_weights=weights), totals
+    return inputs, header, fault
+
+
+def _send(given: Inputs | None, header: list[int], communicator: Communicator, torch_device: torch.device) -> Inputs:
+    """Send the inputs of the first process of a pipeline, `given` there only, to all of it."""
+    sequences, tokens, has_positions, has_mask, has_weights, wide, *_ = header
 
     def broadcast(tensor: Tensor, what: str) -> Tensor:
         communicator.broadcast(tensor, communicator.members[0], what).wait("the step")
         return tensor
 
-    if is_source:
-        present = [tensor for tensor in _fields(inputs)[:4] if tensor is not None]
+    if given is not None:
+        present = [tensor for tensor in _fields(given)[:4] if tensor is not None]
         integers = torch.stack([tensor.to(device=torch_device, dtype=torch.int64) for tensor in present])
     else:
         integers = torch.empty(
@@ -265,21 +300,20 @@ def distribute(
     weights = None
     if has_weights:
         dtype = torch.float64 if wide else torch.float32
-        if is_source:
-            assert inputs.token_weights is not None
-            weights = inputs.token_weights.to(device=torch_device, dtype=dtype).contiguous()
+        if given is not None:
+            assert given.token_weights is not None
+            weights = given.token_weights.to(device=torch_device, dtype=dtype).contiguous()
         else:
             weights = torch.empty((sequences, tokens), dtype=dtype, device=torch_device)
         broadcast(weights, "token weights")
     on_host = integers.cpu()  # with everything that is read there: one wait
-    received = Inputs(
+    return Inputs(
         input_ids=on_host[0],
         labels=on_host[1],
         position_ids=integers[2] if has_positions else None,
         attention_mask=on_host[2 + has_positions] if has_mask else None,
         token_weights=weights,
     )
-    return received, totals
 
 
 def _header(inputs: Inputs, totals: Totals) -> list[int]:

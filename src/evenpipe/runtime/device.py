@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from evenpipe.communication.communicator import Communicator
 from evenpipe.host.offload import Activations, keep_on_device
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.layers.compilation import compile_layer
 from evenpipe.layers.experts import split_experts
 from evenpipe.layers.weight_gradients import WeightGradients, report_unsplit, split_layers
 from evenpipe.model import Description, build_stage, fill_parameters, fill_rows, persistent_buffers
-from evenpipe.parallel import ShardedModule
-from evenpipe.parallel.parameters import Matrix, ParameterShard, ShardedMatrix, Sharding, StageParameters
+from evenpipe.parallel import Grid, ShardedModule
+from evenpipe.parallel.parameters import Matrix, ShardedMatrix, StageParameters
+from evenpipe.parallel.tensor_placement import Cut, Held, TensorPlacement
 from evenpipe.recipe.layout import Layout
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.schedule import Kind, parts_of
@@ -31,11 +32,9 @@ class HeldModel:
     """By number."""
     parameters: dict[int, StageParameters] = field(default_factory=dict)
     """Parameters of each stage."""
-    matrices: list[Matrix] = field(default_factory=list)
-    """Its rows of the vocabulary matrices; tied ones once."""
-    shards: dict[str, ParameterShard] = field(default_factory=dict)
-    """All parameters, by Hugging Face name."""
-    buffers: dict[str, ParameterShard] = field(default_factory=dict)
+    shards: dict[str, Held[nn.Parameter]] = field(default_factory=dict)
+    """All parameters (masters, with their gradients), by Hugging Face name."""
+    buffers: dict[str, Held[nn.Parameter]] = field(default_factory=dict)
     """Buffers that a model saves, treated as parameters that are not trained."""
     embedding: EmbeddingShard | None = None
     """None if the whole embedding is on another device."""
@@ -45,8 +44,6 @@ class HeldModel:
     """The queue of all stages' linear layers."""
     checkpointing: Switch = field(default_factory=Switch)
     """Switch of all checkpointed layers."""
-    unsplit: list[str] = field(default_factory=list)
-    """Names of the matrices whose gradient is computed in I, because no linear layer holds them."""
     tied_copy: Matrix | None = None
     """The matrix of a model with tied weights that another device also holds whole."""
     embedding_matrix: Matrix | None = None
@@ -55,10 +52,15 @@ class HeldModel:
     sharded: dict[int, ShardedModule] = field(default_factory=dict)
     """Each stage's parameters, if they are sharded over replicas; then `parameters` is empty."""
 
+    @property
+    def matrices(self) -> list[Matrix]:
+        """Its rows of the vocabulary matrices; tied ones once."""
+        return list(dict.fromkeys(one for one in (self.embedding_matrix, *self.head_matrices) if one is not None))
+
     def tensors(self) -> dict[str, list[Tensor]]:
         """Return all tensors held between steps, by purpose."""
         modules = [module for stage in self.stages.values() for module in stage.modules()]
-        parameters: list[Tensor] = [shard.parameter for shard in self.shards.values()]
+        parameters: list[Tensor] = [shard.tensor for shard in self.shards.values()]
         copies: list[Tensor] = [matrix.weight for matrix in self.matrices]
         copies += [parameter for stage in self.stages.values() for parameter in stage.parameters()]
         buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
@@ -77,124 +79,149 @@ class HeldModel:
             matrix.refresh()
 
 
-def build(
-    description: Description,
-    layout: Layout,
-    device: int,
-    *,
-    options: LossOptions,
-    parameter_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    torch_device: torch.device,
-    seed: int,
-    checkpointing: tuple[str, ...],
-    compile_layers: bool = False,
-    activations: Activations | None = None,
-    kept_layers: Collection[int] = (),
-    sharding: Sharding | None = None,
-    row_mesh: DeviceMesh | None = None,
-    broadcast: Callable[[torch.Tensor], None] | None = None,
-) -> HeldModel:
-    """Build the part of `device`, and fill it from the source of the description.
+@dataclass(frozen=True, slots=True)
+class LayerOptions:
+    """What is made of every layer of a stage."""
 
-    Args:
-        activations: moves activations to the host; None: they stay.
-        kept_layers: layers whose activations stay on the device anyway.
-        sharding: over replicas. A stage is built whole, then sharded, before the next one is built.
-        row_mesh: mesh of the rows of the vocabulary, if every device has some; see `ParameterShard.mesh`.
-        broadcast: overwrites a tensor by that of the first replica; None: all replicas have the same weights anyway.
-    """
-    held = HeldModel()
-    placement = layout.program.placement
-    for stage in placement.stages_of(device):
-        first, last = layout.layers[stage]
+    checkpointing: tuple[str, ...]
+    """By layer of the model."""
+    compiled: bool = False
+    activations: Activations | None = None
+    """Moves activations to the host; None: they stay."""
+    kept: Collection[int] = ()
+    """Layers whose activations stay on the device anyway."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Builder:
+    """Builds this process's part of a model, and fills it from the source of the description."""
+
+    description: Description
+    layout: Layout
+    grid: Grid
+    loss: LossOptions
+    layers: LayerOptions
+    parameter_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    torch_device: torch.device
+    seed: int
+    shards: Communicator | None = None
+    """Over replicas that share parameters: a stage is built whole, then sharded, before the next one is built."""
+    broadcast: Callable[[torch.Tensor], None] | None = None
+    """Overwrites a tensor by that of the first replica; None: all replicas have the same weights anyway."""
+    held: HeldModel = field(init=False, default_factory=HeldModel)
+
+    def build(self) -> HeldModel:
+        description, layout, device, held = self.description, self.layout, self.grid.coordinate("pp"), self.held
+        unsplit = [name for stage in layout.program.placement.stages_of(device) for name in self._add_stage(stage)]
+        if any(part.kind is Kind.I for item in layout.program.order.rows[device] if item for part in parts_of(item)):
+            report_unsplit(unsplit)
+        embedding_shard, head_shard = layout.embedding_shards[device], layout.head_shards[device]
+        embedding = self._matrix(description.embedding_name, embedding_shard)
+        if not description.tied:
+            head = self._matrix(description.head_name, head_shard)
+        elif embedding_shard == head_shard:
+            head = embedding
+        else:  # two devices hold the same matrix
+            head = self._matrix(description.embedding_name, head_shard, is_copy=True) if head_shard.rows else None
+            held.tied_copy = embedding or head
+        bias = self._matrix(description.head_bias_name, head_shard) if description.head_bias_name else None
+        held.embedding_matrix = embedding
+        held.head_matrices = tuple(one for one in (head, bias) if one is not None)
+        if head is not None:
+            held.output = OutputShard(head, bias, head_shard, self.loss, one_barrier=layout.program.barriers == 1)
+        if layout.sharded:
+            held.embedding = EmbeddingShard(embedding, layout.embedding_shards, device, description.padding_index)
+        elif embedding is not None:
+            held.embedding = EmbeddingShard(embedding, (embedding_shard,), 0, description.padding_index)
+        return held
+
+    def _add_stage(self, stage: int) -> list[str]:
+        """Return the names of the matrices whose gradient is computed in I, because no linear layer holds them."""
+        held, description, placement = self.held, self.description, self.layout.program.placement
+        first, last = self.layout.layers[stage]
         module = build_stage(
             description,
             first,
             last,
             is_first=stage == 0,
             is_last=stage == placement.stages - 1,
-            dtype=parameter_dtype,
-            compute_dtype=compute_dtype,
-            torch_device=torch_device,
+            dtype=self.parameter_dtype,
+            compute_dtype=self.compute_dtype,
+            torch_device=self.torch_device,
         )
-        fill_parameters(module, description, seed)
+        fill_parameters(module, description, self.seed)
         held.stages[stage] = module
-        if broadcast is not None:
+        if self.broadcast is not None:
             for tensor in (*module.parameters(), *(buffer for _, buffer in persistent_buffers(module))):
-                broadcast(tensor.detach())
-        if sharding is None:
-            held.parameters[stage] = StageParameters(module, compute_dtype)
+                self.broadcast(tensor.detach())
+        layers_name = description.structure.layers_name
+        layers = {index: module.get_submodule(f"{layers_name}.{index}") for index in range(first, last)}
+        if self.shards is None:
+            held.parameters[stage] = StageParameters(module, self.compute_dtype)
             for name, parameter in held.parameters[stage]:
-                held.shards[name] = ParameterShard(parameter, None, tuple(parameter.shape), saved_here=True)
+                held.shards[name] = self._held(parameter, tuple(parameter.shape))
         else:
-            layers = [
-                module.get_submodule(f"{description.structure.layers_name}.{index}") for index in range(first, last)
-            ]
-            held.sharded[stage] = sharding.shard(module, layers, compute_dtype, f"stage {stage}")
-            for name, parameter, start, shape in held.sharded[stage]:
-                held.shards[name] = ParameterShard(parameter, start, tuple(shape), saved_here=True, mesh=sharding.mesh)
-        if activations is not None:
-            held.checkpointing.hooks = activations.pack, activations.unpack
-        experts = split_experts(module, held.weight_gradients)
-        held.unsplit += [name for name in split_layers(module, held.weight_gradients) if name not in experts]
-        for index in range(first, last):
-            layer = module.get_submodule(f"{description.structure.layers_name}.{index}")
-            if compile_layers:
-                compile_layer(layer, held.weight_gradients, checkpointing[index], held.checkpointing, torch_device)
-            else:
-                checkpoint_layer(layer, checkpointing[index], held.checkpointing, torch_device)
-            if activations is not None and index in kept_layers:
-                keep_on_device(layer, activations)
+            held.sharded[stage] = ShardedModule(
+                module, list(layers.values()), self.shards, compute_dtype=self.compute_dtype, what=f"stage {stage}"
+            )
+            held.shards |= dict(held.sharded[stage])
         for name, buffer in persistent_buffers(module):
             shared = nn.Parameter(buffer, requires_grad=False)
-            layers_own = name.startswith(f"{description.structure.layers_name}.")  # all stages have the others
-            held.buffers[name] = ParameterShard(
-                shared, None, tuple(buffer.shape), saved_here=layers_own or stage == placement.stages - 1
-            )
+            # All stages have those outside of layers.
+            is_copy = not name.startswith(f"{layers_name}.") and stage != placement.stages - 1
+            held.buffers[name] = self._held(shared, tuple(buffer.shape), is_copy=is_copy)
+        return self._prepare(module, layers)
 
-    def matrix(name: str, shard: Shard, *, saved_here: bool = True) -> Matrix | None:
-        """Return the rows of a vocabulary matrix on this device; None if the whole matrix is on another one."""
+    def _prepare(self, module: nn.Module, layers: Mapping[int, nn.Module]) -> list[str]:
+        """Give layers, by number, their split backward, checkpointing and compilation; return as `_add_stage`."""
+        held, options = self.held, self.layers
+        if options.activations is not None:
+            held.checkpointing.hooks = options.activations.pack, options.activations.unpack
+        experts = split_experts(module, held.weight_gradients)
+        unsplit = [name for name in split_layers(module, held.weight_gradients) if name not in experts]
+        for index, layer in layers.items():
+            choice = options.checkpointing[index]
+            if options.compiled:
+                compile_layer(layer, held.weight_gradients, choice, held.checkpointing, self.torch_device)
+            else:
+                checkpoint_layer(layer, choice, held.checkpointing, self.torch_device)
+            if options.activations is not None and index in options.kept:
+                keep_on_device(layer, options.activations)
+        return unsplit
+
+    def _matrix(self, name: str, shard: Shard, *, is_copy: bool = False) -> Matrix | None:
+        """Return the rows of a vocabulary matrix on this device; None if the whole matrix is on another one.
+
+        is_copy: whether a device before this one holds the same rows.
+        """
+        layout, description, devices = self.layout, self.description, self.grid.size("pp")
         if not shard.rows and not layout.sharded:
             return None
-        rows = fill_rows(description, name, shard.start, shard.stop, seed).to(torch_device, parameter_dtype)
-        if broadcast is not None:
-            broadcast(rows)
-        parameter = nn.Parameter(rows, requires_grad=_is_trained(description, name))
-        shape = (description.vocabulary_size, *parameter.shape[1:])
-        if sharding is None:
-            found = Matrix(parameter, compute_dtype)
-            start = shard.start if layout.sharded and layout.program.devices > 1 else None
+        cuts = (Cut(("pp",), self.grid.coordinate("pp"), devices),) if layout.sharded and devices > 1 else ()
+        (rows,) = TensorPlacement((description.vocabulary_size,), cuts).ranges(0)
+        assert (rows.start, rows.stop) == (shard.start, shard.stop), f"{name}: {rows} on this device, not {shard}"
+        filled = fill_rows(description, name, rows.start, rows.stop, self.seed)
+        filled = filled.to(self.torch_device, self.parameter_dtype)
+        if self.broadcast is not None:
+            self.broadcast(filled)
+        parameter = nn.Parameter(filled, requires_grad=_is_trained(description, name))
+        if self.shards is None:
+            found = Matrix(parameter, self.compute_dtype)
         else:
-            found = ShardedMatrix(parameter, compute_dtype, sharding, name)
-            start = shard.start + found.start
-        mesh = row_mesh if layout.sharded else None if sharding is None else sharding.mesh
-        held.shards[name] = ParameterShard(found.parameter, start, shape, saved_here=saved_here, mesh=mesh)
-        held.matrices.append(found)
+            found = ShardedMatrix(parameter, self.compute_dtype, self.shards, name)
+        shape = (description.vocabulary_size, *filled.shape[1:])
+        self.held.shards[name] = self._held(found.parameter, shape, (*cuts, *found.cuts), is_copy=is_copy)
         return found
 
-    if any(part.kind is Kind.I for item in layout.program.order.rows[device] if item for part in parts_of(item)):
-        report_unsplit(held.unsplit)
-
-    embedding_shard, head_shard = layout.embedding_shards[device], layout.head_shards[device]
-    embedding = matrix(description.embedding_name, embedding_shard)
-    if not description.tied:
-        head = matrix(description.head_name, head_shard)
-    elif embedding_shard == head_shard:
-        head = embedding
-    else:  # two devices hold the same matrix; the first one saves it
-        head = matrix(description.embedding_name, head_shard, saved_here=False) if head_shard.rows else None
-        held.tied_copy = embedding or head
-    bias = matrix(description.head_bias_name, head_shard) if description.head_bias_name else None
-    held.embedding_matrix = embedding
-    held.head_matrices = tuple(one for one in (head, bias) if one is not None)
-    if head is not None:
-        held.output = OutputShard(head, bias, head_shard, options, one_barrier=layout.program.barriers == 1)
-    if layout.sharded:
-        held.embedding = EmbeddingShard(embedding, layout.embedding_shards, device, description.padding_index)
-    elif embedding is not None:
-        held.embedding = EmbeddingShard(embedding, (embedding_shard,), 0, description.padding_index)
-    return held
+    def _held(
+        self, parameter: nn.Parameter, shape: tuple[int, ...], cuts: tuple[Cut, ...] = (), *, is_copy: bool = False
+    ) -> Held[nn.Parameter]:
+        """Return a parameter with its placement; over replicas that do not cut it, it has copies."""
+        copied = {"pp"} if is_copy else set()
+        if self.grid.coordinate("dp") and all("dp" not in cut.axes for cut in cuts):
+            copied.add("dp")
+        return Held(parameter, TensorPlacement(shape, cuts, frozenset(copied)))
 
 
 def _is_trained(description: Description, name: str) -> bool:

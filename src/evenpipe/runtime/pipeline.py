@@ -7,10 +7,10 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,11 @@ from transformers import PreTrainedModel
 from evenpipe.checkpoints import Checkpoint, load, open_checkpoint, save
 from evenpipe.checkpoints.resumed_model import check_same_model
 from evenpipe.communication.clock import Conversion, read_clocks
-from evenpipe.communication.nccl import NcclOptions
 from evenpipe.communication.shared import Shared
 from evenpipe.errors import InputError, RunError
+from evenpipe.host.engine import activations_engine
 from evenpipe.host.memory import keep_freed_memory, return_freed_memory
-from evenpipe.host.options import OffloadOptions
-from evenpipe.layers.checkpointing import checkpointing_of_layers
+from evenpipe.layers.checkpointing import check_choices
 from evenpipe.layers.experts import split_once
 from evenpipe.model import (
     Description,
@@ -41,27 +40,28 @@ from evenpipe.model import (
 )
 from evenpipe.model.structure import first_line
 from evenpipe.optimizers.held import HeldParameter
-from evenpipe.parallel import clip_gradients, process_grid, total_norm
-from evenpipe.parallel.gathering import Held, stream_whole
+from evenpipe.parallel import check_built, clip_gradients, process_grid, total_norm
+from evenpipe.parallel.gathering import stream_whole
 from evenpipe.parallel.groups import Groups
-from evenpipe.parallel.parameters import ParameterShard, Sharding
-from evenpipe.processes.worker import device_of_pipeline, initialise_worker
-from evenpipe.recipe.given_schedule import read_schedule
-from evenpipe.recipe.layout import Layout, ModelCosts, build_layout, flop_costs, without_vocabulary
+from evenpipe.parallel.tensor_placement import Held
+from evenpipe.processes.worker import borrow_worker, device_of_pipeline, give_back
+from evenpipe.recipe.layout import Layout, ModelCosts, flop_costs, without_vocabulary
+from evenpipe.recipe.recipe import Recipe, refuse_unknown
 from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.arguments import (
+    PipelineOptions,
     check_kinds,
     check_no_autocast,
     check_positive,
     check_shardable,
     device_of_torch,
     dtype_of_compute,
-    is_sharded,
     loss_of_model,
+    recipe_of,
     refuse_use_of_a_part,
 )
 from evenpipe.runtime.batch import Batch, Inputs, cut, distribute
-from evenpipe.runtime.device import build
+from evenpipe.runtime.device import Builder, LayerOptions
 from evenpipe.runtime.replicas import Replicas
 from evenpipe.runtime.result import StepResult, html_table
 from evenpipe.runtime.router_loss import RouterLosses
@@ -70,7 +70,7 @@ from evenpipe.runtime.trace import gather_trace
 from evenpipe.runtime.trained import Trained
 from evenpipe.runtime.transport import Transport
 from evenpipe.runtime.walker import Walker
-from evenpipe.schedule import Costs, Kind, Order, Program, Schedule, Timeline, parts_of, time_order, vocabulary_mode
+from evenpipe.schedule import Kind, Order, Program, Timeline, parts_of, time_order, vocabulary_mode
 from evenpipe.schedule.trace import Trace
 from evenpipe.schedule.words import count
 from evenpipe.vocabulary import LossOptions
@@ -81,166 +81,143 @@ logger = logging.getLogger(__name__)
 class Pipeline:
     """A causal language model spread over the processes of a pipeline, one per device.
 
-    Make it on every process, inside torchrun or `evenpipe.launch`. A single process without a process group makes a
-    pipeline of one device.
+    Make it on every process, inside torchrun or `evenpipe.launch`, or in processes of your own with a process group. A
+    single process without one makes a pipeline of one device. In processes that evenpipe did not start, a pipeline
+    leaves signals, hooks and the allocator as they are and ends no process, unless `initialise_worker` was called.
+
+    Besides these arguments, `Pipeline` takes those of a `Recipe`, which says how the model is spread and in which order
+    the devices compute:
+
+        pipeline = Pipeline("Qwen/Qwen3-8B", schedule="zbv", microbatches=32)
+        pipeline = Pipeline("Qwen/Qwen3-8B", recipe=Recipe.of(pp=8, schedule="zbv", microbatches=32))
 
     Args:
         model: hub name or local folder (its weights are loaded), a transformers config (fresh weights, the same for
             every layout), or a live transformers model (its weights are copied).
-        schedule: a name such as "1f1b" or "zbv"; an `Order`; a `Program`, which is executed without changes if its
-            barriers fit the vocabulary mode, and else only gives its passes; the path of a CSV file with an order or
-            program, in the format of evenpipe or torch; a function of devices and microbatches that returns an `Order`;
-            or a schedule of `torch.distributed.pipelining`, an instance or a class, whose order is used.
-        schedule_options: options of a named schedule, if it has them: `stages_per_device`, `group_size`,
-            `memory_limit`; for a class of torch, `stages_per_device`.
-        vocabulary: "balanced" (= "vocab-2", one barrier), "vocab-1", "interlaced", "redistribute" or "first-last".
-        microbatches: number of equal parts of every batch; default: 4 per device, or the number in the given order.
+        recipe: a whole recipe, in place of its single options; its `dp` and `pp` must be those of the processes.
         mesh: a DeviceMesh with an axis "pp", and an axis "dp" for several pipelines side by side; default: all
             processes, with neighbours in one pipeline.
-        replicas: number of pipelines side by side, each with the whole model and its own data; default: the "dp" size
-            of the mesh, else one.
-        data_parallel: "replicate": every replica keeps all parameters of its devices. "shard": replicas share the rows
-            of parameters, gradients and optimizer state, and gather parameters during a step (FSDP2).
         loss: label smoothing, z-loss and other options of the loss. Logit scale and soft-cap come from the model,
             except for plain modules.
         parameter_dtype: dtype of parameters, gradients and therefore optimizer state: fp32 or fp64.
         compute_dtype: dtype of activations and products; default: bf16 on a GPU, else `parameter_dtype`.
         seed: seed of fresh weights.
+        torch_device: device on which this process computes. The first open pipeline of a process, or
+            `initialise_worker` before it, decides the default for later ones: its own GPU if there is one, else the
+            CPU. Later pipelines must not use another GPU.
+        self_check: before anything else, compare a cut and a whole shrunken copy of the model on the first process.
+        trust_remote_code: run Python code that comes with a hub model.
+        timeout_seconds: maximum seconds of every single wait.
+        schedule: a name such as "1f1b" or "zbv"; an `Order`; a `Program`, which is executed without changes if its
+            barriers fit the vocabulary mode, and else only gives its passes; the path of a CSV file with an order or
+            program, in the format of evenpipe or torch; a function of devices and microbatches that returns an `Order`;
+            or a schedule of `torch.distributed.pipelining`, an instance or a class, whose order is used.
+            Default: "1f1b".
+        schedule_options: options of a named schedule, if it has them: `stages_per_device`, `group_size`,
+            `memory_limit`; for a class of torch, `stages_per_device`.
+        vocabulary: "balanced" (= "vocab-2", one barrier; the default), "vocab-1", "interlaced", "redistribute" or
+            "first-last".
+        microbatches: number of equal parts of every batch; default: 4 per device, or the number in the given order.
+        slices: parts of every sequence; only 1 can run.
+        replicas: number of pipelines side by side, each with the whole model and its own data; default: the "dp" size
+            of the mesh, else one.
+        cp, tp, ep: sizes of the axes for parts of sequences, of matrices, and of experts; only 1 can run.
+        data_parallel: "replicate" (the default): every replica keeps all parameters of its devices. "shard": replicas
+            share the rows of parameters, gradients and optimizer state, and gather parameters during a step (FSDP2).
         layers_per_stage: layers of each stage, first to last; default: an even split, or by cost for "redistribute".
-        checkpointing: the tensors that a layer keeps for its backward: "none" keeps all; "full" keeps only the input
-            and repeats the forward; "selective" also keeps the results of products and of attention; or one choice per
-            layer. If the order has R for a microbatch, R repeats the forward before the backward.
+        checkpointing: the tensors that a layer keeps for its backward: "none" (the default) keeps all; "full" keeps
+            only the input and repeats the forward; "selective" also keeps the results of products and of attention; or
+            one choice per layer. If the order has R for a microbatch, R repeats the forward before the backward.
         compile_layers: run every layer through torch.compile, with any schedule. Embedding, output layer, loss and
             other code outside the layers are not compiled; the first step takes longer.
         costs: measured pass times for arranging the schedule; default: FLOPs.
         sequence_length: tokens per sequence for these FLOPs, because attention's share depends on it; steps may have
             other lengths. Default: 2048, or the maximum of the model.
-        communicators: "per-pair": one for each ordered pair of devices that send to each other and one for each kind of
-            collective. "per-kind": one for all forward hops, one for all backward hops, one for each kind of
-            collective. "one": a single one. Each takes memory (with NCCL about 0.5 GB), and transfers on the same
-            communicator wait for each other.
+        communicators: "per-pair" (the default): one for each ordered pair of devices that send to each other and one
+            for each kind of collective. "per-kind": one for all forward hops, one for all backward hops, one for each
+            kind of collective. "one": a single one. Each takes memory (with NCCL about 0.5 GB), and transfers on the
+            same communicator wait for each other.
         nccl: priority and channels of communication on GPUs; default: high priority, and NCCL chooses the number of
             channels. No effect on gloo.
         offload: which activations go to the host, and the memory that they use there; default: those that the order
             moves.
-        torch_device: device on which this process computes. The first pipeline of a process, or `initialise_worker`
-            before it, decides the default for later ones: its own GPU if there is one, else the CPU. Later pipelines
-            must not use another GPU. On the CPU the process keeps freed memory for later use, but returns it at once
-            if activations go to the host (glibc only; not if the environment configures its allocator).
-        self_check: before anything else, compare a cut and a whole shrunken copy of the model on the first process.
-        trust_remote_code: run Python code that comes with a hub model.
-        timeout_seconds: maximum seconds of every single wait.
 
     Raises:
         InputError: a value that is not accepted; the sentence names it.
+        TypeError: an unknown argument; the sentence names the nearest one.
     """
 
     def __init__(
         self,
         model: str | Path | Any,
         *,
-        schedule: Path | Schedule | Any = "1f1b",
-        schedule_options: Mapping[str, Any] | None = None,
-        vocabulary: str = "balanced",
-        microbatches: int | None = None,
+        recipe: Recipe | None = None,
         mesh: DeviceMesh | None = None,
-        replicas: int | None = None,
-        data_parallel: str = "replicate",
         loss: LossOptions | None = None,
         parameter_dtype: torch.dtype = torch.float32,
         compute_dtype: torch.dtype | None = None,
         seed: int = 0,
-        layers_per_stage: Sequence[int] | None = None,
-        checkpointing: str | Sequence[str] = "none",
-        compile_layers: bool = False,
-        costs: Costs | None = None,
-        sequence_length: int | None = None,
-        communicators: str = "per-pair",
-        nccl: NcclOptions | None = None,
-        offload: OffloadOptions | None = None,
         torch_device: torch.device | str | None = None,
         self_check: bool = True,
         trust_remote_code: bool = False,
         timeout_seconds: float = 600.0,
+        **how: Unpack[PipelineOptions],
     ) -> None:
-        check_kinds(
-            vocabulary=vocabulary,
-            schedule_options=schedule_options,
-            mesh=mesh,
-            loss=loss,
-            costs=costs,
-            layers_per_stage=layers_per_stage,
-            seed=seed,
-            compile_layers=compile_layers,
-            nccl=nccl,
-            offload=offload,
-            self_check=self_check,
-        )
-        wanted = None if torch_device is None else device_of_torch(torch_device)
-        worker = initialise_worker(torch_device=wanted)  # the first call decides
-        self._watch = worker.watch
-        self._closed = False
-        self._grid = process_grid(mesh, replicas)
-        self.device, self.devices = self._grid.device, self._grid.devices
-        self.replica, self.replicas = self._grid.replica, self._grid.replicas
-        self._sharded = is_sharded(data_parallel) and self.replicas > 1
-        self.torch_device = device_of_pipeline(worker, wanted)
-        offload = offload or OffloadOptions()
-        if microbatches is not None:
-            check_positive("microbatches", microbatches, whole=True)
-        if sequence_length is not None:
-            check_positive("sequence_length", sequence_length, whole=True)
+        refuse_unknown(how, (*(Pipeline.__init__.__kwdefaults__ or ()), *PipelineOptions.__annotations__))
+        check_kinds(mesh=mesh, loss=loss, seed=seed, self_check=self_check, recipe=recipe)
         check_positive("timeout_seconds", timeout_seconds)
-        given = read_schedule(schedule, self.devices, microbatches, schedule_options)
-        self.microbatches = given.microbatches
-        self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
-        description = model if isinstance(model, Description) else describe(model, trust_remote_code=trust_remote_code)
-        self.description = as_stored(description, say=logger.warning if self._is_very_first else None)
-        if self.devices > 1:
-            check_compute_dtype(self.description, self._compute_dtype)
-        options = loss_of_model(loss or LossOptions(), self.description)
-        self._entropy = options.entropy
-        self._checkpointing = checkpointing_of_layers(checkpointing, self.description.layers)
-        self._compile_layers = compile_layers
-        self._model_costs = ModelCosts.of(self.description, sequence_length)
-        self.layout: Layout = build_layout(
-            devices=self.devices,
-            microbatches=self.microbatches,
-            schedule=given.schedule,
-            schedule_options=given.options,
-            communicators=communicators,
-            vocabulary=vocabulary,
-            model=self._model_costs,
-            rows=self.description.vocabulary_size,
-            layers_per_stage=layers_per_stage,
-            costs=costs,
-            offload=offload.activations,
-            copy_time=offload.copy_times,
-        )
-        refuse_unfit(self.layout.program)
-        self._evaluations: dict[int, Program] = {}
-        kept = offload.of_layers(self.description.layers)
-        self._kept_layers = frozenset(layer for layer, choice in enumerate(kept) if choice == "keep")
-        self._activations = None
-        if any(item is not None and item.kind is Kind.O for item in self.layout.program.rows[self.device]):
-            self._activations = offload.engine(self.torch_device)
-        if self.torch_device.type == "cpu":
-            if self._activations is None:
-                keep_freed_memory()
-            else:
-                return_freed_memory()
-        if self._sharded:
-            check_shardable(self.description)
-        self._groups = Groups(
-            self._grid,
-            self.layout,
-            tied_twice=self._tied_twice,
-            timeout_seconds=timeout_seconds,
-            torch_device=self.torch_device,
-            watch=self._watch,
-            nccl=nccl,
-        )
+        wanted = None if torch_device is None else device_of_torch(torch_device)
+        worker = borrow_worker(torch_device=wanted)  # the first call decides
+        self._watch = worker.watch
+        self._closed, self._closing = False, ExitStack()
+        self._closing.callback(give_back, worker)
         try:
+            self._grid = grid = process_grid(mesh, how.get("replicas") if recipe is None else recipe.parallelism.dp)
+            check_built(grid)
+            self.device, self.devices = grid.coordinate("pp"), grid.size("pp")
+            self.replica, self.replicas = grid.coordinate("dp"), grid.size("dp")
+            self.torch_device = device_of_pipeline(worker, wanted)
+            self.recipe = recipe_of(recipe, how, dp=self.replicas, pp=self.devices)
+            self.microbatches = self.recipe.microbatches
+            self._sharded = self.recipe.parallelism.data_parallel == "shard" and self.replicas > 1
+            self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
+            description = (
+                model if isinstance(model, Description) else describe(model, trust_remote_code=trust_remote_code)
+            )
+            self.description = as_stored(description, say=logger.warning if self._is_very_first else None)
+            if self.devices > 1:
+                check_compute_dtype(self.description, self._compute_dtype)
+            options = loss_of_model(loss or LossOptions(), self.description)
+            self._entropy = options.entropy
+            layers, offload = self.description.layers, self.recipe.offload
+            self._checkpointing = self.recipe.checkpointing_of(layers)
+            check_choices(self._checkpointing)
+            self._model_costs = ModelCosts.of(self.description, self.recipe.batch.sequence_length)
+            self.layout = Layout.of(self.recipe, self._model_costs, self.description.vocabulary_size)
+            refuse_unfit(self.layout.program)
+            self._evaluations: dict[int, Program] = {}
+            self._kept_layers = offload.kept_layers(layers)
+            self._activations = None
+            if any(item is not None and item.kind is Kind.O for item in self.layout.program.rows[self.device]):
+                self._activations = activations_engine(offload, self.torch_device)
+                self._closing.callback(self._activations.copies.close)
+            if self.torch_device.type == "cpu" and worker.owned:
+                if self._activations is None:
+                    keep_freed_memory()
+                else:
+                    return_freed_memory()
+            if self._sharded:
+                check_shardable(self.description)
+            self._groups = Groups(
+                self._grid,
+                self.layout.communicators,
+                tied=self._tied_twice,
+                timeout_seconds=timeout_seconds,
+                torch_device=self.torch_device,
+                watch=self._watch,
+                nccl=self.recipe.nccl,
+            )
+            self._closing.callback(self._groups.close)
             if self_check and self.description.config is not None:
                 self._check_architecture()
             self._build(options, parameter_dtype, seed)
@@ -273,28 +250,19 @@ class Pipeline:
 
     def _build(self, options: LossOptions, parameter_dtype: torch.dtype, seed: int) -> None:
         groups, replicas = self._groups, self._groups.replicas
-        sharding = None
-        if self._sharded:
-            mesh = groups.replica_mesh()
-            assert mesh is not None and replicas is not None
-            sharding = Sharding(mesh, replicas)
-        self._held = build(
-            self.description,
-            self.layout,
-            self.device,
-            options=options,
+        self._held = Builder(
+            description=self.description,
+            layout=self.layout,
+            grid=self._grid,
+            loss=options,
+            layers=LayerOptions(self._checkpointing, self.recipe.compile_layers, self._activations, self._kept_layers),
             parameter_dtype=parameter_dtype,
             compute_dtype=self._compute_dtype,
             torch_device=self.torch_device,
             seed=seed,
-            checkpointing=self._checkpointing,
-            compile_layers=self._compile_layers,
-            activations=self._activations,
-            kept_layers=self._kept_layers,
-            sharding=sharding,
-            row_mesh=groups.row_mesh(sharded=self._sharded),
+            shards=replicas if self._sharded else None,
             broadcast=None if replicas is None or self.description.model is None else self._broadcast,
-        )
+        ).build()
         router_loss = self.description.router_loss
         self._router_losses = (
             None
@@ -320,7 +288,7 @@ class Pipeline:
             self._held.output,
             transport=Transport(
                 groups.communicators,
-                self._grid.pipeline,
+                self._grid.line("pp"),
                 self.description.hidden_size,
                 self._compute_dtype,
                 self.torch_device,
@@ -336,8 +304,9 @@ class Pipeline:
     def _broadcast(self, tensor: Tensor) -> None:
         """Give all replicas the first one's weights of a live model: each may have drawn its own."""
         assert self._groups.replicas is not None
-        root = self._grid.pipelines[0][self.device]
-        self._groups.replicas.broadcast(tensor, root, "weights of the first replica").wait("the first step")
+        self._groups.replicas.broadcast(tensor, self._grid.at(dp=0), "weights of the first replica").wait(
+            "the first step"
+        )
 
     def _let_go_of_the_model(self) -> None:
         """Release a live model, which has been copied; keep only its generation config."""
@@ -347,10 +316,11 @@ class Pipeline:
             self.description = replace(self.description, model=None)
 
     @property
-    def _tied_twice(self) -> bool:
-        """Whether two devices each have a copy of the one matrix of tied weights."""
+    def _tied_twice(self) -> tuple[int, int] | None:
+        """The two devices that each have a copy of the one matrix of tied weights, if two have."""
         placement = self.layout.program.placement
-        return self.description.tied and not self.layout.sharded and placement.first_device != placement.last_device
+        ends = placement.first_device, placement.last_device
+        return ends if self.description.tied and not self.layout.sharded and len({*ends}) > 1 else None
 
     def _check_architecture(self) -> None:
         """Check the architecture on the first process; raise its error on all."""
@@ -370,6 +340,11 @@ class Pipeline:
         fault = self._groups.from_the_first(fault, "the self-check")
         if fault is not None:
             raise InputError(fault)
+
+    @property
+    def _spread_over(self) -> tuple[str, ...]:
+        """The axes over which the parameters of a whole model are spread."""
+        return ("pp", "dp") if self._sharded else ("pp",)
 
     @property
     def _is_very_first(self) -> bool:
@@ -598,7 +573,7 @@ class Pipeline:
         if self.devices > 1 or self._sharded:
             refuse_use_of_a_part(lambda: next((one.name for one in self.held_parameters() if one.communicator), None))
         for name, shard in self._held.shards.items():
-            yield name, shard.parameter
+            yield name, shard.tensor
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters of this process, for an optimizer.
@@ -611,27 +586,19 @@ class Pipeline:
         """
         return (parameter for _, parameter in self.named_parameters())
 
-    def parameter_shards(self) -> dict[str, ParameterShard]:
-        """Return this process's shard of each parameter by Hugging Face name, with `saved_here`: whether it saves it.
+    def parameter_shards(self) -> dict[str, Held[nn.Parameter]]:
+        """Return this process's part of each parameter by Hugging Face name.
 
-        Saved buffers (such as the bias that corrects a router's scores) are included as frozen parameters. The first
-        replica saves rows of which several have a copy.
+        Saved buffers (such as the bias that corrects a router's scores) are included as frozen parameters.
         """
-        shards = self._held.shards | self._held.buffers
-        if self.replica == 0:
-            return shards
-        spread = self._sharded
-        return {
-            name: replace(shard, saved_here=shard.saved_here and spread and shard.start_row is not None)
-            for name, shard in shards.items()
-        }
+        return self._held.shards | self._held.buffers
 
     def held_parameters(self) -> Iterator[HeldParameter]:
         """Iterate, for optimizers that need whole matrices, over this process's part of each parameter, with its
         communicator to the processes with the other rows. The order is the same on all of them."""
         for name, shard in self._held.shards.items():
-            spread_over = None if shard.start_row is None else self._groups.of_rows(shard.mesh)
-            yield HeldParameter(name, shard.parameter, tuple(shard.shape), spread_over)
+            axes = [axis for cut in shard.placement.cuts for axis in cut.axes]
+            yield HeldParameter(name, shard.tensor, shard.placement, self._groups.over(*axes))
 
     def count_bytes(self) -> ByteCounter:
         """Return a context that counts the bytes of all tensors of this process, for every pass of the steps inside.
@@ -657,16 +624,12 @@ class Pipeline:
         """
         check_positive("max_norm", max_norm)
         held = [
-            (shard.parameter.grad, shard.saved_here)
+            (shard.tensor.grad, shard.placement)
             for shard in self._held.shards.values()
-            if shard.parameter.grad is not None
+            if shard.tensor.grad is not None
         ]
-        counted = [gradient for gradient, counts in held if counts]
-
-        def total(square: Tensor) -> Tensor:
-            return self._groups.sum(square, over_replicas=self._sharded)
-
-        norm = total_norm(counted, self.torch_device, total)
+        counted = [gradient for gradient, placement in held if placement.is_first_copy(*self._spread_over)]
+        norm = total_norm(counted, self.torch_device, lambda square: self._groups.sum(square, *self._spread_over))
         if max_norm != float("inf"):
             clip_gradients([gradient for gradient, _ in held], norm, max_norm)
         return float(norm)
@@ -708,47 +671,43 @@ class Pipeline:
         layout = self.layout
         if vocabulary is not None and vocabulary_mode(vocabulary) != layout.mode:
             cut_anew = "redistribute" in (layout.mode, vocabulary) and len(layout.layers) <= self.description.layers
-            layout = build_layout(
-                layers_per_stage=None if cut_anew else [last - first for first, last in layout.layers],
-                devices=self.devices,
-                microbatches=self.microbatches,
+            other = Recipe(
+                parallelism=self.recipe.parallelism,
+                batch=self.recipe.batch,
                 schedule=without_vocabulary(layout.program.order),
                 vocabulary=vocabulary,
-                model=self._model_costs,
-                rows=self.description.vocabulary_size,
+                layers_per_stage=None if cut_anew else layout.layers_per_stage,
             )
+            layout = Layout.of(other, self._model_costs, self.description.vocabulary_size)
         return time_order(layout.program.order, flop_costs(self._model_costs, layout))
 
     def close(self) -> None:
         """Destroy the communicators. No step may be running; the pipeline cannot step afterwards. Collective."""
         self._closed = True
-        if self._activations is not None:
-            self._activations.copies.close()
-        self._groups.close()
+        self._closing.close()
 
     # --- whole tensors ---------------------------------------------------------------------------------------
 
     def stream_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over (name, whole gradient on the CPU) on the first process; every process must exhaust it."""
-        return self._stream({name: shard.parameter.grad for name, shard in self._held.shards.items()})
+        return self._stream({name: shard.tensor.grad for name, shard in self._held.shards.items()})
 
     def stream_state(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over (name, whole parameter or saved buffer on the CPU) on the first process; every process must
         exhaust it."""
-        return self._stream({name: shard.parameter for name, shard in self.parameter_shards().items()})
+        return self._stream({name: shard.tensor for name, shard in self.parameter_shards().items()})
 
     def _stream(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
         """Stream whole tensors: sharded rows from all replicas, everything else only from the first replica."""
-        shards = self.parameter_shards()
-        held = {
-            name: Held(tensor, shards[name].start_row, shards[name].shape)
-            for name, tensor in tensors.items()
-            if tensor is not None and shards[name].saved_here
-        }
-        communicator = self._groups.everyone if self._sharded else self._groups.pipeline
         if self.replica > 0 and not self._sharded:
             return iter(())
-        return stream_whole(held, communicator, self.torch_device)
+        placements = {name: shard.placement for name, shard in self.parameter_shards().items()}
+        held = {
+            name: Held(tensor, placements[name])
+            for name, tensor in tensors.items()
+            if tensor is not None and placements[name].is_first_copy()
+        }
+        return stream_whole(held, self._groups.over(*self._spread_over), self.torch_device)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Return all whole gradients by Hugging Face name on the first process; empty on the others. Collective."""

@@ -22,9 +22,11 @@ from typing import Any
 from evenpipe.errors import InputError, RunError
 from evenpipe.given import plain
 from evenpipe.train import tokenizer as tokenizers_
-from evenpipe.train.config import DEFAULT_END_OF_TEXT, DEFAULT_STEPS, Config
+from evenpipe.train.config import Config
 from evenpipe.train.files import disk_errors, locked, write_json
+from evenpipe.train.input_sections import DEFAULT_END_OF_TEXT
 from evenpipe.train.packing import TOKEN, Batches, open_rows, split_rows, write_tokens
+from evenpipe.train.run_sections import DEFAULT_STEPS
 from evenpipe.train.sources import Documents, find_documents, find_validation_documents
 
 FORMAT = 1  # part of the fingerprint: increase it if the same sources would give other tokens

@@ -34,6 +34,7 @@ from evenpipe.checkpoints.storage import read_index
 from evenpipe.communication.messages import dtype_name
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import Description, describe, disk_tensors, persistent_buffers, save_tensors, write_folder_metadata
+from evenpipe.parallel.tensor_placement import Held
 
 MAXIMUM_SHARD_BYTES = 4 * 2**30
 
@@ -168,7 +169,7 @@ def _tensors(
         for name in description.shapes:
             entry = checkpoint.manifest.tensors[PARAMETERS + name]
             tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-            read_tensors(checkpoint, index, {PARAMETERS + name: tensor})
+            read_tensors(checkpoint, index, {PARAMETERS + name: Held.whole(tensor)})
             yield name, tensor if dtype is None or name in buffers else tensor.to(dtype)
 
     return disk_tensors(description, held())

@@ -34,7 +34,8 @@ from evenpipe.model import describe
 from evenpipe.processes.launcher import launch
 from evenpipe.processes.worker import Worker, initialise_worker
 from evenpipe.schedule import even_split
-from evenpipe.train.config import Config, PipelineConfig
+from evenpipe.train.config import Config
+from evenpipe.train.pipeline_sections import PipelineConfig
 from evenpipe.train.planned_config import configured_model
 from evenpipe.train.profile import RECOMPUTED, VARIANTS, Profile, check_profile, profile
 

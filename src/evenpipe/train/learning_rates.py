@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-from evenpipe.train.config import OptimizerConfig
+from evenpipe.train.run_sections import OptimizerConfig
 
 DECAY_SHARE = 0.2
 """Share of all steps; with it, runs of arXiv 2405.18392 end with as low a loss as with a cosine."""

@@ -7,7 +7,8 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from evenpipe.errors import InputError
-from evenpipe.train.config import Config, ModelConfig
+from evenpipe.train.config import Config
+from evenpipe.train.input_sections import ModelConfig
 from evenpipe.train.section import nearest, show
 
 if TYPE_CHECKING:
@@ -55,16 +56,13 @@ def check_shape(config: Config, model: PreTrainedConfig) -> None:
 
 def check_schedule(config: Config, model: PreTrainedConfig) -> None:
     """Refuse a schedule that is not valid, has no order of this size, or has more stages than the model has layers."""
-    from evenpipe.recipe.given_schedule import read_schedule
     from evenpipe.recipe.layout import runnable_order
     from evenpipe.schedule import plan_program
-    from evenpipe.schedule.files import read_costs
 
-    pipeline, layers = config.pipeline, model.num_hidden_layers
-    devices, microbatches = pipeline.devices, pipeline.microbatches_per_step
-    given = read_schedule(pipeline.schedule, devices, microbatches, pipeline.schedule_options)
+    pipeline, layers, recipe = config.pipeline, model.num_hidden_layers, config.recipe()
+    devices, microbatches = recipe.devices, recipe.microbatches
     try:
-        order = runnable_order(given.schedule, devices, microbatches, given.options)
+        order = runnable_order(recipe)
     except InputError as error:
         field = str(error).split()[0]
         whose = "pipeline." if field in pipeline.schedule_options else "pipeline.schedule: "
@@ -80,9 +78,8 @@ def check_schedule(config: Config, model: PreTrainedConfig) -> None:
             f"pipeline.microbatches is {microbatches}, but must be {order.microbatches}, as many as the order in"
             f" {pipeline.schedule} has"
         )
-    costs = None if pipeline.costs is None else read_costs(pipeline.costs)
-    if costs is not None or not isinstance(given.schedule, str):  # is it sound, of this mode, and has a time for all?
-        plan_program(given.schedule, devices, microbatches, pipeline.vocabulary, costs, **given.options)
+    if recipe.costs is not None or not isinstance(recipe.schedule, str):  # sound, of this mode, and a time for all?
+        plan_program(recipe.schedule, devices, microbatches, recipe.vocabulary, recipe.costs, **recipe.options)
     stages, split = order.placement.stages, pipeline.layers_per_stage
     if split is not None and len(split) != stages:
         raise InputError(

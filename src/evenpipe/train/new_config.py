@@ -12,9 +12,9 @@ from typing import Any
 import evenpipe
 from evenpipe.errors import InputError
 from evenpipe.given import beside
-from evenpipe.train.config import DataConfig
 from evenpipe.train.config_file import config_from_dict, sections
 from evenpipe.train.config_help import describe_section
+from evenpipe.train.input_sections import DataConfig
 from evenpipe.train.model_source import model_config
 from evenpipe.train.planned_config import CORPUS, TOKENIZER_ENTRIES, model_tables, write_tables
 from evenpipe.train.section import show, unknown

@@ -15,8 +15,8 @@ from evenpipe.host.optimizer import HostAdamW
 from evenpipe.optimizers.adafactor import Adafactor
 from evenpipe.optimizers.held import groups_by_decay
 from evenpipe.optimizers.muon import Muon, checked_options
-from evenpipe.train.config import OptimizerConfig
 from evenpipe.train.named import find_named
+from evenpipe.train.run_sections import OptimizerConfig
 from evenpipe.train.section import nearest, show
 
 if TYPE_CHECKING:

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 from evenpipe.errors import InputError
 from evenpipe.given import plain, write_text
 from evenpipe.model import Description
-from evenpipe.plan.configurations import Configuration, Problem
+from evenpipe.plan.configuration import Configuration
 from evenpipe.plan.evaluation import Evaluation
+from evenpipe.plan.problem import Problem
 from evenpipe.plan.ranking import runnable
 from evenpipe.schedule import even_split
 from evenpipe.schedule.planning import BARRIERS
-from evenpipe.train.config import Config, OutputConfig
+from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_from_dict
 from evenpipe.train.model_source import model_config
+from evenpipe.train.run_sections import OutputConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -76,19 +78,20 @@ def model_tables(description: Description, source: str) -> dict[str, Any]:
 
 
 def _pipeline(problem: Problem, one: Configuration) -> dict[str, Any]:
-    parallelism, layout = one.layout.parallelism, one.layout
+    recipe = one.recipe
+    parallelism, batch = recipe.parallelism, recipe.batch
     values: dict[str, Any] = {
         "processes": parallelism.dp * parallelism.pp,
         "replicas": parallelism.dp,
-        "data_parallel": "shard" if parallelism.zero == 3 else "replicate",
+        "data_parallel": parallelism.data_parallel,
         "schedule": one.schedule,
-        **dict(one.options),
-        "vocabulary": one.vocabulary,
-        "microbatches": layout.microbatches,
-        "microbatch_size": layout.microbatch_size,
+        **recipe.options,
+        "vocabulary": recipe.vocabulary,
+        "microbatches": batch.microbatches,
+        "microbatch_size": batch.microbatch_size,
     }
     split = one.layers_per_stage
-    if not BARRIERS[one.vocabulary] or split != even_split(problem.layers, len(split)):
+    if not BARRIERS[recipe.vocabulary] or split != even_split(problem.layers, len(split)):
         values["layers_per_stage"] = list(split)
     policies = list(one.checkpointing)
     values["checkpointing"] = policies[0] if len(set(policies)) == 1 else policies

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from evenpipe.errors import InputError
 from evenpipe.schedule.words import count
-from evenpipe.train.config import DataConfig
+from evenpipe.train.input_sections import DataConfig
 from evenpipe.train.section import nearest, show
 
 JSON_LINES = (".jsonl", ".json", ".ndjson")

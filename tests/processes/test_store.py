@@ -57,6 +57,17 @@ def test_the_first_one_settles(store: Store) -> None:
     assert store.read("cause") == held[0]
 
 
+def test_a_closed_store_has_no_thread_until_the_next_request(store: Store) -> None:
+    before = set(threading.enumerate())
+    store.write("a name", "a text")
+    store.close()
+    assert set(threading.enumerate()) == before
+    assert store.read("a name") == "a text"
+    store.close()
+    store.close()
+    assert set(threading.enumerate()) == before
+
+
 def test_a_folder_is_for_this_user_alone_and_keeps_no_parts(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "store")
     for _ in range(2):

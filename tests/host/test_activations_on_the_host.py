@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.errors import InputError, RunError
-from evenpipe.host import options as offload_options
+from evenpipe.host import engine
 from evenpipe.host.copies import FileCopies
+from evenpipe.host.engine import activations_engine
 from evenpipe.host.offload import Activations, Entrance, keep_on_device
-from evenpipe.host.options import OffloadOptions
-from evenpipe.host.pool import PAGE, SLAB, FileSlab, HostPool, Slot, any_size, carve, power_of_two
+from evenpipe.host.pool import SLAB, FileSlab, HostPool, Slot, any_size, carve, power_of_two
+from evenpipe.recipe.offload import PAGE, OffloadOptions
 
 CPU = torch.device("cpu")
 KEY = (0, 0)
@@ -118,9 +119,9 @@ def test_what_is_locked_is_no_more_than_allowed(seed: int) -> None:
 
 
 def test_the_pool_of_a_gpu_has_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_options, "PinnedSlab", NoSlab)
-    monkeypatch.setattr(offload_options, "StreamCopies", lambda pool, torch_device, streams: FileCopies(pool, streams))
-    activations = OffloadOptions(host_memory=100 * 2**20).engine(torch.device("cuda"))
+    monkeypatch.setattr(engine, "PinnedSlab", NoSlab)
+    monkeypatch.setattr(engine, "StreamCopies", lambda pool, torch_device, streams: FileCopies(pool, streams))
+    activations = activations_engine(OffloadOptions(host_memory=100 * 2**20), torch.device("cuda"))
     for size in (70 * 2**20, 62 * 2**20, 31 * 2**20, 3 * 2**20):
         activations.pool.take(size)
     assert [slab.size for slab in activations.pool.slabs] == [2**26, 2**25, 2**22]
@@ -206,7 +207,7 @@ class Late(FileCopies):
 
 @pytest.fixture
 def activations() -> Iterator[Activations]:
-    made = OffloadOptions().engine(CPU)
+    made = activations_engine(OffloadOptions(), CPU)
     yield made
     made.copies.close()
 
@@ -373,7 +374,7 @@ def test_late_copies_delay_and_nothing_else() -> None:
 
 
 def test_no_room_is_an_error_that_says_so() -> None:
-    activations = OffloadOptions(host_memory=4 * PAGE).engine(CPU)
+    activations = activations_engine(OffloadOptions(host_memory=4 * PAGE), CPU)
     graph = forward(model(), activations, torch.randn(4, 32, 64))
     with pytest.raises(RunError, match=r"the host has no room for \d+ bytes of stage 0, microbatch 0"):
         activations.offload(KEY)
@@ -384,7 +385,7 @@ def test_no_room_is_an_error_that_says_so() -> None:
 
 
 def test_or_what_does_not_fit_stays() -> None:
-    activations = OffloadOptions(host_memory=40 * PAGE, when_full="keep").engine(CPU)
+    activations = activations_engine(OffloadOptions(host_memory=40 * PAGE, when_full="keep"), CPU)
     stage, hidden = model(), torch.randn(4, 32, 64)
     wanted, _ = expected(stage, hidden)
     output, _ = forward(stage, activations, hidden)

@@ -12,7 +12,8 @@ from split_module import Fused, Products, Split, Storages, data, difference, tru
 from torch import Tensor, nn
 
 from evenpipe.errors import InputError
-from evenpipe.layers.checkpointing import Switch, checkpoint_layer, checkpointing_of_layers
+from evenpipe.layers.checkpointing import Switch, check_choices, checkpoint_layer
+from evenpipe.recipe.recipe import Recipe
 
 CPU = torch.device("cpu")
 PASSES = ("F0 F1 F2 I0 I1 I2 W0 W1 W2", "F0 F1 I0 F2 B1 I2 W0 W2", "F0 B0 F1 B1 F2 B2")
@@ -321,7 +322,7 @@ def test_the_mechanism_of_transformers_is_switched_off() -> None:
     ],
 )
 def test_one_choice_or_one_per_layer(given: Any, layers: int, expected: tuple[str, ...]) -> None:
-    assert checkpointing_of_layers(given, layers) == expected
+    assert Recipe.of(checkpointing=given).checkpointing_of(layers) == expected
 
 
 @pytest.mark.parametrize(
@@ -335,4 +336,4 @@ def test_one_choice_or_one_per_layer(given: Any, layers: int, expected: tuple[st
 )
 def test_other_values_are_refused(given: Any, message: str) -> None:
     with pytest.raises(InputError, match=message.replace("(", r"\(")):
-        checkpointing_of_layers(given, 2)
+        check_choices(Recipe.of(checkpointing=given).checkpointing_of(2))

@@ -197,13 +197,13 @@ def test_a_pipeline_hands_them_to_all_its_communicators(monkeypatch: pytest.Monk
         found.update(given, names=[name for name, _ in listed])
         raise SeenError
 
-    monkeypatch.setattr(pipeline, "process_grid", lambda mesh, replicas: Grid(((0, 1), (2, 3)), replica=0, device=0))
+    monkeypatch.setattr(pipeline, "process_grid", lambda mesh, replicas: Grid.from_sizes(0, dp=2, pp=2))
     monkeypatch.setattr(groups, "Communicators", stop)
     given = NcclOptions(high_priority=False, channels=2)
     with pytest.raises(SeenError):
         Pipeline(MODEL, nccl=given, torch_device="cpu", self_check=False)
     assert found["nccl"] is given
-    assert {"F:0>1", "B:1>0", "X", "control", "replicas", "everyone"} <= set(found["names"])
+    assert {"F:0>1", "B:1>0", "X", "pp", "dp", "everyone"} <= set(found["names"])
 
 
 def test_a_pipeline_refuses_what_are_no_options() -> None:
@@ -218,7 +218,7 @@ def configured(**given: Any) -> Config:
 
 def test_a_configuration_says_them(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[NcclOptions] = []
-    monkeypatch.setattr(build, "Pipeline", lambda model, *, nccl, **_: built.append(nccl))
+    monkeypatch.setattr(build, "Pipeline", lambda model, *, recipe, **_: built.append(recipe.nccl))
     monkeypatch.setattr(build, "pipeline_model", lambda *_: MODEL)
     for given in ({}, {"nccl_high_priority": False, "nccl_channels": 64}, {"nccl_channels": "none"}):
         build.build_pipeline(configured(**given), 32, 0, torch.device("cpu"))

@@ -7,17 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from evenpipe.errors import InputError
 from evenpipe.given import shown
-from evenpipe.host.copies import FileCopies, StreamCopies
-from evenpipe.host.offload import Activations
-from evenpipe.host.pool import PAGE, FileSlab, HostPool, PinnedSlab, power_of_two
 from evenpipe.schedule.costs import ASSUMED_COPY, Cost
 from evenpipe.schedule.planning import check_offload
 
 LAYER_CHOICES = ("offload", "keep")
+
+PAGE = 4096
+"""Bytes; host memory is allocated in whole pages."""
 
 MOST_BYTES = 2**63
 """8 EiB, the most bytes that a system can count."""
@@ -34,11 +32,11 @@ class OffloadOptions:
     """"scheduled": the activations that the order moves, as in "po-h" and "po-f". "none": no activations. "free": all
     that lower the peak of a device without costing time. "all": enough to reach the lowest possible peak. A number:
     enough to stay below that many bytes, with the sizes of `Pipeline`'s costs."""
-    copy_time: float | Sequence[float] = ASSUMED_COPY
+    copy_time: Cost = ASSUMED_COPY
     """Time of one copy, to the host or back, of the activations of a stage and microbatch, relative to its forward and
     backward together; one number, or one per stage. Arranges copies if `Pipeline`'s costs do not give their time.
     `evenpipe plan --offload` computes it."""
-    layers: str | Sequence[str] = "offload"
+    layers: str | tuple[str, ...] = "offload"
     """"offload" moves the activations that a layer keeps for its backward, "keep" leaves them on the device; one choice
     for all layers of the model, or one per layer. With checkpointing a layer keeps less: with "full" only its input is
     moved."""
@@ -54,8 +52,12 @@ class OffloadOptions:
     """1: copies to the host and back take turns. 2: each direction has its own stream."""
 
     def __post_init__(self) -> None:
+        for name in ("copy_time", "layers"):
+            given = getattr(self, name)
+            if isinstance(given, Sequence) and not isinstance(given, str):
+                object.__setattr__(self, name, tuple(given))
         check_offload(self.activations)
-        for time in self.copy_times if isinstance(self.copy_times, tuple) else (self.copy_times,):
+        for time in self.copy_time if isinstance(self.copy_time, tuple) else (self.copy_time,):
             if isinstance(time, bool) or not isinstance(time, (int, float)) or not 0 <= time < math.inf:
                 raise InputError(f"offload.copy_time: {self.copy_time!r}, expected numbers of at least 0")
         if self.when_full not in ("error", "keep"):
@@ -68,17 +70,10 @@ class OffloadOptions:
                 f"offload.host_memory: {shown(size)}, expected whole bytes, at least {PAGE} and less than 8 EiB"
             )
 
-    @property
-    def copy_times(self) -> Cost:
-        """Return `copy_time` for costs."""
-        given = self.copy_time
-        return tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else given
-
     def of_layers(self, layers: int) -> tuple[str, ...]:
         """Return one choice for each layer of the model. Raises InputError for an unknown choice, or a wrong number of
         them."""
-        given = self.layers
-        choices = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,) * layers
+        choices = self.layers if isinstance(self.layers, tuple) else (self.layers,) * layers
         for choice in choices:
             if choice not in LAYER_CHOICES:
                 accepted = " or ".join(repr(one) for one in LAYER_CHOICES)
@@ -87,16 +82,6 @@ class OffloadOptions:
             raise InputError(f"offload.layers: {len(choices)} choices, expected one for each of the {layers} layers")
         return choices
 
-    def engine(self, torch_device: torch.device) -> Activations:
-        """Return the engine that moves activations of a device. Raises InputError for a directory on a GPU."""
-        keeps = self.when_full == "keep"
-        if torch_device.type == "cuda":
-            if self.directory is not None:
-                raise InputError(
-                    f"offload.directory: {str(self.directory)!r}, expected None on a GPU, which copies to pinned memory"
-                )
-            pool = HostPool(PinnedSlab, self.host_memory, power_of_two)
-            return Activations(pool, StreamCopies(pool, torch_device, self.streams), torch_device, keep_when_full=keeps)
-        directory = None if self.directory is None else Path(self.directory)
-        pool = HostPool(lambda size: FileSlab(size, directory), self.host_memory)
-        return Activations(pool, FileCopies(pool, self.streams), torch_device, keep_when_full=keeps)
+    def kept_layers(self, layers: int) -> frozenset[int]:
+        """Return the layers whose activations stay on the device. Raises InputError as `of_layers` does."""
+        return frozenset(layer for layer, choice in enumerate(self.of_layers(layers)) if choice == "keep")

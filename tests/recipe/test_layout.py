@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 
 from evenpipe.errors import InputError
-from evenpipe.recipe.layout import Layout, ModelCosts, build_layout
+from evenpipe.recipe.layout import Layout, ModelCosts
+from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Order, generate
 
 
 def layout(schedule: Any, *, layers: int = 8, devices: int = 2, microbatches: int = 4, **options: Any) -> Layout:
     options = {"vocabulary": "vocab-2", **options}
     model = ModelCosts(layers=(1.0,) * layers, head=2.0)
-    return build_layout(devices=devices, microbatches=microbatches, schedule=schedule, model=model, rows=100, **options)
+    return Layout.of(Recipe.of(pp=devices, microbatches=microbatches, schedule=schedule, **options), model, rows=100)
 
 
 STAGES = [

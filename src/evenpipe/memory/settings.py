@@ -4,38 +4,61 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from evenpipe.errors import InputError
+from evenpipe.recipe.parallelism import Parallelism
+from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule.planning import BARRIERS
 
 from .framework import Framework
 from .kernels import Kernels
-from .parallelism import Parallelism
 from .reserved import Overheads
 from .states import ELEMENT_BYTES, Dtypes
 from .vocabulary import Machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Settings of a training run."""
+class Settings:
+    """How a recipe is computed. Raises InputError for one that cannot be estimated."""
 
-    parallelism: Parallelism
-    sequence: int
-    microbatch_size: int
-    kernels: Kernels
+    recipe: Recipe
+    """With a sequence length."""
     checkpointing: tuple[str, ...]
     """Checkpointing of each layer."""
     kept_layers: frozenset[int] = frozenset()
     """Layers whose activations are not copied to the host."""
+    kernels: Kernels
     dtypes: Dtypes
     framework: Framework
-    vocabulary: str
-    """Vocabulary mode."""
     on_cpu: bool
     overheads: Overheads
     optimizer: str
     offloaded: float
     foreach: bool
     traced: bool
+
+    def __post_init__(self) -> None:
+        for name, size in (("ep", self.parallelism.ep), ("slices", self.recipe.batch.slices)):
+            if size > 1:
+                raise InputError(f"{name}: {size}, expected 1: estimates know no more yet")
+        if self.sequence % self.parallelism.cp:
+            raise InputError(f"sequence is {self.sequence}, expected a multiple of cp = {self.parallelism.cp}")
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """Sizes of the axes."""
+        return self.recipe.parallelism
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sequence, before context parallelism."""
+        length = self.recipe.batch.sequence_length
+        assert length is not None
+        return length
+
+    @property
+    def microbatch_size(self) -> int:
+        """Sequences of a microbatch."""
+        return self.recipe.batch.microbatch_size
 
     @property
     def element(self) -> int:
@@ -60,4 +83,4 @@ class Run:
     @property
     def sharded(self) -> bool:
         """Whether every device holds a part of the vocabulary."""
-        return BARRIERS[self.vocabulary] > 0
+        return BARRIERS[self.recipe.vocabulary] > 0

@@ -5,21 +5,22 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_run import METADATA, Run, Shard, assert_same, flip, save_three, saved_steps, truncate
+from checkpoint_run import METADATA, Run, assert_same, flip, save_three, saved_steps, truncate
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from evenpipe.checkpoints.agreement import Team
 from evenpipe.checkpoints.checkpoint import find_latest, load, open_checkpoint, prepare_folder, save
 from evenpipe.checkpoints.manifest import MANIFEST, read_manifest
 from evenpipe.checkpoints.state import plan_load
 from evenpipe.errors import InputError, RunError
 from evenpipe.host.optimizer import MOMENTS, HostAdamW
+from evenpipe.parallel.tensor_placement import Held
 
 
 @pytest.fixture
@@ -46,10 +47,10 @@ def test_all_comes_back_and_the_next_step_is_the_same(tmp_path: Path, dtype: tor
 def test_moments_wider_than_their_parameters_keep_their_dtype(tmp_path: Path) -> None:
     run = Run(dtype=torch.bfloat16)
     for shard in run.shards.values():
-        run.optimizer.state[shard.parameter] = {
+        run.optimizer.state[shard.tensor] = {
             "step": torch.tensor(7.0),
-            "exp_avg": torch.randn(shard.shape),
-            "exp_avg_sq": torch.rand(shard.shape),
+            "exp_avg": torch.randn(shard.tensor.shape),
+            "exp_avg_sq": torch.rand(shard.tensor.shape),
         }
     path = run.save(tmp_path, 7)
     other = Run(seed=5, dtype=torch.bfloat16)
@@ -81,9 +82,9 @@ def test_loading_replaces_the_state_of_an_optimizer_that_has_stepped(tmp_path: P
 def test_a_frozen_parameter_has_no_state(tmp_path: Path) -> None:
     run, other = Run(), Run(seed=5)
     for each in (run, other):
-        frozen = each.shards["model.norm.weight"].parameter
+        frozen = each.shards["model.norm.weight"].tensor
         frozen.requires_grad_(False)
-        each.optimizer = torch.optim.AdamW([s.parameter for s in each.shards.values() if s.parameter is not frozen])
+        each.optimizer = torch.optim.AdamW([s.tensor for s in each.shards.values() if s.tensor is not frozen])
     run.take_step(1)
     load(open_checkpoint(run.save(tmp_path, 1)), other.shards, other.optimizer)
     assert_same(run.tensors(), other.tensors())
@@ -102,7 +103,7 @@ def test_other_optimizers_of_torch(tmp_path: Path, optimizer: str) -> None:
 
 
 def on_the_host(run: Run, share: float = 1.0, **changes: object) -> HostAdamW:
-    return HostAdamW([shard.parameter for shard in run.shards.values()], share=share, lr=0.01, **changes)
+    return HostAdamW([shard.tensor for shard in run.shards.values()], share=share, lr=0.01, **changes)
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
@@ -153,25 +154,25 @@ def test_moments_of_the_host_need_no_room_on_the_device(tmp_path: Path, monkeypa
     run.take_step(1)
     path = run.save(tmp_path, 1)
     device = Run()
-    for shard in device.shards.values():
-        shard.parameter = nn.Parameter(shard.parameter.to("meta"))
+    for name, shard in device.shards.items():
+        device.shards[name] = replace(shard, tensor=nn.Parameter(shard.tensor.to("meta")))
     empty = torch.empty
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
         optimizer = on_the_host(device, 0.8)
-    plan = plan_load(read_manifest(path), device.shards, optimizer, Team(None))
+    plan = plan_load(read_manifest(path), device.shards, optimizer)
     places = set()
     for name, shard in device.shards.items():
         for moment in MOMENTS:
-            place = plan.state[f"optimizer.{moment}.{name}"]
-            hosted = shard.parameter in optimizer.hosted
+            place = plan.state[f"optimizer.{moment}.{name}"].tensor
+            hosted = shard.tensor in optimizer.hosted
             assert place.device.type == ("cpu" if hosted else "meta")
-            assert not hosted or place is optimizer.moment_on_host(shard.parameter, moment)
+            assert not hosted or place is optimizer.moment_on_host(shard.tensor, moment)
             places.add(place.device.type)
     assert places == {"cpu", "meta"}
     stepped = next(iter(optimizer.hosted))
     optimizer.state[stepped] = {name: optimizer.moment_on_host(stepped, name) for name in MOMENTS}
-    plan = plan_load(read_manifest(path), device.shards, optimizer, Team(None))
+    plan = plan_load(read_manifest(path), device.shards, optimizer)
     (fresh,) = [state for _, parameter, state in plan.optimizer_states if parameter is stepped]
     for moment in MOMENTS:  # in use: not overwritten before all has been read, and on the host nevertheless
         assert fresh[moment].device.type == "cpu"
@@ -181,17 +182,17 @@ def test_moments_of_the_host_need_no_room_on_the_device(tmp_path: Path, monkeypa
 def test_parameters_load_without_an_optimizer_and_in_place(tmp_path: Path) -> None:
     run, other = Run(), Run(seed=5)
     run.take_step(1)
-    views = {name: shard.parameter.detach() for name, shard in other.shards.items()}
+    views = {name: shard.tensor.detach() for name, shard in other.shards.items()}
     load(open_checkpoint(run.save(tmp_path, 1)), other.shards)
     for name, shard in run.shards.items():
-        assert torch.equal(views[name], shard.parameter)
+        assert torch.equal(views[name], shard.tensor)
 
 
 def test_a_second_copy_is_loaded_but_not_saved(tmp_path: Path) -> None:
     run, other = Run(), Run(seed=5)
     path = run.save(tmp_path, 1)
-    for shard in other.shards.values():
-        shard.saved_here = False
+    for name, shard in other.shards.items():
+        other.shards[name] = replace(shard, placement=replace(shard.placement, copied_along=frozenset({"dp"})))
     load(open_checkpoint(path), other.shards, other.optimizer)
     assert_same(run.tensors(), other.tensors())
     path = other.save(tmp_path / "nothing", 1)
@@ -215,12 +216,12 @@ def test_torch_reads_it_without_us(three: Path, tmp_path: Path) -> None:
     dcp.load(tensors, checkpoint_id=three / "step-00000003", no_dist=True)
     run = Run()
     load(open_checkpoint(three / "step-00000003"), run.shards)
-    assert torch.equal(tensors["parameters.model.norm.weight"], run.shards["model.norm.weight"].parameter)
+    assert torch.equal(tensors["parameters.model.norm.weight"], run.shards["model.norm.weight"].tensor)
     dcp_to_torch_save(three / "step-00000003", tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt")
     assert whole.keys() == open_checkpoint(three / "step-00000003").manifest.tensors.keys()
     for name, shard in run.shards.items():
-        assert torch.equal(whole[f"parameters.{name}"], shard.parameter)
+        assert torch.equal(whole[f"parameters.{name}"], shard.tensor)
 
 
 def test_the_latest_is_found(three: Path) -> None:
@@ -259,7 +260,7 @@ def test_another_model_is_refused(three: Path, other: Callable, says: str) -> No
 def test_other_names_are_refused(three: Path) -> None:
     checkpoint = open_checkpoint(three / "step-00000003")
     more, fewer = Run(), Run()
-    more.shards["lm_head.weight"] = Shard(nn.Parameter(torch.zeros(9, 4)))
+    more.shards["lm_head.weight"] = Held.whole(nn.Parameter(torch.zeros(9, 4)))
     with pytest.raises(InputError, match=r"the checkpoint has no 'lm_head\.weight', which the model has"):
         load(checkpoint, more.shards)
     del fewer.shards["model.norm.weight"]
@@ -270,7 +271,7 @@ def test_other_names_are_refused(three: Path) -> None:
 def test_state_of_another_dtype_is_refused(three: Path) -> None:
     run = Run()
     run.take_step(1)
-    parameter = run.shards["model.norm.weight"].parameter
+    parameter = run.shards["model.norm.weight"].tensor
     run.optimizer.state[parameter]["exp_avg"] = run.optimizer.state[parameter]["exp_avg"].double()
     with pytest.raises(InputError, match=r"'exp_avg' of 'model\.norm\.weight' has dtype float32 in the .* and float64"):
         load(open_checkpoint(three / "step-00000003"), run.shards, run.optimizer)
@@ -308,7 +309,7 @@ def test_what_cannot_be_saved_is_refused(three: Path, change: Callable, says: st
 
 def test_optimizer_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
     run = Run()
-    run.optimizer.state[run.shards["model.norm.weight"].parameter] = {"rounds": 3}
+    run.optimizer.state[run.shards["model.norm.weight"].tensor] = {"rounds": 3}
     with pytest.raises(InputError, match=r"state 'rounds' of 'model\.norm\.weight' is int, expected a tensor"):
         run.save(tmp_path, 1)
 
@@ -346,7 +347,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(three: Path) -> None:
     assert saved_steps(three) == ["step-00000002", "step-00000003"]
     other = Run()
     load(find_latest(three).checkpoint, other.shards)
-    assert torch.equal(run.shards["model.norm.weight"].parameter, other.shards["model.norm.weight"].parameter)
+    assert torch.equal(run.shards["model.norm.weight"].tensor, other.shards["model.norm.weight"].tensor)
 
 
 def test_killed_between_the_two_renames_the_replaced_one_is_found(three: Path) -> None:

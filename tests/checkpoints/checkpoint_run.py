@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from evenpipe.checkpoints.checkpoint import save
+from evenpipe.parallel.tensor_placement import Cut, Held, TensorPlacement
 
 METADATA = {"data": {"epoch": 1, "position": 3}, "scheduler": {"rate": 0.1 + 0.2}, "config": "[model]\n"}
-
-
-@dataclass
-class Shard:
-    parameter: nn.Parameter
-    start_row: int | None = None
-    saved_here: bool = True
-    mesh: None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.parameter.shape)
 
 
 class Run:
@@ -40,22 +28,25 @@ class Run:
             "model.norm.weight": (4,),
         }
         self.shards = {
-            name: Shard(nn.Parameter(torch.randn(shape, generator=generator).to(dtype)), 0 if "embed" in name else None)
+            name: Held(
+                nn.Parameter(torch.randn(shape, generator=generator).to(dtype)),
+                TensorPlacement(shape, (Cut(("pp",), 0, 1),) if "embed" in name else ()),
+            )
             for name, shape in shapes.items()
         }
-        self.optimizer = getattr(torch.optim, optimizer)([shard.parameter for shard in self.shards.values()], lr=0.01)
+        self.optimizer = getattr(torch.optim, optimizer)([shard.tensor for shard in self.shards.values()], lr=0.01)
 
     def take_step(self, step: int) -> None:
         generator = torch.Generator().manual_seed(1000 + step)
         for shard in self.shards.values():
-            shard.parameter.grad = torch.randn(shard.shape, generator=generator).to(shard.parameter.dtype)
+            shard.tensor.grad = torch.randn(shard.tensor.shape, generator=generator).to(shard.tensor.dtype)
         self.optimizer.step()
 
     def tensors(self) -> dict[str, Tensor]:
         """All that a checkpoint has to bring back, copied."""
-        found = {name: shard.parameter.detach().clone() for name, shard in self.shards.items()}
+        found = {name: shard.tensor.detach().clone() for name, shard in self.shards.items()}
         for name, shard in self.shards.items():
-            for key, value in self.optimizer.state.get(shard.parameter, {}).items():
+            for key, value in self.optimizer.state.get(shard.tensor, {}).items():
                 found[f"{key} of {name}"] = value.clone()
         return found
 

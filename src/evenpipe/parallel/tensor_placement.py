@@ -1,0 +1,159 @@
+"""How a process holds a tensor of the model: which axes of the grid cut it, and where its part is in the whole one.
+
+    [V, h] over 2 devices x 2 replicas      pp cuts dimension 0, then dp cuts the rows that are left
+    gate and up in one matrix [2 i, h]      tp cuts dimension 0 in two segments: the part has rows of both
+    stacked experts [E, m, h]               ep cuts dimension 0, edp cuts dimension 1
+
+Every cut is one of `torch.chunk`: all parts but the last ones are equal, and parts may be empty. An axis that cuts
+nothing has copies, or the tensor is on one process of it. Initialisation, gathering, clipping, optimizers and
+checkpoints know the layout of a tensor only from here. Plain arithmetic: nothing is communicated.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+
+
+def chunk(length: int, part: int, parts: int) -> range:
+    """Return the entries of one part, of `length` entries that `torch.chunk` cuts in `parts`."""
+    size = -(-length // parts)
+    return range(min(part * size, length), min((part + 1) * size, length))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Axes that cut one dimension of what the cuts before have left."""
+
+    axes: tuple[str, ...]
+    """They cut together, the first one being the outermost."""
+    part: int
+    """That of this process."""
+    parts: int
+    dimension: int = 0
+    segments: tuple[int, ...] = ()
+    """Lengths of segments, one after the other, that are each cut alike; empty: the dimension is one segment."""
+
+    def of(self, held: Sequence[range]) -> list[range]:
+        """Return the entries that are left of those held."""
+        length, first, left = sum(map(len, held)), 0, list[range]()
+        assert not self.segments or sum(self.segments) == length, f"{self} of {length} entries"
+        for segment in self.segments or (length,):
+            own = chunk(segment, self.part, self.parts)
+            left += _entries(held, first + own.start, first + own.stop)
+            first += segment
+        return left or [range(held[-1].stop, held[-1].stop)]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Neighbouring entries of a part: where they are in the whole tensor, and in the part."""
+
+    whole: tuple[slice, ...]
+    local: tuple[slice, ...]
+
+    @property
+    def offsets(self) -> list[int]:
+        """The first entry in the whole tensor, by dimension."""
+        return [one.start for one in self.whole]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [one.stop - one.start for one in self.whole]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlacement:
+    """The part of a tensor that a process holds."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    cuts: tuple[Cut, ...] = ()
+    copied_along: frozenset[str] = frozenset()
+    """Axes along which a process before this one holds the same part."""
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the part."""
+        return tuple(sum(map(len, self.ranges(dimension))) for dimension in range(len(self.shape)))
+
+    @property
+    def is_first_part(self) -> bool:
+        """Whether this process is the first of those that the tensor is cut over."""
+        return not any(cut.part for cut in self.cuts)
+
+    def is_first_copy(self, *axes: str) -> bool:
+        """Return whether no process before this one, along these axes (default: all), holds the same part. Of all
+        copies the first one is saved, and counts in a sum."""
+        return not (self.copied_along & {*axes} if axes else self.copied_along)
+
+    def ranges(self, dimension: int) -> list[range]:
+        """Return the entries of a dimension in this part, in its order."""
+        held = [range(self.shape[dimension])]
+        for cut in self.cuts:
+            if cut.dimension == dimension:
+                held = cut.of(held)
+        joined = held[:1]
+        for one in held[1:]:
+            if joined[-1].stop == one.start:
+                joined[-1] = range(joined[-1].start, one.stop)
+            else:
+                joined.append(one)
+        return joined
+
+    def boxes(self) -> Iterator[Box]:
+        """Iterate over the boxes that make up this part. An empty part has one, which is empty."""
+        by_dimension = []
+        for dimension in range(len(self.shape)):
+            ranges = self.ranges(dimension)
+            stops = list(itertools.accumulate(map(len, ranges)))
+            by_dimension.append(
+                [
+                    (slice(one.start, one.stop), slice(stop - len(one), stop))
+                    for one, stop in zip(ranges, stops, strict=True)
+                ]
+            )
+        for places in itertools.product(*by_dimension):
+            yield Box(tuple(whole for whole, _ in places), tuple(local for _, local in places))
+
+    def of_state(self, shape: Sequence[int], *, whole: bool = False) -> TensorPlacement | None:
+        """Return the placement of another tensor of the parameter, such as a moment, that is cut as it is. None if the
+        tensor does not fit: it has other dimensions, or other lengths of those that are cut.
+
+        Args:
+            shape: of this process's part of the tensor, or with `whole` of the whole tensor.
+        """
+        cut = {one.dimension for one in self.cuts}
+        own = self.shape if whole else self.local_shape
+        if len(shape) != len(own) or any(shape[dimension] != own[dimension] for dimension in cut):
+            return None
+        return replace(self, shape=tuple(self.shape[one] if one in cut else shape[one] for one in range(len(shape))))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held(Generic[AnyTensor]):
+    """A tensor as this process holds it."""
+
+    tensor: AnyTensor
+    placement: TensorPlacement
+
+    @classmethod
+    def whole(cls, tensor: AnyTensor) -> Held[AnyTensor]:
+        """Return a tensor that this process holds whole, and no process before it."""
+        return cls(tensor, TensorPlacement(tuple(tensor.shape)))
+
+
+def _entries(held: Sequence[range], first: int, last: int) -> Iterator[range]:
+    """Yield entries first to last, the last one excluded, counted through all ranges."""
+    passed = 0
+    for one in held:
+        found = one[max(first - passed, 0) : max(last - passed, 0)]
+        if found:
+            yield found
+        passed += len(one)

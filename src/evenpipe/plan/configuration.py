@@ -1,0 +1,125 @@
+"""One way of running a model on a number of GPUs, as the search compares them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from evenpipe.recipe.recipe import Recipe
+from evenpipe.schedule import Costs, Placement
+from evenpipe.schedule.planning import BARRIERS
+
+from .problem import Problem, pass_costs
+from .programs import Shape, short_steps
+
+LEAST = "least"
+"""Instead of a checkpointing policy: on every device only as much recomputation as its memory requires. Instead of a
+choice for copies to the host: "free" if not everything fits on the devices, else "scheduled"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """A recipe with the name of a schedule, and what else an evaluation decides."""
+
+    recipe: Recipe
+    shape: Shape = field(compare=False, repr=False)
+    """Of its schedule on its devices."""
+    open: tuple[str, ...] = ()
+    """Fields of the recipe that the evaluation decides, "checkpointing" or "offload": `LEAST`. None in an evaluated
+    plan, whose recipe has one checkpointing policy per layer."""
+    copy_seconds: tuple[float, ...] = ()
+    """By stage, the time of one copy to the host; for an evaluated plan with copies, whose recipe has relative times in
+    `offload.copy_time`."""
+    host_share: float | None = 0.0
+    """Share of the optimizer's moments on the host; None: open (not in an evaluated plan)."""
+
+    @classmethod
+    def of(cls, problem: Problem, recipe: Recipe, **others: Any) -> Configuration:
+        """Return the configuration of a recipe whose schedule has an order on its devices."""
+        assert isinstance(recipe.schedule, str)
+        shape = problem.programs.shape(recipe.schedule, recipe.schedule_options, recipe.devices)
+        assert shape is not None, f"{recipe.schedule} has no order"
+        return cls(recipe=recipe, shape=shape, **others)
+
+    def decided(self, **chosen: Any) -> Configuration:
+        """Return the configuration with these fields of its recipe."""
+        still_open = tuple(name for name in self.open if name not in chosen)
+        return replace(self, recipe=replace(self.recipe, **chosen), open=still_open)
+
+    def with_offload(self, activations: str, **others: Any) -> Configuration:
+        """Return the configuration with another choice for activations, and other options of their copies."""
+        return self.decided(offload=replace(self.recipe.offload, activations=activations, **others))
+
+    @property
+    def schedule(self) -> str:
+        """Return the name of the schedule."""
+        name = self.recipe.schedule
+        assert isinstance(name, str)
+        return name
+
+    @property
+    def checkpointing(self) -> tuple[str, ...]:
+        """Return `LEAST` or a policy, alone: for all layers; or one policy per layer."""
+        if "checkpointing" in self.open:
+            return (LEAST,)
+        given = self.recipe.checkpointing
+        return given if isinstance(given, tuple) else (given,)
+
+    @property
+    def offload(self) -> str:
+        """Return the choice for activations, or `LEAST`."""
+        return LEAST if "offload" in self.open else str(self.recipe.offload.activations)
+
+    @property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        """Return the number of layers of each stage."""
+        split = self.recipe.layers_per_stage
+        assert split is not None
+        return split
+
+    @property
+    def copy_time(self) -> tuple[float, ...]:
+        """Return the relative times of copies, by stage; none before an evaluation."""
+        times = self.recipe.offload.copy_time
+        return times if isinstance(times, tuple) else ()
+
+    @property
+    def name(self) -> str:
+        """Return the configuration in one line."""
+        parallelism, batch = self.recipe.parallelism, self.recipe.batch
+        axes = [f"{axis}{size}" for axis in ("dp", "tp", "cp", "pp") if (size := getattr(parallelism, axis)) > 1]
+        parts = ["·".join(axes) or "one GPU"]
+        if parallelism.zero:
+            parts.append(f"zero-{parallelism.zero}")
+        parts.append(self.schedule_name)
+        if parallelism.pp > 1:
+            parts.append(self.recipe.vocabulary)
+        if self.offload not in ("scheduled", "none"):
+            parts.append(f"offload {self.offload}")
+        if self.host_share:
+            parts.append(f"host share {self.host_share:g}")
+        parts.append(f"{batch.microbatch_size} x {batch.microbatches}")
+        return " ".join(parts)
+
+    @property
+    def moves(self) -> bool:
+        """Return whether it has activations on the host, or may have."""
+        return self.shape.moves if self.offload == "scheduled" else self.offload != "none"
+
+    @property
+    def schedule_name(self) -> str:
+        """Return the name, with the stages per device if there is a choice."""
+        stages = self.recipe.options.get("stages_per_device")
+        return self.schedule if stages is None else f"{self.schedule}/{stages}"
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Return the numbers of microbatches to simulate, as `short_steps`."""
+        planned = bool(BARRIERS[self.recipe.vocabulary]) or self.moves
+        return short_steps(self.recipe.devices, self.recipe.microbatches, planned=planned)
+
+
+def costs_of(problem: Problem, configuration: Configuration, placement: Placement) -> Costs:
+    """Return the seconds of passes, transfers and copies; open recomputation takes none."""
+    costs, copies = pass_costs(problem, configuration.recipe, placement), configuration.copy_seconds
+    return replace(costs, O=copies, L=copies) if copies else costs

@@ -1,0 +1,233 @@
+"""The problem of a search: a model, a machine and a batch, and the times of its passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from evenpipe.costs.analytic import WHOLE, Cut, LayerTime, Setting, costs_of_cut, layer_time
+from evenpipe.costs.collectives import Axes
+from evenpipe.costs.hardware import ELEMENT_BYTES, Hardware
+from evenpipe.costs.measured_passes import (
+    NO_CORRECTION,
+    Correction,
+    MeasuredPasses,
+    between,
+    correction_of,
+    fingerprint,
+    passes_of,
+    whole_passes,
+)
+from evenpipe.costs.work import LayerWork, layers_of
+from evenpipe.errors import InputError
+from evenpipe.memory.framework import FRAMEWORKS
+from evenpipe.memory.kernels import PRESETS, Kernels
+from evenpipe.memory.model_bytes import ModelBytes
+from evenpipe.model.description import Description
+from evenpipe.recipe.layout import ModelCosts
+from evenpipe.recipe.recipe import Recipe
+from evenpipe.schedule import Costs, Placement, even_split
+
+from .programs import Programs
+
+EVENPIPE = "transformers"
+"""Kernels that evenpipe itself runs: transformers' own."""
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """The model, the machine and the batch."""
+
+    description: Description
+    works: tuple[LayerWork, ...]
+    """Work of each layer."""
+    model_costs: ModelCosts
+    """What the runtime arranges orders by."""
+    hardware: Hardware
+    gpus: int
+    memory_bytes: int
+    """Memory of a GPU."""
+    sequence: int
+    sequences_per_step: int
+    dtype: str = "bf16"
+    kernels_name: str = "transformers"
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Results that a search needs again, for `once`."""
+
+    def once(self, key: Any, make: Callable[[], Found]) -> Found:
+        """Return what `make` returned for this key the first time."""
+        if key not in self.known:
+            self.known[key] = make()
+        found: Found = self.known[key]
+        return found
+
+    @property
+    def programs(self) -> Programs:
+        """The orders and programs of this model."""
+        return self.once(Programs, lambda: Programs(self.model_costs))
+
+    @property
+    def bytes(self) -> ModelBytes:
+        """The bytes of its stages."""
+        return self.once(ModelBytes, lambda: ModelBytes(self.description))
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels that run."""
+        return PRESETS[self.kernels_name]
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.works)
+
+    @property
+    def kinds(self) -> tuple[LayerWork, ...]:
+        """The distinct layers."""
+        return tuple({id(work): work for work in self.works}.values())
+
+    def setting(self, recipe: Recipe, *, together: bool = False) -> Setting:
+        """Return how a device computes under a recipe, beside the replicas that share its machine; `together`: while
+        all devices of all of them compute."""
+        kernels, parallelism, size = self.kernels, recipe.parallelism, recipe.batch.microbatch_size
+        others = parallelism.gpus - 1 if together else parallelism.dp - 1
+        correction = self.correction(size)
+        return Setting(
+            hardware=self.hardware.slowed(self._slower(others, correction)),
+            correction=correction,
+            axes=Axes.of(dp=parallelism.dp, tp=parallelism.tp, cp=parallelism.cp, pp=parallelism.pp),
+            dtype=self.dtype,
+            microbatch_size=size,
+            sequence=self.sequence,
+            sequence_parallel=parallelism.sequence_parallel,
+            fused=kernels.norm == "fused",
+            flash=kernels.attention != "eager",
+            adds_weight_gradients=kernels.weight_gradient == "fused",
+            loss=kernels.loss,
+            stops_early=FRAMEWORKS[self.kernels_name].stops_early,
+        )
+
+    def contention(self, recipe: Recipe) -> float:
+        """Return the slowdown of compute while all devices of a pipeline compute, beyond the figures of `setting`: if j
+        of them compute, so do dp * j of all replicas."""
+        parallelism = recipe.parallelism
+        if parallelism.pp == 1:
+            return 1.0
+        correction = self.correction(recipe.batch.microbatch_size)
+        return self._slower(parallelism.gpus - 1, correction) / self._slower(parallelism.dp - 1, correction)
+
+    def _slower(self, others: int, correction: Correction) -> float:
+        """Return the slowdown of compute beside this many other devices: in proportion to that of a whole node."""
+        most = self.hardware.contention if correction.contention is None else correction.contention
+        per_other = (most - 1) / max(1, self.hardware.devices_per_node - 1)
+        return 1 + per_other * min(others, self.hardware.devices_per_node - 1)
+
+    # --- measured passes of this model ---------------------------------------------------------------------------
+
+    @property
+    def measured(self) -> tuple[MeasuredPasses, ...]:
+        """Return the passes of this model, with this sequence length and these kernels, on this hardware."""
+        if self.kernels_name != EVENPIPE:
+            return ()
+        description = self.description
+        own = fingerprint(self.works, description.vocabulary_size, description.hidden_size)
+        return tuple(
+            one
+            for one in self.hardware.passes
+            if (one.model, one.dtype, one.sequence) == (own, self.dtype, self.sequence)
+        )
+
+    def correction(self, microbatch_size: int) -> Correction:
+        """Return the correction of analytic times by measurements, if there are any."""
+        if not self.hardware.passes:
+            return NO_CORRECTION
+        found = self.once(Correction, lambda: {one.microbatch_size: self._correction(one) for one in self.measured})
+        return between(found, microbatch_size) if found else NO_CORRECTION
+
+    def _correction(self, measured: MeasuredPasses) -> Correction:
+        devices = measured.devices
+        uncorrected = replace(self, hardware=replace(self.hardware, passes=()), known={})
+        split = even_split(self.layers, devices)
+
+        def costs(vocabulary: str) -> Costs:
+            recipe = Recipe.of(
+                pp=devices, microbatch_size=measured.microbatch_size, vocabulary=vocabulary, layers_per_stage=split
+            )
+            return pass_costs(uncorrected, recipe, Placement.linear(devices))
+
+        shards, whole = costs("vocab-2"), costs("first-last")
+        sharded = passes_of(shards, bare=shards.F)
+        return correction_of(measured, sharded | whole_passes(whole, split, sharded, bare=whole.F))
+
+
+def problem_of(
+    description: Description,
+    hardware: Hardware,
+    *,
+    gpus: int,
+    sequence: int,
+    sequences_per_step: int,
+    memory_bytes: int | None = None,
+    dtype: str = "bf16",
+    kernels: str = "transformers",
+) -> Problem:
+    """Return the problem for the values of a user. Raises InputError for impossible numbers."""
+    for name, value in (("gpus", gpus), ("sequence", sequence), ("sequences per step", sequences_per_step)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{name} is {value!r}, expected a whole number of at least 1")
+    if memory_bytes is not None and memory_bytes < 1:
+        raise InputError(f"gpu memory is {memory_bytes} bytes, expected more than 0")
+    if kernels not in PRESETS:
+        raise InputError(f"kernels is '{kernels}', expected one of {', '.join(PRESETS)}")
+    longest = description.maximum_length
+    if longest is not None and sequence > longest and description.position_rows is not None:
+        raise InputError(f"sequence is {sequence}, expected at most {longest}, the longest that the model supports")
+    if dtype not in ELEMENT_BYTES:
+        raise InputError(f"dtype is '{dtype}', expected one of {', '.join(ELEMENT_BYTES)}")
+    hardware.peak(dtype)
+    return Problem(
+        description=description,
+        works=layers_of(description),
+        model_costs=ModelCosts.of(description, sequence),
+        hardware=hardware,
+        gpus=gpus,
+        memory_bytes=hardware.memory_bytes if memory_bytes is None else memory_bytes,
+        sequence=sequence,
+        sequences_per_step=sequences_per_step,
+        dtype=dtype,
+        kernels_name=kernels,
+    )
+
+
+def layer_times(problem: Problem, recipe: Recipe) -> tuple[LayerTime, ...]:
+    """Return times of every layer, beside vocabulary layers of the mode; equal layers are computed once."""
+    whole = recipe.vocabulary in WHOLE
+
+    def times() -> tuple[LayerTime, ...]:
+        setting = problem.setting(recipe)
+        if whole:
+            setting = replace(setting, correction=setting.correction.beside_whole)
+        found = {id(work): layer_time(work, setting) for work in problem.kinds}
+        return tuple(found[id(work)] for work in problem.works)
+
+    return problem.once((recipe.parallelism, recipe.batch, whole), times)
+
+
+def pass_costs(problem: Problem, recipe: Recipe, placement: Placement) -> Costs:
+    """Return the seconds of passes and transfers, without copies to the host."""
+    return costs_of_cut(
+        Cut(
+            placement=placement,
+            layers_per_stage=recipe.layers_per_stage or even_split(problem.layers, placement.stages),
+            checkpointing=recipe.checkpointing_of(problem.layers),
+            vocabulary=recipe.vocabulary,
+        ),
+        layer_times(problem, recipe),
+        problem.setting(recipe),
+        rows=problem.description.vocabulary_size,
+        hidden_size=problem.description.hidden_size,
+        contention=problem.contention(recipe),
+    )

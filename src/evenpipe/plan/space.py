@@ -1,0 +1,217 @@
+"""The space of the search: all configurations that a number of GPUs could run.
+
+Excluded are impossible layouts (heads that do not divide, more stages than layers, a batch that does not divide) and
+slow ones: tensor and context parallelism across nodes, which loses a third of the speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any, Literal
+
+from evenpipe.errors import InputError
+from evenpipe.recipe.batch_shape import BatchShape
+from evenpipe.recipe.offload import OffloadOptions
+from evenpipe.recipe.parallelism import DATA_PARALLEL, Parallelism
+from evenpipe.recipe.recipe import Recipe
+from evenpipe.schedule import MODES, SCHEDULES, Placement, even_split, planning, split_by_cost
+from evenpipe.schedule.planning import BARRIERS
+from evenpipe.schedule.registry import options_of
+
+from .configuration import LEAST, Configuration
+from .problem import Problem
+from .programs import Options
+
+OFFLOAD = (*planning.OFFLOAD, LEAST)
+
+POLICIES = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The choices of the search. None: everything that is possible."""
+
+    dp: tuple[int, ...] | None = None
+    tp: tuple[int, ...] | None = None
+    cp: tuple[int, ...] | None = None
+    pp: tuple[int, ...] | None = None
+    zero: tuple[Literal[0, 1, 2, 3], ...] = (1, 3)
+    """Levels for layouts with replicas; others have nothing to shard."""
+    microbatch_sizes: tuple[int, ...] | None = None
+    schedules: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min")
+    stages_per_device: tuple[int, ...] = (2, 4)
+    """For schedules that leave a choice."""
+    vocabularies: tuple[str, ...] = ("first-last", "redistribute", "vocab-1", "vocab-2")
+    checkpointing: tuple[str, ...] = (LEAST,)
+    """`LEAST`, or policies for all layers."""
+    offload: tuple[str, ...] = ("scheduled",)
+    """Some of `OFFLOAD`."""
+    host_shares: tuple[float | None, ...] = (0.0,)
+    """Shares of the optimizer's moments on the host, 0 to 1; None: as large as memory requires and time allows."""
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("schedules", SCHEDULES),
+            ("vocabularies", MODES),
+            ("checkpointing", (LEAST, *POLICIES)),
+            ("offload", OFFLOAD),
+            ("zero", (0, 1, 2, 3)),
+        ):
+            given = getattr(self, name)
+            if not given:
+                raise InputError(f"{name}: nothing is given, expected some of {', '.join(map(str, known))}")
+            for value in given:
+                if value not in known:
+                    raise InputError(f"{name}: {value!r} is unknown, expected some of {', '.join(map(str, known))}")
+        for share in self.host_shares:
+            if share is not None and not 0 <= share <= 1:
+                raise InputError(f"host share is {share!r}, expected numbers between 0 and 1, or {LEAST}")
+        for name in ("dp", "tp", "cp", "pp", "microbatch_sizes", "stages_per_device"):
+            given = getattr(self, name)
+            if given is not None and (not given or min(given) < 1):
+                raise InputError(f"{name} is {given!r}, expected whole numbers of at least 1")
+
+
+RUNNABLE = Space(tp=(1,), cp=(1,), zero=(0, 3))
+"""The choices that `evenpipe train` can run."""
+
+
+def layouts(problem: Problem, space: Space) -> list[Recipe]:
+    """Return all layouts in the space: recipes without a choice of schedule. Raises InputError if there is none, with
+    the reason."""
+    found = list(_layouts(problem, space))
+    if not found:
+        given = [f"{name} {getattr(space, name)}" for name in ("dp", "tp", "cp", "pp") if getattr(space, name)]
+        raise InputError(
+            f"gpus is {problem.gpus} with {problem.sequences_per_step} sequences per step"
+            f"{' and ' + ', '.join(given) if given else ''}, but nothing divides: expected GPUs = dp x tp x cp x pp"
+            f" with at most {problem.layers} devices per pipeline, heads divided by tp, and sequences divided by dp"
+        )
+    return found
+
+
+def _layouts(problem: Problem, space: Space) -> Iterator[Recipe]:
+    heads = {work.heads for work in problem.works if work.heads}
+    node = problem.hardware.devices_per_node
+    for tp in divisors(problem.gpus):
+        if not _allowed(tp, space.tp) or any(count % tp for count in heads) or tp > node:
+            continue
+        for cp in divisors(problem.gpus // tp):
+            if not _allowed(cp, space.cp) or tp * cp > node or problem.sequence % (2 * cp if cp > 1 else 1):
+                continue
+            for pp in divisors(problem.gpus // (tp * cp)):
+                dp = problem.gpus // (tp * cp * pp)
+                if not _allowed(pp, space.pp) or not _allowed(dp, space.dp) or pp > problem.layers:
+                    continue
+                if problem.sequences_per_step % dp:
+                    continue
+                share = problem.sequences_per_step // dp
+                for zero in space.zero if dp * cp > 1 else (0,):
+                    parallelism = Parallelism(dp=dp, tp=tp, cp=cp, pp=pp, data_parallel=DATA_PARALLEL[zero])
+                    for size in _microbatch_sizes(share, space.microbatch_sizes):
+                        batch = BatchShape(
+                            microbatches=share // size, microbatch_size=size, sequence_length=problem.sequence
+                        )
+                        yield Recipe(parallelism=parallelism, batch=batch)
+
+
+def _microbatch_sizes(share: int, allowed: tuple[int, ...] | None) -> Iterator[int]:
+    """Return powers of two, or the given sizes, that divide a replica's part of the batch."""
+    sizes = allowed or tuple(2**power for power in range(share.bit_length()))
+    return (size for size in sizes if share % size == 0)
+
+
+def _allowed(size: int, allowed: tuple[int, ...] | None) -> bool:
+    return allowed is None or size in allowed
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Return all divisors, ascending."""
+    return tuple(one for one in range(1, number + 1) if number % one == 0)
+
+
+def configurations(problem: Problem, space: Space, layout: Recipe, head_layers: float) -> Iterator[Configuration]:
+    """Return all configurations of a layout. head_layers: the output layer's time, in layers."""
+    devices = layout.devices
+    schedules = space.schedules if devices > 1 else space.schedules[:1]
+    modes = space.vocabularies if devices > 1 else space.vocabularies[:1]
+    seen: set[tuple[Any, ...]] = set()
+    head = round(head_layers, 2)
+    for schedule, options in _schedules(schedules, space, problem.layers, devices):
+        shape = problem.programs.shape(schedule, options, devices)
+        if shape is None or shape.placement.stages > problem.layers:
+            continue
+        for mode in modes:
+            for split in problem.once(
+                (splits, shape.placement, mode, head), partial(splits, problem.layers, shape.placement, mode, head)
+            ):
+                # Modes with whole vocabulary layers differ only in their splits.
+                key = (schedule, options, split, mode if BARRIERS[mode] else "")
+                if key in seen:
+                    continue
+                seen.add(key)
+                copies = space.offload if devices > 1 else ("scheduled",)
+                for policy, offload, share in product(space.checkpointing, copies, space.host_shares):
+                    recipe = replace(
+                        layout,
+                        schedule=schedule,
+                        schedule_options=options,
+                        vocabulary=mode,
+                        layers_per_stage=split,
+                        checkpointing="none" if policy == LEAST else policy,
+                        offload=OffloadOptions(activations="scheduled" if offload == LEAST else offload),
+                    )
+                    is_open = {"checkpointing": policy == LEAST, "offload": offload == LEAST}
+                    still_open = tuple(name for name, choice in is_open.items() if choice)
+                    yield Configuration(recipe=recipe, shape=shape, open=still_open, host_share=share)
+
+
+def _schedules(names: Sequence[str], space: Space, layers: int, devices: int) -> Iterator[tuple[str, Options]]:
+    for name in names:
+        if "stages_per_device" in options_of(name):
+            for count in space.stages_per_device:
+                if count > 1 and devices > 1 and count * devices <= layers:
+                    yield name, (("stages_per_device", count),)
+            if devices == 1:
+                yield name, (("stages_per_device", 1),)
+        else:
+            yield name, ()
+
+
+def splits(layers: int, placement: Placement, mode: str, head_layers: float) -> tuple[tuple[int, ...], ...]:
+    """Return the candidate splits of layers over stages, each once.
+
+    Even splits, with the remainder on the first stages, or on the last, where 1F1B holds fewer microbatches; with
+    "redistribute", the splits that minimise the longest stage, and the busiest device, which differ if devices hold
+    several stages.
+    """
+    stages = placement.stages
+    if mode != "redistribute":
+        even = even_split(layers, stages)
+        return tuple(dict.fromkeys((even, even[::-1])))
+    by_stage = split_by_cost([1.0] * layers, stages, last_extra=head_layers)
+    found = [by_stage]
+    if stages > placement.devices:
+        found.append(_by_device(layers, placement, head_layers))
+    return tuple(dict.fromkeys(found))
+
+
+def _by_device(layers: int, placement: Placement, head_layers: float) -> tuple[int, ...]:
+    """Minimise the work of the busiest device, with its layers spread evenly over its stages."""
+    load = [0.0] * placement.devices
+    load[placement.last_device] += head_layers
+    held = [0] * placement.devices
+    for _ in range(layers):
+        device = min(range(placement.devices), key=lambda device: (load[device], device))
+        load[device] += 1
+        held[device] += 1
+    counts = [0] * placement.stages
+    for device in range(placement.devices):
+        stages = placement.stages_of(device)
+        share, rest = divmod(held[device], len(stages))
+        for place, stage in enumerate(stages):
+            counts[stage] = share + (place < rest)
+    return tuple(counts)

@@ -1,0 +1,84 @@
+"""The axes over which a run is spread, and what replicas share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from evenpipe.errors import InputError
+
+DataParallel = Literal["replicate", "shard-optimizer", "shard-gradients", "shard"]
+
+DATA_PARALLEL: tuple[DataParallel, ...] = ("replicate", "shard-optimizer", "shard-gradients", "shard")
+"""Kinds of data parallelism, by ZeRO's level (arXiv 1910.02054): each shards what the one before it does, and more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallelism:
+    """Sizes of the axes. GPUs = dp * tp * cp * pp; experts are spread within dp.
+
+    Raises InputError for a value that is not accepted; the sentence names it.
+    """
+
+    dp: int = 1
+    """Replicas, each with its own part of the batch."""
+    pp: int = 1
+    """Devices of a pipeline."""
+    cp: int = 1
+    """Parts of every sequence."""
+    tp: int = 1
+    """Parts of every matrix, by heads and columns."""
+    ep: int = 1
+    """Replicas that share the experts of a layer: a divisor of dp."""
+    data_parallel: DataParallel = "replicate"
+    """What is sharded over dp * cp: nothing, the optimizer's state, also gradients, or also parameters (FSDP2)."""
+    sequence_parallel: bool = True
+    """Split the tensors that tensor parallelism leaves whole (norms, residuals) along the sequence; no effect with tp =
+    1."""
+    cp_exchange: Literal["ring", "all-to-all"] = "ring"
+    """Context parallelism sends keys and values around a ring, or exchanges heads for tokens."""
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "cp", "pp", "ep"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 1:
+                raise InputError(f"{name} is {size!r}, expected a whole number of at least 1")
+        if self.dp % self.ep:
+            raise InputError(f"ep is {self.ep}, expected a divisor of dp = {self.dp}")
+        if self.cp_exchange not in ("ring", "all-to-all"):
+            raise InputError(f"cp_exchange is {self.cp_exchange!r}, expected ring or all-to-all")
+        if self.data_parallel not in DATA_PARALLEL:
+            raise InputError(
+                f"data_parallel: {self.data_parallel!r}, expected 'replicate' or 'shard', or, for estimates and plans,"
+                " 'shard-optimizer' or 'shard-gradients'"
+            )
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs."""
+        return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks with the same parameters, over which they are sharded: dp * cp."""
+        return self.dp * self.cp
+
+    @property
+    def model_parallel(self) -> int:
+        """Number of GPUs that share one copy of the model."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def zero(self) -> int:
+        """ZeRO's level of `data_parallel`."""
+        return DATA_PARALLEL.index(self.data_parallel)
+
+    def check_runnable(self) -> None:
+        """Raise InputError for what estimates and plans know but the runtime does not run yet."""
+        for name in ("cp", "tp", "ep"):
+            if getattr(self, name) > 1:
+                raise InputError(
+                    f"{name}: {getattr(self, name)}, expected 1: only estimates and plans know larger ones"
+                )
+        if self.data_parallel not in ("replicate", "shard"):
+            raise InputError(f"data_parallel: {self.data_parallel!r}, expected 'replicate' or 'shard'")

@@ -1,0 +1,188 @@
+"""`Recipe`: how a run is spread over devices, and in which order they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+from evenpipe.communication.nccl import NcclOptions
+from evenpipe.errors import InputError
+from evenpipe.recipe.batch_shape import BatchShape
+from evenpipe.recipe.given_schedule import read_schedule
+from evenpipe.recipe.offload import OffloadOptions
+from evenpipe.recipe.parallelism import DataParallel, Parallelism
+from evenpipe.schedule import PER_PAIR, SHARING, Costs, Schedule, vocabulary_mode
+from evenpipe.schedule.registry import nearest
+
+SEPARATE = ("name", "devices", "microbatches", "costs")
+"""Arguments of generators that are no options."""
+
+
+class RecipeOptions(TypedDict, total=False):
+    """The fields of a `Recipe` in one table, as users write them, besides the sizes of `dp` and `pp`. Those of
+    `Recipe.parallelism` and `Recipe.batch` have the same names there."""
+
+    cp: int
+    tp: int
+    ep: int
+    data_parallel: DataParallel
+    sequence_parallel: bool
+    cp_exchange: str
+    microbatches: int | None
+    microbatch_size: int
+    slices: int
+    sequence_length: int | None
+    schedule: Path | Schedule | Any
+    schedule_options: Mapping[str, Any] | None
+    vocabulary: str
+    layers_per_stage: Sequence[int] | None
+    checkpointing: str | Sequence[str]
+    compile_layers: bool
+    offload: OffloadOptions | None
+    communicators: str
+    nccl: NcclOptions | None
+    costs: Costs | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How a run is spread and ordered. `Recipe.of` makes one from one table of options.
+
+    What a user gives is read once: the schedule is an order, a program, a name or a function, the number of
+    microbatches is known, sequences are tuples, and the vocabulary mode has its canonical name.
+
+    Raises InputError for a value that is not accepted; the sentence names it.
+    """
+
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    """Sizes of the axes."""
+    batch: BatchShape = field(default_factory=BatchShape)
+    """How the batch of a step is cut."""
+    schedule: Schedule = "1f1b"
+    """A name, an order, a program, a function of devices and microbatches that returns an order; as given, also the
+    path of a CSV file, or a schedule of `torch.distributed.pipelining`, an instance or a class."""
+    schedule_options: tuple[tuple[str, Any], ...] = ()
+    """Options of the generator of a named schedule, by name; as given, a mapping."""
+    vocabulary: str = "balanced"
+    """The mode; "balanced" is "vocab-2"."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """First stage to last. None: an even split, or by cost with "redistribute"."""
+    checkpointing: str | tuple[str, ...] = "none"
+    """What a layer keeps for its backward: one choice for all layers, or one for each."""
+    compile_layers: bool = False
+    """Run every layer through torch.compile."""
+    offload: OffloadOptions = field(default_factory=OffloadOptions)
+    """Which activations go to the host."""
+    communicators: str = PER_PAIR
+    """Which transfers share one, one of `SHARING`."""
+    nccl: NcclOptions = field(default_factory=NcclOptions)
+    """Communication on GPUs."""
+    costs: Costs | None = None
+    """Pass times that arrange the order, one F and B per stage *without* the vocabulary layers. None: FLOPs."""
+
+    @classmethod
+    def of(cls, *, dp: int = 1, pp: int = 1, **options: Unpack[RecipeOptions]) -> Recipe:
+        """Return the recipe of one table of options; None is as good as no value. Raises TypeError for an unknown
+        name."""
+        refuse_unknown(options, RecipeOptions.__annotations__)
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        given |= {"dp": dp, "pp": pp}
+        parallelism, batch = (
+            {one.name: given.pop(one.name) for one in fields(kind) if one.name in given}
+            for kind in (Parallelism, BatchShape)
+        )
+        return cls(parallelism=Parallelism(**parallelism), batch=BatchShape(**batch), **given)
+
+    def __post_init__(self) -> None:
+        for name, (kind, accepted) in _KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise InputError(f"{name}: {value!r}, expected {accepted}")
+        split = self.layers_per_stage
+        if split is not None:
+            if isinstance(split, str) or not isinstance(split, Sequence) or not all(map(_whole, split)):
+                raise InputError(f"layers_per_stage: {split!r}, expected whole numbers, one per stage, or None")
+            self._put("layers_per_stage", tuple(split))
+        if isinstance(self.checkpointing, list):
+            self._put("checkpointing", tuple(self.checkpointing))
+        self._put("vocabulary", vocabulary_mode(self.vocabulary))
+        if self.communicators not in SHARING:
+            raise InputError(f"communicators: {self.communicators!r}, expected one of {', '.join(SHARING)}")
+        schedule, microbatches, options = read_schedule(
+            self.schedule, self.devices, self.batch.microbatches, self.options
+        )
+        self._put("schedule", schedule)
+        self._put("batch", replace(self.batch, microbatches=microbatches))
+        self._put("schedule_options", _hashable(options))
+        for name in SEPARATE:
+            if name in options:
+                raise InputError(f"schedule_options: {name} is not an option of a schedule, but a separate argument")
+        if options and not isinstance(schedule, str):
+            raise InputError(
+                f"schedule_options: {', '.join(options)} given, but only a schedule with a name has options"
+            )
+
+    def _put(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def devices(self) -> int:
+        """Devices of the pipeline."""
+        return self.parallelism.pp
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step, in each replica."""
+        count = self.batch.microbatches
+        assert count is not None, "a recipe knows it"
+        return count
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """`schedule_options` as keyword arguments."""
+        return dict(self.schedule_options)
+
+    def checkpointing_of(self, layers: int) -> tuple[str, ...]:
+        """Return one choice for each layer of a model. Raises InputError for a wrong number of choices."""
+        given = self.checkpointing
+        choices = given if isinstance(given, tuple) else (given,) * layers
+        if len(choices) != layers:
+            raise InputError(
+                f"checkpointing: {len(choices)} choices, expected one for each of the model's {layers} layers"
+            )
+        return choices
+
+    def check_runnable(self) -> None:
+        """Raise InputError for what estimates and plans know but the runtime does not run yet."""
+        self.parallelism.check_runnable()
+        if self.batch.slices > 1:
+            raise InputError(f"slices: {self.batch.slices}, expected 1: only whole sequences can run")
+
+
+def refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for an argument that is not known, with the nearest one."""
+    names_known = list(known)
+    for name in names:
+        if name not in names_known:
+            raise TypeError(f"unknown argument '{name}'{nearest(name, names_known)}")
+
+
+_KINDS: Mapping[str, tuple[Any, str]] = {
+    "vocabulary": (str, "the name of a vocabulary mode"),
+    "schedule_options": ((Mapping, tuple), "a dictionary of options by name, or None"),
+    "costs": ((Costs, type(None)), "Costs, or None"),
+    "compile_layers": (bool, "True or False"),
+    "nccl": (NcclOptions, "NcclOptions, or None"),
+    "offload": (OffloadOptions, "OffloadOptions, or None"),
+}
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _hashable(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return options by name, with tuples in place of lists."""
+    return tuple(sorted((name, tuple(one) if isinstance(one, list) else one) for name, one in options.items()))

@@ -1,0 +1,131 @@
+"""The grid of processes: where a rank stands, and who are on its lines and in its groups."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from evenpipe.errors import InputError
+from evenpipe.parallel.grid import Grid, check_built
+
+SIZES = {"dp": 4, "pp": 3, "cp": 2, "tp": 2, "ep": 2}
+WORLD = 48
+AXES = ("dp", "pp", "cp", "tp", "ep", "edp")
+
+
+def grids() -> list[Grid]:
+    return [Grid.from_sizes(rank, **SIZES) for rank in range(WORLD)]
+
+
+@pytest.fixture
+def world() -> None:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_neighbours_without_other_axes_form_a_pipeline() -> None:
+    grid = Grid.from_sizes(4, dp=2, pp=3)
+    assert grid.ranks == (0, 1, 2, 3, 4, 5)
+    assert (grid.coordinate("dp"), grid.coordinate("pp")) == (1, 1)
+    assert grid.line("pp") == (3, 4, 5)
+    assert grid.line("dp") == (1, 4)
+    assert grid.line("dp", pp=2) == (2, 5)
+    assert grid.groups("pp") == [(0, 1, 2), (3, 4, 5)]
+    assert grid.groups("dp") == [(0, 3), (1, 4), (2, 5)]
+    assert grid.groups("dp", "pp") == [grid.ranks]
+    assert (grid.at(dp=0), grid.at(pp=2), grid.at(dp=0, pp=0)) == (1, 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("axis", "step"), [("tp", 1), ("cp", 2), ("ep", 4), ("pp", 8), ("edp", 24)], ids=lambda value: str(value)
+)
+def test_ranks_count_along_the_axes_that_exchange_most_first(axis: str, step: int) -> None:
+    line = Grid.from_sizes(0, **SIZES).line(axis)
+    assert line == tuple(range(0, step * len(line), step))
+
+
+def test_members_of_an_expert_group_are_neighbours_whatever_the_devices() -> None:
+    """rank = (block * devices + device) * ep + member; the replica is block * ep + member."""
+    for rank in range(24):
+        grid = Grid.from_sizes(rank, dp=8, pp=3, ep=4)
+        member, device, block = rank % 4, rank // 4 % 3, rank // 12
+        assert grid.line("ep") == tuple(range(rank - member, rank - member + 4))
+        assert [grid.coordinate(axis) for axis in ("dp", "pp", "ep", "edp")] == [
+            4 * block + member,
+            device,
+            member,
+            block,
+        ]
+        assert grid.line("edp") == (rank % 12, rank % 12 + 12)
+
+
+def test_every_process_is_where_its_coordinates_say() -> None:
+    for grid in grids():
+        own = {axis: grid.coordinate(axis) for axis in AXES}
+        assert grid.at() == grid.at(**{axis: own[axis] for axis in ("dp", "pp", "cp", "tp")}) == grid.rank
+        assert own["dp"] == own["edp"] * SIZES["ep"] + own["ep"]
+        for axis in AXES:
+            line = grid.line(axis)
+            assert line[own[axis]] == grid.rank and len(line) == grid.size(axis)
+            assert [grid.at(**{axis: place}) for place in range(len(line))] == list(line)
+
+
+@pytest.mark.parametrize("axes", [axes for count in (1, 2, 3) for axes in itertools.combinations(AXES[:4], count)])
+def test_groups_share_out_all_processes(axes: tuple[str, ...]) -> None:
+    everyone = grids()
+    groups = everyone[0].groups(*axes)
+    assert all(grid.groups(*axes) == groups for grid in everyone)
+    assert sorted(rank for group in groups for rank in group) == list(range(WORLD))
+    for grid in everyone:
+        assert grid.group(*axes) in groups and grid.rank in grid.group(*axes)
+        alike = {
+            other.rank
+            for other in everyone
+            if all(other.coordinate(axis) == grid.coordinate(axis) for axis in AXES[:4] if axis not in axes)
+        }
+        assert set(grid.group(*axes)) == alike
+
+
+@pytest.mark.parametrize("names", [("tp", "pp", "dp", "cp"), ("cp", "dp", "tp", "pp"), ("dp", "pp", "cp", "tp")])
+def test_the_axes_of_a_mesh_may_have_any_order(world: None, names: tuple[str, ...]) -> None:
+    ranks = torch.randperm(WORLD, generator=torch.Generator().manual_seed(0)).reshape([SIZES[name] for name in names])
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names)
+    for place in itertools.product(*(range(SIZES[name]) for name in names)):
+        coordinates = dict(zip(names, place, strict=True))
+        grid = Grid.from_mesh(int(ranks[place]), mesh, WORLD, ep=2)
+        assert {name: grid.coordinate(name) for name in names} == coordinates
+        assert grid.coordinate("ep") == coordinates["dp"] % 2 and grid.size("edp") == 2
+
+
+def test_a_mesh_with_an_axis_of_experts_has_blocks_beside_it(world: None) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(WORLD).reshape(2, 3, 8), mesh_dim_names=("dp", "pp", "ep"))
+    grid = Grid.from_mesh(29, mesh, WORLD)
+    assert [grid.size(axis) for axis in ("dp", "pp", "ep", "edp")] == [16, 3, 8, 2]
+    assert [grid.coordinate(axis) for axis in ("dp", "pp", "ep", "edp")] == [13, 0, 5, 1]
+    assert grid.line("ep") == tuple(range(24, 32)) and grid.line("edp") == (5, 29)
+
+
+def test_what_is_no_grid_is_refused(world: None) -> None:
+    with pytest.raises(InputError, match="ep: 4, expected a divisor of 6, the number of replicas"):
+        Grid.from_sizes(0, dp=6, ep=4)
+    for names, shape, text in (
+        (("dp", "tp"), (4, 12), 'expected one named "pp"'),
+        (("pp", "sp"), (4, 12), r"axes \{'sp': 12\} beside dp, ep, pp, cp, tp are unknown"),
+        (("pp", "tp"), (4, 3), r"1 x 4 x 3 processes \(dp x pp x tp, ranks .*expected each of the 48 processes once"),
+    ):
+        count = shape[0] * shape[1]
+        mesh = DeviceMesh("cpu", torch.arange(count).reshape(shape), mesh_dim_names=names)
+        with pytest.raises(InputError, match=text):
+            Grid.from_mesh(0, mesh, WORLD)
+
+
+def test_a_pipeline_runs_only_along_two_axes() -> None:
+    check_built(Grid.from_sizes(0, dp=4, pp=2))
+    for axis in ("cp", "tp", "ep"):
+        with pytest.raises(InputError, match=f'its axis "{axis}" has length 2, expected 1'):
+            check_built(Grid.from_sizes(0, dp=2, pp=2, **{axis: 2}))

@@ -1,0 +1,145 @@
+"""Placements of tensors: whole -> parts -> whole, for every combination of cuts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from evenpipe.parallel.tensor_placement import Box, Cut, TensorPlacement, chunk
+
+SIZES = {"pp": 3, "dp": 2, "tp": 2, "ep": 2, "edp": 3}
+PHI_3_ROWS = (8, 2, 2)
+"""Rows of queries, keys and values in one matrix."""
+LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[dict[str, int]], tuple[Cut, ...]]]] = {
+    "whole": ((5, 3), lambda at: ()),
+    "one number": ((), lambda at: ()),
+    "rows over devices": ((10, 3), lambda at: (cut(at, "pp"),)),
+    "rows over devices, then replicas": ((11, 3), lambda at: (cut(at, "pp"), cut(at, "dp"))),
+    "rows over devices and tensor ranks together": ((17, 3), lambda at: (cut(at, "pp", "tp"),)),
+    "fewer rows than processes": ((2, 3), lambda at: (cut(at, "pp"), cut(at, "dp"))),
+    "no rows": ((0, 3), lambda at: (cut(at, "dp"),)),
+    "columns, then rows": ((7, 6), lambda at: (cut(at, "tp", dimension=1), cut(at, "dp"))),
+    "experts, then columns": ((8, 9, 4), lambda at: (cut(at, "ep"), cut(at, "edp", dimension=1))),
+    "gate and up": ((12, 3), lambda at: (cut(at, "tp", segments=(6, 6)), cut(at, "dp"))),
+    "queries, keys and values": ((12, 3), lambda at: (cut(at, "tp", segments=PHI_3_ROWS), cut(at, "edp"))),
+    "gate and up of experts": (
+        (4, 12, 5),
+        lambda at: (cut(at, "ep"), cut(at, "tp", dimension=1, segments=(6, 6)), cut(at, "dp", dimension=1)),
+    ),
+}
+
+
+def cut(at: dict[str, int], *axes: str, dimension: int = 0, segments: tuple[int, ...] = ()) -> Cut:
+    """The cut by these axes, for the process at these coordinates."""
+    part, parts = 0, 1
+    for axis in axes:
+        part, parts = part * SIZES[axis] + at[axis], parts * SIZES[axis]
+    return Cut(axes, part, parts, dimension, segments)
+
+
+def everywhere() -> list[dict[str, int]]:
+    return [dict(zip(SIZES, place, strict=True)) for place in itertools.product(*map(range, SIZES.values()))]
+
+
+def part_of(whole: Tensor, placement: TensorPlacement) -> Tensor:
+    part = torch.full(placement.local_shape, -1, dtype=whole.dtype)
+    for box in placement.boxes():
+        part[box.local] = whole[box.whole]
+    return part
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_parts_make_up_the_whole_once(name: str) -> None:
+    shape, cuts = LAYOUTS[name]
+    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    again, times = torch.full_like(whole, -1), torch.zeros_like(whole)
+    cutting = {axis for one in cuts(dict.fromkeys(SIZES, 0)) for axis in one.axes}
+    for at in everywhere():
+        placement = TensorPlacement(shape, cuts(at))
+        part = part_of(whole, placement)
+        assert not (part == -1).any()
+        if any(place for axis, place in at.items() if axis not in cutting):
+            continue  # a copy
+        for box in placement.boxes():
+            again[box.whole] = part[box.local]
+            times[box.whole] += 1
+    assert torch.equal(again, whole) and bool((times == 1).all())
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ("whole", "one number")])
+def test_cuts_are_those_of_torch_chunk(name: str) -> None:
+    shape, cuts = LAYOUTS[name]
+    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    for at in everywhere():
+        expected = whole
+        for one in cuts(at):
+            segments = expected.split(one.segments or (expected.shape[one.dimension],), one.dimension)
+            expected = torch.cat([chunked(each, one) for each in segments], one.dimension)
+        assert torch.equal(part_of(whole, TensorPlacement(shape, cuts(at))), expected)
+
+
+def chunked(whole: Tensor, one: Cut) -> Tensor:
+    """torch gives fewer parts than asked for if some would be empty."""
+    parts = whole.chunk(one.parts, one.dimension)
+    return parts[one.part] if one.part < len(parts) else whole.narrow(one.dimension, whole.shape[one.dimension], 0)
+
+
+@given(length=st.integers(0, 40), parts=st.integers(1, 9))
+def test_chunks_are_those_of_torch(length: int, parts: int) -> None:
+    expected = [len(one) for one in torch.arange(length).chunk(parts)]
+    found = [chunk(length, part, parts) for part in range(parts)]
+    assert [len(one) for one in found] == expected + [0] * (parts - len(expected))
+    assert [entry for one in found for entry in one] == list(range(length))
+
+
+def test_an_interleaved_part_is_several_boxes() -> None:
+    at = dict.fromkeys(SIZES, 0) | {"tp": 1}
+    packed = TensorPlacement((12, 3), (cut(at, "tp", segments=PHI_3_ROWS),))
+    assert packed.local_shape == (6, 3)
+    assert packed.ranges(0) == [range(4, 8), range(9, 10), range(11, 12)]
+    assert list(packed.boxes()) == [
+        Box((slice(4, 8), slice(0, 3)), (slice(0, 4), slice(0, 3))),
+        Box((slice(9, 10), slice(0, 3)), (slice(4, 5), slice(0, 3))),
+        Box((slice(11, 12), slice(0, 3)), (slice(5, 6), slice(0, 3))),
+    ]
+    sharded = TensorPlacement((12, 3), (*packed.cuts, cut(at | {"dp": 1}, "dp")))
+    assert sharded.ranges(0) == [range(7, 8), range(9, 10), range(11, 12)]
+    with pytest.raises(AssertionError, match="of 13 entries"):
+        TensorPlacement((13, 3), packed.cuts).ranges(0)
+
+
+def test_an_empty_part_stands_where_it_would_begin() -> None:
+    (box,) = TensorPlacement((9, 2), (Cut(("pp",), 3, 4),)).boxes()
+    assert (box.offsets, box.sizes) == ([9, 0], [0, 2])
+    (box,) = TensorPlacement((9, 2), (Cut(("pp",), 1, 3), Cut(("dp",), 3, 4))).boxes()
+    assert (box.offsets, box.sizes) == ([6, 0], [0, 2])
+
+
+def test_state_is_cut_like_its_parameter_where_it_fits() -> None:
+    rows = TensorPlacement((9, 4), (Cut(("pp",), 2, 4),), frozenset({"dp"}))
+    assert rows.local_shape == (3, 4)
+    assert rows.of_state((3, 4)) == rows == rows.of_state((9, 4), whole=True)
+    means = rows.of_state((3, 1))
+    assert means is not None and (means.shape, means.local_shape, means.cuts) == ((9, 1), (3, 1), rows.cuts)
+    assert rows.of_state((9, 1), whole=True) == means
+    for shape in ((), (3,), (9, 4), (1, 4), (3, 4, 1)):
+        assert rows.of_state(shape) is None
+    columns = TensorPlacement((9, 4), (Cut(("tp",), 1, 2, dimension=1),))
+    assert columns.of_state((1, 2)) == TensorPlacement((1, 4), columns.cuts) and columns.of_state((9, 1)) is None
+
+
+def test_of_all_copies_one_counts() -> None:
+    placements = {
+        "replicated": TensorPlacement((4,), copied_along=frozenset({"dp"})),
+        "tied": TensorPlacement((4,), copied_along=frozenset({"pp"})),
+        "first": TensorPlacement((4,), (Cut(("pp",), 1, 2),)),
+    }
+    counts = {name: [one.is_first_copy(), one.is_first_copy("pp")] for name, one in placements.items()}
+    assert counts == {"replicated": [False, True], "tied": [False, False], "first": [True, True]}
+    assert not placements["first"].is_first_part and placements["tied"].is_first_part
