@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from evenpipe import Pipeline
 from evenpipe.runtime.batch import Batch, Inputs, cut
+from evenpipe.runtime.transport import Transport
 from evenpipe.runtime.walker import Walker
 from evenpipe.schedule import Pass, add_recompute, generate, parts_of, plan_program
 
@@ -72,6 +73,8 @@ class EmptyEmbedding:
 class EmptyOutput:
     """What the walker calls of an output layer, likewise."""
 
+    left: tuple[int, ...] = ()
+
     def __init__(self, tokens: int, two_barriers: bool) -> None:
         self._statistics = torch.zeros(tokens, 3)
         self._gradient = torch.zeros(tokens, HIDDEN_SIZE)
@@ -104,12 +107,8 @@ def microseconds_per_pass(schedule: str, options: dict[str, int], mode: str, rec
         {stage: EmptyStage() for stage in range(program.placement.stages)},
         EmptyEmbedding(tokens),  # type: ignore[arg-type]
         EmptyOutput(tokens, program.barriers != 1),  # type: ignore[arg-type]
-        communicators=None,
-        ranks=(0,),
+        transport=Transport(None, (0,), HIDDEN_SIZE, torch.float32, torch.device("cpu")),
         vocabulary_passes=program.barriers > 0,
-        hidden_size=HIDDEN_SIZE,
-        hidden_dtype=torch.float32,
-        torch_device=torch.device("cpu"),
     )
     times = []
     for _ in range(repeats):

@@ -10,7 +10,7 @@ import pytest
 from drawn_timelines import EMPTY, timeline, two_devices
 
 from evenpipe.draw import trace
-from evenpipe.schedule import EQUAL_COSTS, Event, Pass, Timeline, plan_order, time_order
+from evenpipe.schedule import EQUAL_COSTS, Event, Pass, Placement, Timeline, plan_order, time_order
 
 # phase -> the fields that an event of it must have
 FIELDS = {
@@ -106,12 +106,14 @@ def test_arguments_say_what_was_waited_for() -> None:
 
 
 def test_arrows_lead_to_the_pass_that_takes_the_result() -> None:
-    found = events(timeline("0F0 0 2, 0B0 9 12", "1F0 3 5, 1B0 5 8"), unit_seconds=1e-6)
+    rows = "0F0 0 2, 0B0 9 12", "1F0 3 5, 1B0 5 8"
+    found = events(timeline(*rows, placement=Placement.linear(2)), unit_seconds=1e-6)
     ends = {event["id"]: event for event in of_phase(found, "f")}
     arrows = [
         (event["pid"], event["ts"], ends[event["id"]]["pid"], ends[event["id"]]["ts"]) for event in of_phase(found, "s")
     ]
     assert arrows == [(1, 1.0, 2, 3.0), (2, 6.5, 1, 9.0)]  # from the middle of a slice to the start of another
+    assert not of_phase(events(timeline(*rows)), "s")  # which stages are next to each other is not known
 
 
 def test_memory_is_a_counter() -> None:

@@ -3,7 +3,7 @@
 A device is a process, counted from 1, because Perfetto uses 0 for the kernel. Its threads are compute, waits (idle
 times, by the transfer that ended them), communication and copies to and from the host, with as many threads of the last
 two as run at the same time. Memory is a counter. An arrow leads from each pass to the pass of another device that takes
-its result.
+its result, if the timeline has the placement of its stages.
 
 Times are whole nanoseconds, the unit of Perfetto, so that consecutive slices do not overlap.
 

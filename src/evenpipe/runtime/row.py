@@ -46,7 +46,7 @@ class Row:
     ) -> None:
         """`passes` and `transfers`: the handler of each kind."""
         refuse_unfit(program)
-        self.program = program
+        self.program, self._slices = program, program.slices
         placement = program.placement
         self.first_stage, self.last_stage = placement.first_stage, placement.last_stage
         self.before: dict[int | None, Edge] = {target: (source, target) for source, target in placement.edges}
@@ -87,12 +87,12 @@ class Row:
 
     def unit(self, item: Item) -> int:
         """Return the unit that an item is about."""
-        return unit_of(item, self.program.slices)
+        return unit_of(item, self._slices)
 
     def place(self, item: Pass) -> StageUnit:
         """Return stage and unit of a pass of a stage."""
         assert item.stage is not None
-        return item.stage, unit_of(item, self.program.slices)
+        return item.stage, unit_of(item, self._slices)
 
     def moves_graph(self, key: StageUnit) -> bool:
         """Return whether the tensors that F saves go to the host. With R only the stage's input does."""

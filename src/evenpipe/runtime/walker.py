@@ -174,8 +174,8 @@ class Walker:
                 step.run(item)
                 values.finish(item)
                 in_flight += step.adds
-                held = len(self._forwarded) + len(self._weight_gradients)
-                assert (values.taken, values.made, held) == (step.takes, step.makes, in_flight), step.text
+                assert values.taken == step.takes and values.made == step.makes, step.text
+                assert len(self._forwarded) + len(self._weight_gradients) == in_flight, step.text
                 for sent in step.arrived:
                     values.arrived(sent)
                 if after:
