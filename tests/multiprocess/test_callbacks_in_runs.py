@@ -115,9 +115,9 @@ def train_in(folder: str) -> None:
     trainer.train(load_config("config.toml"))
 
 
-def run_prepared(folder: Path, processes: int = 2) -> None:
+def run_prepared(folder: Path) -> None:
     prepare(load_config(folder / "config.toml"), say=lambda text: None)
-    run_processes(train_in, processes, str(folder))
+    run_processes(train_in, 2, str(folder))
 
 
 def test_calls_on_every_process_and_no_bit_is_changed(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_callback_may_stop_a_run_which_then_ends_as_at_its_last_step(tmp_path:
 
 def test_a_callback_may_stop_a_run_when_it_is_evaluated(tmp_path: Path) -> None:
     write_run(tmp_path, "StopsWhenEvaluated", training="evaluate_every_steps = 3\n")
-    run_prepared(tmp_path, processes=1)
+    run_prepared(tmp_path)
     assert [line[0] for line in curve(tmp_path)] == [1, 2, 3, 3, 4, 5, 6, 6]
     assert json.loads((tmp_path / "run" / "report.json").read_text())["steps"] == 6
 

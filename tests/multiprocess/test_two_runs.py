@@ -248,7 +248,7 @@ class Attempt:
 def fill(state: Run, run: int, number: int) -> None:
     with torch.no_grad():
         for shard in state.shards.values():
-            shard.parameter.fill_(2 * number + run)
+            shard.tensor.fill_(2 * number + run)
 
 
 def save_in_turns(folder: Path, saves: int, how: str) -> list[Attempt]:
@@ -282,7 +282,7 @@ def values_in(path: Path) -> set[float]:
     """All that stands in the tensors of a checkpoint."""
     state = Run(9, True, False, 0, 1)
     load(open_checkpoint(path), state.shards)
-    return {value for shard in state.shards.values() for value in shard.parameter.detach().flatten().tolist()}
+    return {value for shard in state.shards.values() for value in shard.tensor.detach().flatten().tolist()}
 
 
 @pytest.mark.parametrize("how", ["by force", "without locks"])

@@ -137,7 +137,7 @@ def test_positions_that_a_model_counts_from_token_ids() -> None:
 
 def a_self_check_that_raises() -> None:
     with (
-        mock.patch("evenpipe.runtime.pipeline.self_check", side_effect=ValueError("Expected a batch of 12\nnot 22")),
+        mock.patch("evenpipe.runtime.arguments.self_check", side_effect=ValueError("Expected a batch of 12\nnot 22")),
         pytest.raises(InputError, match=r"^Llama.* cannot be checked on .* \(ValueError: Expected a batch of 12"),
     ):
         Pipeline(transformers.LlamaConfig(**GROUPED), microbatches=1)

@@ -35,7 +35,7 @@ class DeviceBytes:
     def of(cls, source: ModelBytes, plan: Planned, settings: Settings, device: int) -> DeviceBytes:
         """Raises InputError if a stage has no closed form and cannot be traced."""
         placement, parallelism = plan.program.placement, settings.parallelism
-        last_stage = placement.stages - 1
+        last_stage = placement.last_stage
         split_backwards = plan.splits(device)
         stages: dict[int, StageBytes] = {}
         held, buffers = Held(), 0

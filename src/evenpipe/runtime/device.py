@@ -145,7 +145,7 @@ class Builder:
             first,
             last,
             is_first=stage == 0,
-            is_last=stage == placement.stages - 1,
+            is_last=stage == placement.last_stage,
             dtype=self.parameter_dtype,
             compute_dtype=self.compute_dtype,
             torch_device=self.torch_device,
@@ -169,7 +169,7 @@ class Builder:
         for name, buffer in persistent_buffers(module):
             shared = nn.Parameter(buffer, requires_grad=False)
             # All stages have those outside of layers.
-            is_copy = not name.startswith(f"{layers_name}.") and stage != placement.stages - 1
+            is_copy = not name.startswith(f"{layers_name}.") and stage != placement.last_stage
             held.buffers[name] = self._held(shared, tuple(buffer.shape), is_copy=is_copy)
         return self._prepare(module, layers)
 

@@ -137,7 +137,7 @@ def _of_kinds(kinds: frozenset[Kind]) -> Callable[[Pass], bool]:
 def _vocabulary_parts(held: HeldModel, layout: Layout) -> Iterator[tuple[str, Callable[[Pass], bool], list[Matrix]]]:
     """Yield (name, the passes that use it, matrices). Tied weights that are held once are one part, with the passes of
     both."""
-    last = layout.program.placement.stages - 1
+    last = layout.program.placement.last_stage
     by_embedding = _of_kinds(EMBEDDING_KINDS) if layout.sharded else _of_stage(0)
     by_output = _of_kinds(OUTPUT_KINDS) if layout.sharded else _of_stage(last)
     embedding, head = held.embedding_matrix, list(held.head_matrices)
