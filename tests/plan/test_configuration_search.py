@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
 from evenpipe.costs.hardware import KNOWN, Hardware
 from evenpipe.errors import InputError
 from evenpipe.model import describe
+from evenpipe.plan import configuration_search
 from evenpipe.plan.bounds import layout_bound, order_bound, work_bound
 from evenpipe.plan.configuration import Configuration, costs_of
 from evenpipe.plan.configuration_search import head_layers, search_configurations
@@ -206,6 +208,19 @@ def test_the_best_plan_is_that_of_an_exhaustive_search(name: str) -> None:
     found = search_configurations(given, space, wanted=3, workers=1)
     assert found.best is not None and found.best.seconds <= 1.02 * best
     assert found.best.seconds >= best
+
+
+def test_worker_processes_compute_with_one_thread(small: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are forked: a product with several threads would wait forever for threads that only their parent has."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(configuration_search, "evaluate", lambda *given: torch.get_num_threads())
+    torch.set_num_threads(2)
+    try:
+        with configuration_search._pool(small, 2) as evaluate_all:
+            assert list(evaluate_all([None, None, None], [1.0, 1.0, 1.0])) == [1, 1, 1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_processes_and_the_cache_change_nothing(small: Problem, tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
+import torch
+
 from evenpipe.costs.analytic import whole_head_time
 from evenpipe.recipe.recipe import Recipe
 
@@ -264,7 +266,10 @@ def _pool(problem: Problem, workers: int | None) -> Iterator[_EvaluateAll]:
         return
     global _problem  # noqa: PLW0603 - what forked processes find
     _problem = problem
-    executor: Executor = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"))
+    # One thread each: the pool of threads of OpenMP does not survive a fork, so a product that wants it never ends.
+    executor: Executor = ProcessPoolExecutor(
+        processes, multiprocessing.get_context("fork"), initializer=torch.set_num_threads, initargs=(1,)
+    )
     try:
         yield lambda batch, limits: executor.map(_evaluate_here, batch, limits)
     finally:
