@@ -8,9 +8,9 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-# Tests that say how long something takes run alone, after all others.
+# Tests of silent and dying processes run alone, after all others.
 TESTS := $(sort $(shell find tests -name 'test_*.py'))
-ALONE := $(filter tests/faults/% tests/gpu/%,$(TESTS))
+ALONE := $(patsubst %,tests/multiprocess/test_%.py,watch launch failures own_process) $(filter tests/faults/% tests/gpu/%,$(TESTS))
 
 # Of make fault-test and make fuzz; MINUTES=60 sets a duration. SEED=123 repeats a random choice, of make test too.
 RUNS ?= 100
