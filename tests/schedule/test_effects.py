@@ -6,15 +6,15 @@ import pytest
 
 from evenpipe.schedule import SCHEDULES, Costs, Kind, Placement, TransferKind, plan_order
 from evenpipe.schedule.costs import HOST_COSTS
-from evenpipe.schedule.effects import EFFECTS, IN_FLIGHT, ON_DEVICE, Held, changes, effect_of
+from evenpipe.schedule.effects import EFFECTS, IN_FLIGHT, ON_DEVICE, Kept, changes, effect_of
 from evenpipe.schedule.passes import parts_of
 
 FOLLOWS = [
     (IN_FLIGHT, {Kind.F: 1, Kind.B: -1, Kind.W: -1}),
     (ON_DEVICE, {Kind.F: 1, Kind.B: -1, Kind.W: -1, Kind.D: -1, Kind.L: 1}),
-    (changes({Held.ACTIVATIONS}), {Kind.F: 1, Kind.B: -1, Kind.I: -1, Kind.D: -1, Kind.L: 1}),
-    (changes({Held.WEIGHT_INPUTS}), {Kind.I: 1, Kind.W: -1}),
-    (changes({Held.PROBABILITIES}), {Kind.S: 1, Kind.T: -1}),
+    (changes({Kept.ACTIVATIONS}), {Kind.F: 1, Kind.B: -1, Kind.I: -1, Kind.D: -1, Kind.L: 1}),
+    (changes({Kept.WEIGHT_INPUTS}), {Kind.I: 1, Kind.W: -1}),
+    (changes({Kept.PROBABILITIES}), {Kind.S: 1, Kind.T: -1}),
 ]
 
 
@@ -29,7 +29,7 @@ def test_with_two_barriers_t_combines() -> None:
     assert (both.takes, both.makes, both.frees) == (
         (TransferKind.STATISTICS,),
         (TransferKind.DX,),
-        (Held.PROBABILITIES,),
+        (Kept.PROBABILITIES,),
     )
 
 
@@ -44,7 +44,7 @@ def test_a_step_leaves_nothing(name: str, mode: str) -> None:
     """What passes keep is freed by the end of the row, of every kind and stage, and never freed before."""
     order = plan_order(name, 3, 4, mode, HOST_COSTS)
     for device in range(order.devices):
-        held: dict[tuple[Held, int | None], int] = {}
+        held: dict[tuple[Kept, int | None], int] = {}
         for item in order.passes(device):
             for part in parts_of(item):
                 effect = effect_of(part.kind, order.barriers)

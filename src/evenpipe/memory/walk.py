@@ -58,7 +58,7 @@ from evenpipe.memory.things import (
     received,
 )
 from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
-from evenpipe.schedule.effects import EFFECTS, IN_FLIGHT, Held, changes
+from evenpipe.schedule.effects import EFFECTS, IN_FLIGHT, Kept, changes
 from evenpipe.schedule.passes import OFFLOAD_KINDS, StageUnit, unit_of
 from evenpipe.schedule.releases import releases
 
@@ -83,7 +83,7 @@ def _most_in_use(program: Program, device: int) -> int:
     """Return the most units between S and T; for a whole output layer, between the last stage's F and its B, or
     W."""
     stage = None if program.barriers else program.placement.last_stage
-    of_kind = changes({Held.PROBABILITIES}) if program.barriers else IN_FLIGHT
+    of_kind = changes({Kept.PROBABILITIES}) if program.barriers else IN_FLIGHT
     now = most = 0
     for item in program.rows[device]:
         for part in parts_of(item) if isinstance(item, Pass) else ():
@@ -198,7 +198,7 @@ class _Walker:
 
     def _backward(self, item: Pass) -> None:
         """Walk B, or I."""
-        stage, split = _stage(item), Held.WEIGHT_INPUTS in EFFECTS[item.kind].keeps
+        stage, split = _stage(item), Kept.WEIGHT_INPUTS in EFFECTS[item.kind].keeps
         gradient, placement = gradient_of(stage), self._program.placement
         if stage != self._last:
             for behind in placement.successors(stage):
@@ -277,12 +277,12 @@ class _Walker:
     def _free(self, item: Pass) -> None:
         self._drop(*(thing for held in EFFECTS[item.kind].frees for thing in self._things(held, item)))
 
-    def _things(self, held: Held, item: Pass) -> tuple[Thing, ...]:
+    def _things(self, held: Kept, item: Pass) -> tuple[Thing, ...]:
         """Return what a stage's pass keeps or frees on the device, as things with bytes."""
         stage, recomputed = _stage(item), self._key(item) in self._recomputed
-        if held is Held.WEIGHT_INPUTS:
+        if held is Kept.WEIGHT_INPUTS:
             return (Thing("recomputed_queued" if recomputed else "queued", stage, ACTIVATIONS),)
-        if held is not Held.ACTIVATIONS:  # on the host
+        if held is not Kept.ACTIVATIONS:  # on the host
             return ()
         if item.kind in OFFLOAD_KINDS:
             return (moved_of(stage)[0] if self._moves_graph(item) else input_of(stage),)

@@ -22,12 +22,12 @@ from evenpipe.recipe.parallelism import Parallelism
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import SCHEDULES, Costs, Order, Placement, Program, generate
 from evenpipe.schedule.costs import Cost
-from evenpipe.schedule.effects import EFFECTS, Held, changes
+from evenpipe.schedule.effects import Kept, changes, effect_of
 from evenpipe.schedule.passes import Kind, Pass, parts_of
 from evenpipe.schedule.timeline import peak_activations
 from evenpipe.schedule.transforms.offload import offloaded, without_offload
 
-WAITING, QUEUED = changes({Held.ACTIVATIONS}), changes({Held.WEIGHT_INPUTS})
+WAITING, QUEUED = changes({Kept.ACTIVATIONS}), changes({Kept.WEIGHT_INPUTS})
 """Forwarded stages that wait for B or I, and stages that wait for W."""
 
 SHORT, LONG = {False: 2, True: 3}, {False: 3, True: 4}
@@ -159,7 +159,7 @@ def _moments(row: list[Pass], layers_per_stage: tuple[int, ...]) -> tuple[tuple[
         for part in parts_of(item):
             assert part.stage is not None
             layers = layers_per_stage[part.stage]
-            if Held.ACTIVATIONS in EFFECTS[part.kind].frees and part.stage not in begun:
+            if Kept.ACTIVATIONS in effect_of(part.kind).frees and part.stage not in begun:
                 begun.add(part.stage)
                 gradients += layers
             waiting += layers * WAITING.get(part.kind, 0)

@@ -16,7 +16,7 @@ from enum import StrEnum
 from .passes import Kind, TransferKind
 
 
-class Held(StrEnum):
+class Kept(StrEnum):
     """What a device holds between passes, once per stage and unit, or per unit for `PROBABILITIES`."""
 
     ACTIVATIONS = "activations"
@@ -34,25 +34,25 @@ class Effect:
 
     takes: tuple[TransferKind, ...] = ()
     makes: tuple[TransferKind, ...] = ()
-    keeps: tuple[Held, ...] = ()
-    frees: tuple[Held, ...] = ()
+    keeps: tuple[Kept, ...] = ()
+    frees: tuple[Kept, ...] = ()
 
 
 _FORWARD, _BACK = TransferKind.SEND_F, TransferKind.SEND_B
 _TAKEN_BACK, _MADE_BACK = (_BACK, TransferKind.DX), (_BACK, TransferKind.ROW_GRADIENTS)
 
 EFFECTS: Mapping[Kind, Effect] = {
-    Kind.F: Effect((_FORWARD, TransferKind.ROWS), (_FORWARD, TransferKind.X), keeps=(Held.ACTIVATIONS,)),
-    Kind.B: Effect(_TAKEN_BACK, _MADE_BACK, frees=(Held.ACTIVATIONS,)),
-    Kind.I: Effect(_TAKEN_BACK, _MADE_BACK, keeps=(Held.WEIGHT_INPUTS,), frees=(Held.ACTIVATIONS,)),
-    Kind.W: Effect(frees=(Held.WEIGHT_INPUTS,)),
-    Kind.D: Effect(keeps=(Held.ON_HOST,), frees=(Held.ACTIVATIONS,)),
-    Kind.L: Effect(keeps=(Held.ACTIVATIONS,), frees=(Held.ON_HOST,)),
+    Kind.F: Effect((_FORWARD, TransferKind.ROWS), (_FORWARD, TransferKind.X), keeps=(Kept.ACTIVATIONS,)),
+    Kind.B: Effect(_TAKEN_BACK, _MADE_BACK, frees=(Kept.ACTIVATIONS,)),
+    Kind.I: Effect(_TAKEN_BACK, _MADE_BACK, keeps=(Kept.WEIGHT_INPUTS,), frees=(Kept.ACTIVATIONS,)),
+    Kind.W: Effect(frees=(Kept.WEIGHT_INPUTS,)),
+    Kind.D: Effect(keeps=(Kept.ON_HOST,), frees=(Kept.ACTIVATIONS,)),
+    Kind.L: Effect(keeps=(Kept.ACTIVATIONS,), frees=(Kept.ON_HOST,)),
     Kind.E: Effect(makes=(TransferKind.ROWS,)),
     Kind.G: Effect(takes=(TransferKind.ROW_GRADIENTS,)),
-    Kind.S: Effect((TransferKind.X,), (TransferKind.STATISTICS,), keeps=(Held.PROBABILITIES,)),
+    Kind.S: Effect((TransferKind.X,), (TransferKind.STATISTICS,), keeps=(Kept.PROBABILITIES,)),
     Kind.C: Effect((TransferKind.STATISTICS,), (TransferKind.DX,)),
-    Kind.T: Effect(frees=(Held.PROBABILITIES,)),
+    Kind.T: Effect(frees=(Kept.PROBABILITIES,)),
 }
 """Without two barriers. Kinds without an entry have no effect of their own: O only starts a copy, and R makes again
 what F did not keep."""
@@ -67,7 +67,7 @@ def effect_of(kind: Kind, barriers: int = 0, *, forward_only: bool = False) -> E
     return found
 
 
-def changes(of: Collection[Held]) -> dict[Kind, int]:
+def changes(of: Collection[Kept]) -> dict[Kind, int]:
     """Return by how much each kind of pass changes the number of these on its device; kinds without a change are
     left out."""
     found = {
@@ -77,8 +77,8 @@ def changes(of: Collection[Held]) -> dict[Kind, int]:
     return {kind: change for kind, change in found.items() if change}
 
 
-ON_DEVICE = changes({Held.ACTIVATIONS, Held.WEIGHT_INPUTS})
+ON_DEVICE = changes({Kept.ACTIVATIONS, Kept.WEIGHT_INPUTS})
 """Stage activations on the device: forwarded, not yet released, and not on the host."""
-IN_FLIGHT = changes({Held.ACTIVATIONS, Held.WEIGHT_INPUTS, Held.ON_HOST})
+IN_FLIGHT = changes({Kept.ACTIVATIONS, Kept.WEIGHT_INPUTS, Kept.ON_HOST})
 """Stage activations in flight: forwarded and not yet released by B, or by W if the backward is split."""
 _NONE = Effect()
