@@ -43,15 +43,15 @@ class Hops:
         }
 
     def begin(self, row: Row, batch: Batch) -> None:
-        """Start a step."""
+        """Start a step. `shapes`: of the hidden states, by unit."""
         self._row = row
         size = self._transport.hidden_size
-        self._shapes = [(*microbatch.token_ids.shape, size) for microbatch in batch.microbatches]
+        self.shapes = [(*microbatch.token_ids.shape, size) for microbatch in batch.microbatches]
 
     def sends(self, edge: Edge, unit: int) -> tuple[Part, ...]:
         """Return what travels along an edge, or back, for one unit."""
         back = edge[0] > edge[1]
-        parts = [Part("hidden gradient" if back else "hidden", self._shapes[unit], self._transport.hidden_dtype)]
+        parts = [Part("hidden gradient" if back else "hidden", self.shapes[unit], self._transport.hidden_dtype)]
         if self._router_losses is not None:
             size = (self._router_losses.size(forward=not back),)
             parts.append(Part("router gradient" if back else "router totals", size, torch.float32))

@@ -114,7 +114,6 @@ class Walker:
 
         self._rows: dict[int, Row] = {}
         self._microbatches: tuple[Microbatch, ...] = ()
-        self._shapes: list[tuple[int, int, int]] = []
         self._values = Values()
         self._forwarded: dict[StageUnit, _Forwarded] = {}
         self._hops = Hops(self._values, transport, router_losses)
@@ -202,7 +201,6 @@ class Walker:
         self._row = row
         self._gradients = row.gradients
         self._microbatches = batch.microbatches
-        self._shapes = [(*microbatch.token_ids.shape, self._hidden_size) for microbatch in batch.microbatches]
         self._values.clear()
         self._forwarded.clear()
         self._weight_gradients.clear()
@@ -242,7 +240,7 @@ class Walker:
         if stage == self._row.first_stage:
             assert self._embedding is not None
             rows = self._embedding.rows(unit) if taken is None else taken
-            taken = self._embedding.place(rows, unit).view(self._shapes[unit])
+            taken = self._embedding.place(rows, unit).view(self._hops.shapes[unit])
         assert taken is not None
         key = (stage, unit)
         if not self._gradients:
@@ -341,7 +339,7 @@ class Walker:
             gradient = self._output.hidden_gradient(unit) if split else self._output.backward(unit)
             assert gradient is not None
         if stage == self._row.last_stage:
-            gradient = gradient.to(self._hidden_dtype).view(self._shapes[unit])
+            gradient = gradient.to(self._hidden_dtype).view(self._hops.shapes[unit])
         forwarded = self._forwarded.pop((stage, unit))
         assert forwarded.output is not None
         if split:
