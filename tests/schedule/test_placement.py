@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from evenpipe.errors import InputError
 from evenpipe.schedule import Placement
+from evenpipe.schedule.dependencies import dependencies_of
 
 PLACEMENTS = [
     (Placement.linear(4), (0, 1, 2, 3)),
@@ -52,3 +55,12 @@ def test_impossible_tables(devices: int, table: tuple[int, ...], message: str) -
 def test_stages_per_device_must_be_positive() -> None:
     with pytest.raises(InputError, match="stages per device must be at least 1, not 0"):
         Placement.looped(2, 0)
+
+
+def test_a_placement_travels_without_what_is_derived() -> None:
+    placement = Placement.v_shape(64)
+    alone = len(pickle.dumps(placement))
+    dependencies_of(placement, barriers=1)
+    copied = pickle.loads(pickle.dumps(placement))
+    assert copied == placement and not copied.derived
+    assert len(pickle.dumps(placement)) == alone

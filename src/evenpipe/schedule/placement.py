@@ -48,6 +48,10 @@ class Placement:
         object.__setattr__(self, "_stages_of", tuple(map(tuple, held)))
         self._connect()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel between processes without what is derived."""
+        return Placement, (self.devices, self.stage_device, self.edges)
+
     def _connect(self) -> None:
         """Check and sort the edges, and note what is next to each stage."""
         edges = tuple(sorted(self.edges)) or _chain(self.stages)
