@@ -49,6 +49,11 @@ def hub_options() -> dict[str, bool]:
     return {}
 
 
+def is_whole(value: Any) -> bool:
+    """Return whether a value is a whole number; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def beside(name: str) -> str:
     """Return the end of a sentence about a missing file or folder, `; did you mean "runs/quickstart"?`, if there is one
     with a similar name beside it."""

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from evenpipe.errors import InputError
+from evenpipe.given import is_whole
 
 AXES = ("dp", "pp", "cp", "tp")
 """The order in which all processes are listed: replica by replica, in each by device, and so on."""
@@ -149,7 +150,7 @@ def process_grid(mesh: DeviceMesh | None, replicas: int | None = None) -> Grid:
             number of replicas; or `replicas` does not divide the processes.
     """
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    if replicas is not None and (not isinstance(replicas, int) or replicas < 1):
+    if replicas is not None and (not is_whole(replicas) or replicas < 1):
         raise InputError(f"replicas: {replicas!r}, expected a whole number of at least 1")
     if mesh is None:
         count = replicas or 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evenpipe.errors import InputError
+from evenpipe.given import is_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,5 +29,5 @@ class BatchShape:
         for name in ("microbatches", "microbatch_size", "slices", "sequence_length"):
             size = getattr(self, name)
             optional = name in ("microbatches", "sequence_length")
-            if not (optional and size is None) and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            if not (optional and size is None) and (not is_whole(size) or size < 1):
                 raise InputError(f"{name}: {size!r}, expected a whole number of at least 1")

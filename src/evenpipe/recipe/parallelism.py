@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from evenpipe.errors import InputError
+from evenpipe.given import is_whole
 
 DataParallel = Literal["replicate", "shard-optimizer", "shard-gradients", "shard"]
 
@@ -41,7 +42,7 @@ class Parallelism:
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "cp", "pp", "ep"):
             size = getattr(self, name)
-            if not isinstance(size, int) or size < 1:
+            if not is_whole(size) or size < 1:
                 raise InputError(f"{name} is {size!r}, expected a whole number of at least 1")
         if self.dp % self.ep:
             raise InputError(f"ep is {self.ep}, expected a divisor of dp = {self.dp}")

@@ -9,6 +9,7 @@ from typing import Any, TypedDict, Unpack
 
 from evenpipe.communication.nccl import NcclOptions
 from evenpipe.errors import InputError
+from evenpipe.given import is_whole
 from evenpipe.recipe.batch_shape import BatchShape
 from evenpipe.recipe.given_schedule import read_schedule
 from evenpipe.recipe.offload import OffloadOptions
@@ -111,7 +112,7 @@ class Recipe:
                 raise InputError(f"{name}: {value!r}, expected {accepted}")
         split = self.layers_per_stage
         if split is not None:
-            if isinstance(split, str) or not isinstance(split, Sequence) or not all(map(_whole, split)):
+            if isinstance(split, str) or not isinstance(split, Sequence) or not all(map(is_whole, split)):
                 raise InputError(f"layers_per_stage: {split!r}, expected whole numbers, one per stage, or None")
             self._put("layers_per_stage", tuple(split))
         if isinstance(self.checkpointing, list):
@@ -186,10 +187,6 @@ _KINDS: Mapping[str, tuple[Any, str]] = {
     "nccl": (NcclOptions, "NcclOptions, or None"),
     "offload": (OffloadOptions, "OffloadOptions, or None"),
 }
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _hashable(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

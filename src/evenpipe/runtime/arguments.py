@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grad
 
 from evenpipe.errors import InputError
+from evenpipe.given import is_whole
 from evenpipe.layers.experts import split_once
 from evenpipe.model import Description, self_check
 from evenpipe.model.structure import first_line
@@ -88,18 +89,14 @@ def _or_none(kind: type) -> Any:
     return lambda value: value is None or isinstance(value, kind)
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 _KINDS: Mapping[str, tuple[str, Any]] = {
-    "step": ("a whole number of steps, 0 or more", lambda value: _whole(value) and value >= 0),
+    "step": ("a whole number of steps, 0 or more", lambda value: is_whole(value) and value >= 0),
     "optimizer": ("an optimizer as in torch.optim, or None", _or_none(torch.optim.Optimizer)),
     "extra": ("a table of JSON values, or None", _or_none(Mapping)),
     "mesh": ("a torch.distributed DeviceMesh, or None", _or_none(DeviceMesh)),
     "recipe": ("a Recipe, or None", _or_none(Recipe)),
     "loss": ("LossOptions, or None", _or_none(LossOptions)),
-    "seed": (f"a whole number from 0 to {LARGEST_SEED}", lambda value: _whole(value) and 0 <= value <= LARGEST_SEED),
+    "seed": (f"a whole number from 0 to {LARGEST_SEED}", lambda value: is_whole(value) and 0 <= value <= LARGEST_SEED),
     "self_check": ("True or False", lambda value: isinstance(value, bool)),
 }
 

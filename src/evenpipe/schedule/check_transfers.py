@@ -44,8 +44,8 @@ def _out_of_place(
             what = f"no pass needs {item}, or device {device} is not a member of it"
         elif not 0 <= item.microbatch < program.microbatches:
             what = f"{item} names a microbatch that does not exist; microbatches are 0 to {program.microbatches - 1}"
-        elif wrong_slice(item, program.slices):
-            what = wrong_slice(item, program.slices)
+        elif absent := wrong_slice(item, program.slices):
+            what = absent
         elif (earlier := found.setdefault((route.number, unit_of(item, program.slices)), position)) != position:
             what = f"{item} is already at position {earlier}"
         else:

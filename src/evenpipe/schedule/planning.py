@@ -17,7 +17,7 @@ from .flows import PER_PAIR
 from .order import Order
 from .passes import SHARDING_KINDS
 from .program import Program
-from .registry import generate, nearest
+from .registry import check_count, generate, nearest
 from .transforms.communication import add_communication
 from .transforms.forward_only import forward_only
 from .transforms.interlaced import interlace
@@ -153,8 +153,8 @@ def _scheduled(
     **options: Any,
 ) -> tuple[Order, int]:
     """Return the sound order of a schedule, and by how many slices its microbatches are still to be cut."""
-    if slices is not None and (isinstance(slices, bool) or not isinstance(slices, int) or slices < 1):
-        raise InputError(f"slices must be a whole number of at least 1, not {slices!r}")
+    if slices is not None:
+        check_count("slices", slices)
     given = isinstance(schedule, Order) or (isinstance(schedule, str) and schedule.endswith(".csv"))
     cut = 1 if given or slices is None else slices
     units = microbatches * cut

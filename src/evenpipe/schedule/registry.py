@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError
+from evenpipe.given import is_whole
 
 from .check import check_order
 from .check_limit import limits_per_device
@@ -69,7 +70,7 @@ def generate(name: str, devices: int, microbatches: int, *, costs: Costs | None 
     sound.
     """
     for field, value in (("devices", devices), ("microbatches", microbatches)):
-        _whole(field, value)
+        check_count(field, value)
     options = {option: value for option, value in options.items() if value is not None}
     _refuse_wrong(options, devices)
     forwards = devices * microbatches * options.get("stages_per_device", 1)
@@ -137,13 +138,14 @@ def _refuse_wrong(options: dict[str, Any], devices: int) -> None:
     """Raise InputError for options that are invalid for every schedule."""
     for name in ("stages_per_device", "group_size"):
         if name in options:
-            _whole(name, options[name])
+            check_count(name, options[name])
     if "memory_limit" in options:
         limits_per_device(options["memory_limit"], devices)
 
 
-def _whole(field: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def check_count(field: str, value: Any) -> None:
+    """Raise InputError unless the value is a whole number of at least 1."""
+    if not is_whole(value) or value < 1:
         raise InputError(f"{field} must be a whole number of at least 1, not {value!r}")
 
 
