@@ -590,6 +590,47 @@ def test_who_dies_before_all_have_started_is_named(how):
     assert [outcomes[rank].exit_code for rank in (0, 3)] == [0, 0], describe(outcomes)
 
 
+class Interrupted:
+    """A store between two questions of whose process the others come, and one of them has its whole life."""
+
+    def __init__(self, store: NetworkStore) -> None:
+        self._store, self.questions = store, 0
+
+    def has(self, keys: list[str]) -> bool:
+        self.questions += 1
+        if self.questions == 1:
+            assert not self._store.has(keys)
+            self._store.write("not all here", "")
+            pid = int(wait_for(self._store, "ended"))
+            while started(pid) is not None:
+                time.sleep(0.01)
+            return False
+        return self._store.has(keys)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def one_has_come_and_ended() -> None:
+    rank, store = int(os.environ["RANK"]), store_of_the_harness()
+    if rank == 1:
+        wait_for(store, "not all here")
+        meet(store, 1, 2, 600.0)
+        store.write("ended", str(os.getpid()))
+        return
+    meet(Interrupted(store), 0, 2, 600.0)
+
+
+def wait_for(store: NetworkStore, key: str) -> str:
+    while (text := store.read(key)) is None:
+        time.sleep(0.01)
+    return text
+
+
+def test_who_ends_once_all_have_started_has_not_died_before():
+    run_processes(one_has_come_and_ended, 2, group=False)
+
+
 def test_a_single_process_has_a_watch_that_does_nothing():
     outcome = run_outcomes(alone, 1, group=False)[0]
     assert outcome.exit_code == 0, describe([outcome])

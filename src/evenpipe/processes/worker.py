@@ -300,16 +300,19 @@ def meet(store: Store, rank: int, world_size: int, limit_seconds: float, *, owne
     """
     own = Beat(0, machine(), os.getpid(), started(os.getpid()) or "")
     deadline, pause = time.monotonic() + limit_seconds, 0.005
+    keys = [f"here/{other}" for other in range(world_size)]
     try:
-        store.write(f"here/{rank}", own.dump())
+        store.write(keys[rank], own.dump())
         peers = Peers(store, own, rank, world_size, key="here")
         with _sigterm_noticed() if owned else contextlib.nullcontext(list[int]()) as terminated:
-            while not store.has(f"here/{other}" for other in range(world_size)):
+            while not store.has(keys):
                 fault = None
                 if (death := peers.first_death(peers.here())) is not None:
+                    if store.has(keys):  # all have come meanwhile, and this one has ended since: the watch's concern
+                        break
                     fault = f"{death.text}, before all processes had started"
                 elif terminated or time.monotonic() > deadline:
-                    missing = [other for other in range(world_size) if not store.has([f"here/{other}"])]
+                    missing = [other for other in range(world_size) if not store.has([keys[other]])]
                     if missing:
                         in_time = f"did not start within {limit_seconds:g} s"
                         what = "had not started when SIGTERM came" if terminated else in_time
