@@ -34,6 +34,8 @@ FP64 = torch.float64
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half")
 MODES = ("first-last", "vocab-2")
 KINDS = ("replicate", "shard")
+RESHARD = ({}, {"reshard": True, "prefetch": 0}, {"reshard": True}, {"prefetch": 1})
+"""When parameters are gathered and freed, if they are sharded."""
 CHECKPOINTING = ("none", "full", "selective")
 VOCABULARY, TOKENS, STEPS, MAX_NORM = 97, 6, 3, 0.5
 
@@ -48,6 +50,7 @@ class Case:
     tied: bool = False
     checkpointing: str = "none"
     microbatches: int = 3
+    gathering: tuple[tuple[str, Any], ...] = ()
 
 
 def make(case: Case, *, dtype: torch.dtype = FP64, vocabulary: int = VOCABULARY, **options: Any) -> Pipeline:
@@ -58,7 +61,7 @@ def make(case: Case, *, dtype: torch.dtype = FP64, vocabulary: int = VOCABULARY,
         microbatches=case.microbatches,
         checkpointing=case.checkpointing,
         data_parallel=case.kind,
-        **{"parameter_dtype": dtype, "self_check": False, "replicas": 2} | options,
+        **{"parameter_dtype": dtype, "self_check": False, "replicas": 2} | dict(case.gathering) | options,
     )
 
 
@@ -153,12 +156,18 @@ def run_cases(cases: list[Case]) -> list[str]:
     return [fault for number, case in enumerate(cases) for fault in run_case(case, number)]
 
 
-MATRIX = list(itertools.starmap(Case, itertools.product(KINDS, SCHEDULES, MODES, (False, True), CHECKPOINTING)))
+MATRIX = [
+    Case(kind, schedule, mode, tied, checkpointing, gathering=tuple(gathering.items()))
+    for kind, schedule, mode, tied, checkpointing in itertools.product(
+        KINDS, SCHEDULES, MODES, (False, True), CHECKPOINTING
+    )
+    for gathering in (RESHARD if kind == "shard" else RESHARD[:1])
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_replicas_train_as_one_process_on_both_batches(kind: str, sample) -> None:
-    cases = [case for case in sample(MATRIX) if case.kind == kind]
+    cases = sample([case for case in MATRIX if case.kind == kind])
     faults = run_processes(run_cases, 4, cases)
     assert not faults[0], "\n".join(faults[0])
 

@@ -86,7 +86,7 @@ class Graph:
                     break
             if dense:
                 graph._number_sites(places, dependencies, device)
-                graph._number_apart(dict.fromkeys((*places.joint, *places.odd)), dependencies, device)
+                graph._number_apart(dict.fromkeys((*places.joint, *places.sharding, *places.odd)), dependencies, device)
             else:
                 graph._number_apart(range(first[device], first[device + 1]), dependencies, device)
         return graph
