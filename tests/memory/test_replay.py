@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 from evenpipe import Pipeline
-from evenpipe.memory.bytes import StageBytes, StateBytes, VocabularyBytes
+from evenpipe.memory.bytes import PartBytes, StageBytes, StateBytes, VocabularyBytes
 from evenpipe.memory.replay import OPTIMIZER_STEP, replay
 from evenpipe.memory.traced import StageTracer
 from evenpipe.memory.vocabulary import VocabularyShape, batch_bytes, vocabulary_bytes
@@ -25,7 +25,7 @@ NOTHING = StateBytes(parameters=0, gradients=0, optimizer=0)
 NO_VOCABULARY = VocabularyBytes()
 
 
-def counts(stored: int = 0, queued: int = 0, **others: int) -> StageBytes:
+def counts(stored: int = 0, queued: int = 0, **others: int | PartBytes) -> StageBytes:
     """A stage of which nothing has bytes but what is said."""
     zero = dict.fromkeys(("input", "output", "forward_peak", "backward_peak", "input_peak", "weight_peak"), 0)
     return StageBytes(**(zero | {"stored": stored, "queued": queued} | others))
@@ -123,7 +123,8 @@ def test_the_step_of_the_optimizer_may_be_what_binds() -> None:
 
 
 def test_gradients_that_do_not_exist_are_made_by_the_first_backward() -> None:
-    stage = counts(stored=10, gradients=40, input_gradients=4, first_backward_peak=41)
+    parameters = PartBytes(gradients=40, input_gradients=4)
+    stage = counts(stored=10, parameters=parameters, first_backward_peak=41)
     state = StateBytes(parameters=100, gradients=40, optimizer=0)
     _, program = plan_program("1f1b", 1, 3, "first-last")
     before = replay(program, 0, {0: stage}, NO_VOCABULARY, state, gradients_exist=False, curve=True)

@@ -16,7 +16,7 @@ from evenpipe.errors import InputError
 from evenpipe.memory.framework import EVENPIPE, MEGATRON
 from evenpipe.memory.optimizers import trained_tensor
 from evenpipe.memory.parameters import Held, Parameters
-from evenpipe.memory.states import SINGLE, Dtypes, state_bytes
+from evenpipe.memory.states import SINGLE, Dtypes, part_bytes, state_bytes
 from evenpipe.model import build_stage, describe
 from evenpipe.optimizers.held import HeldParameter
 from evenpipe.parallel.tensor_placement import TensorPlacement
@@ -174,16 +174,48 @@ def test_bytes_per_parameter(dtypes, zero, per_parameter) -> None:
 
 def test_parameters_that_are_sharded_themselves() -> None:
     """FSDP2: (4 + g + 8) / D, and two layers in the dtype of the products with their gradients."""
-    framework = replace(EVENPIPE, gathered_for="layer", step_counters=False)
+    framework = replace(EVENPIPE, follows_program=False, step_counters=False)
     found = state_bytes(HELD, Dtypes(), framework, zero=3, replicas=D)
     assert found.total == pytest.approx(N * 16 / D, abs=3)
     assert found.unsharded == 2 * 100_000 * (2 + 4)
 
 
-def test_ours_are_whole_for_a_step() -> None:
-    """`parallel/fsdp.py`: masters and moments in shards, copies and sums of gradients whole."""
+def test_between_steps_ours_are_in_shards_too() -> None:
+    """`parallel/fsdp.py`: all of 4 + g + 8 between steps; what is whole within a step comes and goes with its items."""
     found = state_bytes(HELD, Dtypes(), EVENPIPE, zero=3, replicas=D)
-    assert found.total == pytest.approx(N * (12 / D + 2 + 4) + 4, abs=3)
+    assert found.total == pytest.approx(N * 16 / D + 4, abs=3)
+    assert (found.copies, found.unsharded) == (0, 0)
+
+
+def test_what_is_whole_within_a_step() -> None:
+    """Parameters in bf16, gradients in fp32 once more as rows for each replica, and the sums of this replica's rows."""
+    found = part_bytes(HELD, zero=3, replicas=D)
+    assert (found.gathered, found.gathering_peak, found.gradients) == (2 * N, 2 * 100_000, 4 * N)
+    assert found.reduced == 4 * N + 4 * N // D
+    assert found.reducing_peak == 4 * N, "all of them are one bucket"
+    assert part_bytes(HELD, SINGLE, zero=3, replicas=D).gathered == 4 * N
+
+
+def test_a_large_part_is_summed_in_several_buckets() -> None:
+    size = 10**9
+    held = replace(HELD, elements=size, optimized=trained_tensor((size // 8, 8), matrix=False))
+    held = replace(held, optimized=replace(held.optimized, largest=10**7))
+    bucket = (1 << 24) + 10**7
+    found = part_bytes(held, zero=3, replicas=D)
+    assert found.reducing_peak == pytest.approx(4 * bucket + 4 * (size - bucket) / D, abs=8)
+
+
+def test_replicas_with_all_parameters_copy_only_small_gradients(llama) -> None:
+    """Llama's norms; matrices are summed in place."""
+    found = part_bytes(llama.stage(0, 3, 1, is_first=False, is_last=False), replicas=D)
+    assert found.gathered == 0
+    assert found.reduced is not None and found.reduced - found.gradients == found.reducing_peak == 3 * 2 * 4096 * 4
+
+
+@pytest.mark.parametrize(("framework", "zero"), [(MEGATRON, 0), (MEGATRON, 3), (EVENPIPE, 1), (EVENPIPE, 2)])
+def test_items_for_replicas_hold_nothing_where_formulas_count_all(framework, zero) -> None:
+    found = part_bytes(HELD, framework=framework, zero=zero, replicas=D)
+    assert (found.gathered, found.gathering_peak, found.reduced, found.reducing_peak) == (0, 0, None, 0)
 
 
 def test_offloaded_state_is_not_on_the_card() -> None:

@@ -155,7 +155,7 @@ def test_layers_of_two_kinds() -> None:
     description = describe(tiny_config("qwen2", num_hidden_layers=12, layer_types=types))
     assert kinds_of_layers(description) == (0, 0, 1) * 4
     real, found = counted(description, 0, 12), traced(description, 0, 12)
-    assert (found.stored, found.queued, found.gradients) == (real.stored, real.queued, real.gradients)
+    assert (found.stored, found.queued, found.parameters) == (real.stored, real.queued, real.parameters)
     for name in ("forward_peak", "backward_peak", "input_peak", "weight_peak"):
         assert getattr(found, name) == pytest.approx(getattr(real, name), rel=2e-3), name
 
@@ -223,7 +223,7 @@ def test_a_model_of_eight_billion_parameters_takes_no_memory_and_little_time() -
     tracer = StageTracer(description, microbatch_size=1, sequence=4096, compute_dtype=torch.bfloat16)
     found = traced_8b = tracer.stage(0, 32, is_first=True, is_last=True)
     assert (
-        found.gradients
+        found.parameters.gradients
         == 4
         * sum(
             parameter.numel() for name, parameter in description.skeleton.named_parameters() if "model.layers" in name

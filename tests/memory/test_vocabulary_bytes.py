@@ -215,7 +215,7 @@ def test_rows_of_the_embedding(dtype: torch.dtype) -> None:
                 embedding.add_gradient(rows, 0)
         assert (forward.above, forward.kept) == (found.embedding_peak, found.rows_input)
         assert backward.above == found.embedding_backward_peak
-        assert found.embedding_gradients == matrix.gradient().nbytes
+        assert found.embedding_parameters.gradients == matrix.gradient().nbytes
         assert bool(found.rows_all) == (device == 0)
 
 

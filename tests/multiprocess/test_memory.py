@@ -270,6 +270,21 @@ def test_views_count_once_and_what_grows_counts_as_it_is() -> None:
     assert len(parts) == 4
 
 
+def test_storages_that_are_freed_while_their_tensors_stay_count_as_nothing_until_they_are_filled_again() -> None:
+    """As FSDP2 frees and gathers parameters."""
+    whole, given = torch.zeros(100), torch.ones(100)
+    with ByteCounter({"whole": [whole]}) as counted:
+        counted.at(Pass.parse("0RESHARD"))
+        whole.untyped_storage().resize_(0)
+        counted.at(Pass.parse("0F0"))
+        assert counted.live == 0
+        whole.untyped_storage().resize_(400)
+        torch._foreach_copy_([whole], [given])
+        counted.at(Pass.parse("0B0"))
+        assert counted.live == 400
+    assert [(str(one.item), one.after) for one in counted.items()] == [("0RESHARD", 0), ("0F0", 400), ("0B0", 400)]
+
+
 def test_tensors_made_of_tensors_count_as_what_they_are_made_of() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor

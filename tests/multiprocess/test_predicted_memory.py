@@ -14,20 +14,24 @@ import pytest
 import torch
 from families import tiny_config
 from harness import run_processes
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, PreTrainedConfig
 
 from evenpipe import Pipeline
-from evenpipe.memory.bytes import DeviceMemory, StateBytes
+from evenpipe.memory.bytes import DeviceMemory
+from evenpipe.memory.parameters import Held, Parameters
 from evenpipe.memory.replay import replay
+from evenpipe.memory.states import SINGLE, Dtypes, part_bytes, state_bytes
 from evenpipe.memory.traced import StageTracer
 from evenpipe.memory.vocabulary import VocabularyShape, batch_bytes, vocabulary_bytes
 from evenpipe.model import describe
 from evenpipe.recipe.layout import Layout
+from evenpipe.recipe.parallelism import DATA_PARALLEL, DataParallel
 from evenpipe.schedule import add_recompute, plan_order
 from evenpipe.vocabulary import LossOptions
 from evenpipe.vocabulary.products import _cpu_has_bf16
 
-DEVICES, MICROBATCHES, SEQUENCES, TOKENS = 4, 9, 2, 64
+PROCESSES, MICROBATCHES, SEQUENCES, TOKENS = 4, 9, 2, 64
 ROWS, HIDDEN, LAYERS = 1536, 64, 8
 TOLERANCE = 0.003
 """What remains is how the tokens of single microbatches fall on the shards of the vocabulary."""
@@ -44,6 +48,14 @@ class Case:
     recompute: bool = False
     family: str = "llama"
     """Of `tests/model/families.py`, with its multipliers and windows; "llama" is one of our own."""
+    replicas: int = 1
+    data_parallel: DataParallel = "replicate"
+    reshard: bool = False
+    prefetch: int | None = None
+
+    @property
+    def devices(self) -> int:
+        return PROCESSES // self.replicas
 
 
 CASES = [
@@ -63,6 +75,17 @@ CASES = [
     Case("zb-h1", "first-last", family="gpt2", tied=True),
     Case("1f1b", "vocab-1", family="phi3"),
     Case("zbv", "vocab-2", family="qwen3", bf16=True),
+    Case("1f1b", "first-last", replicas=2),
+    Case("zbv", "vocab-2", replicas=2, bf16=True),
+    Case("v-half", "first-last", replicas=2, tied=True),
+    Case("1f1b", "first-last", replicas=2, data_parallel="shard"),
+    Case("zbv", "vocab-2", replicas=2, data_parallel="shard", bf16=True),
+    Case("zbv", "first-last", replicas=2, data_parallel="shard", tied=True),
+    Case("interleaved", "vocab-2", replicas=2, data_parallel="shard", tied=True, prefetch=1),
+    Case("interleaved", "first-last", replicas=2, data_parallel="shard", reshard=True, prefetch=0),
+    Case("zbv", "vocab-2", replicas=2, data_parallel="shard", reshard=True, prefetch=1, bf16=True),
+    Case("zbv", "first-last", replicas=2, data_parallel="shard", reshard=True, prefetch=1, tied=True),
+    Case("interleaved", "vocab-2", replicas=2, data_parallel="shard", reshard=True, prefetch=0, tied=True, bf16=True),
 ]
 
 
@@ -109,9 +132,13 @@ def count(cases: list[Case]) -> list[Counted]:
 
 
 def count_one(case: Case) -> Counted:
-    order = plan_order(case.schedule, DEVICES, MICROBATCHES, case.mode)
+    order = plan_order(case.schedule, case.devices, MICROBATCHES, case.mode)
     pipeline = Pipeline(
         config(case),
+        mesh=init_device_mesh("cpu", (case.replicas, case.devices), mesh_dim_names=("dp", "pp")),
+        data_parallel=case.data_parallel,
+        reshard=case.reshard,
+        prefetch=case.prefetch,
         schedule=add_recompute(order) if case.recompute else case.schedule,
         vocabulary=case.mode,
         microbatches=MICROBATCHES,
@@ -141,7 +168,10 @@ def count_one(case: Case) -> Counted:
 
 
 def predict(case: Case, layout: Layout, device: int) -> DeviceMemory:
-    stage_bytes = tracer(replace(case, schedule="", mode="", checkpointing="none", tied=False, recompute=False))
+    stage_bytes = tracer(case.family, case.bf16)
+    description = describe(config(case))
+    dtypes = Dtypes(compute="bf16") if case.bf16 else SINGLE
+    spread: dict[str, int] = {"zero": DATA_PARALLEL.index(case.data_parallel), "replicas": case.replicas}
     placement = layout.program.placement
     stages = {
         stage: stage_bytes.stage(
@@ -152,8 +182,14 @@ def predict(case: Case, layout: Layout, device: int) -> DeviceMemory:
         )
         for stage in placement.stages_of(device)
     }
+    parameters, held = Parameters(description), Held()
+    for stage, found in stages.items():
+        own = parameters.stage(*layout.layers[stage], 1, is_first=stage == 0, is_last=stage == placement.stages - 1)
+        held += own
+        part = part_bytes(own, dtypes, **spread)
+        assert part.gradients == found.parameters.gradients
+        stages[stage] = replace(found, parameters=replace(part, input_gradients=found.parameters.input_gradients))
     element = 2 if case.bf16 else 4
-    description = describe(config(case))
     shape = VocabularyShape(
         rows=ROWS,
         hidden_size=HIDDEN,
@@ -166,16 +202,16 @@ def predict(case: Case, layout: Layout, device: int) -> DeviceMemory:
     vocabulary = vocabulary_bytes(
         case.mode, device, placement, shape, machine=MACHINE, token_share=share(layout, device)
     )
-    gradients = (
-        sum(stage.gradients for stage in stages.values()) + vocabulary.output_gradients + vocabulary.embedding_gradients
+    first, last = layout.embedding_shards[device].rows, layout.head_shards[device].rows
+    embedding = Held() if case.tied and first == last else parameters.vocabulary(first, 0, one_matrix=True)
+    output = parameters.vocabulary(0, last, one_matrix=False)
+    vocabulary = replace(
+        vocabulary,
+        embedding_parameters=part_bytes(embedding, dtypes, **spread),
+        output_parameters=part_bytes(output, dtypes, **spread),
     )
-    state = StateBytes(
-        parameters=gradients,  # fp32 as they are
-        gradients=gradients,
-        optimizer=2 * gradients,
-        copies=gradients // 2 if case.bf16 else 0,
-    )
-    batch = batch_bytes(data().numel(), machine=MACHINE, shards=DEVICES if layout.sharded else 1)
+    state = state_bytes(held + embedding + output, dtypes, **spread)
+    batch = batch_bytes(data().numel(), machine=MACHINE, shards=case.devices if layout.sharded else 1)
     return replay(layout.program, device, stages, vocabulary, state, batch=batch, gradients_exist=False, curve=True)
 
 
@@ -190,18 +226,18 @@ def share(layout: Layout, device: int) -> float | None:
 def counted(request: pytest.FixtureRequest) -> dict[Case, list[Counted]]:
     """Of the cases that this run takes."""
     cases = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
-    by_process = run_processes(count, DEVICES, cases)
+    by_process = run_processes(count, PROCESSES, cases)
     return {case: [found[number] for found in by_process] for number, case in enumerate(cases)}
 
 
 @cache
-def tracer(case: Case) -> StageTracer:
+def tracer(family: str, bf16: bool) -> StageTracer:
     """Tied or not, stages are the same."""
     return StageTracer(
-        describe(config(case)),
+        describe(config(Case("", "", family=family))),
         microbatch_size=SEQUENCES,
         sequence=TOKENS,
-        compute_dtype=torch.bfloat16 if case.bf16 else torch.float32,
+        compute_dtype=torch.bfloat16 if bf16 else torch.float32,
         split=True,
         recompute=True,
     )
@@ -211,7 +247,8 @@ def tracer(case: Case) -> StageTracer:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_peaks_and_what_is_there_after_every_item_are_as_predicted(case: Case, counted) -> None:
     """After an item within 1 % of the peak: a microbatch's stored activations are some 5 to 10 % of it."""
-    for device, found in enumerate(counted[case]):
+    for process, found in enumerate(counted[case]):
+        device = process % case.devices
         predicted = predict(case, found.layout, device)
         error = predicted.peak / found.peak - 1
         print(f"{case} device {device}: {predicted.peak} of {found.peak} ({error:+.3%}), {predicted.binding_event}")

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.layers.experts import split_experts
 from evenpipe.layers.weight_gradients import Entry, WeightGradients, split_layers
-from evenpipe.memory.bytes import StageBytes
+from evenpipe.memory.bytes import PartBytes, StageBytes
 from evenpipe.memory.layers import SMALLEST_MOVED
 from evenpipe.memory.stretches import Profile, Stretch, joined
 from evenpipe.memory.tracker import Tracker
@@ -68,8 +68,9 @@ class Trace:
             weight_peak=above("weight"),
             recompute_peak=above("recompute"),
             bare_forward_peak=above("bare forward") if "bare forward" in total else None,
-            gradients=of_all(self.gradients),
-            input_gradients=of_all(self.input_gradients) if split else 0,
+            parameters=PartBytes(
+                gradients=of_all(self.gradients), input_gradients=of_all(self.input_gradients) if split else 0
+            ),
             first_backward_peak=above("first backward"),
             first_input_peak=above("first input") if split else None,
             first_weight_peak=above("first weight") if split else None,

@@ -10,6 +10,25 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartBytes:
+    """Bytes of the parameters of a stage or of a vocabulary matrix that change within a step (`schedule/sharding.py`
+    says what a part is)."""
+
+    gradients: int = 0
+    """Sums over the microbatches."""
+    input_gradients: int = 0
+    """The part of them that I computes; W computes the rest."""
+    gathered: int = 0
+    """Whole parameters, from UNSHARD to RESHARD; 0 if they are always there."""
+    gathering_peak: int = 0
+    """Above, while the first pass that uses them waits for them."""
+    reduced: int | None = None
+    """Live from REDUCE_GRAD to the end of the step, in place of `gradients`; None: `gradients`."""
+    reducing_peak: int = 0
+    """Peak within REDUCE_GRAD, above; the gradients exist."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageBytes:
     """Bytes of one stage and one microbatch."""
 
@@ -37,10 +56,8 @@ class StageBytes:
     """Peak within an F that has an R, above; None: as `forward_peak`."""
     recomputed: StageBytes | None = None
     """Bytes of microbatches that have R, whose layers keep everything whatever their checkpointing; None: the same."""
-    gradients: int = 0
-    """Gradients of the stage's parameters."""
-    input_gradients: int = 0
-    """The part of them that I computes; W computes the rest."""
+    parameters: PartBytes = field(default_factory=PartBytes)
+    """Parameters of the stage, without vocabulary matrices."""
     first_backward_peak: int | None = None
     """Peak within a B that allocates the gradients of parameters, above; None: as if all of them existed from its
     start."""
@@ -92,10 +109,10 @@ class VocabularyBytes:
     """Peak within G, above."""
     room: int = 0
     """Memory that is kept from one microbatch to the next, besides that of microbatches in flight."""
-    output_gradients: int = 0
-    """Gradients of the rows of the output layer, and of the embedding if it is the same matrix."""
-    embedding_gradients: int = 0
-    """Gradients of the rows of the embedding, if it is a separate matrix."""
+    output_parameters: PartBytes = field(default_factory=PartBytes)
+    """The rows of the output layer, and of the embedding if it is the same matrix."""
+    embedding_parameters: PartBytes = field(default_factory=PartBytes)
+    """The rows of the embedding, if it is a separate matrix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +125,8 @@ class StateBytes:
     copies: int = 0
     """Parameters in the dtype of the computation, if they are kept in another."""
     unsharded: int = 0
-    """With ZeRO-3: the largest parameters that are whole at one moment."""
+    """The largest parameters and gradients that are whole at one moment, if that is not for items of the program to
+    say."""
     step_peak: int = 0
     """Above all of these, during the optimizer step."""
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from evenpipe.errors import InputError
 from evenpipe.vocabulary import LossOptions
 
-from .bytes import StageBytes, StateBytes, VocabularyBytes
+from .bytes import PartBytes, StageBytes, StateBytes, VocabularyBytes
 from .heads import Head, whole_head
 from .model_bytes import ModelBytes
 from .parameters import Held, padded_rows
 from .programs import Planned
 from .settings import Settings
-from .states import ELEMENT_BYTES, state_bytes
+from .states import ELEMENT_BYTES, part_bytes, state_bytes
 from .vocabulary import VocabularyShape, batch_bytes, vocabulary_bytes
 
 COPIES_NOTHING = ("full", "attention")
@@ -47,11 +47,11 @@ class DeviceBytes:
             buffers += source.parameters.buffers(first, last)
             stages[stage] = _stage(source, settings, (first, last), ends, own=own, split=split_backwards)
         rows = _rows(source, plan, settings, device)
-        of_vocabulary = source.parameters.vocabulary(
-            *rows, one_matrix=source.description.tied and (settings.sharded or rows[0] == rows[1])
-        )
+        one_matrix = source.description.tied and (settings.sharded or rows[0] == rows[1])
+        embedding = Held() if one_matrix else source.parameters.vocabulary(rows[0], 0, one_matrix=True)
+        output = source.parameters.vocabulary(0, rows[1], one_matrix=False)
         state = state_bytes(
-            held + of_vocabulary,
+            held + embedding + output,
             settings.dtypes,
             settings.framework,
             zero=parallelism.zero,
@@ -63,7 +63,11 @@ class DeviceBytes:
         hidden = next(iter(stages.values())).input
         return cls(
             stages=stages,
-            vocabulary=_vocabulary(source, plan, settings, device, rows=rows, hidden=hidden),
+            vocabulary=replace(
+                _vocabulary(source, plan, settings, device, rows=rows, hidden=hidden),
+                embedding_parameters=_part(embedding, settings),
+                output_parameters=_part(output, settings),
+            ),
             state=state,
             fixed=_fixed(plan, settings, device, held=held, hidden=hidden) + buffers,
         )
@@ -77,14 +81,20 @@ def _stage(
     if settings.traced and not whole:
         raise InputError(f"traced: with tp = {parallelism.tp} and cp = {parallelism.cp}, expected 1 for both")
     if settings.traced or (whole and not source.has_closed_form):
-        return source.traced_stage(bounds, ends, settings, split=split)
-    found = source.closed_stage(bounds, ends, settings)
-    gradient = ELEMENT_BYTES[settings.dtypes.gradients]
-    found = replace(found, gradients=own.trained * gradient, input_gradients=own.unsplit * gradient)
+        found = source.traced_stage(bounds, ends, settings, split=split)
+        return replace(
+            found, parameters=replace(_part(own, settings), input_gradients=found.parameters.input_gradients)
+        )
+    found = replace(source.closed_stage(bounds, ends, settings), parameters=_part(own, settings))
     copies = _attention_copies(source, settings, first, last)
     if copies:
         found = replace(found, stored=found.stored + copies, forward_peak=found.forward_peak + copies)
     return found
+
+
+def _part(held: Held, settings: Settings) -> PartBytes:
+    parallelism = settings.parallelism
+    return part_bytes(held, settings.dtypes, settings.framework, zero=parallelism.zero, replicas=parallelism.replicas)
 
 
 def _attention_copies(source: ModelBytes, settings: Settings, first: int, last: int) -> int:

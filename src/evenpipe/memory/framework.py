@@ -17,8 +17,9 @@ class Framework:
     a copy; "optimizer": they are sharded with its state, and products read the model's own."""
     vocabulary_multiple: int = 1
     """Each rank's rows of a vocabulary matrix are a multiple of this."""
-    gathered_for: Literal["layer", "step"] = "layer"
-    """Parameters that are sharded over replicas are whole one layer at a time, or all of them for the whole step."""
+    follows_program: bool = False
+    """UNSHARD, RESHARD and REDUCE_GRAD in the program say when sharded parameters are whole and gradients are summed;
+    otherwise parameters are whole one layer at a time."""
     step_counters: bool = False
     """The optimizer keeps one fp32 number per tensor."""
     placeholders: bool = False
@@ -47,7 +48,7 @@ class Framework:
 
 EVENPIPE = Framework(
     masters="parameters",
-    gathered_for="step",
+    follows_program=True,
     step_counters=True,
     gradients_exist=False,
     stops_early=True,

@@ -37,7 +37,7 @@ class ModelBytes:
             self._closed = ClosedForms(description)
         except InputError as error:
             self._why_not = str(error)
-        self._programs: OrderedDict[tuple[int, tuple[int, ...] | None], Planned] = OrderedDict()
+        self._programs: OrderedDict[tuple[object, ...], tuple[Program, Planned]] = OrderedDict()
         self._stages: dict[tuple[object, ...], StageBytes] = {}
         self._tracers: dict[tuple[object, ...], StageTracer] = {}
 
@@ -45,12 +45,21 @@ class ModelBytes:
         """Return the program of a recipe, as `programs.planned`; given programs are cached."""
         if not isinstance(recipe.schedule, Program):
             return planned(self.description, recipe)
-        key = (id(recipe.schedule), recipe.layers_per_stage)  # held, so that the id stays unique: comparing takes long
+        given, shared = recipe.schedule, recipe.parallelism
+        # Held, so that the id stays unique: comparing programs takes long.
+        key = (
+            id(given),
+            recipe.layers_per_stage,
+            shared.replicas > 1,
+            shared.zero == 3,
+            shared.reshard,
+            shared.prefetch,
+        )
         if key not in self._programs:
-            self._programs[key] = planned(self.description, recipe)
+            self._programs[key] = given, planned(self.description, recipe)
             if len(self._programs) > KEPT_PROGRAMS:
                 self._programs.popitem(last=False)
-        return self._programs[key]
+        return self._programs[key][1]
 
     def closed_stage(self, bounds: tuple[int, int], ends: tuple[bool, bool], settings: Settings) -> StageBytes:
         """Return a stage in closed form.

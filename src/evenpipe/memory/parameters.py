@@ -12,7 +12,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from torch import nn
 from evenpipe.errors import InputError
 from evenpipe.model import Description
 from evenpipe.optimizers.muon import is_matrix
+from evenpipe.parallel.gradients import ALONE_ELEMENTS
 
 from .optimizers import Trained, trained_tensor
 
@@ -70,8 +71,8 @@ class Held:
     """Elements whose gradient is computed in I, because they are outside of linear modules."""
     largest: int = 0
     """Elements of the largest layer, or of the largest tensor outside of layers."""
-    module: int = 0
-    """Trained elements of the largest part that is sharded separately: a stage, or a vocabulary matrix."""
+    bucketed: int = 0
+    """Trained elements of tensors so small that replicas sum them in one bucket."""
     products: frozenset[tuple[str, int]] = frozenset()
     """Splits of matrices and their elements here, each pair once. Matrices of one parent with the same split count as
     one, as in frameworks with packed projections."""
@@ -88,7 +89,7 @@ class Held:
             optimized=self.optimized + other.optimized,
             unsplit=self.unsplit + other.unsplit,
             largest=max(self.largest, other.largest),
-            module=max(self.module, other.module),
+            bucketed=self.bucketed + other.bucketed,
             products=self.products | other.products,
         )
 
@@ -139,7 +140,7 @@ class Parameters:
             for name in (*structure.first_parameters * is_first, *structure.last_parameters * is_last):
                 shape = tuple(self._description.skeleton.get_parameter(name).shape)
                 held += _one(shape, trained=self._trained(name))
-            self._held_by_stage[key] = replace(held, module=held.trained)
+            self._held_by_stage[key] = held
         return self._held_by_stage[key]
 
     def buffers(self, first: int, last: int) -> int:
@@ -191,6 +192,7 @@ class Parameters:
                 optimized=sum(trained, Trained()),
                 unsplit=sum(size for size, one in zip(sizes, tensors, strict=True) if one.trained and not one.linear),
                 largest=sum(sizes),
+                bucketed=sum(size for size, one in zip(sizes, tensors, strict=True) if one.trained and _is_small(size)),
                 products=_products(tensors, sizes),
             )
         return self._held_by_layer[key]
@@ -256,8 +258,12 @@ def _one(shape: tuple[int, ...], *, trained: bool) -> Held:
         optimized=trained_tensor(shape, matrix=False) if trained else Trained(),
         unsplit=elements if trained else 0,
         largest=elements,
-        module=elements if trained else 0,
+        bucketed=elements if trained and _is_small(elements) else 0,
     )
+
+
+def _is_small(elements: int) -> bool:
+    return elements < ALONE_ELEMENTS
 
 
 def padded_rows(rows: int, multiple: int) -> int:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from evenpipe.errors import InputError
 from evenpipe.model import Description
-from evenpipe.recipe.layout import Layout, ModelCosts, bounds_of, check_layers_per_stage
+from evenpipe.recipe.layout import Layout, ModelCosts, bounds_of, check_layers_per_stage, for_replicas
 from evenpipe.recipe.parallelism import Parallelism
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Kind, Pass, Program, even_split, parts_of
@@ -58,7 +58,8 @@ class Planned:
 
 
 def planned(description: Description, recipe: Recipe) -> Planned:
-    """Return the program of a recipe with its sequence length; a given program stays unchanged.
+    """Return the program of a recipe with its sequence length; to a given program only the work for replicas is added,
+    as `Layout.of` does.
 
     Raises InputError for names and sizes that do not fit together.
     """
@@ -75,4 +76,4 @@ def planned(description: Description, recipe: Recipe) -> Planned:
     stages = program.placement.stages
     split = recipe.layers_per_stage or even_split(description.layers, stages)
     check_layers_per_stage(split, stages, description.layers)
-    return Planned(program, split)
+    return Planned(for_replicas(program, recipe.parallelism, tied=description.tied), split)

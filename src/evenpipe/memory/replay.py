@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from evenpipe.memory.bytes import DeviceMemory, StageBytes, StateBytes, VocabularyBytes
+from evenpipe.memory.bytes import DeviceMemory, PartBytes, StageBytes, StateBytes, VocabularyBytes
 from evenpipe.memory.things import NO_STAGE, TERMS, Thing
 from evenpipe.memory.walk import walk
 from evenpipe.schedule import Program
@@ -111,12 +111,15 @@ class Replay:
 
 # --- sizes ----------------------------------------------------------------------------------------------------------
 
-RECOMPUTED = "recomputed_"
+RECOMPUTED, PARAMETERS = "recomputed_", "parameters."
 
 
 def _size(thing: Thing, stages: Mapping[int, StageBytes], vocabulary: VocabularyBytes) -> int:
     """Return the bytes of a thing. Its name is a field, or one of those below."""
     if thing.stage == NO_STAGE:
+        group, _, field = thing.size.rpartition(".")
+        if group:
+            return _of_part(getattr(vocabulary, group), field)
         of_vocabulary = _OF_VOCABULARY.get(thing.size)
         size = getattr(vocabulary, thing.size) if of_vocabulary is None else of_vocabulary(vocabulary)
         return int(size)
@@ -126,8 +129,16 @@ def _size(thing: Thing, stages: Mapping[int, StageBytes], vocabulary: Vocabulary
     name = thing.size
     if name.startswith(RECOMPUTED):
         stage, name = stage.recomputed or stage, name.removeprefix(RECOMPUTED)
+    if name.startswith(PARAMETERS):
+        return _of_part(stage.parameters, name)
     given = getattr(stage, name, None)
     return int(_OF_STAGE[name](stage) if given is None else given)
+
+
+def _of_part(part: PartBytes, name: str) -> int:
+    """Return the field of a part that the last word of `name` says."""
+    given = getattr(part, name.rpartition(".")[2])
+    return int(part.gradients if given is None else given)
 
 
 _OF_VOCABULARY: Mapping[str, Callable[[VocabularyBytes], int]] = {
@@ -139,10 +150,10 @@ _OF_VOCABULARY: Mapping[str, Callable[[VocabularyBytes], int]] = {
 _OF_STAGE: Mapping[str, Callable[[StageBytes], int]] = {
     "moved": lambda one: one.input + one.stored,
     "unmoved": lambda one: 0 if one.moved is None else one.input + one.stored - one.moved,
-    "weight_gradients": lambda one: one.gradients - one.input_gradients,
+    "weight_gradients": lambda one: one.parameters.gradients - one.parameters.input_gradients,
     "bare_forward_peak": lambda one: one.forward_peak,
-    "first_backward_peak": lambda one: one.backward_peak + one.gradients,
-    "first_input_peak": lambda one: one.input_peak + one.input_gradients,
-    "first_weight_peak": lambda one: one.weight_peak + one.gradients - one.input_gradients,
+    "first_backward_peak": lambda one: one.backward_peak + one.parameters.gradients,
+    "first_input_peak": lambda one: one.input_peak + one.parameters.input_gradients,
+    "first_weight_peak": lambda one: one.weight_peak + one.parameters.gradients - one.parameters.input_gradients,
 }
 """Things that are not given directly."""

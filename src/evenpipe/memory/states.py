@@ -17,20 +17,19 @@ Sources: Megatron-LM, docs/user-guide/features/dist_optimizer.md; arXiv 1910.020
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from evenpipe.errors import InputError
+from evenpipe.parallel.fsdp import BUCKET_ELEMENTS
 
-from .bytes import StateBytes
+from .bytes import PartBytes, StateBytes
 from .framework import EVENPIPE, Framework
 from .optimizers import bytes_in_step, check_optimizer_name, kept_numbers, step_counters
 from .parameters import Held
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 STEP_COUNTER = 4
-BUCKET_ELEMENTS = 1 << 24
-"""Gradients that are summed over replicas together, as in `parallel/fsdp.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +114,8 @@ def state_bytes(
     copies = held.elements * compute if masters_of_model else 0
     unsharded = 0
     if zero == 3 and replicas > 1:
-        if framework.gathered_for == "step":
-            copies, gradients = held.elements * compute, held.trained * gradient
-            bucket = min(held.module, BUCKET_ELEMENTS + held.largest)
-            step_peak = max(step_peak, bucket * gradient + _part(gradients, replicas))
-        else:
-            copies = 0
+        copies = 0
+        if not framework.follows_program:
             unsharded = 2 * held.largest * (compute + gradient)
     elif zero == 2 and replicas > 1:
         unsharded = 2 * held.largest * gradient
@@ -131,6 +126,34 @@ def state_bytes(
         copies=copies,
         unsharded=unsharded,
         step_peak=step_peak,
+    )
+
+
+def part_bytes(
+    held: Held, dtypes: Dtypes = MIXED, framework: Framework = EVENPIPE, *, zero: int = 0, replicas: int = 1
+) -> PartBytes:
+    """Return what UNSHARD, RESHARD and REDUCE_GRAD allocate and free for a part with the parameters `held`.
+
+    Sharded (`parallel/fsdp.py`): gradients are copied, bucket by bucket, into rows for each replica; the rows and the
+    sums of this replica's stay until the end of the step. Replicated (`parallel/gradients.py`): small gradients are
+    copied into one bucket, larger ones are summed in place. `zero` and `replicas` as for `state_bytes`.
+    """
+    compute, gradient = ELEMENT_BYTES[dtypes.compute], ELEMENT_BYTES[dtypes.gradients]
+    whole = held.trained * gradient
+    found = PartBytes(gradients=whole, input_gradients=held.unsplit * gradient)
+    if replicas == 1 or not framework.follows_program or zero not in (0, 3):
+        return found
+    if zero == 0:
+        bucket = held.bucketed * gradient
+        return replace(found, reduced=whole + bucket, reducing_peak=bucket)
+    own = _part(whole, replicas)
+    bucket = min(held.trained, BUCKET_ELEMENTS + held.optimized.largest) * gradient
+    return replace(
+        found,
+        gathered=held.elements * compute,
+        gathering_peak=held.largest * compute,
+        reduced=whole + own,
+        reducing_peak=bucket + own - _part(bucket, replicas),
     )
 
 

@@ -16,7 +16,8 @@ class Thing(NamedTuple):
     term: str
 
 
-ACTIVATIONS, VOCABULARY, BUFFERS, GRADIENTS, TRANSIENT = TERMS = (
+PARAMETERS, ACTIVATIONS, VOCABULARY, BUFFERS, GRADIENTS, TRANSIENT = TERMS = (
+    "parameters",
     "activations",
     "vocabulary",
     "buffers",
@@ -54,7 +55,32 @@ def received(stage: int, size: str) -> Thing:
 
 def gradient_parts(stage: int) -> tuple[Thing, Thing]:
     """Return gradients of the stage's parameters: those that I computes, and the rest."""
-    return Thing("input_gradients", stage, GRADIENTS), Thing("weight_gradients", stage, GRADIENTS)
+    return Thing("parameters.input_gradients", stage, GRADIENTS), Thing("weight_gradients", stage, GRADIENTS)
+
+
+class PartThings(NamedTuple):
+    """What the items about a part's parameters hold, for a stage or a vocabulary matrix."""
+
+    gradients: tuple[Thing, ...]
+    gathered: Thing
+    gathering_peak: Thing
+    reduced: Thing
+    reducing_peak: Thing
+
+
+def part_things(prefix: str, stage: int, gradients: tuple[Thing, ...]) -> PartThings:
+    """Return the things with bytes in the `PartBytes` called `prefix`."""
+    return PartThings(
+        gradients,
+        Thing(f"{prefix}.gathered", stage, PARAMETERS),
+        Thing(f"{prefix}.gathering_peak", stage, TRANSIENT),
+        Thing(f"{prefix}.reduced", stage, GRADIENTS),
+        Thing(f"{prefix}.reducing_peak", stage, TRANSIENT),
+    )
+
+
+def things_of_stage(stage: int) -> PartThings:
+    return part_things("parameters", stage, gradient_parts(stage))
 
 
 def _of_vocabulary(size: str, term: str = VOCABULARY) -> Thing:
@@ -81,8 +107,10 @@ STATISTICS = _of_vocabulary("statistics")
 DX = _of_vocabulary("gradient")
 HANDED_ON = _of_vocabulary("handed_on")
 ROOM = _of_vocabulary("room")
-OUTPUT_GRADIENTS = _of_vocabulary("output_gradients", GRADIENTS)
-EMBEDDING_GRADIENTS = _of_vocabulary("embedding_gradients", GRADIENTS)
+OUTPUT_GRADIENTS = _of_vocabulary("output_parameters.gradients", GRADIENTS)
+EMBEDDING_GRADIENTS = _of_vocabulary("embedding_parameters.gradients", GRADIENTS)
+OUTPUT_PART = part_things("output_parameters", NO_STAGE, (OUTPUT_GRADIENTS,))
+EMBEDDING_PART = part_things("embedding_parameters", NO_STAGE, (EMBEDDING_GRADIENTS,))
 
 ROOMS = ("handed_on", "room")
 """Things that are held between steps."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from evenpipe.memory.bytes import VocabularyBytes
+from evenpipe.memory.bytes import PartBytes, VocabularyBytes
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.letters import Letters, Machine, VocabularyShape
 from evenpipe.schedule import Placement
@@ -63,7 +63,7 @@ def vocabulary_bytes(
         found = replace(
             found,
             embedding_backward_peak=of_embedding.embedding_backward_peak,
-            embedding_gradients=0 if held_twice else of_embedding.embedding_gradients,
+            embedding_parameters=PartBytes() if held_twice else of_embedding.embedding_parameters,
         )
     return found
 
@@ -203,8 +203,8 @@ def _sharded(x: Letters, shape: VocabularyShape, *, one_barrier: bool) -> Vocabu
         gradient=x.n * x.h * x.a,
         embedding_peak=rows.embedding_peak,
         embedding_backward_peak=rows.embedding_backward_peak,
-        output_gradients=_output_gradients(x, shape),
-        embedding_gradients=0 if shape.tied else rows.embedding_gradients,
+        output_parameters=_output_parameters(x, shape),
+        embedding_parameters=PartBytes() if shape.tied else rows.embedding_parameters,
     )
 
 
@@ -221,12 +221,12 @@ def _whole(x: Letters, shape: VocabularyShape) -> VocabularyBytes:
         backward_peak=_second_half(x, makes_hidden_gradient=True),
         weight_peak=_second_half(x, makes_hidden_gradient=False),
         gradient=x.n * x.h * x.a,
-        output_gradients=_output_gradients(x, shape),
+        output_parameters=_output_parameters(x, shape),
     )
 
 
-def _output_gradients(x: Letters, shape: VocabularyShape) -> int:
-    return x.held * (x.h + (1 if x.bias else 0)) * shape.gradient_element
+def _output_parameters(x: Letters, shape: VocabularyShape) -> PartBytes:
+    return PartBytes(gradients=x.held * (x.h + (1 if x.bias else 0)) * shape.gradient_element)
 
 
 def _embedding(x: Letters, shape: VocabularyShape) -> VocabularyBytes:
@@ -238,7 +238,7 @@ def _embedding(x: Letters, shape: VocabularyShape) -> VocabularyBytes:
         rows_input=rows,
         embedding_peak=rows + (shifted if x.start else 0),
         embedding_backward_peak=shifted + wide,
-        embedding_gradients=x.held * x.h * shape.gradient_element,
+        embedding_parameters=PartBytes(gradients=x.held * x.h * shape.gradient_element),
     )
 
 
@@ -282,7 +282,7 @@ def _framework(x: Letters, shape: VocabularyShape, loss: str) -> VocabularyBytes
         gradient_peak=logits * backward + hidden,
         weight_peak=x.R * x.h * x.e,
         gradient=hidden,
-        output_gradients=_output_gradients(x, shape),
+        output_parameters=_output_parameters(x, shape),
     )
     if loss == "chunked":
         in_chunk = logits * (e + 3 * wide) // CHUNKS

@@ -13,12 +13,13 @@ a walk has few distinct moments, and the bytes of all of them are computed at on
     X, statistics, exponentials, dX, rows: as `runtime/vocabulary_passes.py` puts and takes them
 
 Gradients of parameters exist, or are allocated by the first pass that adds to them, because `zero_grad` drops them.
+Sharded parameters are whole from UNSHARD to RESHARD, and REDUCE_GRAD puts sums over replicas in the place of gradients.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from evenpipe.memory.moments import Moments, Walk
 from evenpipe.memory.things import (
@@ -28,12 +29,14 @@ from evenpipe.memory.things import (
     DX,
     EMBEDDING_BACKWARD_PEAK,
     EMBEDDING_GRADIENTS,
+    EMBEDDING_PART,
     EMBEDDING_PEAK,
     GRADIENTS,
     HANDED_ON,
     OUTPUT_BACKWARD_PEAK,
     OUTPUT_GRADIENT_PEAK,
     OUTPUT_GRADIENTS,
+    OUTPUT_PART,
     OUTPUT_PEAK,
     OUTPUT_STORED,
     OUTPUT_WEIGHT_PEAK,
@@ -47,6 +50,7 @@ from evenpipe.memory.things import (
     ROWS_RECEIVED,
     STATISTICS,
     TRANSIENT,
+    PartThings,
     Thing,
     X,
     gradient_of,
@@ -56,11 +60,21 @@ from evenpipe.memory.things import (
     moved_of,
     output_of,
     received,
+    things_of_stage,
 )
 from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
 from evenpipe.schedule.effects import EFFECTS, IN_FLIGHT, Kept, changes
-from evenpipe.schedule.passes import OFFLOAD_KINDS, StageUnit, unit_of
+from evenpipe.schedule.passes import (
+    FREEING_KINDS,
+    GATHERING_KINDS,
+    OFFLOAD_KINDS,
+    REDUCING_KINDS,
+    SHARDING_KINDS,
+    StageUnit,
+    unit_of,
+)
 from evenpipe.schedule.releases import releases
+from evenpipe.schedule.sharding import Part, RowSharding, part_of
 
 SENDS_IN_FLIGHT = 2
 """As in `runtime/values.py`: a third transfer of one kind to the same device waits for the first."""
@@ -110,6 +124,9 @@ class _Walker:
         self._recomputed: set[StageUnit] = set()
         self._offloaded: set[StageUnit] = set()
         self._made: set[Thing] = set()
+        items = (item for item in program.rows[device] if isinstance(item, Pass))
+        self._own_parts = {part_of(item) for item in items if item.kind in SHARDING_KINDS}
+        """Parts with passes of `SHARDING_KINDS`."""
         self._buffers = self._free_buffers = buffers
         self._handlers: dict[Kind, Callable[[Pass], None]] = {
             Kind.F: self._forward,
@@ -124,6 +141,9 @@ class _Walker:
             Kind.S: self._output,
             Kind.C: self._combine,
             Kind.T: self._output_gradient,
+            **dict.fromkeys(GATHERING_KINDS, self._gather),
+            **dict.fromkeys(FREEING_KINDS, self._free_gathered),
+            **dict.fromkeys(REDUCING_KINDS, self._reduce),
         }
 
     # --- items of the row -------------------------------------------------------------------------------------------
@@ -141,6 +161,7 @@ class _Walker:
         if self._buffers:
             self._hold(ROOM)
         arrived = releases(self._program, self._device)
+        sharding = RowSharding(self._program.placement, self._program.barriers, row)
         for position, item in enumerate(row):
             if item is None:
                 moments.ends_item()
@@ -149,10 +170,14 @@ class _Walker:
                 moments.label = _name(item)
                 self._transfer(item)
             else:
+                awaited = sharding.awaits(item)
+                sharding.take(item, position)
                 for part in parts_of(item):
                     moments.label = _name(part)
+                    self._wait_for(awaited)
+                    awaited = ()
                     handler = self._handlers.get(part.kind)
-                    if handler is not None:  # gathering and freeing parameters holds nothing here
+                    if handler is not None:  # O only starts a copy
                         handler(part)
                 for sent in arrived.get(position, ()):
                     self._arrived(sent)
@@ -289,6 +314,42 @@ class _Walker:
         if self._moves_graph(item):
             return moved_of(stage)
         return () if item.kind is Kind.F and recomputed else (self._stored(item),)  # R will store it
+
+    # --- parameters over replicas ---------------------------------------------------------------------------------
+
+    def _things_of(self, part: Part) -> list[PartThings]:
+        """Return what items about a part hold, by stage and vocabulary matrix. Matrices that are no parts of their own
+        belong to the first and the last stage."""
+        if isinstance(part, Kind):
+            return [EMBEDDING_PART if part is Kind.E else OUTPUT_PART]
+        placement, found = self._program.placement, [things_of_stage(part)]
+        if Kind.S not in self._own_parts and part == placement.first_stage:
+            found.append(EMBEDDING_PART)
+        if Kind.S not in self._own_parts and part == placement.last_stage:
+            found.append(OUTPUT_PART)
+        return found
+
+    def _gather(self, item: Pass) -> None:
+        self._hold(*(one.gathered for one in self._things_of(part_of(item))))
+
+    def _wait_for(self, parts: Collection[Part]) -> None:
+        """Before the first pass that uses them: parameters are copied from where they were gathered, piece by piece."""
+        for part in parts:
+            for one in self._things_of(part):
+                self._moment(one.gathering_peak)
+
+    def _free_gathered(self, item: Pass) -> None:
+        self._drop(*(one.gathered for one in self._things_of(part_of(item))))
+
+    def _reduce(self, item: Pass) -> None:
+        if self._gradients_exist:
+            return
+        for one in self._things_of(part_of(item)):
+            made = [thing for thing in one.gradients if thing in self._made]
+            if made:
+                self._moment(one.reducing_peak)
+                self._drop(*made)
+                self._hold(one.reduced)
 
     # --- an output layer that is part of the last stage ---------------------------------------------------------
 

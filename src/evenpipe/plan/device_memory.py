@@ -9,7 +9,7 @@ from evenpipe.memory.estimate import Estimate, estimate
 from evenpipe.memory.framework import FRAMEWORKS
 from evenpipe.memory.optimizers import Trained
 from evenpipe.memory.parameters import Held
-from evenpipe.memory.states import MIXED, SINGLE, state_bytes
+from evenpipe.memory.states import MIXED, SINGLE, part_bytes, state_bytes
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Program
 
@@ -86,14 +86,13 @@ def state_floor(problem: Problem, layout: Recipe, host_share: float) -> tuple[fl
     may come with the first backward. host_share: share of that state on the host."""
     parallelism, framework = layout.parallelism, FRAMEWORKS[problem.kernels_name]
     many = 10**6
-    state = state_bytes(
-        Held(elements=many, optimized=Trained(elements=many)),
-        SINGLE if problem.dtype == "fp32" else MIXED,
-        framework,
-        zero=parallelism.zero,
-        replicas=parallelism.replicas,
-        offloaded=host_share,
-    )
+    held, dtypes = Held(elements=many, optimized=Trained(elements=many)), SINGLE if problem.dtype == "fp32" else MIXED
+    zero, replicas = parallelism.zero, parallelism.replicas
+    state = state_bytes(held, dtypes, framework, zero=zero, replicas=replicas, offloaded=host_share)
     if framework.gradients_exist:
         return state.total / many, 0.0
-    return (state.total - state.gradients) / many, state.gradients / many
+    part = part_bytes(held, dtypes, framework, zero=zero, replicas=replicas)
+    always = state.total - state.gradients
+    if part.reduced is not None and not parallelism.reshard and parallelism.prefetch is None:
+        always += min(part.gathered, part.reduced - part.gradients)  # gathered, and later summed
+    return always / many, part.gradients / many

@@ -77,8 +77,7 @@ class Layout:
         # A named schedule is rearranged with costs.
         order, program = arranged(recipe, costs, schedule if isinstance(schedule, (str, Program)) else base)
         evaluation = evaluation_program(order, costs, recipe.communicators)
-        if recipe.parallelism.replicas > 1:
-            program, evaluation = (for_replicas(one, recipe.parallelism, tied=tied) for one in (program, evaluation))
+        program, evaluation = (for_replicas(one, recipe.parallelism, tied=tied) for one in (program, evaluation))
         placement = program.placement
         if _is_sharded(mode):
             embedding = head = tuple(shards_of(rows, devices))
@@ -155,7 +154,10 @@ def bounds_of(layers_per_stage: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 
 def for_replicas(program: Program, parallelism: Parallelism, *, tied: bool) -> Program:
-    """Return a program with the passes that gather parameters and sum gradients over replicas, where it has none."""
+    """Return a program with the passes that gather parameters and sum gradients over replicas, where it has none; the
+    same program if there are no replicas."""
+    if parallelism.replicas == 1:
+        return program
     shared = add_sharding(
         program,
         gathers=parallelism.data_parallel == "shard",
