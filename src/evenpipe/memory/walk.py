@@ -12,16 +12,16 @@ a walk has few distinct moments, and the bytes of all of them are computed at on
     queued           from I to W
     X, statistics, exponentials, dX, rows: as `runtime/vocabulary_passes.py` puts and takes them
 
-Gradients of parameters exist, or are allocated by the first pass that adds to them, because `zero_grad` drops them.
-Sharded parameters are whole from UNSHARD to RESHARD, and REDUCE_GRAD puts sums over replicas in the place of gradients.
+Parameters and their gradients: as in `parts`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from evenpipe.memory.moments import Moments, Walk
+from evenpipe.memory.parts import Parts
 from evenpipe.memory.things import (
     ACTIVATIONS,
     COMBINE_PEAK,
@@ -29,14 +29,12 @@ from evenpipe.memory.things import (
     DX,
     EMBEDDING_BACKWARD_PEAK,
     EMBEDDING_GRADIENTS,
-    EMBEDDING_PART,
     EMBEDDING_PEAK,
     GRADIENTS,
     HANDED_ON,
     OUTPUT_BACKWARD_PEAK,
     OUTPUT_GRADIENT_PEAK,
     OUTPUT_GRADIENTS,
-    OUTPUT_PART,
     OUTPUT_PEAK,
     OUTPUT_STORED,
     OUTPUT_WEIGHT_PEAK,
@@ -50,7 +48,6 @@ from evenpipe.memory.things import (
     ROWS_RECEIVED,
     STATISTICS,
     TRANSIENT,
-    PartThings,
     Thing,
     X,
     gradient_of,
@@ -60,7 +57,6 @@ from evenpipe.memory.things import (
     moved_of,
     output_of,
     received,
-    things_of_stage,
 )
 from evenpipe.schedule import Item, Kind, Pass, Program, Transfer, TransferKind, parts_of
 from evenpipe.schedule.effects import EFFECTS, IN_FLIGHT, Kept, changes
@@ -69,12 +65,10 @@ from evenpipe.schedule.passes import (
     GATHERING_KINDS,
     OFFLOAD_KINDS,
     REDUCING_KINDS,
-    SHARDING_KINDS,
     StageUnit,
     unit_of,
 )
 from evenpipe.schedule.releases import releases
-from evenpipe.schedule.sharding import Part, RowSharding, part_of
 
 SENDS_IN_FLIGHT = 2
 """As in `runtime/values.py`: a third transfer of one kind to the same device waits for the first."""
@@ -115,18 +109,14 @@ class _Walker:
         self._first, self._last = placement.first_stage, placement.last_stage
         self._alone = placement.devices == 1
         self._spread = program.barriers > 0
-        self._gradients_exist = gradients_exist
         self._moments = Moments()
+        self._parts = Parts(program, device, self._moments, gradients_exist=gradients_exist)
         self._hold, self._drop, self._moment = self._moments.hold, self._moments.drop, self._moments.moment
         self._sent: dict[Transfer, tuple[Thing, ...]] = {}
         self._shares: Counter[int] = Counter()
         """Holders of the one tensor of row gradients of a unit: the sender, and the user of its own part."""
         self._recomputed: set[StageUnit] = set()
         self._offloaded: set[StageUnit] = set()
-        self._made: set[Thing] = set()
-        items = (item for item in program.rows[device] if isinstance(item, Pass))
-        self._own_parts = {part_of(item) for item in items if item.kind in SHARDING_KINDS}
-        """Parts with passes of `SHARDING_KINDS`."""
         self._buffers = self._free_buffers = buffers
         self._handlers: dict[Kind, Callable[[Pass], None]] = {
             Kind.F: self._forward,
@@ -141,9 +131,9 @@ class _Walker:
             Kind.S: self._output,
             Kind.C: self._combine,
             Kind.T: self._output_gradient,
-            **dict.fromkeys(GATHERING_KINDS, self._gather),
-            **dict.fromkeys(FREEING_KINDS, self._free_gathered),
-            **dict.fromkeys(REDUCING_KINDS, self._reduce),
+            **dict.fromkeys(GATHERING_KINDS, self._parts.gather),
+            **dict.fromkeys(FREEING_KINDS, self._parts.free),
+            **dict.fromkeys(REDUCING_KINDS, self._parts.reduce),
         }
 
     # --- items of the row -------------------------------------------------------------------------------------------
@@ -161,7 +151,6 @@ class _Walker:
         if self._buffers:
             self._hold(ROOM)
         arrived = releases(self._program, self._device)
-        sharding = RowSharding(self._program.placement, self._program.barriers, row)
         for position, item in enumerate(row):
             if item is None:
                 moments.ends_item()
@@ -170,12 +159,10 @@ class _Walker:
                 moments.label = _name(item)
                 self._transfer(item)
             else:
-                awaited = sharding.awaits(item)
-                sharding.take(item, position)
+                moments.label = _name(parts_of(item)[0])
+                self._parts.reach(item, position)
                 for part in parts_of(item):
                     moments.label = _name(part)
-                    self._wait_for(awaited)
-                    awaited = ()
                     handler = self._handlers.get(part.kind)
                     if handler is not None:  # O only starts a copy
                         handler(part)
@@ -251,7 +238,7 @@ class _Walker:
     def _rows_gradient(self) -> None:
         """At the first stage: the gradient of the input becomes one of rows; the input of B still exists."""
         if not self._spread:
-            self._make(EMBEDDING_GRADIENTS)
+            self._parts.make(EMBEDDING_GRADIENTS)
             self._moment(EMBEDDING_BACKWARD_PEAK)
         elif not self._alone:
             self._hold(ROWS_GRADIENT)
@@ -260,32 +247,24 @@ class _Walker:
             self._drop(input_gradient_of(self._first))
 
     def _makes_gradients(self, stage: int, *, split: bool) -> bool:
-        if self._gradients_exist:
-            return False
         parts = gradient_parts(stage)
-        return parts[0] not in self._made or (not split and parts[1] not in self._made)
+        return self._parts.lacks(parts[0]) or (not split and self._parts.lacks(parts[1]))
 
     def _hold_gradients(self, stage: int, *, split: bool) -> None:
         for part in gradient_parts(stage)[: 1 if split else 2]:
-            self._make(part)
-
-    def _make(self, gradients: Thing) -> None:
-        """Allocate gradients of parameters that do not exist yet in this step."""
-        if not self._gradients_exist and gradients not in self._made:
-            self._made.add(gradients)
-            self._hold(gradients)
+            self._parts.make(part)
 
     def _weights(self, item: Pass) -> None:
         stage = _stage(item)
         if stage == self._last and not self._spread:
-            self._make(OUTPUT_GRADIENTS)
+            self._parts.make(OUTPUT_GRADIENTS)
             self._moment(OUTPUT_WEIGHT_PEAK)
             self._release_output()
         recomputed = "recomputed_" if self._key(item) in self._recomputed else ""
         rest = gradient_parts(stage)[1]
-        first = "first_" if not self._gradients_exist and rest not in self._made else ""
+        first = "first_" if self._parts.lacks(rest) else ""
         self._moment(Thing(f"{recomputed}{first}weight_peak", stage, TRANSIENT))
-        self._make(rest)
+        self._parts.make(rest)
         self._free(item)
 
     def _recompute(self, item: Pass) -> None:
@@ -315,42 +294,6 @@ class _Walker:
             return moved_of(stage)
         return () if item.kind is Kind.F and recomputed else (self._stored(item),)  # R will store it
 
-    # --- parameters over replicas ---------------------------------------------------------------------------------
-
-    def _things_of(self, part: Part) -> list[PartThings]:
-        """Return what items about a part hold, by stage and vocabulary matrix. Matrices that are no parts of their own
-        belong to the first and the last stage."""
-        if isinstance(part, Kind):
-            return [EMBEDDING_PART if part is Kind.E else OUTPUT_PART]
-        placement, found = self._program.placement, [things_of_stage(part)]
-        if Kind.S not in self._own_parts and part == placement.first_stage:
-            found.append(EMBEDDING_PART)
-        if Kind.S not in self._own_parts and part == placement.last_stage:
-            found.append(OUTPUT_PART)
-        return found
-
-    def _gather(self, item: Pass) -> None:
-        self._hold(*(one.gathered for one in self._things_of(part_of(item))))
-
-    def _wait_for(self, parts: Collection[Part]) -> None:
-        """Before the first pass that uses them: parameters are copied from where they were gathered, piece by piece."""
-        for part in parts:
-            for one in self._things_of(part):
-                self._moment(one.gathering_peak)
-
-    def _free_gathered(self, item: Pass) -> None:
-        self._drop(*(one.gathered for one in self._things_of(part_of(item))))
-
-    def _reduce(self, item: Pass) -> None:
-        if self._gradients_exist:
-            return
-        for one in self._things_of(part_of(item)):
-            made = [thing for thing in one.gradients if thing in self._made]
-            if made:
-                self._moment(one.reducing_peak)
-                self._drop(*made)
-                self._hold(one.reduced)
-
     # --- an output layer that is part of the last stage ---------------------------------------------------------
 
     def _whole_output_gradient(self, *, split: bool) -> None:
@@ -358,7 +301,7 @@ class _Walker:
             self._moment(OUTPUT_GRADIENT_PEAK)
             self._hold(DX)
             return
-        self._make(OUTPUT_GRADIENTS)
+        self._parts.make(OUTPUT_GRADIENTS)
         self._moment(OUTPUT_BACKWARD_PEAK)
         self._release_output()
         self._hold(DX)
@@ -384,7 +327,7 @@ class _Walker:
         self._hold(ROWS_INPUT)
 
     def _embedding_gradient(self, item: Pass) -> None:
-        self._make(EMBEDDING_GRADIENTS)
+        self._parts.make(EMBEDDING_GRADIENTS)
         self._moment(EMBEDDING_BACKWARD_PEAK)
         if self._alone:
             self._drop(input_gradient_of(self._first))
@@ -422,7 +365,7 @@ class _Walker:
         if self._program.barriers == 2:
             self._open_barrier()
             self._drop(PRODUCT)
-        self._make(OUTPUT_GRADIENTS)
+        self._parts.make(OUTPUT_GRADIENTS)
         self._moment(OUTPUT_BACKWARD_PEAK)
         self._drop(OUTPUT_STORED, COMBINED)
         self._free_buffers += 1
