@@ -22,7 +22,8 @@ from evenpipe.memory.sizes import parse_size
 from evenpipe.memory.states import SINGLE, Dtypes
 from evenpipe.memory.verdict import verdict_of
 from evenpipe.model import describe
-from evenpipe.recipe.parallelism import DATA_PARALLEL
+from evenpipe.recipe.layout import for_replicas
+from evenpipe.recipe.parallelism import DATA_PARALLEL, Parallelism
 from evenpipe.recipe.recipe import Recipe, RecipeOptions
 from evenpipe.schedule import plan_program
 
@@ -158,6 +159,22 @@ def test_a_program_that_is_planned_is_taken_as_it_stands(model) -> None:
     given = estimated(model, pp=4, sequence=2048, schedule=program, vocabulary="vocab-2", layers_per_stage=[4] * 8)
     assert given.layers_per_stage == named.layers_per_stage
     assert peaks(given) == pytest.approx(peaks(named), rel=0.1)  # arranged by other costs
+
+
+def test_a_given_program_gets_the_work_for_replicas(tiny) -> None:
+    """As in the runtime; once for all numbers of replicas."""
+    recipe = Recipe.of(dp=2, pp=2, microbatches=4, sequence_length=64, data_parallel="shard")
+    model = ModelBytes(tiny)
+    found = model.planned(recipe).program
+    alone = model.planned(Recipe.of(pp=2, microbatches=4, sequence_length=64)).program
+    assert found == for_replicas(alone, recipe.parallelism, tied=False) != alone
+    given = replace(recipe, schedule=alone, schedule_options=())
+    assert model.planned(given).program == found
+    more = replace(given, parallelism=replace(given.parallelism, dp=4))
+    assert model.planned(more) is model.planned(given)
+    again = replace(given, parallelism=replace(given.parallelism, reshard=True))
+    assert model.planned(again).program == for_replicas(alone, again.parallelism, tied=False) != found
+    assert model.planned(replace(given, parallelism=Parallelism(pp=2))).program is alone
 
 
 def test_uneven_layers_and_tied_weights(tiny) -> None:

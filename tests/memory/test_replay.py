@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -18,7 +18,7 @@ from evenpipe.memory.vocabulary import VocabularyShape, batch_bytes, vocabulary_
 from evenpipe.memory.walk import SENDS_IN_FLIGHT, walk
 from evenpipe.model import describe
 from evenpipe.runtime import values
-from evenpipe.schedule import Order, Pass, Placement, add_recompute, plan_program
+from evenpipe.schedule import Order, Pass, Placement, add_recompute, add_sharding, plan_program
 from evenpipe.vocabulary.products import _cpu_has_bf16
 
 NOTHING = StateBytes(parameters=0, gradients=0, optimizer=0)
@@ -132,6 +132,51 @@ def test_gradients_that_do_not_exist_are_made_by_the_first_backward() -> None:
     assert before.curve[backward - 1] == 110 and before.curve[backward] == 140
     assert before.peak == 151 and before.binding_event == "B of stage 0, microbatch 0"
     assert replay(program, 0, {0: stage}, NO_VOCABULARY, state).peak == 150
+
+
+@pytest.mark.parametrize(("sharing", "parts"), [({}, 3), ({"prefetch": 0}, 3), ({"reshard": True, "prefetch": 0}, 1)])
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_as_many_parts_are_whole_as_are_gathered(sharing: dict, parts: int, microbatches: int) -> None:
+    """Three stages per device: all of them, or only those that are needed; with `reshard` also those gathered ahead."""
+    stage = counts(parameters=PartBytes(gathered=100, gathering_peak=30))
+    _, program = plan_program("interleaved", 2, microbatches, "first-last", stages_per_device=3)
+    shared = add_sharding(program, gathers=True, tied=False, **sharing)
+    found = [replay(shared, device, dict.fromkeys(range(6), stage), NO_VOCABULARY, NOTHING) for device in range(2)]
+    assert [one.peak for one in found] == [100 * parts + 30] * 2
+    assert found[0].terms["parameters"] == 100 * parts and found[0].terms["transient"] == 30
+    if sharing.get("reshard"):
+        ahead = add_sharding(program, gathers=True, tied=False, reshard=True, prefetch=1)
+        assert replay(ahead, 0, dict.fromkeys(range(6), stage), NO_VOCABULARY, NOTHING).peak == 230
+
+
+def test_sums_take_the_place_of_gradients() -> None:
+    parameters = PartBytes(gradients=40, reduced=60, reducing_peak=50)
+    vocabulary = VocabularyBytes(output_parameters=PartBytes(gradients=4, reduced=6, reducing_peak=5))
+    _, program = plan_program("1f1b", 1, 3, "first-last")
+    shared = add_sharding(program, gathers=False, tied=False)
+    stages = {0: counts(parameters=parameters)}
+    found = replay(shared, 0, stages, vocabulary, NOTHING, gradients_exist=False, curve=True)
+    rows = dict(zip(map(str, shared.rows[0]), found.curve, strict=True))
+    assert (rows["0F0"], rows["0B0"], rows["0B2"], rows["0REDUCE_GRAD"]) == (0, 44, 44, 66)
+    assert (found.peak, found.binding_event) == (44 + 50, "REDUCE_GRAD of stage 0")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("mode", "name"), [("first-last", "zbv"), ("vocab-2", "zbv"), ("vocab-2", "1f1b")])
+def test_matrices_belong_to_stages_or_are_parts_of_their_own(mode: str, name: str, tied: bool) -> None:
+    """Every one is gathered, summed and freed once, whatever it belongs to."""
+    _, program = plan_program(name, 2, 4, mode)
+    shared = add_sharding(program, gathers=True, tied=tied)
+    matrix = PartBytes(gathered=100, gradients=1000, reduced=3000)
+    vocabulary = VocabularyBytes(
+        output_parameters=matrix, embedding_parameters=PartBytes() if tied else replace(matrix, gathered=10)
+    )
+    stages = dict.fromkeys(range(program.placement.stages), counts())
+    found = replay(shared, 0, stages, vocabulary, NOTHING, gradients_exist=False, curve=True)
+    ends = (mode == "vocab-2") + (program.placement.last_device == 0)
+    here = 100 * bool(ends) + 10 * (not tied)
+    assert max(found.curve[: len(shared.rows[0]) // 4]) == here
+    assert found.curve[-1] == 3000 * (bool(ends) + (not tied))
 
 
 def test_walks_have_few_moments() -> None:
