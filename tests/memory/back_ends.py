@@ -8,8 +8,8 @@ from evenpipe.memory.cut import Portion
 from evenpipe.memory.traced import StageTracer
 from evenpipe.model import describe
 
-PASSES = ("forward_peak", "backward_peak", "input_peak", "weight_peak")
-WITH_R = ("recompute_peak", "bare_forward_peak")
+PASSES = ("forward", "backward", "input", "weight")
+WITH_R = ("recompute", "bare_forward")
 
 
 def both(

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 from evenpipe import Pipeline
-from evenpipe.memory.bytes import PartBytes, StageBytes, StateBytes, VocabularyBytes
+from evenpipe.memory.bytes import EmbeddingBytes, PartBytes, PassPeaks, StageBytes, StateBytes, VocabularyBytes
 from evenpipe.memory.replay import OPTIMIZER_STEP, replay
 from evenpipe.memory.traced import StageTracer
 from evenpipe.memory.vocabulary import VocabularyShape, batch_bytes, vocabulary_bytes
@@ -25,9 +25,9 @@ NOTHING = StateBytes(parameters=0, gradients=0, optimizer=0)
 NO_VOCABULARY = VocabularyBytes()
 
 
-def counts(stored: int = 0, queued: int = 0, **others: int | PartBytes) -> StageBytes:
+def counts(stored: int = 0, queued: int = 0, **others: int | PartBytes | PassPeaks) -> StageBytes:
     """A stage of which nothing has bytes but what is said."""
-    zero = dict.fromkeys(("input", "output", "forward_peak", "backward_peak", "input_peak", "weight_peak"), 0)
+    zero = dict.fromkeys(("input", "output"), 0)
     return StageBytes(**(zero | {"stored": stored, "queued": queued} | others))
 
 
@@ -104,7 +104,7 @@ def test_the_bound_of_sends_is_that_of_the_runtime() -> None:
 
 
 def test_terms_add_up_and_the_event_is_named() -> None:
-    stage = counts(stored=10, input=3, output=3, forward_peak=14, backward_peak=7)
+    stage = counts(stored=10, input=3, output=3, peaks=PassPeaks(forward=14, backward=7))
     state = StateBytes(parameters=100, gradients=50, optimizer=200, copies=20, unsharded=5)
     _, program = plan_program("1f1b", 4, 8, "first-last")
     found = replay(program, 0, dict.fromkeys(range(4), stage), NO_VOCABULARY, state, batch=11, curve=True)
@@ -124,7 +124,7 @@ def test_the_step_of_the_optimizer_may_be_what_binds() -> None:
 
 def test_gradients_that_do_not_exist_are_made_by_the_first_backward() -> None:
     parameters = PartBytes(gradients=40, input_gradients=4)
-    stage = counts(stored=10, parameters=parameters, first_backward_peak=41)
+    stage = counts(stored=10, parameters=parameters, peaks=PassPeaks(first_backward=41))
     state = StateBytes(parameters=100, gradients=40, optimizer=0)
     _, program = plan_program("1f1b", 1, 3, "first-last")
     before = replay(program, 0, {0: stage}, NO_VOCABULARY, state, gradients_exist=False, curve=True)
@@ -151,7 +151,7 @@ def test_as_many_parts_are_whole_as_are_gathered(sharing: dict, parts: int, micr
 
 def test_sums_take_the_place_of_gradients() -> None:
     parameters = PartBytes(gradients=40, reduced=60, reducing_peak=50)
-    vocabulary = VocabularyBytes(output_parameters=PartBytes(gradients=4, reduced=6, reducing_peak=5))
+    vocabulary = VocabularyBytes(parameters=PartBytes(gradients=4, reduced=6, reducing_peak=5))
     _, program = plan_program("1f1b", 1, 3, "first-last")
     shared = add_sharding(program, gathers=False, tied=False)
     stages = {0: counts(parameters=parameters)}
@@ -169,7 +169,8 @@ def test_matrices_belong_to_stages_or_are_parts_of_their_own(mode: str, name: st
     shared = add_sharding(program, gathers=True, tied=tied)
     matrix = PartBytes(gathered=100, gradients=1000, reduced=3000)
     vocabulary = VocabularyBytes(
-        output_parameters=matrix, embedding_parameters=PartBytes() if tied else replace(matrix, gathered=10)
+        parameters=matrix,
+        embedding=EmbeddingBytes() if tied else EmbeddingBytes(parameters=replace(matrix, gathered=10)),
     )
     stages = dict.fromkeys(range(program.placement.stages), counts())
     found = replay(shared, 0, stages, vocabulary, NOTHING, gradients_exist=False, curve=True)

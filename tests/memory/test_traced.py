@@ -98,7 +98,7 @@ def test_R_allocates_what_is_traced(family: str) -> None:
     description = described(family)
     real, found = (run(description, 1, 3, recompute=True) for run in (counted, traced))
     assert difference(found, real) == {}
-    assert found.bare_forward_peak < found.forward_peak and found.recompute_peak > 0
+    assert found.peaks.bare_forward < found.peaks.forward and found.peaks.recompute > 0
 
 
 @pytest.mark.parametrize("family", ["gpt2", "phi", "bloom", "olmo3", "nanochat", "modernbert-decoder"])
@@ -156,8 +156,8 @@ def test_layers_of_two_kinds() -> None:
     assert kinds_of_layers(description) == (0, 0, 1) * 4
     real, found = counted(description, 0, 12), traced(description, 0, 12)
     assert (found.stored, found.queued, found.parameters) == (real.stored, real.queued, real.parameters)
-    for name in ("forward_peak", "backward_peak", "input_peak", "weight_peak"):
-        assert getattr(found, name) == pytest.approx(getattr(real, name), rel=2e-3), name
+    for name in ("forward", "backward", "input", "weight"):
+        assert getattr(found.peaks, name) == pytest.approx(getattr(real.peaks, name), rel=2e-3), name
 
 
 def test_a_run_has_one_for_each_place() -> None:

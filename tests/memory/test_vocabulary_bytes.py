@@ -142,13 +142,13 @@ def test_passes_allocate_what_is_predicted(
     hidden = N * HIDDEN * dtype.itemsize
     kept = spans["output_peak"].kept + spans["stored"].kept + hidden
     assert kept == found.stored - found.handed_on + found.own_statistics
-    assert spans["output_peak"].above == pytest.approx(found.output_peak - found.handed_on, abs=small)
-    assert spans["combine_peak"].above == pytest.approx(found.combine_peak, abs=small)
+    assert spans["output_peak"].above == pytest.approx(found.peaks.output - found.handed_on, abs=small)
+    assert spans["combine_peak"].above == pytest.approx(found.peaks.combine, abs=small)
     assert spans["combine_peak"].kept == pytest.approx(found.combined, abs=64)
     if barriers == 1:
-        assert spans["gradient_peak"].above == pytest.approx(found.gradient_peak, abs=small)
+        assert spans["gradient_peak"].above == pytest.approx(found.peaks.gradient, abs=small)
         assert spans["gradient_peak"].kept == found.gradient - found.product
-    assert spans["backward_peak"].above == pytest.approx(found.backward_peak, abs=small)
+    assert spans["backward_peak"].above == pytest.approx(found.peaks.backward, abs=small)
 
 
 @pytest.mark.parametrize("machine", ["gpu", "cpu", "cpu without bf16"])
@@ -171,8 +171,8 @@ def test_a_whole_output_layer_whose_backward_is_split(on, dtype: torch.dtype, ma
             with tracker.span() as to_weight:
                 device.output.backward(index)
             del gradient, statistics
-    assert to_input.above == pytest.approx(found.gradient_peak, abs=4 * V + 64) and to_input.kept == found.gradient
-    assert to_weight.above == pytest.approx(found.weight_peak, abs=4 * V + 64)
+    assert to_input.above == pytest.approx(found.peaks.gradient, abs=4 * V + 64) and to_input.kept == found.gradient
+    assert to_weight.above == pytest.approx(found.peaks.weight, abs=4 * V + 64)
 
 
 @pytest.mark.parametrize("keep", ["probabilities", "nothing"])
@@ -186,8 +186,8 @@ def test_keeping_nothing_leaves_hidden_states_alone(on, dtype: torch.dtype, mach
     assert spans["output_peak"].kept + spans["stored"].kept + N * HIDDEN * dtype.itemsize == pytest.approx(
         found.stored - found.handed_on + found.own_statistics, abs=64
     )
-    assert spans["output_peak"].above == pytest.approx(found.output_peak - found.handed_on, abs=4 * V + 64)
-    assert spans["backward_peak"].above == pytest.approx(found.backward_peak, abs=4 * V + 64)
+    assert spans["output_peak"].above == pytest.approx(found.peaks.output - found.handed_on, abs=4 * V + 64)
+    assert spans["backward_peak"].above == pytest.approx(found.peaks.backward, abs=4 * V + 64)
     room = sum(tensor.untyped_storage().nbytes() for tensor in device.output.room)
     assert room == found.room + found.handed_on
 
@@ -213,10 +213,10 @@ def test_rows_of_the_embedding(dtype: torch.dtype) -> None:
                 rows = embedding.rows(0)
             with tracker.span() as backward:
                 embedding.add_gradient(rows, 0)
-        assert (forward.above, forward.kept) == (found.embedding_peak, found.rows_input)
-        assert backward.above == found.embedding_backward_peak
-        assert found.embedding_parameters.gradients == matrix.gradient().nbytes
-        assert bool(found.rows_all) == (device == 0)
+        assert (forward.above, forward.kept) == (found.embedding.forward_peak, found.embedding.rows)
+        assert backward.above == found.embedding.backward_peak
+        assert found.embedding.parameters.gradients == matrix.gradient().nbytes
+        assert bool(found.embedding.all_rows) == (device == 0)
 
 
 # --- losses of frameworks -------------------------------------------------------------------------------------------
@@ -246,8 +246,8 @@ def test_cross_entropy_of_torch(loss: str, peak: int) -> None:
     found = vocabulary_bytes("first-last", 0, Placement.linear(1), shape, kernels=kernels)
     logits, rest = tokens * rows, 20 * tokens * hidden_size + 2 * rows * hidden_size
     assert forward.kept == pytest.approx(found.stored, abs=rest)
-    assert forward.above == pytest.approx(found.output_peak, abs=rest)
-    assert backward.above == pytest.approx(found.backward_peak, abs=rest)
+    assert forward.above == pytest.approx(found.peaks.output, abs=rest)
+    assert backward.above == pytest.approx(found.peaks.backward, abs=rest)
     assert max(forward.above, forward.kept + backward.above) / logits == pytest.approx(peak, rel=0.05)
 
 
@@ -257,7 +257,7 @@ def test_published_bytes_per_logit(loss: str, per_logit: int) -> None:
     shape = VocabularyShape(rows=128256, hidden_size=4096, sequences=1, tokens=8192)
     kernels = replace(PRESETS["megatron"], loss=loss)
     found = vocabulary_bytes("first-last", 3, Placement.linear(4), shape, kernels=kernels)
-    peak = max(found.output_peak, found.stored + found.backward_peak - found.gradient)
+    peak = max(found.peaks.output, found.stored + found.peaks.backward - found.gradient)
     assert peak == pytest.approx(per_logit * 128256 * 8192, rel=0.01)
     tensor_parallel = vocabulary_bytes("first-last", 3, Placement.linear(4), shape, kernels=kernels, tensor_parallel=8)
     assert tensor_parallel.stored == pytest.approx(found.stored / 8, rel=0.01)

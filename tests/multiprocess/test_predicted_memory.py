@@ -207,8 +207,8 @@ def predict(case: Case, layout: Layout, device: int) -> DeviceMemory:
     output = parameters.vocabulary(0, last, one_matrix=False)
     vocabulary = replace(
         vocabulary,
-        embedding_parameters=part_bytes(embedding, dtypes, **spread),
-        output_parameters=part_bytes(output, dtypes, **spread),
+        embedding=replace(vocabulary.embedding, parameters=part_bytes(embedding, dtypes, **spread)),
+        parameters=part_bytes(output, dtypes, **spread),
     )
     state = state_bytes(held + embedding + output, dtypes, **spread)
     batch = batch_bytes(data().numel(), machine=MACHINE, shards=case.devices if layout.sharded else 1)

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.layers.experts import split_experts
 from evenpipe.layers.weight_gradients import Entry, WeightGradients, split_layers
-from evenpipe.memory.bytes import PartBytes, StageBytes
+from evenpipe.memory.bytes import PartBytes, PassPeaks, StageBytes
 from evenpipe.memory.layers import SMALLEST_MOVED
 from evenpipe.memory.stretches import Profile, Stretch, joined
 from evenpipe.memory.tracker import Tracker
@@ -61,19 +61,21 @@ class Trace:
             output=self.hidden,
             stored=self.stored + more["forward"],
             moved=of_all(self.moved),
-            forward_peak=above("forward"),
-            backward_peak=above("backward"),
-            input_peak=above("input"),
             queued=self.queued + more["forward"] + more["input"] if split else 0,
-            weight_peak=above("weight"),
-            recompute_peak=above("recompute"),
-            bare_forward_peak=above("bare forward") if "bare forward" in total else None,
             parameters=PartBytes(
                 gradients=of_all(self.gradients), input_gradients=of_all(self.input_gradients) if split else 0
             ),
-            first_backward_peak=above("first backward"),
-            first_input_peak=above("first input") if split else None,
-            first_weight_peak=above("first weight") if split else None,
+            peaks=PassPeaks(
+                forward=above("forward"),
+                backward=above("backward"),
+                input=above("input"),
+                weight=above("weight"),
+                recompute=above("recompute"),
+                bare_forward=above("bare forward") if "bare forward" in total else None,
+                first_backward=above("first backward"),
+                first_input=above("first input") if split else None,
+                first_weight=above("first weight") if split else None,
+            ),
         )
 
 

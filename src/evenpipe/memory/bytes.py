@@ -29,6 +29,31 @@ class PartBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PassPeaks:
+    """Peaks within the passes of one stage, above. The gradients of parameters exist already, except in those called
+    `first_...`."""
+
+    forward: int = 0
+    """Within F."""
+    backward: int = 0
+    """Within B."""
+    input: int = 0
+    """Within I."""
+    weight: int = 0
+    """Within W."""
+    recompute: int = 0
+    """Within R; it leaves `stored`, and an F that has an R leaves only its input."""
+    bare_forward: int | None = None
+    """Within an F that has an R; None: as `forward`."""
+    first_backward: int | None = None
+    """Within a B that allocates the gradients of parameters; None: as if all of them existed from its start."""
+    first_input: int | None = None
+    """The same for I."""
+    first_weight: int | None = None
+    """The same for W."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageBytes:
     """Bytes of one stage and one microbatch."""
 
@@ -40,41 +65,54 @@ class StageBytes:
     """Stored by F for the backward, besides its input and its output."""
     moved: int | None = None
     """The part of `input` and `stored` that copies to the host and back carry; None: all of it."""
-    forward_peak: int
-    """Peak within F, above."""
-    backward_peak: int
-    """Peak within B, above; the gradients of parameters exist already."""
-    input_peak: int
-    """Peak within I, above."""
     queued: int
     """Live between I and W: inputs and output gradients of linear layers."""
-    weight_peak: int
-    """Peak within W, above."""
-    recompute_peak: int = 0
-    """Peak within R, above; R leaves `stored`, and an F that has an R leaves only its input."""
-    bare_forward_peak: int | None = None
-    """Peak within an F that has an R, above; None: as `forward_peak`."""
+    peaks: PassPeaks = field(default_factory=PassPeaks)
     recomputed: StageBytes | None = None
     """Bytes of microbatches that have R, whose layers keep everything whatever their checkpointing; None: the same."""
     parameters: PartBytes = field(default_factory=PartBytes)
     """Parameters of the stage, without vocabulary matrices."""
-    first_backward_peak: int | None = None
-    """Peak within a B that allocates the gradients of parameters, above; None: as if all of them existed from its
-    start."""
-    first_input_peak: int | None = None
-    """The same for I."""
-    first_weight_peak: int | None = None
-    """The same for W."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingBytes:
+    """Bytes of the embedding of one device and one microbatch."""
+
+    rows: int = 0
+    """Rows that this device contributes (E), or their gradients (G)."""
+    all_rows: int = 0
+    """At the first stage: the received rows of all devices, or their gradients."""
+    forward_peak: int = 0
+    """Peak within E, above."""
+    backward_peak: int = 0
+    """Peak within G, above."""
+    parameters: PartBytes = field(default_factory=PartBytes)
+    """The rows of the matrix, if it is not the output layer's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputPeaks:
+    """Peaks within the passes of the output layer, above."""
+
+    output: int = 0
+    """Within S."""
+    combine: int = 0
+    """While the loss is finished (at the start of C, of T with two barriers, at the end of an F that contains the
+    output layer)."""
+    gradient: int = 0
+    """While dX is computed (in C after the loss is finished, in the I of a stage that contains the output layer)."""
+    backward: int = 0
+    """Within T; if the output layer is part of a stage, at the start of its B."""
+    weight: int = 0
+    """If the output layer is part of a stage, at the start of its W."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyBytes:
-    """Bytes of the vocabulary layers of one device and one microbatch; zeros if it has none."""
+    """Bytes of the vocabulary layers of one device and one microbatch; zeros if it has none. All but `embedding` is
+    about the output layer."""
 
-    rows_input: int = 0
-    """Rows of the embedding that this device contributes (E), or their gradients (G)."""
-    rows_all: int = 0
-    """At the first stage: the received rows of all devices, or their gradients."""
+    embedding: EmbeddingBytes = field(default_factory=EmbeddingBytes)
     hidden: int = 0
     """X: the last hidden states as every shard receives them."""
     stored: int = 0
@@ -83,36 +121,19 @@ class VocabularyBytes:
     """The part of `stored` that C frees (one barrier)."""
     handed_on: int = 0
     """The part of `stored` that T does not free: the next S takes it over (tensors in the memory of a CPU)."""
-    output_peak: int = 0
-    """Peak within S, above."""
-    combine_peak: int = 0
-    """Peak while the loss is finished (at the start of C, of T with two barriers, at the end of an F that contains the
-    output layer), above."""
-    combined: int = 0
-    """Bytes that it leaves for T."""
-    gradient_peak: int = 0
-    """Peak while dX is computed (in C after the loss is finished, in the I of a stage that contains the output layer),
-    above."""
-    backward_peak: int = 0
-    """Peak within T, above; if the output layer is part of a stage, at the start of its B."""
-    weight_peak: int = 0
-    """If the output layer is part of a stage, peak at the start of its W, above."""
+    room: int = 0
+    """Memory that is kept from one microbatch to the next, besides that of microbatches in flight."""
     statistics: int = 0
     """The gathered table of statistics."""
     own_statistics: int = 0
     """The part of it that S computes."""
+    combined: int = 0
+    """Left for T once the loss is finished."""
     gradient: int = 0
     """dX: one shard's part of the gradient of the last hidden states."""
-    embedding_peak: int = 0
-    """Peak within E, above."""
-    embedding_backward_peak: int = 0
-    """Peak within G, above."""
-    room: int = 0
-    """Memory that is kept from one microbatch to the next, besides that of microbatches in flight."""
-    output_parameters: PartBytes = field(default_factory=PartBytes)
+    peaks: OutputPeaks = field(default_factory=OutputPeaks)
+    parameters: PartBytes = field(default_factory=PartBytes)
     """The rows of the output layer, and of the embedding if it is the same matrix."""
-    embedding_parameters: PartBytes = field(default_factory=PartBytes)
-    """The rows of the embedding, if it is a separate matrix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch import nn
 
 from evenpipe.errors import InputError
 from evenpipe.memory.blocks import Block
-from evenpipe.memory.bytes import StageBytes
+from evenpipe.memory.bytes import PassPeaks, StageBytes
 from evenpipe.memory.cut import Portion, Sizes, sizes_of
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.layers import SMALLEST_MOVED, LayerBytes, check_has_closed_form, given, layer_bytes
@@ -214,29 +214,22 @@ class _Stage:
         """recomputed: for microbatches that have R, if that differs."""
         stream = self._ends.stream
         if not self._layers and not self._ends.is_last and not self._ends.begins:
-            return StageBytes(
-                input=stream,
-                output=stream,
-                stored=0,
-                forward_peak=0,
-                backward_peak=0,
-                input_peak=0,
-                queued=0,
-                weight_peak=0,
-            )
+            return StageBytes(input=stream, output=stream, stored=0, queued=0)
         forward, bare = self._forward(bare=False), self._forward(bare=True)
         return StageBytes(
             input=stream,
             output=stream,
             stored=forward.kept - stream,
             moved=self._moved(),
-            forward_peak=forward.above,
-            backward_peak=self._backward().above,
-            input_peak=self._backward(split=True).above,
             queued=sum(layer.queued for layer in self._layers),
-            weight_peak=joined(Stretch(one.weight_peak, -one.queued) for one in reversed(self._layers)).above,
-            recompute_peak=forward.above if recomputed is None else recomputed.forward_peak,
-            bare_forward_peak=bare.above,
+            peaks=PassPeaks(
+                forward=forward.above,
+                backward=self._backward().above,
+                input=self._backward(split=True).above,
+                weight=joined(Stretch(one.weight_peak, -one.queued) for one in reversed(self._layers)).above,
+                recompute=forward.above if recomputed is None else recomputed.peaks.forward,
+                bare_forward=bare.above,
+            ),
             recomputed=recomputed,
         )
 

@@ -61,12 +61,13 @@ class DeviceBytes:
             foreach=settings.foreach,
         )
         hidden = next(iter(stages.values())).input
+        vocabulary = _vocabulary(source, plan, settings, device, rows=rows, hidden=hidden)
         return cls(
             stages=stages,
             vocabulary=replace(
-                _vocabulary(source, plan, settings, device, rows=rows, hidden=hidden),
-                embedding_parameters=_part(embedding, settings),
-                output_parameters=_part(output, settings),
+                vocabulary,
+                embedding=replace(vocabulary.embedding, parameters=_part(embedding, settings)),
+                parameters=_part(output, settings),
             ),
             state=state,
             fixed=_fixed(plan, settings, device, held=held, hidden=hidden) + buffers,
@@ -88,7 +89,8 @@ def _stage(
     found = replace(source.closed_stage(bounds, ends, settings), parameters=_part(own, settings))
     copies = _attention_copies(source, settings, first, last)
     if copies:
-        found = replace(found, stored=found.stored + copies, forward_peak=found.forward_peak + copies)
+        peaks = replace(found.peaks, forward=found.peaks.forward + copies)
+        found = replace(found, stored=found.stored + copies, peaks=peaks)
     return found
 
 
@@ -153,9 +155,10 @@ def _vocabulary(
     if settings.sharded:
         return found
     if settings.framework.placeholders and device == placement.first_device:
-        found = replace(
-            found, embedding_backward_peak=rows[0] * description.hidden_size * settings.element
+        peak = (
+            rows[0] * description.hidden_size * settings.element
         )  # the gradient of all rows, before it is added to the sum
+        found = replace(found, embedding=replace(found.embedding, backward_peak=peak))
     if device == placement.last_device and settings.kernels.loss != "evenpipe":
         head = Head(
             tokens=settings.tokens_here,

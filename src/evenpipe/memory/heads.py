@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .bytes import VocabularyBytes
+from .bytes import OutputPeaks, VocabularyBytes
 from .framework import Framework
 from .vocabulary import per_logit
 
@@ -49,9 +49,11 @@ def whole_head(found: VocabularyBytes, head: Head, loss: str, framework: Framewo
     return replace(
         found,
         stored=head.hidden + stays + per_token,
-        output_peak=max(gathered + logits * head.element, head.hidden + forward) + per_token,
-        backward_peak=max(backward, products),
-        gradient_peak=max(backward, dx),
-        weight_peak=placeholder,
         gradient=head.hidden,
+        peaks=OutputPeaks(
+            output=max(gathered + logits * head.element, head.hidden + forward) + per_token,
+            backward=max(backward, products),
+            gradient=max(backward, dx),
+            weight=placeholder,
+        ),
     )

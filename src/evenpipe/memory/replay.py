@@ -9,6 +9,8 @@ Communication and the overhead of an allocator are not tensors and are counted e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,39 +113,36 @@ class Replay:
 
 # --- sizes ----------------------------------------------------------------------------------------------------------
 
-RECOMPUTED, PARAMETERS = "recomputed_", "parameters."
+RECOMPUTED = "recomputed_"
 
 
 def _size(thing: Thing, stages: Mapping[int, StageBytes], vocabulary: VocabularyBytes) -> int:
-    """Return the bytes of a thing. Its name is a field, or one of those below."""
-    if thing.stage == NO_STAGE:
-        group, _, field = thing.size.rpartition(".")
-        if group:
-            return _of_part(getattr(vocabulary, group), field)
-        of_vocabulary = _OF_VOCABULARY.get(thing.size)
-        size = getattr(vocabulary, thing.size) if of_vocabulary is None else of_vocabulary(vocabulary)
-        return int(size)
-    stage = stages[thing.stage]
-    if thing.size == "copied_gradient":
-        return 0 if vocabulary.gradient == stage.output else stage.output
+    """Return the bytes of a thing. Its name is a field, with the fields that lead to it, or one of those below."""
     name = thing.size
+    if thing.stage == NO_STAGE:
+        of_vocabulary = _OF_VOCABULARY.get(name, _field(name))
+        return int(of_vocabulary(vocabulary))
+    stage = stages[thing.stage]
+    if name == "copied_gradient":
+        return 0 if vocabulary.gradient == stage.output else stage.output
     if name.startswith(RECOMPUTED):
         stage, name = stage.recomputed or stage, name.removeprefix(RECOMPUTED)
-    if name.startswith(PARAMETERS):
-        return _of_part(stage.parameters, name)
-    given = getattr(stage, name, None)
+    given = None if name in _ONLY_DERIVED else _field(name)(stage)
     return int(_OF_STAGE[name](stage) if given is None else given)
 
 
-def _of_part(part: PartBytes, name: str) -> int:
-    """Return the field of a part that the last word of `name` says."""
-    given = getattr(part, name.rpartition(".")[2])
-    return int(part.gradients if given is None else given)
+def _reduced(part: PartBytes) -> int:
+    return part.gradients if part.reduced is None else part.reduced
+
+
+_field = cache(attrgetter)
 
 
 _OF_VOCABULARY: Mapping[str, Callable[[VocabularyBytes], int]] = {
     "stored": lambda one: one.stored - one.product - one.handed_on,
-    "output_peak": lambda one: one.output_peak - one.handed_on,
+    "parameters.reduced": lambda one: _reduced(one.parameters),
+    "embedding.parameters.reduced": lambda one: _reduced(one.embedding.parameters),
+    "peaks.output": lambda one: one.peaks.output - one.handed_on,
 }
 """`product` and `handed_on` are separate things."""
 
@@ -151,9 +150,12 @@ _OF_STAGE: Mapping[str, Callable[[StageBytes], int]] = {
     "moved": lambda one: one.input + one.stored,
     "unmoved": lambda one: 0 if one.moved is None else one.input + one.stored - one.moved,
     "weight_gradients": lambda one: one.parameters.gradients - one.parameters.input_gradients,
-    "bare_forward_peak": lambda one: one.forward_peak,
-    "first_backward_peak": lambda one: one.backward_peak + one.parameters.gradients,
-    "first_input_peak": lambda one: one.input_peak + one.parameters.input_gradients,
-    "first_weight_peak": lambda one: one.weight_peak + one.parameters.gradients - one.parameters.input_gradients,
+    "parameters.reduced": lambda one: _reduced(one.parameters),
+    "peaks.bare_forward": lambda one: one.peaks.forward,
+    "peaks.first_backward": lambda one: one.peaks.backward + one.parameters.gradients,
+    "peaks.first_input": lambda one: one.peaks.input + one.parameters.input_gradients,
+    "peaks.first_weight": lambda one: one.peaks.weight + one.parameters.gradients - one.parameters.input_gradients,
 }
 """Things that are not given directly."""
+_ONLY_DERIVED = ("unmoved", "weight_gradients")
+"""Those that are no fields."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from evenpipe.memory.bytes import PartBytes, VocabularyBytes
+from evenpipe.memory.bytes import EmbeddingBytes, OutputPeaks, PartBytes, VocabularyBytes
 from evenpipe.memory.kernels import PRESETS, Kernels
 from evenpipe.memory.letters import Letters, Machine, VocabularyShape
 from evenpipe.schedule import Placement
@@ -49,7 +49,7 @@ def vocabulary_bytes(
         letters = Letters.of(shape, shard, placement.devices, token_share, machine)
         found = _sharded(letters, shape, one_barrier=barriers == 1)
         if device != placement.first_device:
-            found = replace(found, rows_all=0)
+            found = replace(found, embedding=replace(found.embedding, all_rows=0))
         return found
     first, last = device == placement.first_device, device == placement.last_device
     shard = split(shape.rows, tensor_parallel)[0]
@@ -60,11 +60,9 @@ def vocabulary_bytes(
     if first:
         of_embedding = _embedding(letters, shape)
         held_twice = last and shape.tied
-        found = replace(
-            found,
-            embedding_backward_peak=of_embedding.embedding_backward_peak,
-            embedding_parameters=PartBytes() if held_twice else of_embedding.embedding_parameters,
-        )
+        parameters = PartBytes() if held_twice else of_embedding.parameters
+        embedding = EmbeddingBytes(backward_peak=of_embedding.backward_peak, parameters=parameters)
+        found = replace(found, embedding=embedding)
     return found
 
 
@@ -90,7 +88,7 @@ def batch_bytes(tokens: int, *, machine: Machine = "gpu", shards: int = 1, accum
 
 
 def _left(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
-    """Return the bytes left by S: `stored`, `product`, `handed_on`, `room`."""
+    """Return the bytes left by S: `stored`, `product`, `handed_on`, `room`, and freed rooms as a peak."""
     if not x.R or not x.v:
         return VocabularyBytes(stored=_indices(x) + _copied_hidden(x))
     factors = 2 if x.options.needs_derivative else 1
@@ -105,7 +103,7 @@ def _left(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
         product=product,
         handed_on=exponentials if x.reuses else 0,
         room=rooms if x.reuses else 0,
-        output_peak=0 if x.reuses else rooms,
+        peaks=OutputPeaks(output=0 if x.reuses else rooms),
     )
 
 
@@ -123,7 +121,7 @@ def _copied_hidden(x: Letters) -> int:
 def _first_half(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
     left = _left(x, one_barrier=one_barrier)
     statistics = x.n * x.k * x.a
-    beside = left.output_peak  # freed rooms
+    beside = left.peaks.output  # freed rooms
     rows = cached_rows(x.b, x.R)
     per_row = 0 if x.fused else 2 * rows * x.a + INDEX * (x.o * rows // max(1, x.v))  # maximum, sum, owned targets
     if x.options.entropy and not x.fused:  # terms added to every exponential
@@ -133,7 +131,7 @@ def _first_half(x: Letters, *, one_barrier: bool) -> VocabularyBytes:
     maximum = x.v * x.a if x.R and x.v else 0
     in_blocks = stored - maximum + x.v * x.k * x.a + beside + blocks + (x.R * x.a if x.bias else 0)
     spread = stored + x.v * x.k * x.a + (statistics if x.v < x.n else 0)
-    return replace(left, own_statistics=statistics, output_peak=max(in_blocks, spread))
+    return replace(left, own_statistics=statistics, peaks=OutputPeaks(output=max(in_blocks, spread)))
 
 
 def _combine(x: Letters) -> tuple[int, int]:
@@ -192,19 +190,18 @@ def _sharded(x: Letters, shape: VocabularyShape, *, one_barrier: bool) -> Vocabu
     rows = _embedding(x, shape)
     return replace(
         left,
-        rows_input=rows.rows_input,
-        rows_all=x.n * x.h * x.e,
+        embedding=replace(rows, all_rows=x.n * x.h * x.e, parameters=PartBytes() if shape.tied else rows.parameters),
         hidden=x.n * x.h * x.e,
-        combine_peak=combine_peak,
         combined=combined,
-        gradient_peak=_hidden_gradient(x) if one_barrier else 0,
-        backward_peak=_second_half(x, makes_hidden_gradient=not one_barrier),
+        peaks=replace(
+            left.peaks,
+            combine=combine_peak,
+            gradient=_hidden_gradient(x) if one_barrier else 0,
+            backward=_second_half(x, makes_hidden_gradient=not one_barrier),
+        ),
         statistics=x.P * left.own_statistics,
         gradient=x.n * x.h * x.a,
-        embedding_peak=rows.embedding_peak,
-        embedding_backward_peak=rows.embedding_backward_peak,
-        output_parameters=_output_parameters(x, shape),
-        embedding_parameters=PartBytes() if shape.tied else rows.embedding_parameters,
+        parameters=_output_parameters(x, shape),
     )
 
 
@@ -215,13 +212,16 @@ def _whole(x: Letters, shape: VocabularyShape) -> VocabularyBytes:
     product = x.v * x.h * x.a * (2 if x.options.needs_derivative else 1)
     return replace(
         left,
-        combine_peak=combine_peak,
         combined=combined,
-        gradient_peak=product + max(x.of_hidden(x.v), _hidden_gradient(x)),
-        backward_peak=_second_half(x, makes_hidden_gradient=True),
-        weight_peak=_second_half(x, makes_hidden_gradient=False),
+        peaks=replace(
+            left.peaks,
+            combine=combine_peak,
+            gradient=product + max(x.of_hidden(x.v), _hidden_gradient(x)),
+            backward=_second_half(x, makes_hidden_gradient=True),
+            weight=_second_half(x, makes_hidden_gradient=False),
+        ),
         gradient=x.n * x.h * x.a,
-        output_parameters=_output_parameters(x, shape),
+        parameters=_output_parameters(x, shape),
     )
 
 
@@ -229,16 +229,16 @@ def _output_parameters(x: Letters, shape: VocabularyShape) -> PartBytes:
     return PartBytes(gradients=x.held * (x.h + (1 if x.bias else 0)) * shape.gradient_element)
 
 
-def _embedding(x: Letters, shape: VocabularyShape) -> VocabularyBytes:
+def _embedding(x: Letters, shape: VocabularyShape) -> EmbeddingBytes:
     """E and G on this shard's rows; if the embedding is whole, in the first stage's F and B."""
     rows = x.c * x.h * x.e
     shifted = INDEX * x.c
     wide = x.c * x.h * shape.gradient_element if x.e != shape.gradient_element else 0
-    return VocabularyBytes(
-        rows_input=rows,
-        embedding_peak=rows + (shifted if x.start else 0),
-        embedding_backward_peak=shifted + wide,
-        embedding_parameters=PartBytes(gradients=x.held * x.h * shape.gradient_element),
+    return EmbeddingBytes(
+        rows=rows,
+        forward_peak=rows + (shifted if x.start else 0),
+        backward_peak=shifted + wide,
+        parameters=PartBytes(gradients=x.held * x.h * shape.gradient_element),
     )
 
 
@@ -277,16 +277,19 @@ def _framework(x: Letters, shape: VocabularyShape, loss: str) -> VocabularyBytes
     per_token = 0 if loss == "chunked" else x.n * 4
     found = VocabularyBytes(
         stored=logits * kept + per_token,
-        output_peak=logits * forward + per_token,
-        backward_peak=logits * backward + hidden,
-        gradient_peak=logits * backward + hidden,
-        weight_peak=x.R * x.h * x.e,
         gradient=hidden,
-        output_parameters=_output_parameters(x, shape),
+        peaks=OutputPeaks(
+            output=logits * forward + per_token,
+            backward=logits * backward + hidden,
+            gradient=logits * backward + hidden,
+            weight=x.R * x.h * x.e,
+        ),
+        parameters=_output_parameters(x, shape),
     )
     if loss == "chunked":
         in_chunk = logits * (e + 3 * wide) // CHUNKS
-        found = replace(
-            found, output_peak=logits * (e + 2 * wide) // CHUNKS, backward_peak=in_chunk + 2 * x.R * x.h * x.e + hidden
+        peaks = replace(
+            found.peaks, output=logits * (e + 2 * wide) // CHUNKS, backward=in_chunk + 2 * x.R * x.h * x.e + hidden
         )
+        found = replace(found, peaks=peaks)
     return found

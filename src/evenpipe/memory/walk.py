@@ -186,7 +186,7 @@ class _Walker:
         for before in placement.predecessors(stage):
             self._drop(received(stage, "input") if self._is_elsewhere(before) else output_of(before))
         self._hold(input_of(stage))
-        self._moment(Thing("bare_forward_peak" if bare else "forward_peak", stage, TRANSIENT))
+        self._moment(Thing("peaks.bare_forward" if bare else "peaks.forward", stage, TRANSIENT))
         self._hold(*[output_of(stage)] * max(1, len(placement.successors(stage))))
         if self._moves_graph(item):
             self._drop(input_of(stage))
@@ -224,7 +224,7 @@ class _Walker:
             self._hold(gradient)
         recomputed = "recomputed_" if self._key(item) in self._recomputed else ""
         first = "first_" if self._makes_gradients(stage, split=split) else ""
-        self._moment(Thing(f"{recomputed}{first}{'input' if split else 'backward'}_peak", stage, TRANSIENT))
+        self._moment(Thing(f"{recomputed}peaks.{first}{'input' if split else 'backward'}", stage, TRANSIENT))
         self._hold_gradients(stage, split=split)
         self._free(item)
         self._hold(*[input_gradient_of(stage)] * max(1, len(placement.predecessors(stage))))
@@ -263,12 +263,12 @@ class _Walker:
         recomputed = "recomputed_" if self._key(item) in self._recomputed else ""
         rest = gradient_parts(stage)[1]
         first = "first_" if self._parts.lacks(rest) else ""
-        self._moment(Thing(f"{recomputed}{first}weight_peak", stage, TRANSIENT))
+        self._moment(Thing(f"{recomputed}peaks.{first}weight", stage, TRANSIENT))
         self._parts.make(rest)
         self._free(item)
 
     def _recompute(self, item: Pass) -> None:
-        self._moment(Thing("recompute_peak", _stage(item), TRANSIENT))
+        self._moment(Thing("peaks.recompute", _stage(item), TRANSIENT))
         self._hold(self._stored(item))
 
     def _moves_graph(self, item: Pass) -> bool:
