@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from evenpipe.model.description import Description
@@ -27,7 +26,7 @@ def layer_flops(description: Description, sequence: int) -> list[float]:
 
 def head_flops(description: Description) -> float:
     """Return the forward floating-point operations per token of the output layer: 2 * vocabulary_size * hidden_size."""
-    return 2.0 * math.prod(description.head_weight_shape)
+    return 2.0 * description.vocabulary_size * description.hidden_size
 
 
 ARRANGING_SEQUENCE = 2048

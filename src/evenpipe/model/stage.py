@@ -94,10 +94,7 @@ class Stage(nn.Module):
         if outer := [name for name, parameter in whole._parameters.items() if parameter is not None]:
             raise uncuttable(description.architecture, f"its parameter {outer[0]} is outside of its modules")
         self._embedding = (embedding_of(whole, structure.embedding_module),)
-        self._taken = {
-            "position_ids": description.takes_position_ids,
-            "attention_mask": description.takes_attention_mask,
-        }
+        self._taken = {name: description.takes(name) for name in ("position_ids", "attention_mask")}
         # The model's own forward sees only this stage's routers, so it must not compute a loss.
         self._options = {} if description.router_loss is None else {OPTION: False}
         self._writes_to_input, self._wants_token = structure.writes_to_input, structure.wants_token
