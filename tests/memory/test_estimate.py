@@ -364,5 +364,5 @@ def test_layers_may_differ_in_the_sizes_of_their_heads() -> None:
         layer_types=["sliding_attention", "full_attention"] * 2,
     )
     description = describe(config)
-    assert [layer.query_size for layer in layers_of(description)] == [16, 32, 16, 32]
+    assert [layer.attention.query_size for layer in layers_of(description)] == [16, 32, 16, 32]
     assert estimated(description, pp=2, sequence=32, microbatches=4).devices[0].peak_allocated > 0
