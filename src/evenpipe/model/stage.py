@@ -25,10 +25,11 @@ from transformers import PreTrainedModel
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
 from evenpipe.model.interface import check_returned
-from evenpipe.model.modules import ModuleStage
+from evenpipe.model.modules import ModuleStage, Part
 from evenpipe.model.packed_rows import nothing_packed
 from evenpipe.model.router_loss import OPTION, router_modules
 from evenpipe.model.structure import (
+    Structure,
     build_skeleton,
     call_embedded,
     embed_rows,
@@ -62,30 +63,19 @@ class Stage(nn.Module):
     included: they are sharded over all devices.
     """
 
-    def __init__(
-        self,
-        description: Description,
-        first: int,
-        last: int,
-        *,
-        is_first: bool,
-        is_last: bool,
-        dtype: torch.dtype,
-        torch_device: str | torch.device,
-        compute_dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, description: Description, part: Part):
         super().__init__()
-        compute_dtype = compute_dtype or dtype
-        self.first, self.last, self.is_first, self.is_last = first, last, is_first, is_last
+        self.first, self.last, self.is_first, self.is_last = part.first, part.last, part.is_first, part.is_last
         self._relay = Relay()
         structure = description.structure
-        whole = build_skeleton(description.config, dtype, type(description.skeleton))
+        kept = range(part.first, part.last)
+        whole = build_skeleton(description.config, part.dtype, type(description.skeleton))
         receive = _take_head_input(self._relay)
-        hollow(whole, structure, range(first, last), receive, dtype=compute_dtype, torch_device=torch_device)
-        _materialise(whole, description, self, dtype=dtype, compute_dtype=compute_dtype, torch_device=torch_device)
-        _place_hooks(layers_of(whole, structure.layers_name), description, self, self._relay)
+        hollow(whole, structure, kept, receive, dtype=part.compute_dtype, torch_device=part.torch_device)
+        _materialise(whole, description, part)
+        _place_hooks(layers_of(whole, structure.layers_name), structure, part, self._relay)
         if description.router_loss is not None:
-            for module, index in router_modules(whole, structure.layers_name, range(first, last)):
+            for module, index in router_modules(whole, structure.layers_name, kept):
                 module.register_forward_hook(_record_router(self._relay, index))
 
         self._whole = (whole,)  # a tuple, so that only its children are registered, and names have no prefix
@@ -200,51 +190,43 @@ def build_stage(
         end = "first" if is_first and first != 0 else "last"
         raise InputError(f"layers [{first}, {last}) of {count} cannot be the {end} stage: it has to reach that end.")
     build = ModuleStage if description.config is None else Stage
-    return build(
-        description,
-        first,
-        last,
+    part = Part(
+        first=first,
+        last=last,
         is_first=is_first,
         is_last=is_last,
         dtype=dtype,
+        compute_dtype=compute_dtype or dtype,
         torch_device=torch_device,
-        compute_dtype=compute_dtype,
     )
+    return build(description, part)
 
 
-def _materialise(
-    whole: PreTrainedModel,
-    description: Description,
-    stage: Stage,
-    *,
-    dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    torch_device: str | torch.device,
-) -> None:
+def _materialise(whole: PreTrainedModel, description: Description, part: Part) -> None:
     """Allocate the stage's own parameters, and replace the others by stand-ins without storage.
 
     All get the given dtypes: some families build their routers in fp32 for every dtype of the model.
     """
     structure = description.structure
     owned = {
-        *(structure.first_parameters if stage.is_first else ()),
-        *(structure.last_parameters if stage.is_last else ()),
+        *(structure.first_parameters if part.is_first else ()),
+        *(structure.last_parameters if part.is_last else ()),
     }
-    prefixes = tuple(f"{structure.layers_name}.{index}." for index in range(stage.first, stage.last))
+    prefixes = tuple(f"{structure.layers_name}.{index}." for index in range(part.first, part.last))
     for owner, attribute, name in outer_parameters(whole):
         meta = owner.get_parameter(attribute)
         if name in owned or name.startswith(prefixes):
-            value = torch.full(meta.shape, float("nan"), dtype=dtype, device=torch_device)
+            value = torch.full(meta.shape, float("nan"), dtype=part.dtype, device=part.torch_device)
             owner._parameters[attribute] = nn.Parameter(value, requires_grad=meta.requires_grad)
         else:
             del owner._parameters[attribute]
-            setattr(owner, attribute, stand_in(meta.shape, compute_dtype, torch_device))
-    dtypes = _buffer_dtypes(description, compute_dtype) if compute_dtype != dtype else {}
+            setattr(owner, attribute, stand_in(meta.shape, part.compute_dtype, part.torch_device))
+    dtypes = _buffer_dtypes(description, part.compute_dtype) if part.compute_dtype != part.dtype else {}
     for prefix, module in whole.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 name = f"{prefix}.{key}" if prefix else key
-                module._buffers[key] = buffer.to(torch_device, dtypes.get(name, buffer.dtype))
+                module._buffers[key] = buffer.to(part.torch_device, dtypes.get(name, buffer.dtype))
 
 
 def _buffer_dtypes(description: Description, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -256,19 +238,19 @@ def _buffer_dtypes(description: Description, dtype: torch.dtype) -> dict[str, to
     return {name: buffer.dtype for name, buffer in buffers if not any(part in f".{name}." for part in kept)}
 
 
-def _place_hooks(layers: nn.ModuleList, description: Description, stage: Stage, relay: Relay) -> None:
-    argument, returns = description.structure.layer_argument, description.structure.returns
-    first, last = stage.first, stage.last
+def _place_hooks(layers: nn.ModuleList, structure: Structure, part: Part, relay: Relay) -> None:
+    argument, returns = structure.layer_argument, structure.returns
+    first, last = part.first, part.last
     for index, layer in enumerate(layers):
         if not first <= index < last:
             layer.forward = identity_forward(argument, returns)
     # A stage after the last layer, without own layers, receives and captures at the stand-in of the last layer.
     receiving = layers[min(first, len(layers) - 1)]
-    if not stage.is_first:
+    if not part.is_first:
         receiving.register_forward_pre_hook(_inject(relay, argument), with_kwargs=True)
-    if not stage.is_last and first < last:
+    if not part.is_last and first < last:
         layers[last - 1].register_forward_hook(_capture_output(relay))
-    elif not stage.is_last:
+    elif not part.is_last:
         receiving.register_forward_pre_hook(_capture_input(relay, argument), with_kwargs=True)
 
 
