@@ -1,7 +1,7 @@
 """The event loop: all devices execute their rows in simulated time.
 
-When a pass has ended, its device issues the transfers and copies before the next pass. That pass starts when the
-transfers and copies it needs have completed. A transfer starts when its last member has issued it (so its data is
+When a pass has ended, its device issues the transfers, copies and collectives over replicas before the next pass. That
+pass starts when those it needs have completed. A transfer starts when its last member has issued it (so its data is
 ready: on each producer it comes after the pass that makes it) and, if its communicator has a link, when the link has
 carried earlier ready transfers. While a collective runs, compute on its members runs at 1 / `overlap_slowdown` of its
 speed, for exactly that time; likewise at 1 / `contention` while all other devices compute, and in between while some
@@ -14,11 +14,13 @@ from collections import deque
 from heapq import heappop, heappush
 
 from evenpipe.schedule import CopyEngine
+from evenpipe.schedule.passes import HOP_KINDS
 
 from .engine import Engines
-from .work import Work
+from .network import COMMUNICATOR, Network
+from .work import COPIES, Work
 
-START, DEVICE, TRANSFER, COMMUNICATOR = "start", "device", "transfer", "communicator"
+START, DEVICE, TRANSFER = "start", "device", "transfer"
 
 
 class Loop:
@@ -51,6 +53,7 @@ class Loop:
         self.active = [0] * devices  # running collectives
         self.left, self.since, self.due = [0.0] * devices, [0.0] * devices, [0.0] * devices
         self.engines = Engines(work, engine, self)
+        self.network = Network(work, self)
         self.heap: list[tuple[float, int]] = []
 
     def run(self) -> bool:
@@ -70,8 +73,8 @@ class Loop:
                 self._carried(~number, now)
                 continue
             device = device_of[number]
-            if number in self.work.copy_feeds:
-                self.engines.done(number, now)
+            if number in self.work.beside:
+                (self.engines if self.work.items[number].kind in COPIES else self.network).done(number, now)
             elif running[device] == number and due[device] == now:
                 running[device] = -1
                 self.computing -= 1
@@ -89,10 +92,10 @@ class Loop:
             number = row[at]
             if number < 0:
                 self._issue(~number, device, now)
-            elif number in self.work.copy_feeds:
+            elif number in self.work.beside:
                 self.issued[number] = now
                 self.why[number], self.who[number] = self._since(device)
-                self.engines.submit(number, now)
+                (self.engines if self.work.items[number].kind in COPIES else self.network).submit(number, now)
             elif self.needs[number]:
                 break
             else:
@@ -135,9 +138,18 @@ class Loop:
             for member in self.work.route_of[k].members:
                 self.active[member] += 1
                 self._change_speed(member, now)
-        heappush(self.heap, (now + self.work.takes_of[k], ~k))
+        if self._is_on_network(k):
+            self.network.carry(~k, self.work.route_of[k].members, self.work.takes_of[k], now)
+        else:
+            heappush(self.heap, (now + self.work.takes_of[k], ~k))
+
+    def _is_on_network(self, k: int) -> bool:
+        """Return whether it is a hop that shares a link with collectives over replicas."""
+        return self.network.shared and self.work.queue_of[k] >= 0 and self.work.route_of[k].kind in HOP_KINDS
 
     def _carried(self, k: int, now: float) -> None:
+        if self._is_on_network(k) and not self.network.done(~k, now):
+            return
         self.end_of[k] = now
         if self.slowdown > 1 and self.work.slows[k]:
             for member in self.work.route_of[k].members:
@@ -177,7 +189,7 @@ class Loop:
         self.why[number], self.who[number] = TRANSFER, what
         if self.needs[number]:
             return
-        if number in self.work.copy_feeds:
+        if number in self.work.beside:
             self.engines.unblocked(number, now)
             return
         device = self.work.device_of[number]

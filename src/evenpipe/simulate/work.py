@@ -1,7 +1,8 @@
 """A program in numbers, for the event loop.
 
-Passes are numbered device after device in the order of their rows, copies (O, L) among them; transfers have numbers of
-their own. A row holds n for pass n and ~k for transfer k.
+Passes are numbered device after device in the order of their rows, also those that run beside compute: copies (O, L),
+and what gathers and frees parameters and sums gradients. Transfers have numbers of their own. A row holds n for pass n
+and ~k for transfer k.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 
 from evenpipe.schedule import Costs, Dependencies, Kind, Pass, Program, Route, Transfer, check_program, parts_of
 from evenpipe.schedule.costs import PassTimes
-from evenpipe.schedule.passes import HOP_KINDS, unit_of
+from evenpipe.schedule.passes import GATHERING_KINDS, HOP_KINDS, SHARDING_KINDS, unit_of
+from evenpipe.schedule.sharding import Part, Users, part_of
 
 COPIES = frozenset({Kind.O, Kind.L})
 _WAITS_FOR = {Kind.D: Kind.O, Kind.B: Kind.L, Kind.I: Kind.L, Kind.R: Kind.L}
@@ -21,8 +23,8 @@ _WAITS_FOR = {Kind.D: Kind.O, Kind.B: Kind.L, Kind.I: Kind.L, Kind.R: Kind.L}
 class Work:
     """The program as the event loop needs it.
 
-    By pass: `items`, `device_of`, `takes` (for copies: on the engine), `needs` (transfers and copies that it waits for)
-    and `copy_feeds` (by number of a copy, the passes and copies that wait for it). By transfer: `route_of`,
+    By pass: `items`, `device_of`, `takes` (alone), `needs` (how many transfers and passes beside compute it waits for)
+    and `beside` (by number of a pass that runs beside compute, the passes that wait for it). By transfer: `route_of`,
     `unit_of`, `takes_of`, `members_of` (their number), `queue_of` (number of its communicator, or -1 without a queue),
     `slows` (whether it slows compute down) and `feeds` (passes that wait).
     """
@@ -32,7 +34,7 @@ class Work:
     device_of: list[int]
     takes: list[float]
     needs: list[int]
-    copy_feeds: dict[int, list[int]]
+    beside: dict[int, list[int]]
     route_of: list[Route]
     unit_of: list[int]
     takes_of: list[float]
@@ -55,6 +57,7 @@ class _Numbering:
         self.dependencies = Dependencies.of(program)
         self.pass_times = PassTimes(costs, program.placement)
         self.copy_times = costs.copy_times(program.placement)
+        self.sharding_times = costs.sharding_times(program.placement)
         self.work = Work([], [], [], [], [], {}, [], [], [], [], [], [], [], 0)
         self.units = program.units
         self.numbers: dict[int, int] = {}  # by number of a route * units + unit
@@ -71,6 +74,8 @@ class _Numbering:
         times: dict[tuple[Kind, int | None], float] = {}
         waits: dict[tuple[Kind, int | None], tuple[Route, ...]] = {}
         copies: dict[tuple[Kind, int | None, int], int] = {}
+        gathering: dict[Part, int] = {}
+        users = Users.of_row(self.program.placement, self.program.barriers, self.program.rows[device])
         for item in self.program.rows[device]:
             if item is None:
                 continue
@@ -88,17 +93,26 @@ class _Numbering:
                 takes.append(self.copy_times[kind][stage])
                 unit = unit_of(item, slices)
                 copies[kind, stage, unit] = n
-                work.copy_feeds[n] = []
+                work.beside[n] = []
                 if kind is Kind.L:
                     self._after(copies.get((Kind.O, stage, unit)), n)
                 continue
+            if kind in SHARDING_KINDS:
+                alone = self.sharding_times.get(kind)
+                takes.append(0.0 if alone is None else alone[device if stage is None else stage])
+                work.beside[n] = []
+                if kind in GATHERING_KINDS:
+                    gathering[part_of(item)] = n
+                continue
+            if gathering:
+                for used in users.parts(item):
+                    self._after(gathering.pop(used, None), n)
             time = None if item.parts else times.get((kind, stage))
             if time is None:
                 time = times[kind, stage] = self.pass_times.of(item, device)
             takes.append(time)
             for part in parts_of(item):
-                if part.microbatch is None:
-                    continue
+                assert part.microbatch is not None
                 what = (part.kind, part.stage)
                 routes = waits.get(what)
                 if routes is None:
@@ -115,9 +129,9 @@ class _Numbering:
                     self._after(copies.get((_WAITS_FOR[part.kind], part.stage, unit)), n)
         work.rows.append(row)
 
-    def _after(self, copy: int | None, n: int) -> None:
-        if copy is not None:
-            self.work.copy_feeds[copy].append(n)
+    def _after(self, other: int | None, n: int) -> None:
+        if other is not None:
+            self.work.beside[other].append(n)
             self.work.needs[n] += 1
 
     def _transfer(self, item: Transfer, device: int) -> int:
