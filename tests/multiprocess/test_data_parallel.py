@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import itertools
 import time
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import reference
@@ -28,7 +30,11 @@ from evenpipe import Pipeline
 from evenpipe.checkpoints.agreement import Team
 from evenpipe.checkpoints.checkpoint import find_latest, load, prepare_folder, save
 from evenpipe.checkpoints.state import tensors_to_save
+from evenpipe.communication.communicator import Communicator
 from evenpipe.errors import InputError
+from evenpipe.schedule import Kind, Pass
+from evenpipe.schedule.passes import GATHERING_KINDS
+from evenpipe.schedule.sharding import part_of
 
 FP64 = torch.float64
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half")
@@ -176,6 +182,63 @@ def test_tied_matrices_in_shards_meet_row_by_row_whatever_the_ranks_of_the_mesh(
     """In the last of the meshes the replicas are in another order on the first device than on the last one."""
     faults = run_processes(run_case, 4, Case("shard", mode="first-last", tied=True), 3)
     assert not faults[0], "\n".join(faults[0])
+
+
+# --- when parameters are gathered ------------------------------------------------------------------------
+
+
+def gathered(schedule: str, mode: str, tied: bool) -> None:
+    """However often they are gathered, results are the same bits, and so many bytes travel as the program says."""
+    data, _ = expected(tied, 12)
+    results = []
+    sizes: Counter[str] = Counter()
+    for options in RESHARD:
+        sent: Counter[str] = Counter()
+        real = Communicator.all_gather
+
+        def counting(self: Any, output: Tensor, tensor: Tensor, what: str, sent: Counter[str] = sent) -> Any:
+            sent[what] += tensor.numel() * tensor.element_size()
+            return real(self, output, tensor, what)
+
+        case = Case("shard", schedule, mode, tied, gathering=tuple(options.items()))
+        pipeline = make(case, dtype=torch.float32)
+        with mock.patch.object(Communicator, "all_gather", counting):
+            result = step(pipeline, split(data)[0])
+        parameters = {name: one.grad for name, one in pipeline.named_parameters()}
+        results.append((result.loss, parameters))
+        items = [item for item in pipeline.layout.program.rows[pipeline.device] if isinstance(item, Pass)]
+        often = Counter(part_of(item) for item in items if item.kind in GATHERING_KINDS)
+        found = {what: size for what, size in sent.items() if what.startswith("parameters of ")}
+        if not options:
+            assert set(often.values()) == {1}
+            sizes.update(found)
+        placement = pipeline.layout.program.placement
+        embedding = next((part for part in (Kind.E, Kind.S) if part in often), placement.first_stage)
+        head = Kind.S if Kind.S in often else placement.last_stage
+        for what, size in sizes.items():
+            name = what.removeprefix("parameters of ")
+            whole = embedding if name == pipeline.description.embedding_name else head
+            part = int(name.removeprefix("stage ")) if name.startswith("stage ") else whole
+            assert found[what] == often[part] * size, what
+        if options == {"reshard": True, "prefetch": 0} and len(often) > 1:
+            assert max(often.values()) > 1, "some part is freed and gathered again"
+        pipeline.close()
+    first_loss, first = results[0]
+    for loss, gradients in results[1:]:
+        assert loss == first_loss
+        assert gradients.keys() == first.keys()
+        assert all(torch.equal(gradients[name], first[name]) for name in first)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "mode"), [("1f1b", "vocab-2"), ("interleaved", "vocab-1"), ("v-half", "first-last")]
+)
+def test_gathering_again_gives_the_same_bits_and_sends_what_the_program_says(
+    schedule: str, mode: str, tied: bool
+) -> None:
+    run_processes(gathered, 4, schedule, mode, tied)
 
 
 # --- batches that differ ---------------------------------------------------------------------------------

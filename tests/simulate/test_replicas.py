@@ -92,7 +92,9 @@ def test_without_bytes_nothing_takes_time() -> None:
 
 
 def test_parameters_of_vocabulary_layers_are_parts_of_their_own() -> None:
-    found = simulated("UNSHARD_E UNSHARD_S E0 0F0 S0 C0 0B0 T0 G0", replace(COSTS, sharding={"UNSHARD_S": 7.0}), barriers=1)
+    found = simulated(
+        "UNSHARD_E UNSHARD_S E0 0F0 S0 C0 0B0 T0 G0", replace(COSTS, sharding={"UNSHARD_S": 7.0}), barriers=1
+    )
     assert times(found.timeline)["S0"] == (7, 8)
     assert times(found.timeline)["0F0"] == (0, 2)
 
