@@ -32,7 +32,8 @@ from evenpipe.checkpoints.checkpoint import find_latest, load, prepare_folder, s
 from evenpipe.checkpoints.state import tensors_to_save
 from evenpipe.communication.communicator import Communicator
 from evenpipe.errors import InputError
-from evenpipe.schedule import Kind, Pass
+from evenpipe.interop.torch_csv import from_torch, to_torch
+from evenpipe.schedule import Kind, Pass, Program, generate
 from evenpipe.schedule.passes import GATHERING_KINDS
 from evenpipe.schedule.sharding import part_of
 
@@ -60,14 +61,14 @@ class Case:
 
 
 def make(case: Case, *, dtype: torch.dtype = FP64, vocabulary: int = VOCABULARY, **options: Any) -> Pipeline:
+    usual = {"schedule": case.schedule, "parameter_dtype": dtype, "self_check": False, "replicas": 2}
     return Pipeline(
         described(vocabulary, case.tied, dtype),
-        schedule=case.schedule,
         vocabulary=case.mode,
         microbatches=case.microbatches,
         checkpointing=case.checkpointing,
         data_parallel=case.kind,
-        **{"parameter_dtype": dtype, "self_check": False, "replicas": 2} | dict(case.gathering) | options,
+        **usual | dict(case.gathering) | options,
     )
 
 
@@ -239,6 +240,43 @@ def test_gathering_again_gives_the_same_bits_and_sends_what_the_program_says(
     schedule: str, mode: str, tied: bool
 ) -> None:
     run_processes(gathered, 4, schedule, mode, tied)
+
+
+def lowered_by_torch(schedule: str) -> Program:
+    """As torch's runtime reads it: three stages of a device are gathered at a time."""
+    program = from_torch(to_torch(generate(schedule, 2, 3), lowered=True))
+    assert isinstance(program, Program)
+    return program
+
+
+def as_torch_gathers(schedule: str, tied: bool) -> list[str]:
+    """What a program has is kept, and what it lacks is added: torch gathers whole vocabulary layers with their
+    stages."""
+    program = lowered_by_torch(schedule)
+    case = Case("shard", mode="first-last", tied=tied)
+    pipeline = make(case, schedule=program)
+    found = pipeline.layout.program
+    added = [item for row in found.rows for item in row if item and item.kind.value.endswith("_S")]
+    kept = tuple(tuple(item for item in row if item not in added) for row in found.rows)
+    assert kept == tuple(tuple(item for item in row if item) for row in program.rows)
+    both_ends = found.placement.first_device == found.placement.last_device
+    assert bool(added) == (tied and both_ends)
+    data, wanted = expected(tied, 12)
+    result = step(pipeline, split(data)[0])
+    gradients = pipeline.full_gradients()
+    pipeline.close()
+    if not is_first(pipeline):
+        return []
+    error = max(abs(result.loss / wanted.losses[0] - 1), reference.worst(gradients, wanted.gradients)[0])
+    return [] if error <= 1e-10 else [f"{schedule}, tied {tied}: {error:.1e}"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "gis", "zbv", "dualpipe-v"])
+@pytest.mark.sampled(2)
+def test_a_program_of_torch_gathers_and_sums_where_it_says(schedule: str, tied: bool) -> None:
+    faults = run_processes(as_torch_gathers, 4, schedule, tied)
+    assert not faults[0], "\n".join(faults[0])
 
 
 # --- batches that differ ---------------------------------------------------------------------------------
