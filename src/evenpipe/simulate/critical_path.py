@@ -79,4 +79,4 @@ def _why(loop: Loop, n: int) -> tuple[str, int]:
 
 
 def _transfer(work: Work, k: int, device: int, slices: int) -> Transfer:
-    return work.route_of[k].transfer(device, *divmod(work.unit_of[k], slices))
+    return work.transfers.route[k].transfer(device, *divmod(work.transfers.unit[k], slices))

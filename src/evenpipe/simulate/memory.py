@@ -42,9 +42,9 @@ def memory_curves(program: Program, costs: Costs, work: Work, loop: Loop) -> tup
             if delta:
                 changes[device].append((begin, 2 * n, delta) if delta > 0 else (end, 2 * n + 1, delta))
     if costs.receive_bytes:
-        for k, route in enumerate(work.route_of):
+        for k, route in enumerate(work.transfers.route):
             if route.kind in _HOPS:
-                user = max(work.feeds[k], key=loop.end.__getitem__)
+                user = max(work.transfers.feeds[k], key=loop.end.__getitem__)
                 changes[route.members[1]] += [
                     (loop.posted[k], 2 * user, costs.receive_bytes),
                     (loop.end[user], 2 * user + 1, -costs.receive_bytes),

@@ -115,7 +115,7 @@ def _idle(work: Work, loop: Loop, makespan: float) -> tuple[tuple[dict[str, floa
                 assert loop.why[n] == TRANSFER
                 who = loop.who[n]
                 device = work.device_of[n]
-                what = (work.items[who].kind if who >= 0 else work.route_of[~who].end(device)[0]).value
+                what = (work.items[who].kind if who >= 0 else work.transfers.route[~who].end(device)[0]).value
                 waits[what] = waits.get(what, 0.0) + loop.start[n] - clock
             clock = loop.end[n]
             lost += (clock - loop.start[n] - work.takes[n]) if max(loop.slowdown, loop.contention) > 1 else 0.0

@@ -7,7 +7,7 @@ and ~k for transfer k.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from evenpipe.schedule import Costs, Dependencies, Kind, Pass, Program, Route, Transfer, check_program, parts_of
 from evenpipe.schedule.costs import PassTimes
@@ -20,29 +20,38 @@ _WAITS_FOR = {Kind.D: Kind.O, Kind.B: Kind.L, Kind.I: Kind.L, Kind.R: Kind.L}
 
 
 @dataclass(slots=True)
-class Work:
-    """The program as the event loop needs it.
+class Transfers:
+    """The transfers of a program, as lists by their number.
 
-    By pass: `items`, `device_of`, `takes` (alone), `needs` (how many transfers and passes beside compute it waits for)
-    and `beside` (by number of a pass that runs beside compute, the passes that wait for it). By transfer: `route_of`,
-    `unit_of`, `takes_of`, `members_of` (their number), `queue_of` (number of its communicator, or -1 without a queue),
-    `slows` (whether it slows compute down) and `feeds` (passes that wait).
+    takes: their time alone. members: how many. queue: number of the communicator, or -1 without a queue; there are
+    `queues`. slows: whether it slows compute down. feeds: the passes that wait for it.
     """
 
-    rows: list[list[int]]
-    items: list[Pass]
-    device_of: list[int]
-    takes: list[float]
-    needs: list[int]
-    beside: dict[int, list[int]]
-    route_of: list[Route]
-    unit_of: list[int]
-    takes_of: list[float]
-    members_of: list[int]
-    queue_of: list[int]
-    slows: list[bool]
-    feeds: list[list[int]]
-    queues: int
+    route: list[Route] = field(default_factory=list)
+    unit: list[int] = field(default_factory=list)
+    takes: list[float] = field(default_factory=list)
+    members: list[int] = field(default_factory=list)
+    queue: list[int] = field(default_factory=list)
+    slows: list[bool] = field(default_factory=list)
+    feeds: list[list[int]] = field(default_factory=list)
+    queues: int = 0
+
+
+@dataclass(slots=True)
+class Work:
+    """The program as the event loop needs it. By pass: `items`, `device_of`, `takes` and `needs`.
+
+    takes: their time alone. needs: how many transfers and passes beside compute a pass waits for. beside: by number of
+    a pass that runs beside compute, the passes that wait for it.
+    """
+
+    rows: list[list[int]] = field(default_factory=list)
+    items: list[Pass] = field(default_factory=list)
+    device_of: list[int] = field(default_factory=list)
+    takes: list[float] = field(default_factory=list)
+    needs: list[int] = field(default_factory=list)
+    beside: dict[int, list[int]] = field(default_factory=dict)
+    transfers: Transfers = field(default_factory=Transfers)
 
     @classmethod
     def of(cls, program: Program, costs: Costs) -> Work:
@@ -58,7 +67,7 @@ class _Numbering:
         self.pass_times = PassTimes(costs, program.placement)
         self.copy_times = costs.copy_times(program.placement)
         self.sharding_times = costs.sharding_times(program.placement)
-        self.work = Work([], [], [], [], [], {}, [], [], [], [], [], [], [], 0)
+        self.work = Work()
         self.units = program.units
         self.numbers: dict[int, int] = {}  # by number of a route * units + unit
         self.communicators: dict[str, int] = {}
@@ -68,7 +77,7 @@ class _Numbering:
 
     def _row(self, device: int) -> None:
         work, dependencies = self.work, self.dependencies
-        items, needs, takes, feeds = work.items, work.needs, work.takes, work.feeds
+        items, needs, takes, feeds = work.items, work.needs, work.takes, work.transfers.feeds
         numbers, units, slices = self.numbers, self.units, self.program.slices
         row: list[int] = []
         times: dict[tuple[Kind, int | None], float] = {}
@@ -146,19 +155,19 @@ class _Numbering:
         return self._number(key, route, unit) if k is None else k
 
     def _number(self, key: int, route: Route, unit: int) -> int:
-        work = self.work
-        k = self.numbers[key] = len(work.route_of)
+        transfers = self.work.transfers
+        k = self.numbers[key] = len(transfers.route)
         carried = self.carried.get(route.number)
         if carried is None:
             carried = self.carried[route.number] = self._carried(route)
         queue, time = carried
-        work.route_of.append(route)
-        work.unit_of.append(unit)
-        work.takes_of.append(time)
-        work.members_of.append(len(route.members))
-        work.queue_of.append(queue)
-        work.slows.append(work.takes_of[k] > 0 and route.kind not in HOP_KINDS)
-        work.feeds.append([])
+        transfers.route.append(route)
+        transfers.unit.append(unit)
+        transfers.takes.append(time)
+        transfers.members.append(len(route.members))
+        transfers.queue.append(queue)
+        transfers.slows.append(transfers.takes[k] > 0 and route.kind not in HOP_KINDS)
+        transfers.feeds.append([])
         return k
 
     def _carried(self, route: Route) -> tuple[int, float]:
@@ -167,5 +176,5 @@ class _Numbering:
         if self.costs.link(route.kind, route.communicator) is None:
             return -1, time
         queue = self.communicators.setdefault(route.communicator, len(self.communicators))
-        self.work.queues = len(self.communicators)
+        self.work.transfers.queues = len(self.communicators)
         return queue, time
