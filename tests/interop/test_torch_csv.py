@@ -29,7 +29,7 @@ def test_a_lowered_file_is_the_program_and_when_parameters_are_gathered_and_grad
     rows = add_communication(order).to_csv().splitlines()
     assert to_torch(order, lowered=True).splitlines() == [
         f"0UNSHARD,{rows[0]},0REDUCE_GRAD,0RESHARD",
-        rows[1].replace("1F0", "1UNSHARD,1F0").replace("1B2", "1B2,1REDUCE_GRAD") + ",1RESHARD",
+        rows[1].replace("1F0", "1UNSHARD,1F0").replace("1B2", "1B2,1REDUCE_GRAD,1RESHARD"),
     ]
 
 

@@ -84,6 +84,7 @@ def trained(shared: bool) -> None:
             for part in inputs(10 * step + accumulated, shards.position).chunk(2):
                 stack(part).square().sum().backward()
             sharded.reduce()
+            sharded.free()
             assert all(isinstance(one, torch.distributed.tensor.DTensor) for one in stack.parameters())
             sharded.finish()
         for name, (master, start) in masters.items():
@@ -131,6 +132,7 @@ def in_two_passes() -> None:
             hook(weight)
     assert weight.grad is None
     sharded.reduce()
+    sharded.free()
     sharded.finish()
     assert master.grad.dtype == torch.float32
     assert master.grad.tolist() == [[2 * 258.0] * 2] * len(master)

@@ -124,7 +124,7 @@ def test_short_steps_leave_the_same_rest() -> None:
 def test_programs_are_those_of_the_runtime(small: Problem, schedule: str, mode: str) -> None:
     one = configuration(schedule, mode, 4, 9, stages_per_device=2 if schedule == "interleaved" else None)
     costs = ModelCosts.of(small.description, small.sequence)
-    layout = Layout.of(one.recipe, costs, small.description.vocabulary_size)
+    layout = Layout.of(one.recipe, costs, small.description.vocabulary_size, tied=small.description.tied)
     assert small.programs.of(one.recipe, 9)[1] == layout.program
 
 

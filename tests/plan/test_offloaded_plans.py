@@ -65,7 +65,7 @@ def configuration(
 def test_programs_are_those_of_the_runtime(roomy: Problem, schedule: str, mode: str, offload: str) -> None:
     one = evaluate(roomy, configuration(schedule, mode, 9, offload=offload)).configuration
     costs = ModelCosts.of(roomy.description, roomy.sequence)
-    layout = Layout.of(one.recipe, costs, roomy.description.vocabulary_size)
+    layout = Layout.of(one.recipe, costs, roomy.description.vocabulary_size, tied=roomy.description.tied)
     assert roomy.programs.of(one.recipe, 9)[1] == layout.program
     assert bool(offloaded(layout.program.order)) == (offload != "scheduled" or schedule == "po-h")
 

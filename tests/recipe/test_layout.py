@@ -15,7 +15,9 @@ from evenpipe.schedule import Order, generate
 def layout(schedule: Any, *, layers: int = 8, devices: int = 2, microbatches: int = 4, **options: Any) -> Layout:
     options = {"vocabulary": "vocab-2", **options}
     model = ModelCosts(layers=(1.0,) * layers, head=2.0)
-    return Layout.of(Recipe.of(pp=devices, microbatches=microbatches, schedule=schedule, **options), model, rows=100)
+    return Layout.of(
+        Recipe.of(pp=devices, microbatches=microbatches, schedule=schedule, **options), model, rows=100, tied=False
+    )
 
 
 STAGES = [

@@ -36,6 +36,7 @@ from evenpipe.schedule import (
     Program,
     Route,
     add_communication,
+    add_sharding,
     check_order,
     check_program,
     evaluation_program,
@@ -83,8 +84,22 @@ def case_of(seed: int) -> Case:
 
 @lru_cache(maxsize=1)
 def sound_program(seed: int) -> Program:
-    """Of up to three devices: what a schedule with a name makes, or anything that dependencies allow."""
+    """Of up to three devices: what a schedule with a name makes, or anything that dependencies allow; for one replica
+    or several."""
     rng = random.Random(seed)
+    program = _program_of_one_replica(rng)
+    if rng.random() < 0.5:
+        return program
+    return add_sharding(
+        program,
+        gathers=rng.random() < 0.7,
+        tied=False,
+        reshard=rng.random() < 0.6,
+        prefetch=rng.choice([None, 0, 1, 2]),
+    )
+
+
+def _program_of_one_replica(rng: random.Random) -> Program:
     devices, microbatches, evaluates = rng.randint(1, 3), rng.choice([1, 1, 2, 2, 3, 4]), rng.random() < 0.2
     if rng.random() < 0.3:
         name, mode, sharing = rng.choice(list(SCHEDULES)), rng.choice(MODES), rng.choice(SHARING)
@@ -103,7 +118,7 @@ def random_program(
     rng: random.Random, placement: Placement, microbatches: int, barriers: int, forward_only: bool
 ) -> Program:
     """Passes and transfers one after the other, each when chance will have it, once what it needs is there."""
-    sharing, sharded = rng.choice(SHARING), rng.random() / 5
+    sharing = rng.choice(SHARING)
     dependencies = Dependencies(placement, barriers, forward_only, sharing)
     passes = dict.fromkeys(random_passes(rng, placement, microbatches, barriers, forward_only))
     needs: dict[Node, list[Node]] = {(route, i): [] for route in dependencies.routes for i in range(microbatches)}
@@ -126,9 +141,6 @@ def random_program(
         node = ready.pop(rng.randrange(len(ready)))
         match node:
             case int(device), Pass() as item:
-                if item.stage is not None and rng.random() < sharded:
-                    kinds = [Kind.UNSHARD, Kind.RESHARD, *([] if forward_only else [Kind.REDUCE_GRAD])]
-                    rows[device].append(Pass(rng.choice(kinds), item.stage))
                 rows[device].append(item)
             case Route() as route, int(i):
                 for device in route.members:

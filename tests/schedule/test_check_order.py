@@ -15,7 +15,7 @@ TABLE = [
     (("0F0,0B0", "1F0,1B0"), {}, []),
     (("0F0,,0B0", ",1F0,1B0"), {}, []),
     (VOCABULARY, {}, []),
-    (("0UNSHARD,0F0,0B0,0RESHARD,0UNSHARD,0REDUCE_GRAD", "1F0,1B0"), {}, []),
+    (("0UNSHARD,0F0,0B0,0RESHARD,0UNSHARD,0REDUCE_GRAD", "1F0,1B0,1REDUCE_GRAD"), {}, []),
     (("0F0,0R0,0B0", "1F0,1O0,1D0,1L0,1B0"), {}, []),
     (("0F0,0O0,0D0,0L0,0R0,0B0", "1F0,1O0,1D0,1L0,1R0,1I0,1W0"), {}, []),
     (("0F0,0I0,0W0", "1F0,1I0,1W0"), {}, []),

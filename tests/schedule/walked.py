@@ -1,10 +1,12 @@
 """The real walkers of all devices of a program, in one process and on a tiny model: what becomes of a step.
 
-`exchange` carries what they send, the host is one whose copies come late, and the model is linear layers of width 4.
+`exchange` carries what they send, the host is one whose copies come late, replicas are one that misses what is not
+gathered, and the model is linear layers of width 4.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -26,7 +28,9 @@ from evenpipe.runtime.batch import IGNORE_INDEX, Batch, Microbatch
 from evenpipe.runtime.transport import Transport
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.runtime.walker import Walker
-from evenpipe.schedule import Program
+from evenpipe.schedule import Kind, Pass, Program
+from evenpipe.schedule.passes import GATHERING_KINDS, REDUCING_KINDS, SHARDING_KINDS
+from evenpipe.schedule.sharding import Part, Users, part_of
 from evenpipe.vocabulary import LossOptions, Shard
 from evenpipe.vocabulary.shards import split
 
@@ -106,6 +110,17 @@ def _stages(count: int) -> list[Stage]:
     return stages
 
 
+@lru_cache(maxsize=32)
+def _values(count: int) -> list[list[Tensor]]:
+    """Of the parameters of each stage; those of the modules may be lost in a step that fails."""
+    return [[parameter.detach().clone() for parameter in stage.parameters()] for stage in _stages(count)]
+
+
+def _restore(count: int, stage: int) -> None:
+    for parameter, value in zip(_stages(count)[stage].parameters(), _values(count)[stage], strict=True):
+        parameter.data.copy_(value)
+
+
 @lru_cache(maxsize=1)
 def _matrices() -> tuple[Tensor, Tensor]:
     """Embedding and output layer."""
@@ -129,6 +144,8 @@ def _batch(count: int) -> Batch:
 def _expected(stages: int, microbatches: int) -> tuple[Tensor, list[Tensor]]:
     """Loss, and the gradients of all stages' parameters, the embedding and the output layer, in one process."""
     modules = _stages(stages)
+    for stage in range(stages):
+        _restore(stages, stage)
     embedding, head = (matrix.clone().requires_grad_() for matrix in _matrices())
     loss = torch.zeros((), dtype=torch.float64)
     for microbatch in _batch(microbatches).microbatches:
@@ -141,6 +158,74 @@ def _expected(stages: int, microbatches: int) -> tuple[Tensor, list[Tensor]]:
         loss = loss + losses @ microbatch.weights
     parameters = [parameter for module in modules for parameter in module.parameters()]
     return loss.detach(), list(torch.autograd.grad(loss, [*parameters, embedding, head]))
+
+
+# --- replicas ---------------------------------------------------------------------------------------------------------
+
+
+class Replica:
+    """One of several, of which the others do the same: parameters that the row gathers are NaN while they are not
+    there, and gradients are what they were when they were summed, or NaN if they never were though others are."""
+
+    def __init__(self, program: Program, device: int, held: dict[Part, list[nn.Parameter]]) -> None:
+        row = [item for item in program.rows[device] if isinstance(item, Pass) and item.kind in SHARDING_KINDS]
+        self._gathers = {part_of(item) for item in row if item.kind in GATHERING_KINDS}
+        self._sums = any(item is not None and item.kind in REDUCING_KINDS for row in program.rows for item in row)
+        self._held = held
+        self._whole = {part: [one.detach().clone() for one in held.get(part, ())] for part in self._gathers}
+        self._pending: set[Part] = set()
+        self._there: set[Part] = set()
+        self._summed: dict[Part, list[Tensor | None]] = {}
+
+    def begin(self, *, gradients: bool) -> None:
+        for part in self._gathers:
+            self._poison(part)
+
+    def run(self, item: Pass) -> None:
+        part = part_of(item)
+        if item.kind in GATHERING_KINDS:
+            assert part not in self._pending | self._there
+            self._pending.add(part)
+        elif item.kind in REDUCING_KINDS:
+            assert part not in self._summed
+            held = self._held.get(part, ())
+            self._summed[part] = [None if one.grad is None else one.grad.clone() for one in held]
+        else:
+            assert part in self._pending | self._there
+            self._pending.discard(part)
+            self._there.discard(part)
+            self._poison(part)
+
+    def ready(self, part: Part) -> None:
+        self._pending.remove(part)
+        self._there.add(part)
+        for one, whole in zip(self._held.get(part, ()), self._whole[part], strict=True):
+            one.data.copy_(whole)  # as FSDP2 does, unseen by autograd
+
+    def finish(self) -> None:
+        for part, held in self._held.items():
+            for one, gradient in zip(held, self._summed.get(part, [None] * len(held)), strict=True):
+                if self._sums:
+                    one.grad = gradient if part in self._summed else torch.full_like(one, math.nan)
+
+    def _poison(self, part: Part) -> None:
+        for one in self._held.get(part, ()):
+            one.data.fill_(math.nan)
+
+
+def _parts(program: Program, device: int, matrices: dict[Kind, nn.Parameter | None]) -> dict[Part, list[nn.Parameter]]:
+    """What belongs to each part of a device; the row tells whether vocabulary layers are parts of their own."""
+    placement, barriers = program.placement, program.barriers
+    held: dict[Part, list[nn.Parameter]] = {
+        stage: list(_stages(placement.stages)[stage].parameters()) for stage in placement.stages_of(device)
+    }
+    users = Users.of_row(placement, barriers, program.rows[device])
+    for kind, stage in ((Kind.E, placement.first_stage), (Kind.S, placement.last_stage)):
+        using = users.parts(Pass(kind, None, 0) if barriers else Pass(Kind.F, stage, 0))
+        parameter = matrices[kind]
+        if using and parameter is not None:
+            held.setdefault(using[-1], []).append(parameter)
+    return held
 
 
 @dataclass(slots=True)
@@ -161,6 +246,7 @@ def _device(program: Program, device: int, exchange: Exchange) -> Device:
     for stage in placement.stages_of(device):
         stages[stage] = module = _stages(placement.stages)[stage]
         module.zero_grad()
+        _restore(placement.stages, stage)
         module.linear._weight_gradients = queue  # type: ignore[assignment]
     shards = split(VOCABULARY, placement.devices) if sharded else [Shard(0, VOCABULARY, VOCABULARY)]
     part = device if sharded else 0
@@ -193,6 +279,7 @@ def _device(program: Program, device: int, exchange: Exchange) -> Device:
         vocabulary_passes=sharded,
         weight_gradients=queue,
         activations=activations,
+        replicas=Replica(program, device, _parts(program, device, {Kind.E: embedding, Kind.S: head})),  # type: ignore[arg-type]
     )
     return Device(walker, pool, embedding, head, output)
 

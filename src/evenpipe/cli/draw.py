@@ -101,6 +101,8 @@ def _measured(arguments: argparse.Namespace) -> tuple[Mapping[str, Timeline], st
         "group_size",
         "edges",
         "memory_limit",
+        "data_parallel",
+        "prefetch",
     )
     for name in (*others, "vocabulary"):
         if getattr(arguments, name) is not None:

@@ -12,6 +12,7 @@ from evenpipe.given import plain
 
 if TYPE_CHECKING:
     from evenpipe.plan.cases import Case
+    from evenpipe.recipe.parallelism import Parallelism
     from evenpipe.schedule.placement import Edge
 
 COSTS = """
@@ -106,6 +107,7 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
         " (default: first-last, with the vocabulary layers on the first and last stage; for a file: unchanged)",
     )
     add_offload(parser)
+    add_replicas(parser)
     add_costs(parser, "default: equal times")
 
 
@@ -119,6 +121,35 @@ def add_offload(parser: argparse._ActionsContainer) -> None:
         " the lowest possible peak), a number (enough to stay below that many bytes, with the sizes of --costs),"
         " none; default: scheduled (as the order says)",
     )
+
+
+def add_replicas(parser: argparse.ArgumentParser) -> None:
+    """Add what replicas do, for `replicas`."""
+    parser.add_argument(
+        "--data-parallel",
+        choices=("replicate", "shard"),
+        help="several replicas: they sum gradients, or also share parameters and gather them (default: one replica)",
+    )
+    parser.add_argument(
+        "--reshard", action="store_true", help="with shard: free parameters between passes, and gather them again"
+    )
+    parser.add_argument(
+        "--prefetch",
+        metavar="N",
+        type=int,
+        help="with shard: gather parameters so many stages ahead (default: all at the start; 1 with --reshard)",
+    )
+
+
+def replicas(arguments: argparse.Namespace) -> Parallelism | None:
+    """Return what replicas do, if there are several. Raises InputError if it is not valid."""
+    from evenpipe.recipe.parallelism import Parallelism
+
+    kind = arguments.data_parallel
+    several = Parallelism(
+        dp=2, data_parallel=kind or "replicate", reshard=arguments.reshard, prefetch=arguments.prefetch
+    )
+    return None if kind is None else several
 
 
 def offload(arguments: argparse.Namespace) -> str | float:
@@ -166,6 +197,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         offload=offload(arguments),
         slices=arguments.slices,
         edges=edges(arguments),
+        replicas=replicas(arguments),
     )
 
 

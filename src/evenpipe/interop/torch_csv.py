@@ -18,10 +18,10 @@ from evenpipe.schedule import (
     Item,
     Kind,
     Order,
-    Pass,
     Program,
     Transfer,
     add_communication,
+    add_sharding,
     check_order,
     check_program,
     parts_of,
@@ -31,8 +31,8 @@ from evenpipe.schedule.text import cell_name
 
 COMPUTE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B})
 
-GATHERED = 3
-"""Number of stages of a device whose parameters are gathered at the same time, as in torch's own lowering."""
+PREFETCHED = 2
+"""Stages whose parameters are gathered ahead, as in torch's own lowering."""
 
 
 def to_torch(schedule: Order | Program, *, lowered: bool | None = None) -> str:
@@ -63,7 +63,7 @@ def to_torch(schedule: Order | Program, *, lowered: bool | None = None) -> str:
         check_order(schedule).raise_if_faulty()
         schedule = add_communication(schedule)
     check_program(schedule).raise_if_faulty()
-    return _text(_sharded([item for item in row if item is not None]) for row in schedule.rows)
+    return _text(add_sharding(schedule, gathers=True, tied=False, reshard=True, prefetch=PREFETCHED).rows)
 
 
 def from_torch(text: str) -> Order | Program:
@@ -105,7 +105,7 @@ def _unspeakable(item: Item | None) -> str:
                 f"{part} recomputes, offloads or loads activations, which torch's runtime cannot schedule; "
                 "take the order without it, and checkpoint inside the stage's module"
             )
-        if part.kind not in COMPUTE_KINDS | SHARDING_KINDS:
+        if part.stage is None and part.kind is not Kind.OVERLAP_F_B:
             return f"{part} is a pass of the vocabulary layers, which torch's runtime does not have; {_WITHOUT}"
         if part.slice:
             return _sliced(part, part.slice)
@@ -121,54 +121,6 @@ def _sliced(item: Item, slice_: int) -> str:
 
 def _text(rows: Iterable[Sequence[Item | None]]) -> str:
     return "".join(",".join("" if item is None else str(item) for item in row) + "\n" for row in rows)
-
-
-def _sharded(row: list[Item]) -> list[Item]:
-    """Return `row` with the passes that gather and free parameters and reduce gradients, if it has none yet.
-
-    A stage's gradients are reduced right after its last backward. The parameters of the next stages of the device are
-    gathered ahead, for `GATHERED` of them at a time.
-    """
-    kinds = {item.kind for item in row}
-    reduced = {item.stage for item in row if item.kind is Kind.REDUCE_GRAD}
-    last_backward = {
-        part.stage: position
-        for position, item in enumerate(row)
-        for part in (parts_of(item) if isinstance(item, Pass) else ())
-        if part.kind in {Kind.B, Kind.W} and part.stage not in reduced
-    }
-    uses = [_stages(item) for item in row]
-    gathered: list[int] = []
-    result: list[Item] = []
-    for position, item in enumerate(row):
-        if uses[position] and not kinds & {Kind.UNSHARD, Kind.RESHARD}:
-            wanted = _next_stages(uses, position)
-            for stage in [stage for stage in gathered if stage not in wanted]:
-                gathered.remove(stage)
-                result.append(Pass(Kind.RESHARD, stage))
-            for stage in wanted:
-                if stage not in gathered:
-                    gathered.append(stage)
-                    result.append(Pass(Kind.UNSHARD, stage))
-        result.append(item)
-        result += [Pass(Kind.REDUCE_GRAD, stage) for stage in uses[position] if last_backward.get(stage) == position]
-    return result + [Pass(Kind.RESHARD, stage) for stage in gathered]
-
-
-def _stages(item: Item) -> tuple[int, ...]:
-    """Return the stages whose parameters `item` uses."""
-    parts = parts_of(item) if isinstance(item, Pass) and item.kind in COMPUTE_KINDS else ()
-    return tuple(dict.fromkeys(part.stage for part in parts if part.stage is not None))
-
-
-def _next_stages(uses: list[tuple[int, ...]], position: int) -> list[int]:
-    """Return the next stages that the device runs from `position` on, up to `GATHERED`."""
-    found: list[int] = []
-    for stages in uses[position:]:
-        found += [stage for stage in stages if stage not in found]
-        if len(found) >= GATHERED:
-            break
-    return found
 
 
 def _cells(program: Program) -> Iterator[Item | None]:

@@ -65,7 +65,7 @@ def planned(description: Description, recipe: Recipe) -> Planned:
     program = recipe.schedule
     if not isinstance(program, Program):
         costs = ModelCosts.of(description, recipe.batch.sequence_length)
-        layout = Layout.of(recipe, costs, description.vocabulary_size)
+        layout = Layout.of(recipe, costs, description.vocabulary_size, tied=description.tied)
         return Planned(layout.program, layout.layers_per_stage)
     if (program.devices, program.microbatches) != (recipe.devices, recipe.microbatches):
         raise InputError(

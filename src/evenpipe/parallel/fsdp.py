@@ -8,7 +8,8 @@ never called. We use only its public functions:
     gather    holder.unshard()     all-gather in the dtype of the products; the layers' parameters are whole
     ready                          waits for it
     F B I W                        as usual: gradients add up in the whole parameters, or beside them in masters' dtype
-    reduce    holder.reshard()     reduce-scatter of the sums over microbatches; the whole parameters are freed
+    free      holder.reshard()     frees the whole parameters, not their gradients; they may be gathered again
+    reduce                         reduce-scatter of the sums over microbatches
     finish                         waits for it, adds this process's rows to the gradients of the masters
 
 The masters, which optimizer and checkpoints use, are plain tensors that share the memory that FSDP2 gathers from: this
@@ -157,10 +158,13 @@ class ShardedModule:
         for parameter in self._parameters:
             parameter.shard.requires_grad_(parameter.master.requires_grad)
 
+    def begin(self) -> None:
+        """At the start of a step: forget what a failed one has left."""
+        self._reductions.clear()
+        self._let_go()
+
     def gather(self) -> None:
-        """Issue the all-gathers, in the same order on all replicas. Masters must not change until `reduce`."""
-        self._reductions.clear()  # left over from a failed step
-        self.free()
+        """Issue the all-gathers, in the same order on all replicas. Masters must not change until the step is over."""
         for holder in self._holders:
             holder.unsharding = holder.module.unshard(async_op=True)
 
@@ -189,8 +193,7 @@ class ShardedModule:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """After the last gradient of the step: issue the sums over replicas, in the same order on all of them, and free
-        the whole parameters."""
+        """After the last gradient of the step: issue the sums over replicas, in the same order on all of them."""
         bucket: list[_Sharded] = []
         elements = 0
         for parameter in self._parameters:
@@ -203,16 +206,19 @@ class ShardedModule:
                 bucket, elements = [], 0
         if bucket:
             self._reductions.append(self._reduce(bucket))
-        self.free()
 
     def free(self) -> None:
-        """Free the whole parameters, and gradients that were not reduced."""
+        """Free the whole parameters; gradients stay until `reduce`."""
         for holder in self._holders:
             if holder.unsharding is not None:
                 holder.gather.wait()
                 holder.unsharding.wait()
                 holder.unsharding = None
             holder.module.reshard()
+
+    def _let_go(self) -> None:
+        """Free everything whole, also gradients that were not reduced."""
+        self.free()
         for parameter in self._parameters:
             parameter.take_gradient()
 
@@ -240,7 +246,7 @@ class ShardedModule:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the sums and add them to the gradients of the masters.
+        """Wait for the sums and add them to the gradients of the masters; nothing stays whole.
 
         A parameter that no replica has a gradient for stays without one, as in one process.
         """
@@ -259,6 +265,7 @@ class ShardedModule:
                 else:
                     master.grad.add_(summed)
         self._reductions.clear()
+        self._let_go()
 
 
 class _AllGather:

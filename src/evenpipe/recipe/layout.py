@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 
 from evenpipe.errors import InputError
 from evenpipe.model import Description, arranging_flops
+from evenpipe.recipe.parallelism import for_replicas
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import (
     Costs,
@@ -61,8 +62,8 @@ class Layout:
     costs: Costs
 
     @classmethod
-    def of(cls, recipe: Recipe, model: ModelCosts, rows: int) -> Layout:
-        """Place a model on devices; `rows`: of its embedding and output layer.
+    def of(cls, recipe: Recipe, model: ModelCosts, rows: int, *, tied: bool) -> Layout:
+        """Place a model on devices; `rows`: of its embedding and output layer, which may be `tied`.
 
         Raises InputError for options that the schedule does not have, more stages than layers, and a split that does
         not add up.
@@ -73,6 +74,9 @@ class Layout:
         costs = arranging_costs(recipe, model, base.placement, split)
         # A named schedule is rearranged with costs.
         order, program = arranged(recipe, costs, schedule if isinstance(schedule, (str, Program)) else base)
+        evaluation = evaluation_program(order, costs, recipe.communicators)
+        if recipe.parallelism.replicas > 1:
+            program, evaluation = (for_replicas(one, recipe.parallelism, tied=tied) for one in (program, evaluation))
         placement = program.placement
         if _is_sharded(mode):
             embedding = head = tuple(shards_of(rows, devices))
@@ -83,7 +87,7 @@ class Layout:
             mode=mode,
             layers=bounds_of(split),
             program=program,
-            evaluation=evaluation_program(order, costs, recipe.communicators),
+            evaluation=evaluation,
             embedding_shards=embedding,
             head_shards=head,
             costs=costs,

@@ -7,6 +7,7 @@ from typing import Literal
 
 from evenpipe.errors import InputError
 from evenpipe.given import is_whole
+from evenpipe.schedule import Program, add_sharding, check_program
 
 DataParallel = Literal["replicate", "shard-optimizer", "shard-gradients", "shard"]
 
@@ -33,6 +34,12 @@ class Parallelism:
     """Replicas that share the experts of a layer: a divisor of dp."""
     data_parallel: DataParallel = "replicate"
     """What is sharded over dp * cp: nothing, the optimizer's state, also gradients, or also parameters (FSDP2)."""
+    reshard: bool = False
+    """With "shard": free parameters between passes and gather them again, instead of once a step. Less memory, more
+    traffic."""
+    prefetch: int | None = None
+    """With "shard": how many stages (embedding and output layer count as such) ahead of their use parameters are
+    gathered. None: all at the start of the step, or one with `reshard`."""
     sequence_parallel: bool = True
     """Split the tensors that tensor parallelism leaves whole (norms, residuals) along the sequence; no effect with tp =
     1."""
@@ -46,6 +53,13 @@ class Parallelism:
                 raise InputError(f"{name} is {size!r}, expected a whole number of at least 1")
         if self.dp % self.ep:
             raise InputError(f"ep is {self.ep}, expected a divisor of dp = {self.dp}")
+        if not isinstance(self.reshard, bool):
+            raise InputError(f"reshard is {self.reshard!r}, expected True or False")
+        if self.prefetch is not None and (not is_whole(self.prefetch) or self.prefetch < 0):
+            raise InputError(f"prefetch is {self.prefetch!r}, expected a whole number of at least 0, or None")
+        if (self.reshard or self.prefetch is not None) and self.data_parallel != "shard":
+            name = "reshard" if self.reshard else "prefetch"
+            raise InputError(f"{name} is given, but data_parallel is {self.data_parallel!r}, expected 'shard' with it")
         if self.cp_exchange not in ("ring", "all-to-all"):
             raise InputError(f"cp_exchange is {self.cp_exchange!r}, expected ring or all-to-all")
         if self.data_parallel not in DATA_PARALLEL:
@@ -83,3 +97,16 @@ class Parallelism:
                 )
         if self.data_parallel not in ("replicate", "shard"):
             raise InputError(f"data_parallel: {self.data_parallel!r}, expected 'replicate' or 'shard'")
+
+
+def for_replicas(program: Program, parallelism: Parallelism, *, tied: bool) -> Program:
+    """Return a program with the passes that gather parameters and sum gradients over replicas, where it has none."""
+    shared = add_sharding(
+        program,
+        gathers=parallelism.data_parallel == "shard",
+        tied=tied,
+        reshard=parallelism.reshard,
+        prefetch=parallelism.prefetch,
+    )
+    check_program(shared).raise_if_faulty()
+    return shared

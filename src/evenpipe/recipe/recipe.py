@@ -29,6 +29,8 @@ class RecipeOptions(TypedDict, total=False):
     tp: int
     ep: int
     data_parallel: DataParallel
+    reshard: bool
+    prefetch: int | None
     sequence_parallel: bool
     cp_exchange: str
     microbatches: int | None

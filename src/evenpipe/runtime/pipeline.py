@@ -100,7 +100,7 @@ class Pipeline(SpreadModel):
         microbatches: number of equal parts of every batch; default: 4 per device, or the number in the given order.
         replicas: number of pipelines side by side, each with the whole model and its own data: the size of `dp`;
             default: that of the mesh, else one.
-        data_parallel: "replicate" (the default) or "shard" (FSDP2).
+        data_parallel, reshard, prefetch: "replicate" (the default) or "shard" (FSDP2), as in `Parallelism`.
         layers_per_stage: layers of each stage, first to last; default: an even split.
         checkpointing: "none" (the default), "full" or "selective" for all layers, or one of them per layer.
         compile_layers: run every layer through torch.compile.
@@ -160,7 +160,9 @@ class Pipeline(SpreadModel):
             self._checkpointing = self.recipe.checkpointing_of(layers)
             check_choices(self._checkpointing)
             self._model_costs = ModelCosts.of(self.description, self.recipe.batch.sequence_length)
-            self.layout = Layout.of(self.recipe, self._model_costs, self.description.vocabulary_size)
+            self.layout = Layout.of(
+                self.recipe, self._model_costs, self.description.vocabulary_size, tied=self.description.tied
+            )
             refuse_unfit(self.layout.program)
             self._evaluations: dict[int, Program] = {}
             self._kept_layers = offload.kept_layers(layers)
@@ -236,11 +238,10 @@ class Pipeline(SpreadModel):
             if router_loss is None
             else RouterLosses(router_loss, replicas=self.replicas, torch_device=self.torch_device)
         )
+        follow = [parameters.follow_flags for parameters in self._held.parameters.values()]
         over_replicas = None
         if replicas is not None:
-            over_replicas = Replicas(self._held, self.layout, self.device, replicas, is_first=self.replica == 0)
-        follow = [parameters.follow_flags for parameters in self._held.parameters.values()]
-        if over_replicas is not None:
+            over_replicas = Replicas(self._held, self.layout.program, replicas, is_first=self.replica == 0)
             follow.append(over_replicas.follow_flags)
         self._trained = Trained(
             dict(self.named_parameters()),
@@ -440,7 +441,7 @@ class Pipeline(SpreadModel):
                 vocabulary=vocabulary,
                 layers_per_stage=None if cut_anew else layout.layers_per_stage,
             )
-            layout = Layout.of(other, self._model_costs, self.description.vocabulary_size)
+            layout = Layout.of(other, self._model_costs, self.description.vocabulary_size, tied=self.description.tied)
         return time_order(layout.program.order, flop_costs(self._model_costs, layout))
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from evenpipe.schedule.flows import Site, flows
 from evenpipe.schedule.passes import BACKWARD_KINDS, ROLE, SHAPES, StageUnit, unit_of
 from evenpipe.schedule.placement import Edge
 from evenpipe.schedule.releases import releases
+from evenpipe.schedule.sharding import Part, RowSharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class Step:
     """Values that it stores."""
     adds: int = 0
     """Stage activations that are in flight more after it than before."""
+    awaits: tuple[Part, ...] = ()
+    """Parameters that are being gathered, and that a pass is the first to use."""
 
 
 class Row:
@@ -64,6 +67,7 @@ class Row:
         everything = list(flows(placement, program.barriers, program.forward_only))
         takes = Counter(site for flow in everything for site in flow.consumers)
         makes = Counter(site for flow in everything for site in flow.producers)
+        sharding = RowSharding(placement, program.barriers, program.rows[device])
         steps: list[Step] = []
         for position, item in enumerate(program.rows[device]):
             if isinstance(item, Transfer):
@@ -74,7 +78,10 @@ class Row:
                 adds = sum(IN_FLIGHT.get(part.kind, 0) for part in parts_of(item)) if self.gradients else 0
                 taken, made = sum(map(takes.__getitem__, sites)), sum(map(makes.__getitem__, sites))
                 sent = arrived.get(position, ())
-                steps.append(Step(item, passes[item.kind], str(item), sent, taken, made, adds))
+                awaits = sharding.awaits(item)
+                wrong = sharding.take(item, position)
+                assert not wrong, wrong
+                steps.append(Step(item, passes[item.kind], str(item), sent, taken, made, adds, awaits))
                 for part in parts_of(item):
                     assert _fits(part, program), item
                     if part.kind is Kind.I:
@@ -117,6 +124,8 @@ def _fits(item: Item, program: Program) -> bool:
     """Return whether an item has a microbatch and a whole sequence, as the walker assumes, and belongs to training only
     in a training program. All other faults of a program make the walker fail."""
     i = item.microbatch
+    if item.kind is Kind.OVERLAP_F_B:
+        return False  # it has no parts
     shaped = (item.stage is not None, i is not None) == SHAPES[item.kind] and not item.slice
     there = i is None or 0 <= i < program.microbatches
     return shaped and there and not (program.forward_only and item.kind in BACKWARD_KINDS)

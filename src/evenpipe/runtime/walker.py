@@ -33,7 +33,7 @@ from evenpipe.runtime.values import Values
 from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.runtime.vocabulary_passes import VocabularyPasses
 from evenpipe.schedule import Kind, Pass, Program, Transfer, TransferKind
-from evenpipe.schedule.passes import StageUnit
+from evenpipe.schedule.passes import SHARDING_KINDS, StageUnit
 
 if TYPE_CHECKING:
     from evenpipe.runtime.replicas import Replicas
@@ -128,9 +128,7 @@ class Walker:
             Kind.D: self._give_back,
             Kind.L: self._load,
             Kind.OVERLAP_F_B: self._joint,
-            Kind.UNSHARD: self._nothing,
-            Kind.RESHARD: self._nothing,
-            Kind.REDUCE_GRAD: self._nothing,
+            **dict.fromkeys(SHARDING_KINDS, self._share),
             **self._vocabulary.passes,
         }
         self._transfer_handlers: dict[TransferKind, Callable[[Transfer], None]] = {
@@ -153,7 +151,6 @@ class Walker:
         if self._activations is not None:
             self._activations.recorded = None if recording is None else recording.copies
         record = StepRecord(start=time.perf_counter())
-        before, after = ({}, {}) if self._replicas is None else self._replicas.begin(program)
         in_flight = 0
         with torch.set_grad_enabled(self._gradients):
             for step in row.steps:
@@ -166,9 +163,9 @@ class Walker:
                     if recording is not None:
                         recording.transfers.append((item, issued, recording.stamp()))
                     continue
-                if before:
-                    for action in before.get(item, ()):
-                        action()
+                if step.awaits and self._replicas is not None:
+                    for part in step.awaits:
+                        self._replicas.ready(part)
                 values.begin(step.text)
                 step.run(item)
                 values.finish(item)
@@ -177,9 +174,6 @@ class Walker:
                 assert len(self._forwarded) + len(self._weight_gradients) == in_flight, step.text
                 for sent in step.arrived:
                     values.arrived(sent)
-                if after:
-                    for action in after.get(item, ()):
-                        action()
         if counter is not None:
             counter.at(None)
         values.all_arrived()
@@ -215,6 +209,8 @@ class Walker:
             self._output.clear()
         if self._router_losses is not None:
             self._router_losses.begin(row.program)
+        if self._replicas is not None:
+            self._replicas.begin(gradients=row.gradients)
 
     def _end(self) -> None:
         """End a step: nothing of the batch is kept."""
@@ -420,8 +416,9 @@ class Walker:
         for part in item.parts:
             self._pass_handlers[part.kind](part)
 
-    def _nothing(self, item: Pass) -> None:
-        """Gathering, freeing and reducing are passes of torch in some orders; `replicas` does this work at its own
-        positions."""
-        assert item.stage in self._stages
+    def _share(self, item: Pass) -> None:
+        """Gather or free parameters, or sum gradients over replicas; without replicas there is nothing to do."""
+        assert item.stage is None or item.stage in self._stages
         self._values.ready()
+        if self._replicas is not None:
+            self._replicas.run(item)

@@ -26,6 +26,7 @@ from .transforms import (
     Offloaded,
     add_communication,
     add_recompute,
+    add_sharding,
     add_slices,
     add_vocabulary,
     forward_only,
@@ -33,6 +34,7 @@ from .transforms import (
     offloaded,
     plan_offload,
     without_offload,
+    without_sharding,
 )
 
 __all__ = [
@@ -65,6 +67,7 @@ __all__ = [
     "TransferKind",
     "add_communication",
     "add_recompute",
+    "add_sharding",
     "add_slices",
     "add_vocabulary",
     "check_order",
@@ -83,4 +86,5 @@ __all__ = [
     "time_order",
     "vocabulary_mode",
     "without_offload",
+    "without_sharding",
 ]

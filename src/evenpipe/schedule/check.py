@@ -2,7 +2,8 @@
 
 An order is sound if every pass that its placement, units and barriers require appears exactly once on the right
 device, no pass comes before one that it needs in its own row, and all devices reach the end of their rows. Every F has
-its B, or its I and W, so every stored activation is released. A program also has every transfer exactly once on each of
+its B, or its I and W, so every stored activation is released. Parameters that are gathered are there wherever they are
+used, and gradients are summed when they are complete. A program also has every transfer exactly once on each of
 its members, at a valid position, and completes for every way of queueing transfers (`queues`). If limits are given,
 every device stays within them.
 
@@ -28,6 +29,7 @@ from .passes import Pass, Transfer
 from .program import Program
 from .proof import passes_in_place, program_is_sound
 from .queues import check_completion
+from .sharding import check_sharding
 from .timeline import peak_activations
 from .timing import run
 
@@ -73,6 +75,7 @@ def _order_faults(
     graph = Graph.of(order, dependencies, absent_is_done=True)
     if not passes_in_place(order, graph.places):
         out_of_place += check_passes(order, rows)
+        out_of_place += check_sharding(order.placement, order.barriers, rows)
     if graph.stop != graph.first[1:]:
         out_of_order += check_own_needs(order, rows)
     try:

@@ -2,7 +2,7 @@
 
     2F0     forward of stage 2, microbatch 0        S0      output layer, first half, microbatch 0, on this device
     2F0.1   the same, slice 1 of its sequence       X0      broadcast of the last hidden states of microbatch 0
-    2RESHARD                                        2SEND_F0, 3RECV_F0   the two ends of one hop
+    2RESHARD, RESHARD_S   free parameters           2SEND_F0, 3RECV_F0   the two ends of one hop
     (2F1;2B0)OVERLAP_F_B                            two passes run as one
     0SEND_F0.1>2, 3RECV_F0<1                        a hop to stage 2 and one from stage 1, where a stage has several
 
@@ -52,11 +52,23 @@ class Kind(StrEnum):
     L = "L"
     """Load them back: allocate memory, and start the copy."""
     UNSHARD = "UNSHARD"
-    """torch's: gather a stage's sharded parameters."""
+    """Gather a stage's parameters from the replicas that hold parts of them."""
+    UNSHARD_E = "UNSHARD_E"
+    """The same for the embedding."""
+    UNSHARD_S = "UNSHARD_S"
+    """The same for the output layer, or for the matrix that it shares with the embedding."""
     RESHARD = "RESHARD"
-    """torch's: free the gathered parameters of a stage."""
+    """Free the gathered parameters of a stage."""
+    RESHARD_E = "RESHARD_E"
+    """The same for the embedding."""
+    RESHARD_S = "RESHARD_S"
+    """The same for the output layer, or for the matrix that it shares with the embedding."""
     REDUCE_GRAD = "REDUCE_GRAD"
-    """torch's: reduce a stage's gradients over the replicas."""
+    """Sum a stage's gradients over the replicas."""
+    REDUCE_GRAD_E = "REDUCE_GRAD_E"
+    """The same for the embedding."""
+    REDUCE_GRAD_S = "REDUCE_GRAD_S"
+    """The same for the output layer, or for the matrix that it shares with the embedding."""
     OVERLAP_F_B = "OVERLAP_F_B"
     """torch's: a forward and a backward run as one pass."""
 
@@ -84,16 +96,22 @@ STAGE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.O, Kind.D,
 """Kinds that belong to a stage and a microbatch."""
 VOCABULARY_KINDS = frozenset({Kind.E, Kind.G, Kind.S, Kind.C, Kind.T})
 """Kinds that every device runs once per unit, on its shard of the vocabulary."""
+GATHERING_KINDS = frozenset({Kind.UNSHARD, Kind.UNSHARD_E, Kind.UNSHARD_S})
+"""Kinds that gather parameters from the replicas: the gathering begins, and the next pass that uses them waits."""
+FREEING_KINDS = frozenset({Kind.RESHARD, Kind.RESHARD_E, Kind.RESHARD_S})
+"""Kinds that free gathered parameters."""
+REDUCING_KINDS = frozenset({Kind.REDUCE_GRAD, Kind.REDUCE_GRAD_E, Kind.REDUCE_GRAD_S})
+"""Kinds that sum gradients over the replicas: the sum begins, and the end of the step waits for it."""
+SHARDING_KINDS = GATHERING_KINDS | FREEING_KINDS | REDUCING_KINDS
+"""Kinds that are about the parameters of a stage, or of the vocabulary layers of a device, and about no unit."""
 BACKWARD_KINDS = frozenset(
-    {Kind.B, Kind.I, Kind.W, Kind.T, Kind.G, Kind.R, Kind.O, Kind.D, Kind.L, Kind.REDUCE_GRAD, Kind.OVERLAP_F_B}
+    {*(Kind.B, Kind.I, Kind.W, Kind.T, Kind.G, Kind.R, Kind.O, Kind.D, Kind.L, Kind.OVERLAP_F_B), *REDUCING_KINDS}
 )
 """Kinds that occur only in training, not in evaluation."""
 OFFLOAD_KINDS = frozenset({Kind.O, Kind.D, Kind.L})
 """Kinds that move activations to the host and back. They take no time of their own: copies run beside compute."""
 ROLE: dict[Kind, Kind] = {**{kind: kind for kind in Kind}, Kind.I: Kind.B}
 """Role of a kind for other stages: I counts as B, if the backward is split."""
-SHARDING_KINDS = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
-"""Kinds that belong to a stage alone. They may appear anywhere, any number of times."""
 JOINT_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 """Kinds that may be parts of OVERLAP_F_B."""
 HOP_KINDS = frozenset({TransferKind.SEND_F, TransferKind.RECV_F, TransferKind.SEND_B, TransferKind.RECV_B})
@@ -108,7 +126,7 @@ StageUnit = tuple[int, int]
 class Pass:
     """One unit of compute in an order.
 
-    `stage` is None for the vocabulary passes (E, G, S, C, T), `microbatch` is None for torch's sharding passes.
+    `stage` is None for the vocabulary layers (E, G, S, C, T, UNSHARD_S, ...), `microbatch` for `SHARDING_KINDS`.
     `slice` numbers the part of the sequence when sequences are cut. `parts` holds the passes of an OVERLAP_F_B, in the
     order in which they start, and is empty otherwise. Raises InputError for parts that cannot run as one.
     """
@@ -260,7 +278,8 @@ SHAPES: dict[Kind | TransferKind, tuple[bool, bool]] = {
     **dict(product(STAGE_KINDS | HOP_KINDS, [(True, True)])),
     **dict(product(VOCABULARY_KINDS, [(False, True)])),
     **dict(product((kind for kind in TransferKind if kind not in HOP_KINDS), [(False, True)])),
-    **dict(product(SHARDING_KINDS, [(True, False)])),
+    **dict(product(SHARDING_KINDS, [(False, False)])),
+    **dict(product((Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD), [(True, False)])),
     Kind.OVERLAP_F_B: (False, False),
 }
 """Whether a kind has a stage, and a microbatch."""

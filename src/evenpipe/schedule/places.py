@@ -1,7 +1,7 @@
 """Places of the items of a row, by kind and stage: lists over the units, so that whole rows are compared at once.
 
-Items of a row are numbered consecutively. A regular row is entirely in `at`; irregular items (repeated, of a unit that
-does not exist, torch's sharding passes) are in `odd` and take a slower path.
+Items of a row are numbered consecutively. Irregular ones (repeated, of a unit that does not exist) are in `odd`, and
+take a slower path.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ class Places:
         are odd or joint have empty lists.
     transfers: the same for transfers, by their end here.
     joint: numbers of OVERLAP_F_B.
-    odd: numbers of items that are in neither, or have a part that is not, each once.
+    sharding: numbers of passes of `SHARDING_KINDS`, which are about no unit.
+    odd: numbers of items that are in none of these, or have a part that is not, each once.
     """
 
     slices: int = 1
     at: dict[What, Numbers] = field(default_factory=dict)
     transfers: dict[End, Numbers] = field(default_factory=dict)
     joint: list[int] = field(default_factory=list)
+    sharding: list[int] = field(default_factory=list)
     odd: list[int] = field(default_factory=list)
 
     @classmethod
@@ -51,13 +53,16 @@ class Places:
 
         def new_list(item: Item) -> Numbers:
             nonlocal room
-            listed = item.kind not in _UNLISTED and units <= room
+            listed = item.kind is not Kind.OVERLAP_F_B and units <= room
             numbers = [ABSENT] * units if listed else []
             room -= len(numbers)
             return numbers
 
         for number, item in enumerate(row, first):
             if item is None:
+                continue
+            if item.kind in SHARDING_KINDS:
+                places.sharding.append(number)
                 continue
             if isinstance(item, Transfer):
                 numbers = transfers.get((item.kind, item.stage, item.peer))
@@ -177,6 +182,3 @@ def _met(places: Places, numbers: Numbers, rule: Rule) -> bool:
 def having(step: int, slices: int, units: int) -> Iterator[int]:
     """Return the units whose sequence has a slice `step` further on."""
     return (unit for unit in range(units) if 0 <= unit % slices + step < slices)
-
-
-_UNLISTED = SHARDING_KINDS | {Kind.OVERLAP_F_B}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,13 +14,13 @@ from .check import check_order, check_program
 from .costs import Costs
 from .flows import PER_PAIR
 from .order import Order
-from .passes import SHARDING_KINDS
 from .program import Program
 from .registry import check_count, generate, nearest
 from .transforms.communication import add_communication
 from .transforms.forward_only import forward_only
 from .transforms.interlaced import interlace
 from .transforms.offload import offloaded, plan_offload, without_offload
+from .transforms.sharding import without_sharding
 from .transforms.slices import add_slices
 from .transforms.vocabulary import add_vocabulary
 from .words import count
@@ -124,7 +123,7 @@ def plan_order(
     """
     mode = vocabulary_mode(mode)
     if isinstance(schedule, Program):
-        schedule = schedule.order if schedule.barriers or not BARRIERS[mode] else _without_sharding(schedule.order)
+        schedule = schedule.order if schedule.barriers or not BARRIERS[mode] else without_sharding(schedule.order)
     scheduled, cut = _scheduled(schedule, devices, microbatches, slices, costs=costs, **options)
     moved = offloaded(scheduled)
     order = without_offload(scheduled)
@@ -239,8 +238,3 @@ def evaluation_program(order: Order, costs: Costs | None = None, sharing: str = 
     program = add_communication(forward_only(order, costs), costs, sharing)
     check_program(program).raise_if_faulty()
     return program
-
-
-def _without_sharding(order: Order) -> Order:
-    rows = tuple(tuple(item for item in row if item is None or item.kind not in SHARDING_KINDS) for row in order.rows)
-    return replace(order, rows=rows)

@@ -17,9 +17,10 @@ from typing import Any
 from .dependencies import Dependencies, Route
 from .flows import vocabulary_kinds
 from .order import Order
-from .passes import OFFLOAD_KINDS, Item, Kind, Transfer
+from .passes import OFFLOAD_KINDS, REDUCING_KINDS, SHAPES, SHARDING_KINDS, Item, Kind, Transfer
 from .places import ABSENT, Numbers, Places, is_complete, unmet_in_row
 from .program import Program
+from .sharding import check_sharding
 
 
 def passes_in_place(schedule: Order | Program, places: Sequence[Places]) -> bool:
@@ -28,7 +29,9 @@ def passes_in_place(schedule: Order | Program, places: Sequence[Places]) -> bool
     stages: list[list[int]] = [[] for _ in places]
     for stage, device in enumerate(schedule.placement.stage_device):
         stages[device].append(stage)
-    return all(_in_place(here, wanted, own, schedule.forward_only) for here, own in zip(places, stages, strict=True))
+    return all(
+        _in_place(here, wanted, own, schedule.forward_only) for here, own in zip(places, stages, strict=True)
+    ) and (not any(here.sharding for here in places) or _sharding_in_place(schedule))
 
 
 def program_is_sound(program: Program, dependencies: Dependencies) -> bool:
@@ -93,6 +96,19 @@ def _in_place(places: Places, vocabulary: set[tuple[Kind, None]], stages: Sequen
                 return False
     there = {key for key, numbers in places.at.items() if numbers}
     return not places.odd and there <= wanted | optional and all(places.complete(kind, stage) for kind, stage in wanted)
+
+
+def _sharding_in_place(schedule: Order | Program) -> bool:
+    """Return whether passes of `SHARDING_KINDS` belong to their device, and come where they may."""
+    accepted = SHARDING_KINDS - REDUCING_KINDS if schedule.forward_only else SHARDING_KINDS
+    for device, row in enumerate(schedule.rows):
+        stages = {None, *schedule.placement.stages_of(device)}
+        for item in row:
+            if item is not None and item.kind in SHARDING_KINDS:
+                shape = item.stage is not None, item.microbatch is not None
+                if item.kind not in accepted or item.stage not in stages or shape != SHAPES[item.kind] or item.slice:
+                    return False
+    return not any(check_sharding(schedule.placement, schedule.barriers, schedule.rows))
 
 
 def _presence(numbers: Numbers | None) -> list[bool]:

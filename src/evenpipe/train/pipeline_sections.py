@@ -32,6 +32,12 @@ class PipelineConfig(Section):
     data_parallel: Literal["replicate", "shard"] = "replicate"
     """"replicate": every replica keeps all parameters. "shard": replicas share the rows of parameters, gradients and
     optimizer state, and gather parameters during a step (FSDP2)."""
+    reshard: bool = False
+    """With data_parallel "shard": free parameters between passes and gather them again, instead of once a step. Takes
+    less memory and more communication."""
+    prefetch: int | None = None
+    """With data_parallel "shard": how many stages ahead of their use parameters are gathered (embedding and output
+    layer count as stages). Default: all at the start of the step, or one with `reshard`."""
     schedule: str = "1f1b"
     """Order of the passes: a name (`evenpipe simulate --help` lists them), or a CSV file of evenpipe or torch. A file
     with transfers is executed without changes, unless vocabulary passes must be added."""
@@ -83,6 +89,8 @@ class PipelineConfig(Section):
             dp=self.replicas,
             pp=self.devices,
             data_parallel=self.data_parallel,
+            reshard=self.reshard,
+            prefetch=self.prefetch,
             microbatches=self.microbatches,
             microbatch_size=self.microbatch_size,
             sequence_length=sequence_length,

@@ -1,0 +1,180 @@
+"""Which parameters a pass uses, where replicas share them: the parts of a device that are gathered and summed at once.
+
+A part is a stage; the rows of the embedding (E); or the rows of the output layer (S), which are one part with the
+embedding's if both are one matrix on this device:
+
+    stage s   F, B, I, W and R of that stage. Whole vocabulary layers belong to the first and the last stage
+    E         E, G
+    S         S, C, T; with a shared matrix also E and G, or all passes of the first and the last stage if it is whole
+
+Gathering and summing begin with an item of the row (`UNSHARD`, `REDUCE_GRAD`) and go on beside other passes. The first
+pass that uses a gathered part waits for it; the end of the step waits for the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TypeGuard
+
+from .excerpt import neighbours
+from .faults import Fault
+from .passes import (
+    FREEING_KINDS,
+    GATHERING_KINDS,
+    OFFLOAD_KINDS,
+    REDUCING_KINDS,
+    SHAPES,
+    SHARDING_KINDS,
+    STAGE_KINDS,
+    VOCABULARY_KINDS,
+    Item,
+    Kind,
+    Pass,
+    parts_of,
+)
+from .placement import Placement
+
+Part = int | Kind
+"""A stage, or `Kind.E` or `Kind.S` for parameters of the vocabulary layers."""
+
+_OF_VOCABULARY = {
+    Kind.UNSHARD: {Kind.E: Kind.UNSHARD_E, Kind.S: Kind.UNSHARD_S},
+    Kind.RESHARD: {Kind.E: Kind.RESHARD_E, Kind.S: Kind.RESHARD_S},
+    Kind.REDUCE_GRAD: {Kind.E: Kind.REDUCE_GRAD_E, Kind.S: Kind.REDUCE_GRAD_S},
+}
+_PART = {kind: part for kinds in _OF_VOCABULARY.values() for part, kind in kinds.items()}
+_USING = (STAGE_KINDS - OFFLOAD_KINDS) | VOCABULARY_KINDS
+
+
+def sharding_pass(kind: Kind, part: Part) -> Pass:
+    """Return the pass that gathers (`Kind.UNSHARD`), frees (`RESHARD`) or sums (`REDUCE_GRAD`) a part."""
+    return Pass(_OF_VOCABULARY[kind][part]) if isinstance(part, Kind) else Pass(kind, part)
+
+
+def part_of(item: Pass) -> Part:
+    """Return the part that a pass of `SHARDING_KINDS` is about."""
+    if item.stage is not None:
+        return item.stage
+    return _PART[item.kind]
+
+
+class Users:
+    """The passes of a device that use each part.
+
+    Args:
+        parts: the parts of the vocabulary layers that the device has.
+    """
+
+    def __init__(self, placement: Placement, barriers: int, parts: Collection[Part]) -> None:
+        self._ends = () if barriers or Kind.S not in parts else (placement.first_stage, placement.last_stage)
+        embedding = Kind.E if Kind.E in parts else Kind.S
+        found = {Kind.E: embedding, Kind.G: embedding, Kind.S: Kind.S, Kind.C: Kind.S, Kind.T: Kind.S}
+        self._of_vocabulary = {kind: (part,) for kind, part in found.items() if part in parts}
+
+    @classmethod
+    def of_row(cls, placement: Placement, barriers: int, row: Iterable[Item | None]) -> Users:
+        """Return the users in a row: it tells which parts there are."""
+        kinds = {item.kind for item in row if item is not None}
+        parts = {part for kind, part in _PART.items() if kind in kinds}
+        return cls(placement, barriers, parts | {Kind.S} if barriers else parts)
+
+    def parts(self, item: Pass) -> tuple[Part, ...]:
+        """Return the parts that a pass reads or adds gradients to."""
+        if item.parts:
+            return tuple(dict.fromkeys(part for one in item.parts for part in self.parts(one)))
+        if item.kind not in _USING:
+            return ()
+        if item.stage is None:
+            return self._of_vocabulary.get(item.kind, ())
+        return (item.stage, Kind.S) if item.stage in self._ends else (item.stage,)
+
+    def added(self, item: Pass) -> set[Part]:
+        """Return the parts whose gradients a pass adds to."""
+        return {part for one in parts_of(item) if one.kind in ADDING_KINDS for part in self.parts(one)}
+
+
+def parts_of_device(placement: Placement, barriers: int, device: int, *, tied: bool) -> tuple[Part, ...]:
+    """Return the parts of a device.
+
+    tied: whether the embedding and the output layer share their matrix.
+    """
+    stages = placement.stages_of(device)
+    if barriers:
+        return (*stages, *((Kind.S,) if tied else (Kind.E, Kind.S)))
+    both_ends = {placement.first_stage, placement.last_stage} <= {*stages}
+    return (*stages, Kind.S) if tied and both_ends else stages
+
+
+def check_sharding(placement: Placement, barriers: int, rows: Sequence[Sequence[Item | None]]) -> Iterator[Fault]:
+    """Return the faults of sharding passes: a part is used where it is not gathered, gathered twice, freed without
+    being there, or summed before its last gradient, twice, or not at all while others are."""
+    sums = any(item is not None and item.kind in REDUCING_KINDS for row in rows for item in row)
+    for device, row in enumerate(rows):
+        if not sums and not any(item is not None and item.kind in SHARDING_KINDS for item in row):
+            continue
+        state = RowSharding(placement, barriers, row)
+        for position, item in enumerate(row):
+            for what in state.take(item, position) if isinstance(item, Pass) else ():
+                yield Fault(device, position, what, neighbours(rows, device, position))
+        for part in sorted(state.used - state.summed.keys(), key=str) if sums else ():
+            yield Fault(device, None, f"{sharding_pass(Kind.REDUCE_GRAD, part)} is missing, but others are summed")
+
+
+class RowSharding:
+    """What has become of the parts of a device at a position of its row.
+
+    used: parts that passes so far have used.
+    awaited: parts that are being gathered, and that nothing has used yet.
+    summed: parts whose gradients are summed, and where.
+    """
+
+    def __init__(self, placement: Placement, barriers: int, row: Sequence[Item | None]) -> None:
+        self._users = Users.of_row(placement, barriers, row)
+        self._sharded = {part_of(item) for item in row if _is_sharding(item) and item.kind in GATHERING_KINDS}
+        self._gathered: set[Part] = set()
+        self.used: set[Part] = set()
+        self.awaited: set[Part] = set()
+        self.summed: dict[Part, int] = {}
+
+    def awaits(self, item: Pass) -> tuple[Part, ...]:
+        """Return the parts that the next pass has to wait for."""
+        return tuple(part for part in self._users.parts(item) if part in self.awaited)
+
+    def take(self, item: Pass, position: int) -> list[str]:
+        """Go on behind the next pass; return what is wrong with it."""
+        parts = self._users.parts(item)
+        self.used.update(parts)
+        self.awaited.difference_update(parts)
+        wrong = []
+        for part in parts:
+            if part in self._sharded and part not in self._gathered:
+                wrong.append(f"{item} needs {sharding_pass(Kind.UNSHARD, part)} before it, and no RESHARD in between")
+            if part in self.summed and part in self._users.added(item):
+                summed = f"{sharding_pass(Kind.REDUCE_GRAD, part)} at position {self.summed[part]}"
+                wrong.append(f"{item} adds to gradients that are summed before it, by {summed}")
+        if not _is_sharding(item):
+            return wrong
+        part = part_of(item)
+        if item.kind in GATHERING_KINDS:
+            if part in self._gathered:
+                wrong.append(f"{item} gathers what is gathered already")
+            self._gathered.add(part)
+            self.awaited.add(part)
+        elif item.kind in FREEING_KINDS:
+            if part not in self._gathered:
+                wrong.append(f"{item} frees what is not gathered")
+            self._gathered.discard(part)
+            self.awaited.discard(part)
+        else:
+            if part in self.summed:
+                wrong.append(f"{item} is already at position {self.summed[part]}")
+            self.summed.setdefault(part, position)
+        return wrong
+
+
+def _is_sharding(item: Item | None) -> TypeGuard[Pass]:
+    return isinstance(item, Pass) and item.kind in SHARDING_KINDS and (item.stage is not None) == SHAPES[item.kind][0]
+
+
+ADDING_KINDS = frozenset({Kind.B, Kind.I, Kind.W, Kind.T, Kind.G})
+"""Kinds that add to gradients of parameters. I of a stage counts: layers that cannot be split add theirs there."""

@@ -1,0 +1,103 @@
+"""Place the passes that gather parameters and sum gradients over replicas.
+
+    gathered once       UNSHARD ... | passes ... last use  REDUCE_GRAD  RESHARD
+    freed between       UNSHARD  passes  RESHARD  ...  UNSHARD  passes  REDUCE_GRAD  RESHARD
+
+The gradients of a part are summed right after the last pass that adds to them. A part is gathered `prefetch` parts
+ahead: before the pass that uses the part so many parts before it. Freed between uses, a device never has more than
+`prefetch` + 1 parts at a time (passes that run as one may need more). This is also how
+`torch.distributed.pipelining` (2.13) lowers an order, with three parts at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from evenpipe.schedule.order import Order
+from evenpipe.schedule.passes import REDUCING_KINDS, SHARDING_KINDS, Item, Kind, Pass
+from evenpipe.schedule.program import Program
+from evenpipe.schedule.sharding import Part, Users, part_of, parts_of_device, sharding_pass
+
+Scheduled = TypeVar("Scheduled", Order, Program)
+
+
+def add_sharding(
+    schedule: Scheduled, *, gathers: bool, tied: bool, reshard: bool = False, prefetch: int | None = None
+) -> Scheduled:
+    """Return an order or program with the passes that replicas need, for parts that have none yet.
+
+    gathers: whether parameters are sharded over replicas, so that they are gathered and freed; else gradients are only
+        summed.
+    tied: whether the embedding and the output layer share their matrix.
+    reshard: whether parts are freed as soon as none of the next `prefetch` + 1 parts needs them; else after their last
+        use.
+    prefetch: parts; None: all parts are gathered at the start, or with `reshard` one part ahead.
+    """
+    ahead = 1 if prefetch is None and reshard else prefetch
+    rows: Any = tuple(
+        tuple(_Row(schedule, device, tied=tied).sharded(gathers=gathers, reshard=reshard, ahead=ahead))
+        for device in range(schedule.devices)
+    )  # of passes alone if they were so before
+    return replace(schedule, rows=rows)
+
+
+def without_sharding(schedule: Scheduled) -> Scheduled:
+    """Return an order or program without passes of `SHARDING_KINDS`."""
+    rows = tuple(
+        tuple(item for item in row if item is None or item.kind not in SHARDING_KINDS) for row in schedule.rows
+    )
+    return replace(schedule, rows=rows)
+
+
+class _Row:
+    def __init__(self, schedule: Order | Program, device: int, *, tied: bool) -> None:
+        placement, barriers = schedule.placement, schedule.barriers
+        self._row = [item for item in schedule.rows[device] if item is not None]
+        self._sums = not schedule.forward_only
+        self._parts = parts_of_device(placement, barriers, device, tied=tied)
+        users = Users(placement, barriers, self._parts)
+        self._uses = [users.parts(item) if isinstance(item, Pass) else () for item in self._row]
+        self._last = {part: position for position, parts in enumerate(self._uses) for part in parts}
+
+    def sharded(self, *, gathers: bool, reshard: bool, ahead: int | None) -> list[Item]:
+        """Arguments as for `add_sharding`; `ahead`: parts, None for all."""
+        given = [item for item in self._row if isinstance(item, Pass) and item.kind in SHARDING_KINDS]
+        summed = {part_of(item) for item in given if item.kind in REDUCING_KINDS}
+        placed = {part_of(item) for item in given if item.kind not in REDUCING_KINDS}
+        wanted = self._next_parts({part for part in self._parts if gathers and part not in placed}, ahead)
+        gathered: list[Part] = []
+        begun: set[Part] = set()
+        result: list[Item] = []
+        for position, item in enumerate(self._row):
+            soon = wanted[position] if self._uses[position] else ()
+            if reshard and soon:
+                for part in [part for part in gathered if part not in soon]:
+                    gathered.remove(part)
+                    result.append(sharding_pass(Kind.RESHARD, part))
+            for part in soon:
+                if part not in gathered and (reshard or part not in begun):
+                    gathered.append(part)
+                    begun.add(part)
+                    result.append(sharding_pass(Kind.UNSHARD, part))
+            result.append(item)
+            for part in self._parts:
+                if self._last.get(part) == position:
+                    if self._sums and part not in summed:
+                        result.append(sharding_pass(Kind.REDUCE_GRAD, part))
+                    if part in gathered:
+                        gathered.remove(part)
+                        result.append(sharding_pass(Kind.RESHARD, part))
+        return result
+
+    def _next_parts(self, parts: Collection[Part], ahead: int | None) -> list[tuple[Part, ...]]:
+        """Return, by position, the parts among these that the passes from there on use: all of the first pass, and
+        others in the order of their next use, so many ahead (None: all)."""
+        soon: list[Part] = []
+        found = []
+        for used in reversed(self._uses):
+            here = [part for part in used if part in parts]
+            soon = [*here, *(part for part in soon if part not in here)]
+            found.append(tuple(soon if ahead is None else soon[: max(len(here), ahead + 1)]))
+        return found[::-1]
