@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,6 +49,8 @@ from evenpipe.model.structure import (
 class Relay:
     """Carries the tensors of one call between `Stage.forward` and the hooks in the model; empty between calls."""
 
+    argument: str
+    """As `Structure.layer_argument`."""
     received: torch.Tensor | None = None
     stand_in: torch.Tensor | None = None
     result: torch.Tensor | None = None
@@ -54,6 +58,40 @@ class Relay:
 
     def clear(self) -> None:
         self.received = self.stand_in = self.result = self.router_logits = None
+
+    def inject(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Replace a layer's hidden states by the received ones."""
+        return self._with_hidden(args, kwargs, self.received)
+
+    def capture_input(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Take a layer's hidden states as the result, and replace them by the stand-in."""
+        self.result = args[0] if args else kwargs[self.argument]
+        return self._with_hidden(args, kwargs, self.stand_in)
+
+    def capture_output(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """Take a layer's output as the result, and replace it by the stand-in."""
+        if isinstance(output, (tuple, list)):
+            self.result = output[0]
+            return type(output)((self.stand_in, *output[1:]))
+        self.result = output
+        return self.stand_in
+
+    def record_router(self, index: int, module: nn.Module, args: tuple, output: Any) -> None:
+        """Append entry `index` of a router's output."""
+        if self.router_logits is None:  # not requested, or a layer's forward runs again in the backward
+            return
+        logits = output[index] if isinstance(output, tuple) else output
+        if logits is not None:
+            self.router_logits.append(logits)
+
+    def take_head_input(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Take the head's input as the result if there is none yet."""
+        if self.result is None:
+            self.result = hidden
+        return hidden.detach()[..., :1]
+
+    def _with_hidden(self, args: tuple, kwargs: dict, hidden: torch.Tensor | None) -> tuple[tuple, dict]:
+        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, self.argument: hidden})
 
 
 class Stage(nn.Module):
@@ -66,17 +104,16 @@ class Stage(nn.Module):
     def __init__(self, description: Description, part: Part):
         super().__init__()
         self.first, self.last, self.is_first, self.is_last = part.first, part.last, part.is_first, part.is_last
-        self._relay = Relay()
         structure = description.structure
+        relay = self._relay = Relay(structure.layer_argument)
         kept = range(part.first, part.last)
         whole = build_skeleton(description.config, part.dtype, type(description.skeleton))
-        receive = _take_head_input(self._relay)
-        hollow(whole, structure, kept, receive, dtype=part.compute_dtype, torch_device=part.torch_device)
+        hollow(whole, structure, kept, relay.take_head_input, dtype=part.compute_dtype, torch_device=part.torch_device)
         _materialise(whole, description, part)
-        _place_hooks(layers_of(whole, structure.layers_name), structure, part, self._relay)
+        _place_hooks(layers_of(whole, structure.layers_name), structure, part, relay)
         if description.router_loss is not None:
             for module, index in router_modules(whole, structure.layers_name, kept):
-                module.register_forward_hook(_record_router(self._relay, index))
+                module.register_forward_hook(partial(relay.record_router, index))
 
         self._whole = (whole,)  # a tuple, so that only its children are registered, and names have no prefix
         for name, child in whole.named_children():
@@ -239,66 +276,15 @@ def _buffer_dtypes(description: Description, dtype: torch.dtype) -> dict[str, to
 
 
 def _place_hooks(layers: nn.ModuleList, structure: Structure, part: Part, relay: Relay) -> None:
-    argument, returns = structure.layer_argument, structure.returns
     first, last = part.first, part.last
     for index, layer in enumerate(layers):
         if not first <= index < last:
-            layer.forward = identity_forward(argument, returns)
+            layer.forward = identity_forward(structure.layer_argument, structure.returns)
     # A stage after the last layer, without own layers, receives and captures at the stand-in of the last layer.
     receiving = layers[min(first, len(layers) - 1)]
     if not part.is_first:
-        receiving.register_forward_pre_hook(_inject(relay, argument), with_kwargs=True)
+        receiving.register_forward_pre_hook(relay.inject, with_kwargs=True)
     if not part.is_last and first < last:
-        layers[last - 1].register_forward_hook(_capture_output(relay))
+        layers[last - 1].register_forward_hook(relay.capture_output)
     elif not part.is_last:
-        receiving.register_forward_pre_hook(_capture_input(relay, argument), with_kwargs=True)
-
-
-def _inject(relay: Relay, argument: str):
-    def hook(module, args, kwargs):
-        return _with_hidden(args, kwargs, argument, relay.received)
-
-    return hook
-
-
-def _capture_output(relay: Relay):
-    def hook(module, args, output):
-        if isinstance(output, (tuple, list)):
-            relay.result = output[0]
-            return type(output)((relay.stand_in, *output[1:]))
-        relay.result = output
-        return relay.stand_in
-
-    return hook
-
-
-def _record_router(relay: Relay, index: int):
-    def hook(module, args, output):
-        if relay.router_logits is None:  # not requested, or a layer's forward runs again in the backward
-            return
-        logits = output[index] if isinstance(output, tuple) else output
-        if logits is not None:
-            relay.router_logits.append(logits)
-
-    return hook
-
-
-def _capture_input(relay: Relay, argument: str):
-    def hook(module, args, kwargs):
-        relay.result = args[0] if args else kwargs[argument]
-        return _with_hidden(args, kwargs, argument, relay.stand_in)
-
-    return hook
-
-
-def _with_hidden(args: tuple, kwargs: dict, argument: str, hidden: torch.Tensor | None) -> tuple[tuple, dict]:
-    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, argument: hidden})
-
-
-def _take_head_input(relay: Relay):
-    def receive(hidden: torch.Tensor) -> torch.Tensor:
-        if relay.result is None:
-            relay.result = hidden
-        return hidden.detach()[..., :1]
-
-    return receive
+        receiving.register_forward_pre_hook(relay.capture_input, with_kwargs=True)
