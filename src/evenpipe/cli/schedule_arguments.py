@@ -13,6 +13,7 @@ from evenpipe.given import plain
 if TYPE_CHECKING:
     from evenpipe.plan.cases import Case
     from evenpipe.recipe.parallelism import Parallelism
+    from evenpipe.schedule import Costs
     from evenpipe.schedule.placement import Edge
 
 COSTS = """
@@ -52,7 +53,14 @@ def add_costs(parser: argparse.ArgumentParser, use: str) -> None:
     parser.add_argument("--costs", metavar="FILE", help=f"TOML or JSON file with times and bytes, {use}")
 
 
-def add_memory_limit(parser: argparse.ArgumentParser, use: str) -> None:
+def costs(arguments: argparse.Namespace) -> Costs | None:
+    """Return the costs in the file of `--costs`, None without it. Raises InputError if they are not valid."""
+    from evenpipe.schedule.files import read_costs
+
+    return None if arguments.costs is None else read_costs(arguments.costs)
+
+
+def add_memory_limit(parser: argparse._ActionsContainer, use: str) -> None:
     """Add `--memory-limit`."""
     parser.add_argument("--memory-limit", metavar="K[,K...]", help=use)
 
@@ -78,6 +86,17 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
+def add_options(parser: argparse._ActionsContainer) -> None:
+    """Add the options of named schedules, for `options`."""
+    parser.add_argument(
+        "--stages-per-device", metavar="V", type=int, help="stages per device, for schedules that leave a choice"
+    )
+    parser.add_argument(
+        "--group-size", metavar="G", type=int, help="microbatches that a device takes in turn (some schedules)"
+    )
+    add_memory_limit(parser, "most stage activations that a device may hold, for schedules that have this option")
+
+
 def add_cases(parser: argparse.ArgumentParser) -> None:
     """Add the schedules, their size and their costs, for `cases`."""
     parser.add_argument(
@@ -89,17 +108,11 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
         help="several schedules side by side, after --schedule if given; 'all': every name",
     )
     add_size(parser, required=False)
-    parser.add_argument(
-        "--stages-per-device", metavar="V", type=int, help="stages per device, for schedules that leave a choice"
-    )
+    add_options(parser)
     parser.add_argument(
         "--slices", metavar="N", type=int, help="cut every sequence into so many slices of equal time (default: 1)"
     )
-    parser.add_argument(
-        "--group-size", metavar="G", type=int, help="microbatches that a device takes in turn (some schedules)"
-    )
     add_edges(parser)
-    add_memory_limit(parser, "most stage activations that a device may hold, for schedules that have this option")
     parser.add_argument(
         "--vocabulary",
         metavar="MODE,...",
@@ -168,7 +181,6 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
     """Return the cases of the arguments of `add_cases`, planned and simulated. Raises InputError."""
     from evenpipe.plan.cases import plan_cases
     from evenpipe.schedule import SCHEDULES
-    from evenpipe.schedule.files import read_costs
 
     given = options(arguments)
     names = [] if arguments.schedule is None else [arguments.schedule]
@@ -192,7 +204,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         devices=arguments.devices,
         microbatches=arguments.microbatches,
         vocabularies=modes,
-        costs=None if arguments.costs is None else read_costs(arguments.costs),
+        costs=costs(arguments),
         options=given,
         offload=offload(arguments),
         slices=arguments.slices,
